@@ -13,7 +13,7 @@ CLIENTS := .venv-clients
 # With a GPU, shapes and a length that leave something to save.
 DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --prefix-tokens 2048)
 
-.PHONY: help setup demo test test-full test-clients lint types format clean
+.PHONY: help setup demo test test-full test-clients lint types cpu-tests format clean
 
 help:
 	@echo "make setup         virtual environment in $(VENV), the package and its development tools"
@@ -35,7 +35,11 @@ $(STAMP): pyproject.toml
 demo: setup
 	@$(BIN)/tieredkv bench ttft --model $(DEMO) --repeats 3 --json
 
-test: lint types
+# mypy has one thread, and the tests wait now and then: together they keep two cores busy.
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types cpu-tests
+
+cpu-tests: setup
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 3 --dist loadfile
 
 test-full: lint types

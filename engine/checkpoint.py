@@ -48,6 +48,13 @@ class _Config(msgspec.Struct):
     auto_map: object = None
 
 
+class _Sizes(msgspec.Struct):
+    """The sizes of a config.json that a tokenizer must fit."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
 class _Generation(msgspec.Struct):
     """The fields of a generation_config.json that are used."""
 
@@ -70,9 +77,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: the model or its tokenizer cannot be found or read.
     """
-    config = drawn_config(name)
-    if config is not None:
-        return tiny.byte_tokenizer(config.vocab_size, max_model_len(config))
+    file = _drawn_file(name)
+    if file is not None:
+        return tiny.byte_tokenizer(*_drawn_sizes(name, file))
     folder = find_folder(name)
     with refusing(name, "its tokenizer cannot be loaded", partial(_tokenizer_reason, folder)):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -95,7 +102,7 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
         except Exception as cause:  # tokenizers raises nothing narrower
             return f"`{file}` cannot be read: {_first_line(cause)}"
         if "auto_map" in table:
-            return f"`{file}` names code of its own (`auto_map`), which is never run"
+            return f"`{file}` names custom code (`auto_map`), which is never run"
     if not fast.is_file():
         way_out = "save it as tokenizer.json with `save_pretrained` of transformers"
         return f"`{folder}` has no tokenizer.json ({_first_line(error)}); {way_out}"
@@ -104,8 +111,14 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
 
 def drawn_config(name: str) -> PreTrainedConfig | None:
     """Read the shape that `tiny-random` or `random:<shape>` names; None for any other name."""
+    file = _drawn_file(name)
+    return None if file is None else read_config(name, file)
+
+
+def _drawn_file(name: str) -> Path | None:
+    """Return the config.json of the shape that a name names; None for any other name."""
     if name == tiny.TINY_NAME:
-        return read_config(name, SHAPES / f"{name}.json")
+        return SHAPES / f"{name}.json"
     if not name.startswith(RANDOM_PREFIX):
         return None
     shape = name.removeprefix(RANDOM_PREFIX)
@@ -114,9 +127,23 @@ def drawn_config(name: str) -> PreTrainedConfig | None:
         path = Path(shape).expanduser()
         path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
-        raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
-    return read_config(name, path)
+        known = ", ".join(sorted(file.stem for file in SHAPES.glob("*.json")))
+        what = f"`{shape}` is neither a config.json nor a known shape"
+        raise refused(name, f"{what}; known shapes are {known}")
+    return path
+
+
+def _drawn_sizes(name: str, file: Path) -> tuple[int, int]:
+    """Return a shape's size of the vocabulary and its number of positions.
+
+    The classes of transformers are asked only for what the file leaves to their defaults: each of
+    them imports the modelling code, which takes a second.
+    """
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        sizes = msgspec.json.decode(file.read_bytes(), type=_Sizes)
+        return sizes.vocab_size, sizes.max_position_embeddings
+    config = read_config(name, file)
+    return config.vocab_size, max_model_len(config)
 
 
 def read_config(name: str, path: Path) -> PreTrainedConfig:
@@ -130,7 +157,7 @@ def read_config(name: str, path: Path) -> PreTrainedConfig:
         what = (
             f"transformers {transformers_version} does not know models of type `{read.model_type}`"
         )
-        own = "the code that its `auto_map` names is never run"
+        own = "the custom code that its `auto_map` names is never run"
         raise refused(name, f"{what}, and {own}" if read.auto_map else what)
     with refusing(name, f"`{file}` cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)

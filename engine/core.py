@@ -38,7 +38,7 @@ from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.engine.step_timer import StepTimer
-from tieredkv.errors import ConfigError
+from tieredkv.errors import BlocksLostError, ConfigError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.kernels.small_copies import to_device
@@ -394,33 +394,39 @@ class EngineCore:
             for block in self.tiers.device.find(hashes)
         ]
 
-    def close(self, *, progress: Progress = ignore_progress) -> int:
+    def close(self, *, progress: Progress = ignore_progress) -> None:
         """Abort requests, write blocks that are owed to the disk, and release everything.
 
-        Returns:
-            How many blocks that were promised to the disk are lost because the store failed. Blocks
-            that `drain_timeout` left no time for are not counted. A second call returns 0.
+        Calling it twice is fine.
+
+        Raises:
+            BlocksLostError: blocks that were promised to the disk are lost because the store
+                failed; blocks that `drain_timeout` left no time for do not count. Everything is
+                released nevertheless.
         """
         if self._is_closed:
-            return 0
+            return
         self._is_closed = True
         self.abort_all()
         deadline = time.monotonic() + self.settings.drain_timeout
-        left = self.cache.demoter.drain(deadline=deadline, progress=progress)
+        # What an operator evicts now is not written any more.
+        left = self.cache.demoter.drain(
+            deadline=deadline, progress=progress, meanwhile=self._answer_control
+        )
         refusals = self.cache.demoter.refusals()
         num_lost = refusals.total()
         if (num_late := left - num_lost) > 0:
             text = "%d blocks were not written to disk within `drain_timeout` (%g s) and are lost"
             logger.warning(text, num_late, self.settings.drain_timeout)
+        lost = None
         if num_lost and (store := self.tiers.store) is not None:
             why = store.trouble or store.stats().store_error or ", ".join(refusals)
-            text = (
-                "%d blocks that were promised to the disk are lost, as it could not store them: %s"
-            )
-            logger.error(text, num_lost, why)
+            what = f"{num_lost} blocks that were promised to the disk are lost"
+            lost = BlocksLostError(f"{what}, because storing failed: {why}")
         self.tiers.transfer.synchronize()
         self._stack.close()
-        return num_lost
+        if lost is not None:
+            raise lost
 
     # Inside
 

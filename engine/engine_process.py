@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -P -m tieredkv.engine.engine_process FD`.
+"""The engine as a process of its own: `python -P -m tieredkv.engine FD`.
 
 It joins one `EngineCore` to one end of the server's socket pair, and knows no text and no HTTP. The
 channel is its life line: when the server is gone, requests are aborted, what a policy promised is
@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import msgspec
 
@@ -21,7 +22,7 @@ from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
-from tieredkv.errors import RequestError, StorageError, TieredKVError
+from tieredkv.errors import BlocksLostError, RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 from tieredkv.storage.worker_messages import Refused
 
@@ -56,6 +57,7 @@ class EngineProcess:
 
     def run(self) -> int:
         """Serve until the server sends `Shutdown` or ends; return the exit code."""
+        exit_code = 0
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         start = self._inbox.get()
         assert isinstance(start, Start), start
@@ -72,7 +74,11 @@ class EngineProcess:
             self._serve(core)
             core.abort_all()
             self._step(core)
-            exit_code = EXIT_FAILED if core.close(progress=self._report) else 0
+            try:
+                core.close(progress=self._report)
+            except BlocksLostError as error:
+                logger.error("%s", error)
+                exit_code = EXIT_FAILED
         # Do not wait long for a server that does not read.
         give_up_at = time.monotonic() + FAREWELL_S
         while self._channel.has_queued and time.monotonic() < give_up_at:
@@ -117,7 +123,7 @@ class EngineProcess:
             if self._core is None:
                 os._exit(EXIT_START_FAILED)  # nothing has been promised yet
             if isinstance(error, StorageError):
-                logger.error("the server sent %s", error)
+                logger.error("the server sent invalid data: %s", error)
             self._post(Shutdown())
 
     def _post(self, message: ToEngine) -> None:
@@ -154,20 +160,18 @@ class EngineProcess:
             self._channel.send(messages.ProgressReport(stage, done, total))
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run the engine on the inherited descriptor named by the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(ToEngine), MAX_ENGINE_FRAME_BYTES)
+    exit_code = EXIT_FAILED
     with contextlib.closing(channel):
         try:
-            return EngineProcess(channel).run()
+            exit_code = EngineProcess(channel).run()
         except Exception:
             logger.exception("the engine failed")
-    # No thread may keep a failed engine alive: the server sees its end by the closed channel.
+    # At once: no thread may keep a failed engine alive, as the server sees its end by the closed
+    # channel; and the interpreter would need a second to take apart what torch has loaded.
     sys.stderr.flush()
-    os._exit(EXIT_FAILED)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(exit_code)

@@ -92,7 +92,7 @@ def files_fingerprint(
     try:
         digests = _digests(files, mode, cache_dir, progress)
     except OSError as error:
-        raise ModelError(f"weights cannot be read: {error}") from error
+        raise ModelError(f"the weights cannot be read: {error}") from error
     parts = [_FORMAT, _code_version(), mode.encode(), config_digest(config)]
     for path, digest in zip(files, digests, strict=True):
         parts += [path.name.encode(), digest]
@@ -134,7 +134,7 @@ def _digests(
         pieces = [(path, next(digests)) for path, *_ in told]
     for path, size in unknown.items():
         if f"{mode}|{file_state(path)}" != keys[path]:
-            raise ModelError(f"`{path}` changed while it was read; load it again")
+            raise ModelError(f"`{path}` changed while it was read; load the model again")
         own = (digest for of, digest in pieces if of == path)
         remembered[keys[path]] = _digest_parts([size.to_bytes(8, "little"), *own]).hex()
     known = [bytes.fromhex(remembered[key]) for key in keys.values()]
@@ -205,7 +205,7 @@ def _write_cache(cache_dir: Path, remembered: Mapping[str, str]) -> None:
         partial.write_text(json.dumps(dict(remembered), indent=0))
         partial.replace(cache_dir / _CACHE_FILE)
     except OSError as error:
-        logger.info("fingerprints are not remembered, `%s`: %s", cache_dir, error)
+        logger.info("fingerprints of weights cannot be kept in `%s`: %s", cache_dir, error)
 
 
 def _checksum(parameter: Tensor) -> Tensor:

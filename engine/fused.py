@@ -142,9 +142,9 @@ class FusedModel:
 def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     """Return why a model is not supported: a part is unknown or not as the config says."""
     if config.model_type not in _FAMILIES:
-        return f"only {', '.join(_FAMILIES)} are fused"
+        return f"only models of type {', '.join(_FAMILIES)} are fused"
     if config.hidden_act != "silu":
-        return f"its activation is `{config.hidden_act}`"
+        return f"its activation is `{config.hidden_act}`, and only `silu` is fused"
     with torch.device("meta"):
         plain = _parts(type(model)(copy.deepcopy(config)))
     found = _parts(model)
@@ -157,11 +157,11 @@ def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     num_rotated = 2 * len(whole.model.rotary_emb.inv_freq)
     head_dim = whole.model.layers[0].self_attn.head_dim
     if num_rotated != head_dim:
-        return f"{num_rotated} of {head_dim} dimensions are rotated"
+        return f"its rope rotates {num_rotated} of {head_dim} dimensions, not all of them"
     if config.hidden_size > layers.MAX_HIDDEN_SIZE:
         return f"its hidden_size {config.hidden_size} is above {layers.MAX_HIDDEN_SIZE}"
     if 4 * head_dim * config.max_position_embeddings > _MAX_TABLE_BYTES:
-        return f"a table of {config.max_position_embeddings} positions is too large"
+        return f"a rope table of {config.max_position_embeddings} positions is too large"
     return None
 
 

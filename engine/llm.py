@@ -1,6 +1,7 @@
 """The Python API: a model with its tiered cache in the caller's own process."""
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
-from tieredkv.errors import RequestError
+from tieredkv.errors import BlocksLostError, RequestError
 from tieredkv.types import Progress, Tier, ignore_progress
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -133,9 +136,9 @@ class LLM:
         """
         core = self.core
         if to not in (Tier.HOST, Tier.DISK):
-            raise RequestError("`to` must be `host` or `disk`", param="to")
+            raise RequestError("`to` must be `host` or `disk`.", param="to")
         if to == Tier.DISK and core.tiers.store is None:
-            raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
+            raise RequestError("There is no disk tier, since `disk_dir` is not set.", param="to")
         return core.cache.demoter.flush(Tier(to), deadline=time.monotonic() + timeout_s)
 
     def tier_stats(self) -> dict[str, object]:
@@ -146,14 +149,24 @@ class LLM:
         """Write the blocks that `24h` promises to keep, and release everything.
 
         Calling it twice is fine.
+
+        Raises:
+            BlocksLostError: blocks that `24h` promises to keep are lost because the store failed.
+                Everything is released nevertheless.
         """
         self.core.close()
 
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Close; a loss is logged instead of raised if the block ends with an error of its own."""
+        try:
+            self.close()
+        except BlocksLostError as lost:
+            if error is None:
+                raise
+            logger.error("%s", lost)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -164,5 +177,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     if any(isinstance(item, int) for item in items):
-        raise RequestError("Prompts and token ids cannot be mixed", param="prompt")
+        raise RequestError("Prompts and token ids cannot be mixed in one list.", param="prompt")
     return items  # type: ignore[return-value]

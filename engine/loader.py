@@ -116,7 +116,8 @@ class FoundModel:
                 table, files, mode=fingerprint, cache_dir=cache, progress=progress
             )
             if [*map(file_state, files)] != states:
-                raise refused(self.name, "its weight files changed while they were loaded")
+                what = "its weight files changed while they were loaded; load it again"
+                raise refused(self.name, what)
             ends = _eos_token_ids(self.config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -184,8 +185,8 @@ def find_model(
         folder = find_folder(name, ["*.safetensors"])
         find_weight_files(name, folder)
     elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
-        size = f"a vocabulary of {config.vocab_size} tokens"
-        what = f"{size} has no room for the {tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
+        needed = f"the {tiny.BYTE_VOCAB_SIZE} tokens of the byte-level tokenizer"
+        what = f"its vocabulary of {config.vocab_size} tokens is too small for {needed}"
         raise refused(name, what)
     return FoundModel(
         name=name,

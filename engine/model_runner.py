@@ -313,8 +313,9 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
     error = (torch.cat(parts) - whole).abs().mean() / whole.std()
     if not error < _MAX_PAGING_ERROR:
         raise ModelError(
-            f"model `{loaded.name}` cannot be served: in pieces a prompt gives other logits than "
-            f"as a whole, so `{loaded.config.model_type}` mixes tokens outside of attention"
+            f"model `{loaded.name}` cannot be served: a prompt that is computed in pieces gives "
+            "other logits than one computed as a whole, so "
+            f"`{loaded.config.model_type}` mixes tokens outside of attention"
         )
 
 
@@ -367,8 +368,8 @@ def num_device_blocks(
     num_blocks = (spare_bytes - peak_bytes - _SLACK_BYTES) // kv_spec.block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"gpu_memory_utilization {gpu_memory_utilization} of {total_bytes >> 20} MiB leaves no "
-            f"room for KV blocks: {used_bytes >> 20} MiB are in use and a step takes "
-            f"{peak_bytes >> 20} MiB\nhint: raise it, or lower max_num_batched_tokens"
+            f"`gpu_memory_utilization` = {gpu_memory_utilization} leaves no room for blocks in "
+            f"{total_bytes >> 20} MiB: {used_bytes >> 20} MiB are in use and a step takes "
+            f"{peak_bytes >> 20} MiB\nhint: raise it, or lower `max_num_batched_tokens`"
         )
     return num_blocks

@@ -74,7 +74,7 @@ class RequestQueue:
         """
         share = most // len({*self._queues, tenant})
         if len(self) >= most and len(self._queues.get(tenant, ())) >= share:
-            text = f"The queue is full: {len(self)} requests are waiting"
+            text = f"The queue is full: {len(self)} requests are waiting; retry later."
             raise RequestError(text, code="queue_full", status=429).retry_in(self.waited_s)
 
     def append(self, request: Request) -> None:

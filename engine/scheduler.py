@@ -237,14 +237,16 @@ class Scheduler:
             if request.is_running or request.prefix.blocks:
                 raise IntegrityError(f"waiting request {request.request_id} holds a block table")
             if request.num_passes > MAX_PASSES:
-                raise IntegrityError(f"waiting request {request.request_id} was passed too often")
+                what = f"waiting request {request.request_id} was passed {request.num_passes} times"
+                raise IntegrityError(f"{what}, but at most {MAX_PASSES} are allowed")
         for request in self.running:
             capacity = len(request.prefix.blocks) * self.block_size
             if not request.is_running or capacity < request.num_computed_tokens:
-                raise IntegrityError(f"running request {request.request_id} outgrew its table")
+                what = f"running request {request.request_id} has more tokens"
+                raise IntegrityError(f"{what} than its block table holds")
         indices = self._free_indices + [request.request_index for request in self.running]
         if sorted(indices) != list(range(self.max_num_seqs)):
-            raise IntegrityError("request indices are lost or shared")
+            raise IntegrityError("a request index is missing or used twice")
 
     def _look_for_quick(self, tenants: set[str], *, has_come: bool) -> None:
         """Update `has_short_steps`, and `held_until` while a quick tenant may soon ask again."""

@@ -8,10 +8,12 @@ interface for plain causal attention of one shape.
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from tieredkv.engine.attention import ATTENTION_NAME, CONTEXT_ARGUMENT, AttentionCall
 from tieredkv.engine.checkpoint import refused
@@ -26,6 +28,8 @@ _HARMLESS_OPTIONS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
 )
 
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """The layer types that attend to part of a long context only, and the field with its size."""
@@ -73,15 +77,22 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     def told(field: str) -> Any:
         return getattr(config, field, None)
 
-    yield told("is_encoder_decoder"), f"`{kind}` is an encoder-decoder model"
+    what = f"`{kind}` is an encoder-decoder model, and only decoder-only models are supported"
+    yield told("is_encoder_decoder"), what
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     yield not is_known, f"transformers has no causal language model of type `{kind}`"
-    yield config.get_text_config() is not config, f"`{kind}` is a multimodal model"
+    what = f"`{kind}` is a multimodal model, and only text models are supported"
+    yield config.get_text_config() is not config, what
     for field in ("quantization_config", "compression_config"):
         what = f"its weights are quantized, which is not supported yet: config.json has `{field}`"
         yield told(field), what
     files = told("transformers_weights")
     yield files, f"`transformers_weights` = {files} in config.json is not supported"
+    for field in _ACTIVATIONS:
+        name = told(field)
+        known = ", ".join(f"`{each}`" for each in get_close_matches(str(name), ACT2FN, cutoff=0))
+        what = f"transformers has no activation `{name}` (`{field}`); it has {known} and others"
+        yield name is not None and name not in ACT2FN, what
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
     kinds = set(told("layer_types") or ()) - {"full_attention"}
     for kind_of_layer in sorted(kinds - {*_WINDOWS}):
@@ -95,9 +106,9 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         way_out = f"with `max_model_len` = {size} it can be served"
         yield is_used and not _is_wide(size, context_len), f"{what}; {way_out}" if size else what
     size = told("attn_logit_softcapping")
-    yield size, f"its attention is changed by `attn_logit_softcapping` = {size}"
+    yield size, f"`attn_logit_softcapping` = {size} changes its attention, which is not supported"
     is_causal = told("is_causal") is not False and not told("use_bidirectional_attention")
-    yield not is_causal, "its attention is not causal"
+    yield not is_causal, "its attention is not causal, and only causal attention is supported"
     rope = told("rope_parameters")
     ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []
     for each in ropes:  # one for all layers, or one for each type of layer
@@ -140,7 +151,7 @@ def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> At
     check_reasons(name, _probe_reasons(config, context_len, calls, tuple(logits.shape)))
     if config.model_type not in TESTED_MODEL_TYPES:
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))
-        fits = "model `%s`: `%s` fits, but only %s are tested"
+        fits = "model `%s` can be served, but the type `%s` is not tested; tested types are %s"
         logger.warning(fits, name, config.model_type, tested)
     first = calls[0]
     return AttentionShape(len(calls), first.query_shape[1], first.key_shape[1], first.key_shape[3])
@@ -152,8 +163,10 @@ def _probe_reasons(
     kind = config.model_type
     yield not calls, f"`{kind}` does not use transformers' attention interface"
     layers, num_layers = [call.layer for call in calls], config.num_hidden_layers
-    yield layers != list(range(len(calls))), "its layers do not attend one by one"
-    yield len(calls) != num_layers, f"{len(calls)} of its {num_layers} layers attend"
+    what = "its layers do not call attention once each and in order"
+    yield layers != list(range(len(calls))), what
+    what = f"{len(calls)} of its {num_layers} layers have attention, and all of them must"
+    yield len(calls) != num_layers, what
     for call in calls:
         _, num_heads, _, head_dim = call.query_shape
         num_kv_heads, layer = call.key_shape[1], f"layer {call.layer}"
@@ -161,7 +174,7 @@ def _probe_reasons(
         asked = [call.query_shape, call.key_shape, call.value_shape]
         fits = asked == [(1, heads, _PROBE_TOKENS, head_dim) for heads in all_heads]
         keys = f"keys {call.key_shape} and values {call.value_shape}"
-        what = f"{layer} attends with queries {call.query_shape}, {keys}"
+        what = f"{layer} has queries {call.query_shape}, {keys}, which do not fit each other"
         yield not fits or num_heads % num_kv_heads, what
         is_alike = asked[:2] == [calls[0].query_shape, calls[0].key_shape]
         yield not is_alike, f"layers 0 and {call.layer} differ in their attention heads"
@@ -169,6 +182,7 @@ def _probe_reasons(
         for option, value in call.options.items():
             is_asked = option not in _HARMLESS_OPTIONS and value is not None and value is not False
             is_wide = option in _WINDOWS.values() and _is_wide(value, context_len)
-            yield is_asked and not is_wide, f"{layer} asks for `{option}`, which is not paged"
-    what = f"`{kind}` does not give logits of chosen tokens only"
+            what = f"{layer} uses the attention option `{option}`, which is not paged"
+            yield is_asked and not is_wide, what
+    what = f"`{kind}` cannot compute the logits of chosen tokens only"
     yield logits != (1, 1, config.vocab_size), what

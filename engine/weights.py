@@ -52,14 +52,14 @@ def find_weight_files(name: str, folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        others = "other weight formats are not loaded, since they can run code"
+        others = "convert the weights, since other formats can run code and are not loaded"
         raise refused(name, f"`{folder}` has no model.safetensors; {others}")
     with refusing(name, f"`{index}` cannot be read"):
         shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"
-        raise refused(name, f"{what}, the first is `{missing[0]}`")
+        raise refused(name, f"{what}; the first is `{missing[0]}`")
     return [folder / shard for shard in shards]
 
 
@@ -130,7 +130,7 @@ def _file_reason(path: Path, error: Exception) -> str | None:
         start = file.read(32)
     if start.startswith(b"version https://git-lfs"):
         return "it is a pointer of Git LFS; fetch the weights with `git lfs pull`"
-    return f"it was cut short, or is no safetensors file ({error})"
+    return f"it was cut short, or it is not a safetensors file ({error})"
 
 
 def _tensor_reasons(
@@ -156,17 +156,17 @@ def _tensor_reasons(
         what = f"{_named(absent)} {_are(absent)} missing from its weight files"
         yield True, f"its weights do not fit its config: {what}"
     for key, stored, expected in sorted(info["mismatched_keys"]):
-        shapes = f"has the shape {tuple(stored)}, but {tuple(expected)} by config.json"
+        shapes = f"has the shape {tuple(stored)}, but config.json says {tuple(expected)}"
         yield True, f"its weights do not fit its config: tensor `{key}` {shapes}"
-    what = "by config.json equal to the input embeddings, but stored with other values"
+    what = "tied to the input embeddings by config.json, but stored with other values"
     yield untied, f"its weights do not fit its config: {_named(untied)} {_are(untied)} {what}"
     # Of two tensors whose names transformers takes for the same parameter it drops one.
     num_expected = sum(state[key].numel() for key in state if key not in tied)
     num_stored = sum(math.prod(tensors[key].get_shape()) for key in used)
     num_copied = sum(state[key].numel() for key in tensors if key in tied)
     others = sorted({*used} - {*state})
-    what = f"{num_stored} values are stored and {num_expected} are used"
-    what += f"; not known by these names: {_named(others)}" if others else ""
+    what = f"{num_stored} values are stored, but {num_expected} are used"
+    what += f"; the model knows {_named(others)} by other names" if others else ""
     is_whole = num_stored - num_expected in (0, num_copied)
     yield not is_whole, f"its weights do not fit its config: {what}"
 

@@ -57,7 +57,7 @@ def check_cache(cache: LayerCache) -> None:
     if k.ndim != 4 or k.dtype not in KERNEL_DTYPES:
         raise ShapeError(f"k_cache {describe(k)} is not a 4-dimensional cache of a supported dtype")
     if v.shape != k.shape or v.stride() != k.stride():
-        raise ShapeError(f"v_cache {describe(v)} and k_cache {describe(k)} differ")
+        raise ShapeError(f"v_cache {describe(v)} and k_cache {describe(k)} differ in their layout")
     check_data("k_cache", k, cache)
     check_data("v_cache", v, cache)
 

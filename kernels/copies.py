@@ -54,12 +54,13 @@ class BlockCopier:
         for name, tensor in (("device_blocks", device_blocks), ("arena", arena)):
             if tensor.ndim != 2 or tensor.dtype != torch.uint8 or not tensor.is_contiguous():
                 raise ShapeError(
-                    f"{name} {list(tensor.shape)} {tensor.dtype} is not a contiguous 2-d uint8"
+                    f"{name} {list(tensor.shape)} {tensor.dtype} must be contiguous 2-d uint8"
                 )
         block_bytes, page_bytes = device_blocks.shape[1], arena.shape[1]
         if arena.is_cuda or page_bytes < block_bytes:
             raise ShapeError(
-                f"pages of {page_bytes} bytes on {arena.device} do not hold blocks of {block_bytes}"
+                f"pages of {page_bytes} bytes on {arena.device} cannot hold blocks of "
+                f"{block_bytes} bytes; they must be at least as large, and in host memory"
             )
         self.block_bytes, self.device = block_bytes, device_blocks.device
         self._blocks = device_blocks
@@ -144,7 +145,7 @@ def _batch_runtime() -> ModuleType | None:
         error, version = runtime.cudaRuntimeGetVersion()
         if error == runtime.cudaError_t.cudaSuccess and version >= 13000:
             return runtime
-        reason = f"runtime version {version}"
+        reason = f"CUDA runtime 13.0 is needed, and its version is {version}"
     except ImportError as error:
         reason = str(error)
     logger.warning("blocks are copied one by one, which is slower below 1 MiB: %s", reason)
@@ -175,7 +176,7 @@ def register_pinned(
             size = min(step, nbytes - offset)
             _check_cuda(
                 cudart.cudaHostRegister(address + offset, size, 0),
-                f"pinning {size} bytes of host memory after {offset}",
+                f"pinning {size} bytes of host memory after the first {offset}",
                 hint="lower `--host-size`, or raise the limit of locked memory (`ulimit -l`)",
             )
             pinned.callback(_unregister, address + offset)

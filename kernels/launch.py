@@ -45,7 +45,8 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> N
             f"k {describe(k)} and v {describe(v)} do not fit the cache {describe(cache.k)}"
         )
     if slot_mapping.shape != k.shape[:1]:
-        raise ShapeError(f"slot_mapping {describe(slot_mapping)} for k {describe(k)}")
+        what = f"slot_mapping {describe(slot_mapping)}"
+        raise ShapeError(f"{what} must have one slot for each token of k {describe(k)}")
     checks.check_data("k", k, cache)
     checks.check_data("v", v, cache)
     checks.check_indices("slot_mapping", slot_mapping, cache)
@@ -130,7 +131,8 @@ def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) ->
         _check_spans(q, cache, batch)
         return reference.paged_attention(q, cache, batch, scale)
     if head_dim > MAX_TRITON_HEAD_DIM:
-        raise ShapeError(f"head_dim {head_dim} is above {MAX_TRITON_HEAD_DIM}, the kernels' most")
+        most = f"the kernels support at most {MAX_TRITON_HEAD_DIM}"
+        raise ShapeError(f"head_dim {head_dim} is above the limit; {most}")
     out = q.new_empty(q.shape)
     heads = Heads(q.shape[1], num_kv_heads, head_dim, q.dtype, q.device)
     for span in batch.dense:
@@ -139,7 +141,7 @@ def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) ->
         try:
             prefill_dense.attend_chunk(q[chunk], cache, table, span.context_len, scale, out[chunk])
         except prefill_dense.RefusedError as error:
-            logger.warning("a chunk is attended by the paged kernel: %s", error)
+            logger.warning("the paged kernel computes a chunk instead of cuDNN: %s", error)
             plan = _upload_plan([span], partition.wide_tiling(heads), q.device)
             alone = Batch(batch.block_tables, [span], wide=plan)
             out[chunk] = paged_attention(q, cache, alone, scale)[chunk]
@@ -163,5 +165,6 @@ def _check_spans(q: Tensor, cache: LayerCache, batch: Batch) -> None:
             and span.query_len <= span.context_len <= max_blocks * cache.k.shape[1]
         ):
             raise ShapeError(
-                f"{span} for {q.shape[0]} queries and block_tables {list(batch.block_tables.shape)}"
+                f"{span} does not lie within {q.shape[0]} queries and block_tables "
+                f"{list(batch.block_tables.shape)}"
             )

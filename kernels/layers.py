@@ -45,7 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not checks.use_triton(x.device):
         return reference.rms_norm(x, weight, eps)
     if x.shape[1] > MAX_HIDDEN_SIZE:
-        raise ShapeError(f"hidden_size {x.shape[1]} is above {MAX_HIDDEN_SIZE}")
+        most = f"the kernels support at most {MAX_HIDDEN_SIZE}"
+        raise ShapeError(f"hidden_size {x.shape[1]} is too large; {most}")
     if not x.shape[0]:
         return x.new_empty(x.shape)
     normed: Tensor = triton_module("fused").rms_norm(x, weight, eps)
@@ -75,7 +76,8 @@ def linear(
     if residual is not None and (
         residual.shape != (num_rows, len(weight)) or residual.dtype != x.dtype
     ):
-        raise ShapeError(f"residual {describe(residual)} for {num_rows} rows of {len(weight)}")
+        what = f"residual {describe(residual)} must have the dtype of x"
+        raise ShapeError(f"{what} and the shape {[num_rows, len(weight)]}")
     is_row = num_rows == 1 and bias is None and x.dtype != torch.float32
     if is_row and checks.use_triton(x.device):
         kernels = triton_module("fused")
@@ -114,7 +116,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     _check_rows("gate_up", gate_up)
     if gate_up.shape[1] % 2:
-        raise ShapeError(f"gate_up {describe(gate_up)} has no two halves")
+        raise ShapeError(f"gate_up {describe(gate_up)} must have an even number of columns")
     if not checks.use_triton(gate_up.device):
         return reference.silu_mul(gate_up)
     if not gate_up.shape[0]:
@@ -162,12 +164,14 @@ def rotate_and_store(
         raise ShapeError(f"qkv {describe(qkv)} does not fit the cache {describe(cache.k)}")
     checks.check_data("qkv", qkv, cache)
     if cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous():
-        raise ShapeError(f"cos_sin {describe(cos_sin)} for heads of {head_dim}")
+        what = f"cos_sin {describe(cos_sin)} must be a contiguous matrix"
+        raise ShapeError(f"{what} with {head_dim} columns, as heads have")
     if cos_sin.dtype != torch.float32 or cos_sin.device != qkv.device:
         raise ShapeError(f"cos_sin {describe(cos_sin)} is not float32 on {qkv.device}")
     for name, indices in (("positions", positions), ("slot_mapping", slot_mapping)):
         if indices.shape != qkv.shape[:1]:
-            raise ShapeError(f"{name} {describe(indices)} for qkv {describe(qkv)}")
+            what = f"{name} {describe(indices)} must have one entry"
+            raise ShapeError(f"{what} for each row of qkv {describe(qkv)}")
         checks.check_indices(name, indices, cache)
     if head_norms is not None:
         _check_norms("head_norms", head_norms, qkv, (2, head_dim))
@@ -187,6 +191,7 @@ def _check_rows(name: str, tensor: Tensor) -> None:
 
 def _check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
     if weight.shape != shape or weight.dtype != data.dtype or weight.device != data.device:
-        raise ShapeError(f"{name} {describe(weight)} for rows of {shape[-1]} of {describe(data)}")
+        what = f"{name} {describe(weight)} must have the shape {list(shape)}"
+        raise ShapeError(f"{what} and the dtype and device of {describe(data)}")
     if not weight.is_contiguous():
         raise ShapeError(f"{name} {describe(weight)} is not contiguous")

@@ -64,7 +64,7 @@ def is_available(heads: Heads) -> bool:
     try:
         _try_shape(heads, STEP, STEP, is_causal=True)
     except RefusedError as error:
-        logger.info("long chunks are attended by the paged kernel: %s", error)
+        logger.info("the paged kernel computes long chunks instead of cuDNN: %s", error)
         return False
     return True
 

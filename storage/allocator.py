@@ -22,7 +22,9 @@ from tieredkv.storage.codec import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index
+from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.types import TENANT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -100,15 +102,18 @@ class ExtentAllocator:
     _full_until: float = 0.0
     _most_there: int = 0  # until `_full_until`: room that the filesystem has for all files
     _lacks_room: bool = False  # whether the disk was too full for the last transaction
+    _made: set[int] = field(default_factory=set)  # segments of the transaction under way
     overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Read the pending extents from the index and remove files that the index does not know."""
+        """Read the pending extents from the index; remove files that a failed transaction made."""
         with self.index.reading() as txn:
             segments, pending = set(txn.segments()), set(txn.extents("pending"))
-        self.files.remove_unknown(segments)
+        for segment in self._made - segments:
+            self.files.remove(segment)
+        self._made.clear()
         self._dirty = {}
         for extent in pending - self.lent.keys():
             self._add_dirty(extent)
@@ -131,6 +136,7 @@ class ExtentAllocator:
                 raise StoreFullError(errno.ENOSPC, self.lack) from error
             raise
         self._lacks_room = False
+        self._made.clear()
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
@@ -204,7 +210,7 @@ class ExtentAllocator:
             return  # the lack is known already
         lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
         if lack != self.lack:
-            logger.warning("%s; stored blocks stay, or give way to new ones", lack)
+            logger.warning("%s; stored blocks stay, or are evicted for new ones", lack)
         self.lack = lack
 
     @property
@@ -243,9 +249,9 @@ class ExtentAllocator:
         most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
         most = self.files.filesystem.fitting_bytes(most)
         if extent_bytes > most:
-            needs = f"a block needs {extent_bytes} bytes on disk, the budget of {self.budget_bytes}"
-            leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
-            raise StoreFullError(f"{needs} {leaves}")
+            needs = f"a block needs {extent_bytes} bytes on disk, but the budget of"
+            leaves = f"leaves {max(most, 0)} beside the index; raise `disk_size`"
+            raise StoreFullError(f"{needs} {self.budget_bytes} bytes {leaves}")
 
     # --- lending ----------------------------------------------------------------------------
 
@@ -335,6 +341,7 @@ class ExtentAllocator:
     def _new_segment(self, txn: IndexTxn, extent_bytes: int) -> int:
         segment = txn.meta.next_segment
         self.files.open(segment, extent_bytes, create=True)
+        self._made.add(segment)
         txn.meta.next_segment += 1
         txn.put_segment(segment, SegmentState(extent_bytes, 0, 0))
         return segment
@@ -434,7 +441,7 @@ class ExtentAllocator:
         except OSError as error:
             if error.errno not in self._erase_errors:
                 self._erase_errors.add(error.errno)
-                text = "extents such as %s cannot be erased at the moment and will be later: %s"
+                text = "extents such as %s cannot be erased now, which is tried again later: %s"
                 logger.warning(text, first, error)
             return False
         return True

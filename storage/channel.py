@@ -155,7 +155,8 @@ class FrameChannel(Generic[Incoming]):
         while len(self._inbound) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._inbound, start)
             if length > self._max_bytes:
-                raise StorageError(f"a frame of {length} bytes; {self._max_bytes} are allowed")
+                most = f"at most {self._max_bytes} are allowed"
+                raise StorageError(f"a frame has {length} bytes, but {most}")
             end = start + _LENGTH.size + length
             if len(self._inbound) < end:
                 break
@@ -163,7 +164,7 @@ class FrameChannel(Generic[Incoming]):
                 try:
                     messages.append(self._decoder.decode(body))
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                    raise StorageError(f"a frame that is no message: {error}") from error
+                    raise StorageError(f"a frame is not a valid message: {error}") from error
             start = end
         del self._inbound[:start]
         return messages

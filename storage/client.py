@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import worker_messages as messages
+from tieredkv.storage.folder import hold_for_engine
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
@@ -92,7 +93,8 @@ class StoreClient:
         self._trouble = ""
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
-        self._folder_fd = -1  # of the store that is or was served
+        self._folder_fd = -1  # of the store that is or was served, or at first of the one wanted
+        self._has_served = False
         self._started = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tieredkv-store", daemon=True)
@@ -146,7 +148,8 @@ class StoreClient:
             self._undeleted |= dict.fromkeys(hashes, (_UNSENT, reason))
             if self._accepts and self._is_stuck:
                 assert self._worker is not None
-                logger.error("store worker %d takes no deletions and is killed", self._worker.pid)
+                text = "store worker %d does not accept deletions and is killed"
+                logger.error(text, self._worker.pid)
                 self._is_given_up = True
                 self._worker.kill()
             elif self._accepts:
@@ -200,7 +203,7 @@ class StoreClient:
         if self._thread.is_alive():
             with self._lock:
                 if self._worker is not None:
-                    logger.warning("store worker %d did not stop; killed", self._worker.pid)
+                    logger.warning("store worker %d did not stop and is killed", self._worker.pid)
                     self._worker.kill()
             self._thread.join(timeout_s or None)
         if self._thread.is_alive():
@@ -208,8 +211,10 @@ class StoreClient:
         with self._lock:
             num_undeleted, self._undeleted = len(self._undeleted), {}
         if num_undeleted:
-            text = "%d deleted blocks are still in the store of `%s`, which could not be reached"
-            logger.error(text, num_undeleted, self._options.path)
+            # No eviction that was answered is among them: `Verbs` had the disk's blocks deleted.
+            text = "the store of `%s` cannot be reached and keeps %d blocks that were dropped while"
+            text += " they were being written, until they expire"
+            logger.warning(text, self._options.path, num_undeleted)
 
     def _lend(self, call: messages.LoadCall | messages.StoreCall, ending: type[Ending]) -> None:
         with self._lock:
@@ -271,8 +276,8 @@ class StoreClient:
         try:
             self._keep_serving()
         except Exception as error:
-            logger.exception("the store client broke; the disk tier is off")
-            self._trouble = f"the store client broke: {error!r}"
+            logger.exception("the store client failed; the disk tier is off")
+            self._trouble = f"the store client failed: {error!r}"
             self._failure = self._failure or StorageError(self._trouble)
         finally:
             if self._folder_fd >= 0:
@@ -284,6 +289,8 @@ class StoreClient:
         backoff_s = self._options.backoff_s
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
+            if not self._has_served:
+                self._hold_folder()
             options = replace(self._options, create=self._options.create and self._may_create())
             index = self._index
             try:
@@ -313,7 +320,8 @@ class StoreClient:
                 self._started.set()
             if served_s >= _HEALTHY_S:
                 backoff_s = self._options.backoff_s
-            logger.warning("store worker down (%s); next start in %.1f s", reason, backoff_s)
+            text = "the store worker is down (%s) and is started again in %.1f s"
+            logger.warning(text, reason, backoff_s)
             self._stop.wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
 
@@ -325,7 +333,7 @@ class StoreClient:
             self._index = "as_it_is"
         if end.is_damage and self._is_unproven:
             self._index = "as_it_is"
-            reason = f"the index was made again and failed again: {reason}"
+            reason = f"the index was rebuilt and is damaged again: {reason}"
         elif end.is_damage:
             self._index, self._is_unproven = "set_aside", True
         elif end.is_unexplained and self._index != "set_aside":
@@ -352,7 +360,7 @@ class StoreClient:
         except EOFError:
             pass
         except StorageError as error:
-            logger.error("store worker %d talks nonsense: %s", worker.pid, error)
+            logger.error("store worker %d sent invalid data and is killed: %s", worker.pid, error)
             worker.kill()
         finally:
             with self._lock:
@@ -387,6 +395,7 @@ class StoreClient:
                     self._send_deletions()
                 self._stats = stats
                 self._hold_folder()
+                self._has_served = True
                 if self._started.is_set():
                     self._events.append(message)
                 self._started.set()
@@ -397,7 +406,7 @@ class StoreClient:
             os.close(self._folder_fd)
             self._folder_fd = -1
         with contextlib.suppress(OSError):
-            self._folder_fd = os.open(self._options.path, os.O_PATH | os.O_CLOEXEC)
+            self._folder_fd = hold_for_engine(self._options.path)
 
     def _may_create(self) -> bool:
         """Return whether a start may make a new store at the path.
@@ -405,7 +414,9 @@ class StoreClient:
         It may not where the store that was served was moved away or unmounted, as that one may
         come back. It may where the store was removed or emptied.
         """
-        if self._folder_fd < 0 or (before := os.fstat(self._folder_fd)).st_nlink == 0:
+        if not self._has_served or self._folder_fd < 0:
+            return True
+        if (before := os.fstat(self._folder_fd)).st_nlink == 0:
             return True
         with contextlib.suppress(OSError):
             return os.path.samestat(before, os.stat(self._options.path))
@@ -415,7 +426,8 @@ class StoreClient:
         loan = self._loans.get(done.page_id)
         is_its = loan is not None and loan.block_hash == done.block_hash
         if not is_its or type(loan) is not type(done):
-            logger.error("completion of page %d, which is not on that loan", done.page_id)
+            text = "the store worker completed a load or store of page %d that nobody asked for"
+            logger.error(text, done.page_id)
             return False
         del self._loans[done.page_id]
         return True

@@ -117,16 +117,16 @@ def check_record(record: BlockRecord) -> None:
     """
     digests = (record.block_hash, record.parent_hash, record.root, record.namespace)
     if not all(0 < len(digest) <= MAX_DIGEST_BYTES for digest in digests):
-        raise StorageError(f"digests must have 1 to {MAX_DIGEST_BYTES} bytes, got {digests}")
+        raise StorageError(f"digests must have 1 to {MAX_DIGEST_BYTES} bytes, but are {digests}")
     if len(record.retention.encode()) > 32:
         raise StorageError(f"retention name `{record.retention}` is longer than 32 bytes")
     times = (record.computed_at, record.expires_at, record.pinned_until, record.last_used)
     if not all(math.isfinite(time) for time in times):
-        raise StorageError(f"times must be finite, got {times}")
+        raise StorageError(f"times must be finite, but are {times}")
     if not 0 < record.size_bytes <= _MAX_U32 - 2 * PAGE_ALIGNMENT_BYTES:
         raise StorageError(f"a block of {record.size_bytes} bytes cannot be stored")
     if not 0 <= record.position <= _MAX_U32:
-        raise StorageError(f"position {record.position} is out of range")
+        raise StorageError(f"position {record.position} is not in 0 to {_MAX_U32}")
 
 
 def encode_record(located: Located) -> bytes:
@@ -159,7 +159,7 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     try:
         return _decode(data[_SEAL_BYTES + _DEADLINE.size :])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise corrupt(block_hash, "record", f"the index record is none: {error}") from error
+        raise corrupt(block_hash, "record", f"the index record is invalid: {error}") from error
 
 
 def decode_link(data: bytes) -> Link | None:

@@ -27,7 +27,7 @@ from tieredkv.errors import (
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
-from tieredkv.storage.folder import SOCKET
+from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
@@ -121,6 +121,8 @@ class StoreControl:
         """Ask the live worker, or start one; try again while a worker is starting or stopping."""
         folder_fd = _open_folder(self._path)
         self._has_page = False
+        # VRAM and host memory cannot be asked while an engine's worker is down.
+        is_for_engine_too = call.verb == "evict" and not call.wanted.dry_run
         try:
             for attempt in range(_ATTEMPTS):
                 if attempt:
@@ -128,14 +130,23 @@ class StoreControl:
                 with contextlib.suppress(*_GONE), _connect(folder_fd) as connection:
                     return (yield from self._converse(connection, call, progress))
                 if self._has_page:
-                    what = "went away in the middle of its answer, which ends here"
+                    what = "ended in the middle of its answer, so the answer is incomplete"
                     raise StoreUnreachableError(f"the store worker of `{self._path}` {what}")
+                if is_for_engine_too and has_engine(folder_fd):
+                    continue
                 with contextlib.suppress(StoreBusyError):
                     return (yield from self._ask_own_worker(folder_fd, call, progress))
+            if is_for_engine_too and has_engine(folder_fd):
+                what = f"an engine uses `{self._path}`, but its store worker is down"
+                raise StoreUnreachableError(
+                    f"{what}: what it holds in VRAM and host memory could come back, so nothing "
+                    "was evicted\nhint: try again once the worker is up, or stop the server first"
+                )
         finally:
             os.close(folder_fd)
         raise StoreUnreachableError(
-            f"`{self._path}` has a writer, but its socket `{SOCKET}` does not answer"
+            f"the store at `{self._path}` is in use, but its socket `{SOCKET}` does not answer\n"
+            "hint: the server may be starting or stopping; try again"
         )
 
     def _ask_own_worker(
@@ -187,8 +198,8 @@ class StoreControl:
             return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
         if refused is not None and not end.is_damage:
             raise refused
-        hint = "hint: `tieredkv verify` makes a damaged index again, as a server's start does"
-        why = f"the worker of `{self._path}` ended: {refused or end.text}"
+        hint = "hint: run `tieredkv verify`, which rebuilds a damaged index"
+        why = f"the store worker of `{self._path}` ended: {refused or end.text}"
         raise StorageError(f"{why}\n{hint}" if end.is_damage else why)
 
     def _last_words(self, worker: WorkerProcess) -> TieredKVError | None:
@@ -260,7 +271,8 @@ def _open_folder(path: str) -> int:
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise StorageError(f"`{path}` is no store: {os.strerror(error.errno or 0)}") from error
+        what = f"there is no store at `{path}`: {os.strerror(error.errno or 0)}"
+        raise StorageError(what) from error
 
 
 def _connect(folder_fd: int) -> socket.socket:

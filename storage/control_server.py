@@ -128,7 +128,7 @@ class ControlServer:
             except OSError as error:  # the client has gone again, or no descriptor is left
                 if not self._is_over.wait(_PAUSE_S) and error.errno not in told:
                     told.add(error.errno)
-                    logger.warning("a command line cannot be answered: %s", described(error))
+                    logger.warning("a command cannot be accepted: %s", described(error))
                 continue
             if self._make_room():
                 threading.Thread(target=self._converse, args=[sock], daemon=True).start()
@@ -177,5 +177,5 @@ class ControlServer:
         except TieredKVError as error:
             return refusal(error)
         except Exception as error:
-            logger.exception("a verb broke")
-            return refusal(StorageError(f"the store worker broke: {error!r}"))
+            logger.exception("a command failed")
+            return refusal(StorageError(f"the command failed in the store worker: {error!r}"))

@@ -74,8 +74,9 @@ class SegmentFiles:
         for name in os.listdir(self.folder):
             stem, _, suffix = name.rpartition(".")
             number, _, extent_bytes = stem.partition("-")
-            if suffix != "seg" or not (number.isdecimal() and extent_bytes.isdecimal()):
-                raise StorageError(f"`{self.folder}/{name}` is no segment file; move it away")
+            is_so = suffix == "seg" and number.isdecimal() and extent_bytes.isdecimal()
+            if not is_so or not int(extent_bytes) or int(extent_bytes) % PAGE_ALIGNMENT_BYTES:
+                raise StorageError(f"`{self.folder}/{name}` is not a segment file; move it away")
             found[int(number)] = (name, int(extent_bytes))
         return found
 
@@ -91,7 +92,8 @@ class SegmentFiles:
         fd = os.open(path, flags, 0o600)
         file = _File(path, fd, extent_bytes)
         if (owner := os.fstat(fd).st_uid) != os.geteuid():
-            raise StorageError(f"`{path}` belongs to uid {owner}, not to this process; `chown` it")
+            what = f"`{path}` belongs to uid {owner}, but this process runs as {os.geteuid()}"
+            raise StorageError(f"{what}; `chown` it")
         os.fchmod(fd, 0o600)
         self._files[segment] = file
         self.refresh(segment)
@@ -111,13 +113,17 @@ class SegmentFiles:
             os.ftruncate(file.fd, 0)
             os.unlink(file.path)
 
-    def remove_unknown(self, known: set[int]) -> None:
-        """Unlink segment files that the index does not know."""
-        for segment in self._files.keys() - known:
+    def remove_all(self) -> None:
+        """Erase and unlink every segment file; they stay gone after a power loss."""
+        for segment, (_, extent_bytes) in self.names().items():
+            if segment not in self._files:
+                self.open(segment, extent_bytes)
             self.remove(segment)
-        for segment, (name, _) in self.names().items():
-            if segment not in known:
-                os.unlink(os.path.join(self.folder, name))
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""
@@ -246,19 +252,22 @@ class SegmentFiles:
         else:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         if located.extent.segment not in self._files:
-            raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
+            what = f"the segment file of {located.extent} is missing"
+            raise corrupt(block_hash, "missing_segment", what)
         count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
         if count < size:
-            raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
+            what = f"only {max(count, 0)} of its {size} bytes are in the file"
+            raise corrupt(block_hash, "truncated", what)
         if not codec.is_header_of(codec.decode_header(header), located):
-            raise corrupt(block_hash, "header", "the extent header is another one's or damaged")
+            what = "the extent header is damaged or belongs to another block"
+            raise corrupt(block_hash, "header", what)
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
         if located.codec != codec.CODEC_RAW:
             with self.unpacking.timing(len(block)):
                 is_block = unpack(payload, located.codec, block)
             if not is_block:
-                raise corrupt(block_hash, "codec", "the payload is none of such a block")
+                raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
 
     def header_at(self, extent: Extent) -> Located | None:
         """Return what an extent's header says of its block; None if there is no sound header."""
@@ -284,7 +293,7 @@ class SegmentFiles:
         with self._lock:
             self.bytes_written += count
         if buffers:
-            raise StorageError(errno.EIO, f"`{file.path}`: short write")
+            raise StorageError(errno.EIO, f"`{file.path}`: not all bytes could be written")
 
     def _set_aside(self, file: _File, offset: int, size: int) -> None:
         try:

@@ -184,7 +184,7 @@ def _try_direct_io(_fd: int, path: str) -> None:
         os.pwritev(fd, [page], PAGE_ALIGNMENT_BYTES)
         page[:] = bytes(len(page))
         if os.preadv(fd, [page], PAGE_ALIGNMENT_BYTES) != len(page) or page != written:
-            raise OSError(errno.EINVAL, "what was read is not what was written")
+            raise OSError(errno.EINVAL, "the bytes read are not those that were written")
     finally:
         os.close(fd)
 

@@ -81,7 +81,7 @@ class StoreFolder:
             boot = _boot_id()
             if folder._writer.get("unflushed_boot", boot) != boot:
                 logger.warning(
-                    "the machine ended with `%s` unflushed: its index is set aside", path
+                    "the machine stopped before `%s` was flushed; its index is set aside", path
                 )
                 with suppress(FileNotFoundError):
                     folder.set_aside()
@@ -120,7 +120,8 @@ class StoreFolder:
             StorageError: the folder was moved, removed, replaced or unmounted.
         """
         if self._look() != self._identity:
-            raise StorageError(errno.ESTALE, f"the store is not at `{self.path}` any more")
+            what = f"the store is no longer at `{self.path}`: it was moved, replaced or unmounted"
+            raise StorageError(errno.ESTALE, what)
 
     def make_draft(self) -> None:
         """Make an empty folder for a new index that will replace the present one."""
@@ -180,6 +181,34 @@ class StoreFolder:
             self._lock_fd = -1
 
 
+def hold_for_engine(path: str) -> int:
+    """Open the folder, and note for `has_engine` that an engine uses it until this is closed.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def has_engine(folder_fd: int) -> bool:
+    """Return whether an engine uses a folder, also while it has no worker."""
+    fd = -1
+    try:
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return False
+
+
 def _check_folder(path: str, *, create: bool) -> bool:
     """Raise an error unless `path` is a safe store folder; return False if it does not exist.
 
@@ -189,7 +218,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
         info = os.lstat(path)
     except FileNotFoundError:
         if not create:
-            raise StorageError(f"no store at `{path}`") from None
+            raise StorageError(f"there is no store at `{path}`") from None
         return False
     except OSError as error:
         why = f"cannot be reached: {error.strerror}; choose another folder"
@@ -206,7 +235,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")
         if not create:
-            raise StorageError(f"no store at `{path}`")
+            raise StorageError(f"there is no store at `{path}`")
     files = (LOCK, *(os.path.join(INDEX, name) for name in INDEX_FILES))
     for name in (*files, *_FOLDERS):
         part = os.path.join(path, name)
@@ -216,7 +245,8 @@ def _check_folder(path: str, *, create: bool) -> bool:
             continue
         wanted = stat.S_ISDIR if name in _FOLDERS else stat.S_ISREG
         if not wanted(part_info.st_mode):
-            raise StorageError(f"`{part}` is a symbolic link or of a wrong kind; remove it")
+            wanted_kind = "folder" if name in _FOLDERS else "regular file"
+            raise StorageError(f"`{part}` must be a {wanted_kind}, and no symbolic link; remove it")
         _check_owner(part, part_info)
     return True
 
@@ -224,7 +254,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
 def _check_owner(path: str, info: os.stat_result) -> None:
     if info.st_uid != os.geteuid():
         raise StorageError(
-            f"`{path}` belongs to uid {info.st_uid}, this process runs as {os.geteuid()}; "
+            f"`{path}` belongs to uid {info.st_uid}, but this process runs as {os.geteuid()}; "
             "`chown` it or choose another folder"
         )
     if info.st_mode & 0o022:
@@ -253,11 +283,13 @@ def _is_marked(path: str) -> bool:
         what = f"`{marker}` is damaged, so the store's version is unknown; {cure}"
         raise StorageError(f"{what}: {error}") from None  # the index is not to blame
     if found.format != FORMAT_NAME:
-        raise StorageError(f"`{marker}` belongs to `{found.format}`; choose another folder")
+        what = f"`{marker}` says that the folder belongs to `{found.format}`"
+        raise StorageError(f"{what}; choose another folder")
     if found.version != FORMAT_VERSION:
         raise FormatVersionError(
-            f"the store at `{path}` has format version {found.version}, this tieredkv reads "
-            f"{FORMAT_VERSION}; it was left untouched: use that version or another folder"
+            f"the store at `{path}` has format version {found.version}, but this tieredkv reads "
+            f"{FORMAT_VERSION}; it was left untouched: use the tieredkv that wrote it, or choose "
+            "another folder"
         )
     return True
 
@@ -278,7 +310,7 @@ def _make_folder(path: str) -> None:
         os.makedirs(path, 0o700, exist_ok=True)
         os.chmod(path, 0o700)
     except OSError as error:
-        why = f"cannot be made: {error.strerror}; choose another folder"
+        why = f"cannot be created: {error.strerror}; choose another folder"
         raise StorageError(f"`{path}` {why}") from error
 
 

@@ -105,7 +105,7 @@ class HostArena:
     def page(self, page_id: int) -> memoryview:
         """Return the writable bytes of one page; they are shared, not copied."""
         if not 0 <= page_id < self.num_pages:
-            raise IndexError(f"page {page_id} of an arena of {self.num_pages} pages")
+            raise IndexError(f"page {page_id} is outside of the arena's {self.num_pages} pages")
         start = page_id * self.page_bytes
         return self._view[start : start + self.page_bytes]
 
@@ -115,7 +115,8 @@ class HostArena:
             return
         size_bytes = os.fstat(self.fd).st_size
         if size_bytes != self.size_bytes:
-            raise IntegrityError(f"arena of {size_bytes} bytes, not {self.size_bytes}")
+            what = f"the arena has {size_bytes} bytes"
+            raise IntegrityError(f"{what} instead of {self.size_bytes}")
         if fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise IntegrityError("the arena is not sealed against resizing")
         if self.page_bytes % PAGE_ALIGNMENT_BYTES:
@@ -137,17 +138,17 @@ class HostArena:
 
 def _check_sizes(num_pages: int, page_bytes: int) -> None:
     if num_pages < 1:
-        raise ConfigError(f"`host_size` gives {num_pages} pages; the arena needs at least one")
+        raise ConfigError(f"`host_size` holds {num_pages} pages; it must hold at least one")
     if page_bytes < 1 or page_bytes % PAGE_ALIGNMENT_BYTES:
-        what = f"a page of {page_bytes} bytes is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
-        raise ConfigError(what)
+        what = f"a page has {page_bytes} bytes"
+        raise ConfigError(f"{what}, which must be a multiple of {PAGE_ALIGNMENT_BYTES}")
 
 
 def _check_memory(size_bytes: int) -> None:
     limits = [(bytes_, what) for bytes_, what in _memory_limits() if bytes_ < size_bytes]
     if limits:
         bytes_, what = min(limits)
-        raise _too_large(size_bytes, f"{what} leaves {_mib(bytes_)}")
+        raise _too_large(size_bytes, f"{what} allows only {_mib(bytes_)}")
 
 
 def _memory_limits() -> list[tuple[int, str]]:
@@ -155,7 +156,7 @@ def _memory_limits() -> list[tuple[int, str]]:
     limits = []
     with contextlib.suppress(OSError):
         meminfo = _key_values(Path("/proc/meminfo"))
-        limits.append((meminfo["MemAvailable:"] * 1024, "memory available on this machine"))
+        limits.append((meminfo["MemAvailable:"] * 1024, "the memory available on this machine"))
     with contextlib.suppress(OSError):
         told = Path("/proc/self/cgroup").read_text()
         what = "the memory limit of the container or service"

@@ -74,7 +74,8 @@ def read_meta(folder: str) -> Meta | None:
         newest = max(first, _parse_meta(path, other), key=lambda meta: meta.transaction)
     claimed_bytes = newest.last_page * first.free.page_bytes
     if claimed_bytes > size_bytes + _MOST_UNWRITTEN_BYTES:  # LMDB would map them all
-        raise CorruptIndexError(f"the meta page of `{path}` claims {newest.last_page} pages")
+        what = f"the meta page of `{path}` claims {newest.last_page} pages"
+        raise CorruptIndexError(f"{what}, more than fit into the file")
     return newest
 
 
@@ -84,11 +85,12 @@ def _parse_meta(path: str, page: bytes) -> Meta:
         if magic == _MAGIC:
             break
     else:
-        raise CorruptIndexError(f"a meta page of `{path}` has no magic number of LMDB's")
+        raise CorruptIndexError(f"a meta page of `{path}` does not have LMDB's magic number")
     if version != DATA_VERSION:
         raise FormatVersionError(
-            f"the index at `{path}` has LMDB data version {version}, this tieredkv reads "
-            f"{DATA_VERSION}; it was left untouched: use what wrote it, or another folder"
+            f"the index at `{path}` has LMDB data version {version}, but this tieredkv reads "
+            f"{DATA_VERSION}; it was left untouched: use the tieredkv that wrote it, or choose "
+            "another folder"
         )
     if at != _META_AT or len(page) < _META_END or not _PAGE_HEADER.unpack_from(page)[2] & _META:
         raise CorruptIndexError(f"a meta page of `{path}` is damaged")
@@ -140,14 +142,14 @@ class _Pages:
             self._meet(number)
 
     def _meet(self, number: int) -> None:
-        _expect(2 <= number <= self._meta.last_page, number, "lies outside the file")
-        _expect(not self._is_met[number], number, "belongs to two places")
+        _expect(2 <= number <= self._meta.last_page, number, "is outside of the file")
+        _expect(not self._is_met[number], number, "is used twice")
         self._is_met[number] = 1
 
     def _read(self, number: int, num_pages: int = 1) -> bytes:
         page = os.pread(self._fd, num_pages * self._size, number * self._size)
         _expect(len(page) == num_pages * self._size, number, "is missing")
-        _expect(_PAGE_HEADER.unpack_from(page)[0] == number, number, "lies in another's place")
+        _expect(_PAGE_HEADER.unpack_from(page)[0] == number, number, "has another page's number")
         return page
 
     def _walk(
@@ -161,9 +163,9 @@ class _Pages:
             is_main: whether its entries are the root records of the databases.
         """
         if tree.root == _NO_ROOT:
-            _expect(not tree.num_entries, 0, "names a tree with entries and without a root")
+            _expect(not tree.num_entries, 0, "describes a tree that has entries but no root")
             return
-        _expect(tree.depth <= _MAX_DEPTH, tree.root, "is the root of too deep a tree")
+        _expect(tree.depth <= _MAX_DEPTH, tree.root, "is the root of a tree that is too deep")
         counts = {_BRANCH: 0, _LEAF: 0, _OVERFLOW: 0}
         num_entries, last_key = 0, b""
         todo: list[tuple[int, int, bytes]] = [(tree.root, 1, b"")]
@@ -173,7 +175,7 @@ class _Pages:
             page = self._read(number)
             kind = _PAGE_HEADER.unpack_from(page)[2]
             wanted = _LEAF if depth == tree.depth else _BRANCH
-            _expect(kind == wanted, number, f"is of kind {kind} where {wanted} belongs")
+            _expect(kind == wanted, number, f"is of kind {kind} instead of {wanted}")
             counts[kind] += 1
             nodes = _nodes(page, number)
             if kind == _BRANCH:
@@ -190,7 +192,7 @@ class _Pages:
                 last_key, num_entries = order, num_entries + 1
                 size = low | high << 16
                 is_tree = flags == _DATABASE and size == _TREE.size
-                _expect(is_tree if is_main else flags in (0, _BIG), number, "has a strange entry")
+                _expect(is_tree if is_main else flags in (0, _BIG), number, "has an invalid entry")
                 end = at + (8 if flags == _BIG else size)
                 _expect(end <= self._size, number, "has an entry beyond its end")
                 data = page[at:end]
@@ -198,20 +200,22 @@ class _Pages:
                     data = self._read_big(data, size, counts)
                 yield key, data
         wanted_counts = (tree.num_branches, tree.num_leaves, tree.num_overflow_pages)
-        _expect(tuple(counts.values()) == wanted_counts, tree.root, "has another number of pages")
-        _expect(num_entries == tree.num_entries, tree.root, "has another number of entries")
+        is_so = tuple(counts.values()) == wanted_counts
+        _expect(is_so, tree.root, "is the root of a tree whose number of pages is wrong")
+        is_so = num_entries == tree.num_entries
+        _expect(is_so, tree.root, "is the root of a tree whose number of entries is wrong")
 
     def _read_big(self, pointer: bytes, size: int, counts: dict[int, int]) -> bytes:
         """Read the data of an entry that is stored in pages of its own."""
         number = int.from_bytes(pointer, "little")
         num_pages = -(-(_PAGE_HEADER.size + size) // self._size)
-        _expect(number + num_pages - 1 <= self._meta.last_page, number, "lies outside the file")
+        _expect(number + num_pages - 1 <= self._meta.last_page, number, "is outside of the file")
         for each in range(number, number + num_pages):
             self._meet(each)
         page = self._read(number, num_pages)
         is_so = _PAGE_HEADER.unpack_from(page)[2] == _OVERFLOW
         is_so &= _NUM_OVERFLOW_PAGES.unpack_from(page)[0] == num_pages
-        _expect(is_so, number, "does not hold the entry that it should")
+        _expect(is_so, number, "does not hold the large entry that belongs there")
         counts[_OVERFLOW] += num_pages
         return page[_PAGE_HEADER.size :][:size]
 
@@ -220,11 +224,11 @@ def _nodes(page: bytes, number: int) -> list[tuple[int, int, int, bytes, int]]:
     """Split a page into entries: size or page (low, high), flags, key and start of the data."""
     _, _, _, lower, upper = _PAGE_HEADER.unpack_from(page)
     is_so = _PAGE_HEADER.size <= lower <= upper <= len(page) and lower % 2 == 0
-    _expect(is_so, number, "has no sound header")
+    _expect(is_so, number, "has an invalid header")
     num_nodes = (lower - _PAGE_HEADER.size) // 2
     nodes = []
     for at in struct.unpack_from(f"<{num_nodes}H", page, _PAGE_HEADER.size):
-        _expect(upper <= at <= len(page) - _NODE_HEADER.size, number, "has an entry out of place")
+        _expect(upper <= at <= len(page) - _NODE_HEADER.size, number, "has an invalid offset")
         low, high, flags, key_bytes = _NODE_HEADER.unpack_from(page, at)
         start = at + _NODE_HEADER.size
         _expect(start + key_bytes <= len(page), number, "has a key beyond its end")

@@ -3,6 +3,7 @@
 This module knows `ulimit`; it does not know what a store does or what the machine has.
 """
 
+import contextlib
 import errno
 import os
 import resource
@@ -34,6 +35,22 @@ def described(error: OSError) -> str:
     return f"{text}: the limit of {_NAMES[limit]} is {shown}; raise it"
 
 
+def raise_file_limit(wanted: int | None = None) -> int:
+    """Let this process open more files, and return how many it may open then.
+
+    Args:
+        wanted: how many it needs; a lower limit is raised, a higher one stays. None raises the
+            limit as far as it goes: a large store has hundreds of segments.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    aim = hard if wanted is None else min(wanted, hard)
+    if soft < aim:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (aim, hard))
+            return aim
+    return soft
+
+
 def check_address_space(what: str, map_bytes: int) -> None:
     """Raise an error if a map of `map_bytes` does not fit into the address space limit.
 
@@ -45,7 +62,7 @@ def check_address_space(what: str, map_bytes: int) -> None:
         used_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     if limit != resource.RLIM_INFINITY and used_bytes + map_bytes > limit:
         raise StorageError(
-            f"{what} is mapped into {format_bytes(map_bytes)} of address space, and the limit of "
+            f"{what} is mapped into {format_bytes(map_bytes)} of address space, but the limit of "
             f"{_NAMES[resource.RLIMIT_AS]} is {format_bytes(limit)}\n"
             f"hint: raise it to {format_bytes(2 * map_bytes)} or `unlimited`; the map takes no "
             "memory"
@@ -61,7 +78,7 @@ def check_file_size(path: str, most_bytes: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and most_bytes > limit:
         raise StorageError(
-            f"the files of `{path}` may become as large as {format_bytes(most_bytes)}, and the "
+            f"the files of `{path}` may become as large as {format_bytes(most_bytes)}, but the "
             f"limit of {_NAMES[resource.RLIMIT_FSIZE]} is {format_bytes(limit)}\n"
             "hint: raise it, or set a smaller `disk_size`"
         )

@@ -25,7 +25,8 @@ from tieredkv.storage.compression import Packed, Packing, extent_bytes_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import Index, IndexTxn
+from tieredkv.storage.index import Index
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
@@ -278,7 +279,7 @@ class BlockStore:
                 are taken back.
         """
         if any(new.extent not in self.allocator.lent for new in writes):
-            raise IntegrityError("an extent was committed that is not lent")
+            raise IntegrityError("an extent is committed that was not lent")
         stored: list[bool] = []
         segments = {new.extent.segment for new in writes}
         try:
@@ -528,7 +529,7 @@ class BlockStore:
             is_new = reason not in self._reported
             self._reported.add(reason)
         if is_new:
-            logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
+            logger.warning("disk tier: %s: %s (further ones are only counted)", reason, error)
         return reason
 
 

@@ -7,7 +7,7 @@ that were under way.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
@@ -15,12 +15,14 @@ from itertools import chain, islice
 from msgspec.structs import replace
 
 from tieredkv.clock import Clock
-from tieredkv.errors import StorageError, StoreFullError
+from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index
+from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_file_size
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,11 @@ Found = tuple[list[Located], list[Extent]]
 """Some blocks, and some extents; extents that belong to none of the blocks belong to no block."""
 
 
-def _settle_clock(index: Index, clock: Clock) -> int:
+def _settle_clock(index: Index, files: SegmentFiles, clock: Clock) -> int:
     """Compare the clock with the store's latest time, and return how many blocks expire by it.
 
     A clock that is at most a minute behind is moved up. A clock that is further behind cannot tell
-    how old a block is, so every block counts as expired. The next `reload` drops their files.
+    how old a block is, so every block counts as expired and every segment file is removed.
     """
     with index.reading() as txn:
         mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
@@ -52,8 +54,9 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     if now >= mark - CLOCK_TOLERANCE_S:
         clock.advance_to(mark)
         return 0
-    text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
+    text = "the clock is %.0f s behind the store's latest time, so its %d blocks count as expired"
     logger.warning(text, mark - now, num_blocks)
+    files.remove_all()  # before the index forgets them: the blocks in an unknown file are adopted
     with index.writing() as txn:
         txn.clear()
         txn.meta.clock = now
@@ -68,7 +71,7 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     """
     stored = folder.budget_bytes
     if budget_bytes is None and not stored:
-        what = f"`{folder.path}` has lost the text of its lock, and the budget with it"
+        what = f"the lock file of `{folder.path}` no longer tells the budget of the store"
         raise StorageError(f"{what}; start a server on it first")
     wanted = stored if budget_bytes is None else budget_bytes
     check_file_size(folder.path, min(wanted, largest_file_bytes(wanted)))
@@ -78,6 +81,9 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
 def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
     """Open the segments, erase what a crash left pending, and make a lost index again.
 
+    A crash can leave a segment file that the index does not know. Such a file is removed if it
+    holds no block; if it holds one, the index is wrong and is made again.
+
     Returns how many blocks expired because the clock is behind the store's latest time.
     """
     index, files = allocator.index, allocator.files
@@ -85,14 +91,21 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
         is_lost = not txn.meta.format
     if is_lost:
         _adopt_extents(allocator, progress)
-    num_expired = _settle_clock(index, allocator.clock)
+    num_expired = _settle_clock(index, files, allocator.clock)
     with index.reading() as txn:
         known = txn.segments()
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
+    unknown = _open_unknown(allocator)
     allocator.reload()
-    for _ in allocator.erasing():
+    for _ in allocator.erasing():  # what was evicted from an unknown file is erased as well
         pass
+    if any(stored for stored, _ in _stray_blocks(allocator, _extents_of(unknown))):
+        logger.warning("index of `%s`: it does not know all segments", allocator.folder.path)
+        make_again(allocator)
+    else:
+        for segment in unknown:
+            files.remove(segment)
     return num_expired
 
 
@@ -118,9 +131,9 @@ def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
         allocator.measure()
     others_bytes = allocator.overhead_bytes - allocator.index.file_bytes()
     if others_bytes > budget_bytes:
-        what = f"what lies beside the store's files in `{allocator.folder.path}`"
-        takes = f"takes {others_bytes} bytes of a budget of {budget_bytes}"
-        raise StoreFullError(f"{what} {takes}; make room there or raise the disk size")
+        what = f"the files beside the index and segments in `{allocator.folder.path}`"
+        takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
+        raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
     while allocator.room_bytes < 0:
         is_bloated = 2 * allocator.index.used_bytes() < allocator.index.file_bytes()
         if not (is_bloated and compact()) and not allocator.give_way():
@@ -128,9 +141,9 @@ def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
     if allocator.room_bytes < 0:
         compact()
     if allocator.occupied_bytes > allocator.budget_bytes:
-        where = f"the emptied store at `{allocator.index.path}`"
-        what = f"{where} occupies {allocator.occupied_bytes} bytes"
-        raise StoreFullError(f"{what} of a budget of {allocator.budget_bytes}; raise the disk size")
+        where = f"the store at `{allocator.index.path}` occupies {allocator.occupied_bytes} bytes"
+        what = f"{where} without any block, but its budget is {allocator.budget_bytes}"
+        raise StoreFullError(f"{what}; raise `disk_size`")
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
@@ -140,7 +153,7 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
             files.open(segment, state.extent_bytes)
         num_extents = files.size_bytes(segment) // state.extent_bytes
     except FileNotFoundError:
-        logger.warning("segment %d is missing: its blocks are misses", segment)
+        logger.warning("segment %d is missing, so its blocks are misses", segment)
         num_extents = 0
     if num_extents >= state.num_extents:
         return
@@ -148,16 +161,55 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
         txn.put_segment(segment, state._replace(num_extents=max(num_extents, state.num_used)))
 
 
+def _open_unknown(allocator: ExtentAllocator) -> dict[int, SegmentState]:
+    """Open the segment files that the index does not know; every extent in them may be used."""
+    files = allocator.files
+    with allocator.index.reading() as txn:
+        known = txn.segments()
+    found = {}
+    for segment, (_, extent_bytes) in files.names().items():
+        if segment not in files:
+            files.open(segment, extent_bytes)
+        elif segment in known:
+            continue
+        num_extents = files.size_bytes(segment) // extent_bytes
+        found[segment] = SegmentState(extent_bytes, num_extents, num_extents)
+    return found
+
+
+def _stray_blocks(allocator: ExtentAllocator, extents: Iterable[Extent]) -> Iterator[Found]:
+    """Read the headers of extents in files that the index does not know; return what is stored.
+
+    An extent that the index lists as free or pending, or whose block it has elsewhere, holds no
+    stored block, whatever its header says.
+    """
+    now = allocator.clock.now()
+    with allocator.index.reading() as txn:
+        dropped = {*txn.extents("free"), *txn.extents("pending")}
+        for found, batch in _read_headers(allocator.files, extents):
+            stored = []
+            for each in found:
+                known = None
+                with suppress(CorruptBlockError):
+                    known = txn.get(each.record.block_hash)
+                located = known or each
+                is_here = located.extent == each.extent and each.extent not in dropped
+                if is_here and now < located.record.expires_at:
+                    stored.append(located)
+            yield stored, batch
+
+
 # --- a new index ------------------------------------------------------------------------------
 
 
 def make_again(allocator: ExtentAllocator) -> None:
-    """Make the index again from its sound records.
+    """Make the index again from its sound records, and from the headers in files unknown to it.
 
     If several records claim the same extent, none of them is kept, as at most one can be right.
     """
+    unknown = _open_unknown(allocator)
     with allocator.index.reading() as txn:
-        segments = txn.segments()
+        segments = txn.segments() | unknown
 
     def sound_records(txn: IndexTxn) -> Iterator[Found]:
         claims = Counter(chain(allocator.lent, (each.extent for _, each in txn.blocks() if each)))
@@ -168,11 +220,11 @@ def make_again(allocator: ExtentAllocator) -> None:
             extents = [each.extent for each in some]
             kept.update(extents)
             yield some, extents
-        used = (
-            Extent(s, number) for s, state in segments.items() for number in range(state.num_used)
-        )
-        others = iter({*used, *allocator.lent} - kept)
-        while extents := list(islice(others, _ADOPTED_EXTENTS)):
+        others = {*_extents_of(segments), *allocator.lent} - kept
+        strays = {each for each in others if each.segment in unknown}
+        yield from _stray_blocks(allocator, sorted(strays))
+        rest = iter(others - strays)
+        while extents := list(islice(rest, _ADOPTED_EXTENTS)):
             yield [], extents
 
     with allocator.index.reading() as txn:
@@ -181,7 +233,7 @@ def make_again(allocator: ExtentAllocator) -> None:
     # Erase them all now: a pending extent is reused as it is, without setting space aside for it.
     for _ in allocator.erasing():
         pass
-    logger.warning("index of `%s`: made again from its records", allocator.folder.path)
+    logger.warning("the index of `%s` was rebuilt from its records", allocator.folder.path)
 
 
 def _adopt_extents(allocator: ExtentAllocator, progress: OpeningProgress) -> None:
@@ -199,23 +251,32 @@ def _adopt_extents(allocator: ExtentAllocator, progress: OpeningProgress) -> Non
         return
 
     def headers() -> Iterator[Found]:
-        extent_numbers = (
-            (s, number) for s, state in segments.items() for number in range(state.num_extents)
-        )
-        extents = (Extent(*each) for each in extent_numbers)
-        with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
-            for first in range(0, num_extents, _ADOPTED_EXTENTS):
-                progress(first, num_extents)
-                if first % _REPORTED_EXTENTS == 0:
-                    of = f"{first} of {num_extents}"
-                    logger.warning(
-                        "the index is made again from extent headers: %s extents read", of
-                    )
-                batch = list(islice(extents, _ADOPTED_EXTENTS))
-                yield [each for each in pool.map(files.header_at, batch) if each], batch
+        first = 0
+        for found, batch in _read_headers(files, _extents_of(segments)):
+            progress(first, num_extents)
+            if first % _REPORTED_EXTENTS == 0:
+                of = f"{first} of {num_extents}"
+                logger.warning(
+                    "the index is being rebuilt from extent headers: %s extents read", of
+                )
+            first += len(batch)
+            yield found, batch
 
     _fill_new_index(allocator, segments, headers())
-    logger.warning("the index was made again from extent headers")
+    logger.warning("the index was rebuilt from extent headers")
+
+
+def _extents_of(segments: Mapping[int, SegmentState]) -> Iterator[Extent]:
+    """Walk over all extents of these segments that were ever handed out."""
+    return (Extent(s, number) for s, state in segments.items() for number in range(state.num_used))
+
+
+def _read_headers(files: SegmentFiles, extents: Iterable[Extent]) -> Iterator[Found]:
+    """Read the headers of extents in batches; return the blocks that they name."""
+    rest = iter(extents)
+    with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
+        while batch := list(islice(rest, _ADOPTED_EXTENTS)):
+            yield [each for each in pool.map(files.header_at, batch) if each], batch
 
 
 def _fill_new_index(

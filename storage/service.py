@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -44,7 +44,9 @@ from tieredkv.storage.compression import Packed, extent_bytes_of
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.loop import Loop
 from tieredkv.storage.results import TouchItem
+from tieredkv.storage.touches import GatheredTouches
 from tieredkv.storage.verbs import Verbs
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
 from tieredkv.types import BlockRecord
@@ -54,9 +56,6 @@ logger = logging.getLogger(__name__)
 _MAX_LOCATES_A_TURN = 64
 _WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed
 _MAX_GROUP_AGE_S = 0.005  # how long written blocks wait for others to share a transaction
-_TOUCH_INTERVAL_S = 1.0
-_TOUCHES_A_TURN = 256
-_MAX_TOUCHES = 1 << 16  # how many blocks' touches are kept while the index thread is busy
 _CLOCK_SLACK_S = 1.0
 _TIMES = ("computed_at", "expires_at", "pinned_until", "last_used")
 Answer = TypeVar("Answer")
@@ -95,29 +94,6 @@ class WriteTask:
         return extent_bytes_of(self.page.record, self.packed)
 
 
-class Loop:
-    """The event loop of one thread: descriptors, and calls that other threads hand to it."""
-
-    def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
-        self._calls: deque[Callable[[], object]] = deque()
-        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        heed_poke = partial(os.eventfd_read, self._poke_fd)
-        self.selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
-
-    def hand(self, call: Callable[[], object]) -> None:
-        """Have this loop's thread run `call`, in the order handed; any thread may call this."""
-        self._calls.append(call)
-        os.eventfd_write(self._poke_fd, 1)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for events or calls, at most `timeout_s`, and handle them."""
-        for key, _ in self.selector.select(timeout_s):
-            key.data()
-        for _ in range(len(self._calls)):
-            self._calls.popleft()()
-
-
 class StoreService:
     """Serves one store; the sections of the class say which thread runs and owns what.
 
@@ -149,13 +125,9 @@ class StoreService:
         self._loaded: list[PageLoaded] = []
         self._doomed: Counter[bytes] = Counter()
         self._is_closing = False  # no new work is taken; stores under way are finished
-        self._num_touches_dropped = 0
 
-        # Both threads use these under a lock: the front thread gathers touches, the index thread
-        # writes them.
-        self._touching = Lock()
-        self._touches: dict[bytes, TouchItem] = {}
-        self._touched_since = 0.0
+        # The front thread gathers touches, the index thread writes them.
+        self._touches = GatheredTouches()
 
         # These belong to the index thread.
         self._changes = Loop()
@@ -224,7 +196,7 @@ class StoreService:
             stats = replace(
                 self._stats,
                 bytes_read=self._store.bytes_read,
-                num_touches_dropped=self._num_touches_dropped,
+                num_touches_dropped=self._touches.num_dropped,
             )
             self._channel.send(messages.Completions([*self._loaded], stats))
             self._loaded.clear()
@@ -246,7 +218,7 @@ class StoreService:
             case messages.LoadCall(pages):
                 self._loads += pages
             case messages.TouchCall(touches):
-                self._gather(touches)
+                self._touches.gather(map(self._allowed, touches))
             case messages.EngineAnswer():
                 self._verbs.hear_engine(message)
             case messages.CloseCall():
@@ -262,22 +234,6 @@ class StoreService:
     def _forget_doomed(self, call: messages.DeleteCall) -> None:
         self._doomed -= Counter(call.hashes)
         self._channel.send(messages.DeleteDone(call.job))
-
-    def _gather(self, touches: list[TouchItem]) -> None:
-        """Keep touches for later; two of one block become its later use and its longer claim."""
-        with self._touching:
-            if not self._touches:
-                self._touched_since = time.monotonic()
-            for touch in map(self._by_our_clock, touches):
-                if touch.retention not in self._options.disk_retentions:
-                    touch = replace(touch, expires_at=None, retention=None)
-                known = self._touches.get(touch.block_hash, touch)
-                if known is touch and len(self._touches) >= _MAX_TOUCHES:
-                    self._num_touches_dropped += 1
-                    continue
-                longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
-                last_used = max(known.last_used, touch.last_used)
-                self._touches[touch.block_hash] = replace(longer, last_used=last_used)
 
     # --- front thread: loads -------------------------------------------------------------------
 
@@ -315,7 +271,8 @@ class StoreService:
             if _identity(task.located.record) == _identity(wanted):
                 self._readers.submit(self._move, task)
             else:  # this block must be dropped, or the right one could never take its place
-                task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
+                what = "its record describes another block"
+                task.error = corrupt(wanted.block_hash, "identity", what)
                 self._end_read(task)
 
     def _end_read(self, task: ReadTask, reason: str = "") -> None:
@@ -355,7 +312,7 @@ class StoreService:
             self._start_writes()
         self._refresh_stats()
         self._send_stored()
-        if self._touches_are_due:
+        if self._touches.are_due:
             self._flush_touches()
         if self._sweep is None and now >= self._next_sweep:
             for call in self._undeleted:
@@ -370,7 +327,7 @@ class StoreService:
             self._sweep = None if is_over else sweep
 
     def _idle_s(self) -> float:
-        if self._sweep is not None or self._touches_are_due:
+        if self._sweep is not None or self._touches.are_due:
             return 0.0
         now = time.monotonic()
         waits_s = [_TICK_S, self._next_sweep - now]
@@ -412,6 +369,12 @@ class StoreService:
     def _refresh_stats(self) -> None:
         stats = self._attempt("stats", self._store.stats) or self._stats
         self._stats = replace(stats, store_error=self._store_error)
+
+    def _allowed(self, touch: TouchItem) -> TouchItem:
+        """Return a touch by our clock, without a claim that no retention lets the disk keep."""
+        touch = self._by_our_clock(touch)
+        is_kept = touch.retention in self._options.disk_retentions
+        return touch if is_kept else replace(touch, expires_at=None, retention=None)
 
     def _by_our_clock(self, item: Item) -> Item:
         """Convert the times of a block or a touch to our clock if the engine's clock is ahead.
@@ -550,15 +513,9 @@ class StoreService:
 
     # --- index thread: the rest ----------------------------------------------------------------
 
-    @property
-    def _touches_are_due(self) -> bool:
-        age_s = time.monotonic() - self._touched_since
-        return bool(self._touches) and age_s > _TOUCH_INTERVAL_S
-
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
-        with self._touching:
-            items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
+        items = self._touches.take()
         self._attempt("touch", lambda: self._store.claim_or_touch(items))
 
     def _delete(self, call: messages.DeleteCall) -> bool:
@@ -623,8 +580,8 @@ class StoreService:
         except StorageError as error:
             task.error = error
         except Exception as error:
-            logger.exception("a payload's thread broke")
-            task.error = StorageError(f"a payload's thread broke: {error!r}")
+            logger.exception("a payload could not be moved")
+            task.error = StorageError(f"a payload could not be moved: {error!r}")
         if isinstance(task, ReadTask):
             self._front.hand(lambda: self._end_read(task))
         else:
@@ -640,7 +597,7 @@ class StoreService:
             raise error
         if cause not in self._reported:
             self._reported.add(cause)
-            logger.warning("%s: %s; further ones are counted only", cause, error)
+            logger.warning("%s: %s (further ones are only counted)", cause, error)
 
 
 def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:

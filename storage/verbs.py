@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tieredkv.errors import ConfigError, CorruptIndexError, StoreFailedError
+from tieredkv.errors import ConfigError, CorruptIndexError, StoreFailedError, StoreUnreachableError
 from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.lmdb_store import BlockStore
@@ -95,9 +95,18 @@ class Verbs:
                 return dict(msgspec.to_builtins(self._verify(caller, repair=call.repair)))
 
     def _evict(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
+        """Evict from RAM, then from the disk, so that no block which was evicted comes back.
+
+        The engine's answer comes behind the stores that it sent before. What it dropped from RAM
+        while it was being written is therefore on disk by now, and goes with the rest.
+
+        Raises:
+            StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
+        """
         wanted, engine = call.wanted, dict[str, Any]()
         if wanted == EvictFilter(dry_run=wanted.dry_run):
-            raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
+            criteria = "`ids`, `namespace_prefix`, `older_than_s` or `all`"
+            raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
         unknown_to_engine = set(wanted.ids)
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
             engine = self._evict_from_ram(call, caller)
@@ -108,6 +117,11 @@ class Verbs:
             caller.report(0, 0)
         chosen = self._choose(wanted.ids, caller)
         result = self._finish(inspection.evicting(self.store, wanted, chosen), caller)
+        if "engine" in engine:
+            gone = f"{result.evicted_blocks} blocks were evicted from disk"
+            why = "blocks in VRAM and host memory are still there and may come back"
+            hint = "hint: evict again once the engine answers"
+            raise StoreUnreachableError(f"{gone}, but the engine is silent: {why}\n{hint}")
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
@@ -120,7 +134,11 @@ class Verbs:
         *following, last = _frames_of(chosen.following)
         first, *before = _frames_of(chosen.before)
         questions = [*((some, []) for some in following), (last, first), *(([], b) for b in before)]
-        answers = [self._ask(call, caller, *question) for question in questions]
+        answers = list[dict[str, Any]]()
+        for question in questions:
+            answers.append(self._ask(call, caller, *question))
+            if "engine" in answers[-1]:  # it is silent
+                break
         told = {key: answer[key] for answer in reversed(answers) for key in answer}
         sums = {key: sum(answer.get(key, 0) for answer in answers) for key in _SUMMED}
         return {**told, **sums}
@@ -174,7 +192,10 @@ class Verbs:
         following: Sequence[bytes] = (),
         before: Sequence[bytes] = (),
     ) -> dict[str, Any]:
-        """Ask the engine, if there is one, and wait for what it says, but not for ever."""
+        """Ask the engine, if there is one, and wait for what it says, but not for ever.
+
+        What a silent engine is taken to say has the key `engine`.
+        """
         if self.ask_engine is None:
             return {}
         job, asked = next(self._ids), Future[dict[str, Any]]()

@@ -4,7 +4,7 @@ The rule: **an index is condemned on evidence only.** Evidence is one of these, 
 
 - a page or an entry of the index that contradicts itself: a wrong magic number or a damaged meta
   page in a data file that holds something, pages that do not fit together, entries that cannot be
-  decoded (`tieredkv.storage.index_pages`, `tieredkv.storage.index`);
+  decoded (`tieredkv.storage.index_pages`, `tieredkv.storage.index_entries`);
 - LMDB's own codes for that (`Meaning.DAMAGE` below);
 - SIGSEGV, SIGBUS or SIGABRT in a thread that was using the index, as the stack that the worker's
   fault handler left with its parent says (`tieredkv.storage.worker_process`).
@@ -63,9 +63,9 @@ MEANINGS: dict[type[lmdb.Error], Meaning] = {
     lmdb.DiskError: Meaning.FULL,
     lmdb.VersionMismatchError: Meaning.VERSION,
     # The data file's header was read before LMDB opened it, so this is about the lock file, which
-    # LMDB writes anew unless another process has it open.
+    # is made anew, in memory, at each start.
     lmdb.InvalidError: Meaning.SYSTEM,
-    lmdb.ReadersFullError: Meaning.SYSTEM,  # another process fills the table of readers
+    lmdb.ReadersFullError: Meaning.SYSTEM,  # too many threads of this process read at once
     lmdb.TlsFullError: Meaning.SYSTEM,
     lmdb.TxnFullError: Meaning.SYSTEM,
     lmdb.MapResizedError: Meaning.SYSTEM,  # another process made the file larger than the map

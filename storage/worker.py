@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import check_pages
-from tieredkv.storage.limits import described
+from tieredkv.storage.limits import described, raise_file_limit
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, Opening, refusal
@@ -87,20 +86,14 @@ def _tell(
         case OSError():
             code, error = code_if_known, StorageError(f"`{path}`: {described(error)}")
         case MemoryError():
-            code, error = code_if_known, StorageError(f"`{path}`: out of memory")
+            what = f"the store worker of `{path}` ran out of memory"
+            code, error = code_if_known, StorageError(what)
         case _:
             code = EXIT_UNEXPLAINED
-            logger.error("the store of `%s` broke", path, exc_info=error)
-            error = StoreFailedError(f"the store worker of `{path}` broke: {error!r}")
+            logger.error("the store worker of `%s` failed", path, exc_info=error)
+            error = StoreFailedError(f"the store worker of `{path}` failed: {error!r}")
     channel.send(refusal(error))
     return code
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may: a large store has hundreds of segments."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
@@ -147,7 +140,7 @@ def set_aside_index(folder: StoreFolder) -> str:
         what = f"the damaged index of `{folder.path}` cannot be set aside: {error}"
         raise StorageError(what) from error
     what = f"the index of `{folder.path}` is damaged and was set aside as `{SET_ASIDE}`"
-    return f"{what}; it is made again from the extents"
+    return f"{what}; it is rebuilt from the extents"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ _EVIDENT_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _CRASH_SIGNALS = (*_EVIDENT_SIGNALS, signal.SIGILL, signal.SIGFPE)
 _MAX_STACK_BYTES = 64 << 10
 _INNERMOST_FRAME = re.compile(rb'most recent call first.*\n  File "(.*)", line (\d+) in (.*)')
-_INDEX_MODULE = os.fsencode(os.path.join("storage", "index.py"))
+_INDEX_MODULES = tuple(  # all that calls LMDB
+    os.fsencode(os.path.join("storage", name)) for name in ("index.py", "index_txn.py")
+)
 logger = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
@@ -160,6 +162,6 @@ def judge_end(returncode: int, stack: bytes) -> WorkerEnd:
     if (found := _INNERMOST_FRAME.search(stack)) is None:
         return WorkerEnd(False, -returncode in _CRASH_SIGNALS, text)
     file, line, function = found.groups()
-    is_damage = -returncode in _EVIDENT_SIGNALS and file.endswith(_INDEX_MODULE)
+    is_damage = -returncode in _EVIDENT_SIGNALS and file.endswith(_INDEX_MODULES)
     where = f"{os.path.basename(os.fsdecode(file))}:{int(line)}, {os.fsdecode(function)}"
     return WorkerEnd(is_damage, not is_damage, f"{text} in {where}")

@@ -1,4 +1,4 @@
-"""Configuration of all tests: which tests this machine can run, and what they cost."""
+"""Configures all tests: skips those that need a missing GPU, and saves start-up time."""
 
 import gc
 import os
@@ -7,19 +7,20 @@ import hypothesis
 import pytest
 import torch
 
-gc.disable()  # while test modules are imported: of what they load, hardly anything is garbage
+gc.disable()  # imports leave hardly any garbage; it is enabled again after the collection
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if not torch.cuda.is_available():  # Triton reads it when it is imported, which comes later
+if not torch.cuda.is_available():  # Triton reads this variable when it is imported later
     os.environ.setdefault("TRITON_INTERPRET", "1")
-hypothesis.settings.register_profile(  # no test is about time
+hypothesis.settings.register_profile(  # no test may fail because the machine is slow
     "tieredkv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tieredkv")
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Models are tiny: several threads would only spin while they wait for each other's core.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the gpu tests out where there is no GPU, and say so."""
+    """Skip the tests marked `gpu` where there is no GPU."""
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
@@ -29,11 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but never look at what the imports have loaded."""
+    """Enable garbage collection again; what the imports loaded is never examined."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """Let extension modules free what they hold, or they complain of leaks."""
+    """Let extension modules free their objects; otherwise they report leaks."""
     gc.unfreeze()

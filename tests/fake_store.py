@@ -1,7 +1,7 @@
-"""A tiered cache over real memory, with a clock, a store and streams that a test controls.
+"""A tiered cache over real memory, with a clock, a disk store and copies that a test controls.
 
-Every block has one right content, made from its hash, and memory is poisoned before each reuse. So
-the next `Rig.check` detects bytes in the wrong place.
+Each block has one right content, which is made from its hash, and memory is filled with poison when
+a block is evicted. So the next `Rig.check` detects bytes in the wrong place.
 """
 
 import hashlib
@@ -40,12 +40,12 @@ DAY_S = 86_400.0
 
 
 def root_of(name: str) -> BlockHash:
-    """The made-up root of a chain."""
+    """Return a made-up root for a chain."""
     return BlockHash(hashlib.sha256(f"root {name}".encode()).digest())
 
 
 def chain_of(name: str, length: int) -> list[BlockHash]:
-    """The made-up hashes of a chain, head first."""
+    """Return made-up hashes for a chain, head first."""
     hashes, parent = [], root_of(name)
     for _ in range(length):
         parent = BlockHash(hashlib.sha256(parent).digest())
@@ -54,17 +54,17 @@ def chain_of(name: str, length: int) -> list[BlockHash]:
 
 
 def kept_by(retention: str) -> list[BlockClaim]:
-    """The claims of a request that names a retention and no more."""
+    """Return the claims of a request with this retention for all of its blocks."""
     return [BlockClaim(sys.maxsize, frozenset({retention}))]
 
 
 def payload_of(block_hash: bytes) -> bytes:
-    """The one right content of a block."""
+    """Return the one right content of a block."""
     return hashlib.shake_128(block_hash).digest(BLOCK_BYTES)
 
 
 class ManualClock(Clock):
-    """A clock that moves only when it is told to."""
+    """A clock that moves only when `moment` is changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,26 +76,26 @@ class ManualClock(Clock):
 
 @dataclass(slots=True)
 class Job:
-    """One page lent to the store."""
+    """One page lent to the store, to write a block from or to read it into."""
 
     page: LentPage
     is_store: bool
 
     @property
     def block_hash(self) -> BlockHash:
-        """Whose bytes the page holds, or will."""
+        """Hash of the block that the page holds or will hold."""
         return BlockHash(self.page.record.block_hash)
 
 
 class FakeStore(StoreClient):
-    """The disk tier as a dict: it touches a page at the very end of its loan, as a slow one does.
+    """The disk tier as a dict. It accesses a page only at the very end of the page's loan.
 
     Attributes:
-        blocks: what is on disk.
-        is_held: jobs stay open, as with a worker that was stopped by a signal.
-        reason: why jobs fail, "" while they do not.
-        is_down: lookups miss and jobs fail at once.
-        stored, touched, deleted: everything that was asked for, in that order.
+        blocks: The blocks on disk, each with its record and bytes.
+        is_held: Whether jobs stay open, as with a worker that was stopped by a signal.
+        is_down: Whether lookups miss and jobs fail at once.
+        reason: Why all jobs fail; empty while they succeed.
+        asked, loaded, stored, touched, deleted: What the cache has asked for, in order.
     """
 
     def __init__(self, arena: torch.Tensor, clock: Clock) -> None:
@@ -155,7 +155,7 @@ class FakeStore(StoreClient):
         return done
 
     def answer(self, index: int) -> None:
-        """Answer one lookup."""
+        """Answer the lookup at `index`."""
         job, hashes = self.lookups.pop(index)
         found = {}
         for block_hash in hashes:
@@ -166,7 +166,7 @@ class FakeStore(StoreClient):
         self._done.append(LookupDone(job, found))
 
     def complete(self, index: int, *, reason: str = "") -> None:
-        """End one loan, well or for a reason."""
+        """End the loan at `index`; it fails if there is a reason."""
         job = self.jobs.pop(index)
         page_id, block_hash = job.page.page_id, job.block_hash
         reason = reason or ("worker_down" if self.is_down else self.reason)
@@ -181,19 +181,19 @@ class FakeStore(StoreClient):
         record, payload = self.blocks.get(block_hash, (None, b""))
         if record is None:
             reason = reason or "missing"
-        # What a failed read leaves in the page is anybody's guess.
+        # A failed read may leave any bytes in the page.
         page[:] = POISON if reason else list(payload)
         self._done.append(
             PageLoaded(block_hash, page_id, reason, None if reason else record, time.monotonic())
         )
 
     def restart_empty(self) -> None:
-        """Come back as a new worker that had to set the index aside."""
+        """Come back as a new worker with an empty store."""
         self.blocks.clear()
         self._done.append(WorkerUp(NO_STATS))
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
-        """Place a chain on disk, as an earlier process left it."""
+        """Put a chain on disk as if an earlier process had stored it."""
         now, parent = self._clock.now(), root_of(name)
         for position, block_hash in enumerate(chain_of(name, length)):
             self.put_block(
@@ -213,7 +213,7 @@ class FakeStore(StoreClient):
             parent = block_hash
 
     def put_block(self, record: BlockRecord) -> None:
-        """Place one block on disk, with its right bytes."""
+        """Put one block on disk with its right bytes."""
         self.blocks[BlockHash(record.block_hash)] = record, payload_of(record.block_hash)
 
     def check(self) -> None:
@@ -229,7 +229,7 @@ class FakeStore(StoreClient):
 
 
 class FakeTransfer(BlockTransfer[Any]):
-    """Copies that move their bytes when they complete, and complete when the test lets them."""
+    """Copies that move their bytes only when they complete, which a test can delay."""
 
     def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
         super().__init__(BlockCopier(device, arena))
@@ -253,7 +253,7 @@ class FakeTransfer(BlockTransfer[Any]):
         return super().poll()
 
     def complete(self) -> None:
-        """Let the oldest copy of each direction arrive."""
+        """Complete the oldest copy of each direction."""
         if self._up:
             super().promote(*self._up.pop(0))
         if self._down:
@@ -261,7 +261,7 @@ class FakeTransfer(BlockTransfer[Any]):
 
 
 class Rig:
-    """A tiered cache, and requests that compute by writing the right bytes."""
+    """A tiered cache, and requests that compute a block by writing its right bytes."""
 
     def __init__(
         self,
@@ -301,14 +301,17 @@ class Rig:
         self.num_computed = 0
 
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
-        """A request's chain, not queued yet; that of `who/what` is of a tenant `who`."""
+        """Return the prefix of a request that has not arrived yet.
+
+        A name such as `alice/chat` is a chain of the tenant `alice`; other names share a tenant.
+        """
         tenant, is_named, _ = name.partition("/")
         namespace = tenant.encode() if is_named else b"ns"
         hashes = chain_of(name, length)
         return Prefix(root_of(name), namespace, hashes, claims=kept_by(retention))
 
     def turn(self, count: int = 1) -> None:
-        """Do what the engine does in a step, but for computing."""
+        """Do what the engine does in a step, except computing."""
         for _ in range(count):
             self.cache.poll()
             self.plan()
@@ -330,14 +333,14 @@ class Rig:
         return next((i for i, block in enumerate(blocks) if not block.is_ready), len(blocks))
 
     def queue(self, name: str, length: int, retention: str = "24h") -> Prefix:
-        """A request that has arrived."""
+        """Return the prefix of a request that has arrived."""
         prefix = self.prefix(name, length, retention)
         self.cache.arrive(prefix)
         self.check()
         return prefix
 
     def admit(self, prefix: Prefix, num_blocks: int | None = None) -> bool:
-        """Try to give a request its table."""
+        """Try to give a request the blocks of its table; return whether it was admitted."""
         if not self.cache.is_settled(prefix):
             return False
         is_admitted = self.cache.admit(prefix, num_blocks or len(prefix.hashes))
@@ -346,7 +349,7 @@ class Rig:
         return is_admitted
 
     def start(self, name: str, length: int, retention: str = "24h") -> Prefix:
-        """A request that has been admitted, whatever steps that takes."""
+        """Return the prefix of a request that was admitted, after as many steps as that takes."""
         prefix = self.queue(name, length, retention)
         for _ in range(100):
             if self.admit(prefix):
@@ -355,7 +358,7 @@ class Rig:
         raise AssertionError("not admitted in 100 steps")
 
     def compute(self, prefix: Prefix, *, at_most: int = 1_000_000) -> int:
-        """Compute what is neither ready nor on its way, head first; count the blocks."""
+        """Compute the blocks that are neither ready nor loading, head first; return how many."""
         count = 0
         for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
             if block.is_ready or block.is_loading:
@@ -372,13 +375,16 @@ class Rig:
         return count
 
     def write(self, block: Block, block_hash: BlockHash) -> None:
-        """Compute one block's keys and values."""
+        """Compute one block: write its right bytes into VRAM."""
         self.device_bytes[block.block_id] = torch.frombuffer(
             bytearray(payload_of(block_hash)), dtype=torch.uint8
         )
 
     def finish(self, prefix: Prefix, *, steps: int = 100) -> int:
-        """Load and compute until all is ready, then end the request; count what it computed."""
+        """Load and compute until all blocks are ready, and end the request.
+
+        Returns the number of blocks that were computed.
+        """
         count = 0
         for _ in range(steps):
             count += self.compute(prefix)
@@ -394,17 +400,17 @@ class Rig:
         return count
 
     def run(self, name: str, length: int, retention: str = "24h") -> int:
-        """Serve a request from arrival to end; count the blocks that it computed."""
+        """Serve a request from arrival to end; return the number of blocks that it computed."""
         return self.finish(self.start(name, length, retention))
 
     def verify(self, prefix: Prefix) -> None:
-        """Compare the bytes of a request's whole table with what they should be."""
+        """Check the bytes of all ready blocks of a request."""
         for block, block_hash in zip(prefix.blocks, prefix.hashes, strict=False):
             got = self.device_bytes[block.block_id].numpy().tobytes()
             assert not block.is_ready or got == payload_of(block_hash), "wrong bytes served"
 
     def check(self) -> None:
-        """Verify every invariant, and the bytes of everything that may be served."""
+        """Verify every invariant, and the bytes of every block that may be served."""
         self.cache.check()
         self.store.check()
         for pool, memory in self.memories:
@@ -415,7 +421,7 @@ class Rig:
                     assert got == payload_of(entry.block_hash), f"wrong bytes in {block}"
 
     def check_nothing_is_held(self) -> None:
-        """Verify that no request or move has left anything behind."""
+        """Verify that no request and no copy still holds a block once everything has ended."""
         self.store.is_held = self.transfer.is_held = False
         for _ in range(300):
             self.turn()
@@ -426,19 +432,19 @@ class Rig:
         assert self.tiers.host.num_used == 0, "host pages leaked"
 
     def on_device(self, name: str, length: int) -> list[int]:
-        """Positions of a chain whose bytes VRAM holds."""
+        """Return the positions of a chain that are ready in VRAM."""
         return _positions(self.tiers.device, name, length)
 
     def on_host(self, name: str, length: int) -> list[int]:
-        """Positions of a chain whose bytes host memory holds."""
+        """Return the positions of a chain that are ready in host memory."""
         return _positions(self.tiers.host, name, length)
 
     def on_disk(self, name: str, length: int) -> list[int]:
-        """Positions of a chain that the store has."""
+        """Return the positions of a chain that are on disk."""
         return [i for i, h in enumerate(chain_of(name, length)) if h in self.store.blocks]
 
     def run_without_disk(self, name: str, length: int, retention: str = "24h") -> int:
-        """As `run`, for a chain that the disk is not asked for: it may hang."""
+        """Serve a request as `run` does, but without asking the disk, which may hang."""
         prefix = self.prefix(name, length, retention)
         prefix.records.update(dict.fromkeys(prefix.hashes))
 
@@ -452,14 +458,14 @@ class Rig:
         return self.finish(prefix)
 
     def entry(self, name: str, position: int) -> Entry:
-        """The catalog's entry of a block."""
+        """Return the catalog's entry of a block."""
         entry = self.tiers.catalog.get(chain_of(name, position + 1)[-1])
         assert entry is not None
         return entry
 
     @property
     def memories(self) -> list[tuple[BlockPool, torch.Tensor]]:
-        """The RAM tiers' pools, each with the memory that its ids are indices into."""
+        """The pools of VRAM and host memory, each with the memory that its block ids index."""
         return [(self.tiers.device, self.device_bytes), (self.tiers.host, self.arena_bytes)]
 
     def _poisoned(self, memory: torch.Tensor, then: OnEvict) -> OnEvict:

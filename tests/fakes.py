@@ -1,10 +1,10 @@
-"""Fake clocks for tests that cannot wait for real time."""
+"""A clock for tests that cannot wait for real time to pass."""
 
 from tieredkv.clock import Clock
 
 
 class FakeClock(Clock):
-    """A clock that moves only when it is told to."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self, start: float = 1_800_000_000.0) -> None:
         super().__init__()
@@ -21,5 +21,5 @@ class FakeClock(Clock):
         self._moment += seconds
 
     def set(self, moment: float) -> None:
-        """Turn the clock to this moment, back too, as a process started later may find it."""
+        """Set the clock to this moment, even back, as a restarted process may find it."""
         self._moment = moment

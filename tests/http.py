@@ -1,4 +1,4 @@
-"""httpx's functions without its timeout of five seconds, which is too short on a busy machine."""
+"""httpx's functions with a longer timeout, because five seconds are too few on a busy machine."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Run `tieredkv serve` as a real process in tests, and other commands beside it."""
+"""Runs `tieredkv serve` as a real process in tests, and other commands beside it."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ import openai
 from tests import http
 from tests.waiting import HANG_S, is_alive, wait_until
 
-PYTHON = os.environ.get("TIEREDKV_TEST_PYTHON", sys.executable)  # with tieredkv in it
+PYTHON = os.environ.get("TIEREDKV_TEST_PYTHON", sys.executable)  # it must have tieredkv installed
 COMMAND = (PYTHON, "-P", "-m", "tieredkv")
 SMALL = (
     *("--port", "0", "--disk-size", "256MiB", "--host-size", "8MiB", "--device-size", "8MiB"),
@@ -26,7 +26,7 @@ SMALL = (
 
 
 def ask_store(folder: Path, verb: str, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
-    """Run a verb of the command line on a store and return its JSON."""
+    """Run a command such as `df` on a store and return its JSON."""
     result = subprocess.run(
         [*COMMAND, verb, "--disk-dir", str(folder), *arguments, "--json"],
         capture_output=True,
@@ -41,12 +41,12 @@ class Server:
     """One `tieredkv serve` process and its log.
 
     Args:
-        folder: holds its log and, as `store`, its disk tier.
-        flags: on top of `base`, later ones win.
-        model: what it serves.
-        base: the flags that most tests share.
-        clock_offset_file: turns its clock.
-        has_disk: whether it has a disk tier.
+        folder: Folder for the log and, in `store`, the disk tier.
+        flags: Flags after those of `base`; a later flag overrides an earlier one.
+        model: The model to serve.
+        base: The flags that most tests share.
+        clock_offset_file: File with the seconds to add to the server's clock.
+        has_disk: Whether the server has a disk tier.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Server:
             wait_until(
                 lambda: said in self.log, "no server", process=self.process, log=lambda: self.log
             )
-        except BaseException:  # nobody else knows it
+        except BaseException:  # no caller has this object yet, so none can stop the process
             self.process.kill()
             self.process.wait()
             raise
@@ -85,16 +85,16 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it has said so far."""
+        """The text that the server has logged so far."""
         return self._log.read_text()
 
     def health(self) -> httpx.Response:
-        """Ask whether it is well."""
+        """Ask `/health`."""
         return http.get(f"{self.root}/health")
 
     @property
     def pids(self) -> dict[str, int]:
-        """Its processes."""
+        """The ids of the server's processes, by name."""
         pids: dict[str, int] = self.health().json()["pids"]
         return pids
 
@@ -103,16 +103,16 @@ class Server:
         return ask_store(self.disk_dir, "df")
 
     def client(self, api_key: str = "any") -> openai.OpenAI:
-        """Return a client; to be closed."""
+        """Return a client of the server; the caller must close it."""
         return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0)
 
     def stop(self) -> int:
-        """End it in an orderly way and return its exit code."""
+        """Stop the server with SIGTERM and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(HANG_S)
 
     def kill(self) -> None:
-        """End all three processes as a crash would."""
+        """Kill all processes of the server with SIGKILL, and wait until they are gone."""
         pids = self.pids
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
@@ -122,7 +122,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
-    """Run a server; whatever is left of it afterwards is killed."""
+    """Run a server while the context lasts, and kill it then."""
     server = Server(folder, *flags, **options)
     try:
         yield server

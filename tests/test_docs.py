@@ -49,7 +49,7 @@ ENDPOINTS = {"OpenAI's": (CHAT, COMPLETIONS, RESPONSES), "Anthropic's": (MESSAGE
 
 
 def table_of_known_fields() -> str:
-    """Return the table of every field that the endpoints of an API know and do not act on."""
+    """Return the table of the fields that each API knows and does not act on."""
     rows = ["| fields | |", "|---|---|"]
     for api, tables in ENDPOINTS.items():
         for what, names in (

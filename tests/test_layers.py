@@ -1,4 +1,4 @@
-"""Tests of the layers of the code and of its public names."""
+"""Imports follow the layers of the code, and the public names are those promised."""
 
 import subprocess
 import sys

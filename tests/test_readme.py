@@ -32,13 +32,13 @@ def settings_table() -> str:
 
 
 def between(text: str, start: str, end: str) -> str:
-    """Return what stands between two markers that are both there once."""
+    """Return the text between two markers, each of which must occur once."""
     assert text.count(start) == text.count(end) == 1, (start, end)
     return text.partition(start)[2].partition(end)[0]
 
 
 def leaves(command: click.Command, path: str = "") -> dict[str, click.Command]:
-    """Return every verb by the words that call it."""
+    """Return every command of the command line by its path."""
     if not isinstance(command, click.Group):
         return {path: command}
     found: dict[str, click.Command] = {}
@@ -49,7 +49,7 @@ def leaves(command: click.Command, path: str = "") -> dict[str, click.Command]:
 
 @pytest.fixture(scope="module")
 def readme() -> str:
-    """Return the text."""
+    """Return the text of the README."""
     return README.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Tests wait as long as a process lives, and no longer."""
+"""The waiting helpers stop waiting as soon as the process that they wait for has ended."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have what hangs fail at once."""
+    """Shorten the time after which a wait counts as hanging."""
     monkeypatch.setattr(waiting, "HANG_S", 0.05)
     yield
 

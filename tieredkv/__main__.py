@@ -1,8 +1,6 @@
 """`python -m tieredkv` is the command line."""
 
-import sys
-
-from tieredkv.cli import main
+from tieredkv.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -285,25 +285,28 @@ class BlockPool:
             is_hashed = block.block_hash is not None
             is_free = block.ref_count == 0 and (is_hashed or block.pin_count == 0)
             if places[block] != is_free or min(block.ref_count, block.pin_count) < 0:
-                raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
+                counts = f"ref_count {block.ref_count} and pin_count {block.pin_count}"
+                raise IntegrityError(f"{block} has {counts}, in {places[block]} free lists")
             if is_free and (block in empty) == is_hashed:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
             if block.is_loading and not block.ref_count:
-                raise IntegrityError(f"{block} is filled but not held")
+                raise IntegrityError(f"{block} is being loaded, but no request uses it")
             if is_free and is_hashed and not block.is_ready:
-                raise IntegrityError(f"{block} is evictable but was never filled")
+                raise IntegrityError(f"{block} can be evicted, but was never filled")
         self._first.check()
         self._last.check()
         if self.num_pinned > self.most_pinned:
-            raise IntegrityError(f"{self.num_pinned} blocks are held back")
+            what = f"{self.num_pinned} blocks are pinned"
+            raise IntegrityError(f"{what}, but at most {self.most_pinned} may be")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
-            raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
+            what = f"{len(hashed)} blocks have a hash"
+            raise IntegrityError(f"{what}, but {len(self._index)} are in the index")
         for block_hash, block in self._index.items():
             if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
         if +self._num_of != Counter(block.tenant for block in hashed):
-            raise IntegrityError("blocks are not counted to their tenants")
+            raise IntegrityError("the number of blocks per tenant is wrong")
 
     def _victims(self, num_needed: int, tenant: bytes | None, *, is_partial: bool) -> list[Block]:
         """Choose `num_needed` blocks to evict; fewer, or none, if there are too few."""

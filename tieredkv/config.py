@@ -247,9 +247,11 @@ class Settings:
             elif type(value) in (int, float) and not is_allowed(value):
                 raise ConfigError(f"`{name}` = {value} must be {what}")
         if not all(key.strip() for key in self.api_keys):
-            raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
+            raise ConfigError(
+                "`api_keys` holds an empty key, which would let everybody in; remove it"
+            )
         if self.admin_key is not None and not self.admin_key.strip():
-            raise ConfigError("`admin_key` is blank")
+            raise ConfigError("`admin_key` is blank; give a key or leave the setting out")
         for name, form, what in (
             ("allowed_hosts", _HOST, "a name without port, e.g. kv.example.com, or *"),
             ("cors_origins", _ORIGIN, "an origin without path, e.g. https://example.com, or *"),
@@ -264,7 +266,7 @@ class Settings:
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"`policies`: two policies are called `{name}`")
+                raise ConfigError(f"`policies`: two policies are called `{name}`; rename one")
         _check_one_of("default_retention", self.default_retention, names)
         _check_one_of("max_retention", self.max_retention, (None, *names))
 
@@ -384,7 +386,7 @@ def load_settings(
             values[name] = _parse_policies(value)
             sources |= {f"retention.{policy.name}": "argument" for policy in values[name]}
         elif name not in _KNOWN:
-            raise ConfigError(f"Unknown setting `{name}`{_hint(name, _KNOWN)}")
+            raise ConfigError(f"unknown setting `{name}`{_hint(name, _KNOWN)}")
         elif value is not None:
             take(name, value, f"`{name}`", "argument")
     values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
@@ -396,7 +398,7 @@ def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"Cannot read `{path}`: {error.strerror}") from error
+        raise ConfigError(f"cannot read `{path}`: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
     known: dict[str, list[str]] = {}
@@ -406,7 +408,7 @@ def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
         if section not in (sections := [*known, "retention"]):
             what = f"unknown section `{section}`{_hint(section, sections)}"
             if not isinstance(table, dict):
-                what = f"`{section}` stands outside of a section{_hint(section, _KNOWN)}"
+                what = f"`{section}` is outside of any section{_hint(section, _KNOWN)}"
             raise ConfigError(f"`{path}`: {what}")
         if not isinstance(table, dict):
             raise ConfigError(f"`{path}`: `{section}` must be one table, headed `[{section}]`")
@@ -430,14 +432,14 @@ def _read_policy(where: str, name: str, row: object) -> RetentionPolicy:
         values[field] = _parse(parse, value, f"{where[:-1]}.{key}`")
     for key, (field, _) in _POLICY_KEYS.items():
         if field not in values:
-            raise ConfigError(f"{where} lacks `{key}`")
+            raise ConfigError(f"{where} must have the key `{key}`")
     return RetentionPolicy(**values)
 
 
 def _parse_policies(value: object) -> tuple[RetentionPolicy, ...]:
     rows = tuple(value) if isinstance(value, list | tuple) else ()
     if not rows or not all(isinstance(row, RetentionPolicy) for row in rows):
-        raise ConfigError(f"`policies` = `{value}` must be retention policies, one at least")
+        raise ConfigError(f"`policies` = `{value}` must be a list of at least one RetentionPolicy")
     return rows
 
 
@@ -509,7 +511,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
     if name in _KNOWN:
         return f"; it belongs to section `{_KNOWN[name].metadata['section']}`"
     matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
-    return f"; did you mean `{matches[0]}`?" if matches else f"; known are {', '.join(known)}"
+    return f"; did you mean `{matches[0]}`?" if matches else f"; known names are {', '.join(known)}"
 
 
 def _check_one_of(name: str, value: object, allowed: Any) -> None:

@@ -14,6 +14,7 @@ TieredKVError
    ├─ FormatVersionError      the store was written by another format version
    ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
    ├─ StoreFailedError        the store failed for an unknown reason: no verdict
+   ├─ BlocksLostError         blocks that a policy promised to the disk could not be stored
    └─ CorruptBlockError       what was read contradicts its record
 """
 
@@ -95,6 +96,10 @@ class CorruptIndexError(StorageError):
 
 class StoreFailedError(StorageError):
     """The store failed without evidence of damage and without another known cause."""
+
+
+class BlocksLostError(StorageError):
+    """Blocks that a retention policy promised to the disk are lost, because the store failed."""
 
 
 class CorruptBlockError(StorageError):

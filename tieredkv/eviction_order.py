@@ -206,9 +206,9 @@ class EvictionOrder:
             if any(block.part is not part for block in part):
                 raise IntegrityError("a block is not in the part of the order that it names")
         if not all(block.pin_count for block in self._moving):
-            raise IntegrityError("a block is moving and not pinned")
+            raise IntegrityError("a block is listed as moving, but is not pinned")
         if any(block.pin_count for block in self._dirty):
-            raise IntegrityError("a block waits for a copy while one reads it")
+            raise IntegrityError("a block waits to be copied, but a copy already pins it")
         heaps = (
             (self._to_evict, self._clean),
             *((h, self._kept) for h in self._of_floors.values()),
@@ -217,12 +217,12 @@ class EvictionOrder:
             block for heap, part in heaps for rank, block in heap if _is_valid(rank, block, part)
         )
         if entries != Counter(chain(self._clean, self._kept)):
-            raise IntegrityError("a block that can be evicted is not queued for it, or twice")
+            raise IntegrityError("a block that can be evicted is queued twice or not at all")
         if self.num_of is None:
             return
         is_open = Counter(block.tenant for part in self._seen if part.is_open for block in part)
         if +self.num_of != Counter(block.tenant for block in self) or +self.num_open_of != is_open:
-            raise IntegrityError("the blocks of the order are not counted to their tenants")
+            raise IntegrityError("the number of blocks per tenant is wrong in the order")
 
     def _part_for(self, block: Block) -> Part:
         if block.pin_count:

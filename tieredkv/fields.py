@@ -224,7 +224,7 @@ def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
             (shape.num_values, max_values, "values"),
         ):
             if held > most:
-                raise RequestError(f"{what} has {held} {of_what}, which is more than {most}.")
+                raise RequestError(f"{what} has {held} {of_what}; at most {most} are allowed.")
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

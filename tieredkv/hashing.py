@@ -70,7 +70,7 @@ def namespace_digest(
     """
     if cache_salt is not None and not 0 < len(cache_salt) <= MAX_SALT_CHARS:
         raise RequestError(
-            f"`cache_salt` must have 1 to {MAX_SALT_CHARS} characters, it has {len(cache_salt)}",
+            f"`cache_salt` must have 1 to {MAX_SALT_CHARS} characters, but has {len(cache_salt)}.",
             param="cache_salt",
             code="invalid_value",
         )

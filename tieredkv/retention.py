@@ -37,19 +37,19 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         name, idle, absolute = f"retention.{self.name}", self.idle_s, self.absolute_s
         if self.name in ALIASES:
-            other = f"`retention.{ALIASES[self.name]}`; write the latter"
-            raise ConfigError(f"`{name}` is another spelling of {other}")
+            other = f"retention.{ALIASES[self.name]}"
+            raise ConfigError(f"`{name}` is another spelling of `{other}`; write `{other}`")
         for field, value in (("idle", idle), ("absolute", absolute)):
             if not 0 < value < math.inf:
-                raise ConfigError(f"`{name}.{field}` = {value} must be above 0s and finite")
+                raise ConfigError(f"`{name}.{field}` = {value} must be above 0 s and finite")
         if idle > absolute:
             bound = f"`absolute` = {format_duration(absolute)}"
             raise ConfigError(f"`{name}.idle` = {format_duration(idle)} is longer than {bound}")
         if Tier.DEVICE not in self.tiers:
-            raise ConfigError(f"`{name}.tiers` must name `device`")
+            raise ConfigError(f"`{name}.tiers` must include `device`")
         if Tier.DISK in self.tiers and Tier.HOST not in self.tiers:
             why = "blocks reach the disk through host memory"
-            raise ConfigError(f"`{name}.tiers` names `disk` without `host`: {why}")
+            raise ConfigError(f"`{name}.tiers` includes `disk`, so it must include `host`: {why}")
 
     @property
     def may_use_disk(self) -> bool:
@@ -81,6 +81,7 @@ class RetentionPolicies:
 
     def __init__(self, policies: Iterable[RetentionPolicy] = DEFAULT_POLICIES) -> None:
         self._policies = {policy.name: policy for policy in policies}
+        self._of_disk: dict[frozenset[str], list[RetentionPolicy]] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -117,8 +118,12 @@ class RetentionPolicies:
 
     def disk_deadline(self, claims: Collection[str], *times: float) -> float | None:
         """Return until when the disk may keep a block; None if no claim allows the disk."""
-        may = [name for name in claims if self._policies[name].may_use_disk]
-        return self.deadline(may, *times) if may else None
+        claims = frozenset(claims)
+        may = self._of_disk.get(claims)
+        if may is None:  # computed once for the few sets of claims that there are
+            policies = map(self._policies.__getitem__, claims)
+            may = self._of_disk[claims] = [policy for policy in policies if policy.may_use_disk]
+        return max([policy.deadline(*times) for policy in may], default=None)
 
     def longest(self, claims: Collection[str]) -> str:
         """Return the claim that keeps a block longest; claims that allow the disk come first."""

@@ -1,8 +1,8 @@
-"""Bad input, through the command line as people use it: one clear sentence, and nothing is changed.
+"""Bad input on the command line gets one clear sentence and changes nothing.
 
-Proved elsewhere and not repeated: unknown keys and values in every place a setting can come from
-(tests/tieredkv/test_config.py), every attention that is refused (tests/engine/test_suitability.py),
-damaged checkpoints (tests/engine/test_loader.py), wrong requests over HTTP (e2e/test_serve.py).
+Other files test unknown keys and values of settings (tests/tieredkv/test_config.py), every kind of
+attention that is refused (tests/engine/test_suitability.py), damaged checkpoints
+(tests/engine/test_loader.py) and wrong requests over HTTP (tests/e2e/test_serve.py).
 """
 
 import json
@@ -32,7 +32,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Return what runs a command line and answers exit code, stdout and stderr of all processes."""
+    """Return a function that runs a command and returns its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> Result:
         exit_code = main([str(each) for each in arguments])
@@ -43,7 +43,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def generate(run: Run, tmp_path: Path) -> Run:
-    """Return what continues a prompt with a disk tier in `tmp_path / "kv"` unless told."""
+    """Return a function that runs `generate`; its disk tier is `tmp_path / "kv"` by default."""
 
     def generate(*arguments: object, model: object = "tiny-random", prompt: str = TEXT) -> Result:
         where = () if "--disk-dir" in arguments else ("--disk-dir", tmp_path / "kv")
@@ -63,7 +63,7 @@ def refusal(result: Result, exit_code: int) -> str:
 
 
 def contents(folder: Path) -> list[tuple[str, int, bytes | None]]:
-    """Return everything that lies in a folder: names, modes, bytes."""
+    """Return the names, modes and bytes of everything in a folder."""
     return sorted(
         (str(path.relative_to(folder)), path.stat().st_mode, path.read_bytes())
         if path.is_file()
@@ -74,7 +74,7 @@ def contents(folder: Path) -> list[tuple[str, int, bytes | None]]:
 
 @contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """Mount a filesystem in memory on a new folder."""
+    """Mount a tmpfs on a new folder."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tieredkv-test", str(folder)]
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
@@ -125,7 +125,7 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> Non
         llm.core.cache.check()
 
 
-def test_prompts_of_the_python_api_are_never_too_many(tmp_path: Path) -> None:
+def test_the_python_api_takes_more_prompts_than_the_queue_holds(tmp_path: Path) -> None:
     with LLM("tiny-random", device_size="2MiB", host_size="2MiB", max_num_queued_reqs=2) as llm:
         assert len(llm.generate([TEXT] * 5, GREEDY)) == 5
 
@@ -229,7 +229,7 @@ def test_a_store_in_use_names_its_writer(generate: Run, tmp_path: Path) -> None:
             f"the store at `{folder}` is in use by process {llm.core.info.worker_pid}; "
             "stop it or choose another folder"
         )
-        [output] = llm.generate(TEXT, GREEDY)  # the first one goes on
+        [output] = llm.generate(TEXT, GREEDY)  # the first process still works
         assert len(output.token_ids) == 4
 
 
@@ -238,7 +238,7 @@ def test_a_store_in_use_names_its_writer(generate: Run, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a stopped store that holds the 12 blocks of `TEXT`; to be copied."""
+    """Return a stopped store that holds the 12 blocks of `TEXT`; each test copies it."""
     folder = tmp_path_factory.mktemp("made") / "kv"
     with LLM(
         "tiny-random", retention="24h", disk_dir=folder, device_size="2MiB", host_size="2MiB"
@@ -249,7 +249,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(made: Path, tmp_path: Path) -> Path:
-    """Return a copy of the store."""
+    """Return a copy of the store that a test may damage."""
     return Path(shutil.copytree(made, tmp_path / "kv"))
 
 
@@ -268,17 +268,17 @@ def test_another_format_version_is_refused_and_left_as_it_is(
 
 
 def garbage(data: bytes) -> bytes:
-    """Return noise of the same length."""
+    """Return random bytes of the same length."""
     return random.Random(1).randbytes(len(data))
 
 
 def half(data: bytes) -> bytes:
-    """Return the first half."""
+    """Return the first half of the bytes."""
     return data[: len(data) // 2]
 
 
 def noise_behind_the_meta_pages(data: bytes) -> bytes:
-    """Return pages of noise in a file that LMDB takes for one of its own."""
+    """Keep the two meta pages, so that LMDB opens the file, and replace the rest with noise."""
     return data[:8192] + garbage(data[8192:])
 
 
@@ -292,12 +292,12 @@ def test_a_damaged_index_is_made_again_and_costs_no_request(
     before = contents(store)
     exit_code, _, stderr = run("df", "--disk-dir", store)
     assert exit_code == 1
-    assert f"error: the worker of `{store}` ended" in stderr
-    assert "hint: `tieredkv verify` makes a damaged index again, as a server's start does" in stderr
+    assert f"error: the store worker of `{store}` ended" in stderr
+    assert "hint: run `tieredkv verify`, which rebuilds a damaged index" in stderr
     scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
     if damage is half:
-        scratch.add("index/data.mdb")  # as long again as its header says
-    # Zeroes may follow the index: its file is kept longer than its last page while it is open.
+        scratch.add("index/data.mdb")  # LMDB extends it to the length in its header
+    # While the index is open its file is longer than its last page, so zeroes may follow.
     kept, was = (
         [
             (name, mode, (data or b"").rstrip(b"\0"))
@@ -341,7 +341,7 @@ def test_a_lost_index_is_made_again_from_the_extents(store: Path, generate: Run)
     assert exit_code == 0
     [output] = json.loads(stdout.splitlines()[-1])["outputs"]
     assert output["usage"]["cached_tokens_by_tier"]["disk"] == 192
-    assert "the index was made again from extent headers" in stderr
+    assert "the index was rebuilt from extent headers" in stderr
 
 
 def test_blocks_give_way_on_a_full_disk_and_every_request_is_served(tmp_path: Path) -> None:

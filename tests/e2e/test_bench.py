@@ -1,4 +1,4 @@
-"""`bench ttft` keeps the contract of its JSON, and its figures prove what they claim."""
+"""The benches print the JSON that they promise, and their reports detect wrong results."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
         (
             "--prefix-tokens",
             "16,99999999",
-            "does not fit 32768 tokens, the model's most; use 32696",
+            "exceeds the model's 32768 tokens; use a prefix of at most 32696 tokens",
         ),
     ],
 )
@@ -82,11 +82,11 @@ def test_bench_ttft_refuses_what_it_cannot_measure(
 def tieredkv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> CommandLine:
-    """Return what runs a command line in this process: exit code, stdout and stderr."""
+    """Return a function that runs a command in this process: exit code, stdout and stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["tieredkv", *words])  # what reports say was run
+        monkeypatch.setattr(sys, "argv", ["tieredkv", *words])  # a report names this as its command
         capsys.readouterr()
         return main(list(words)), *capsys.readouterr()
 
@@ -95,7 +95,7 @@ def tieredkv(
 
 @pytest.fixture
 def run_bench(tieredkv: CommandLine, tmp_path: Path) -> Bench:
-    """Return what runs a bench and returns its report; it draws where that is possible."""
+    """Return a function that runs a bench, draws if matplotlib is there, and returns the report."""
 
     def run(*words: str) -> dict[str, Any]:
         picture = tmp_path / f"{words[0]}.png"
@@ -207,10 +207,10 @@ def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path, run_bench
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
-def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
+def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the reads an extent is overwritten, and two blocks change names."""
+    """Overwrite an extent and swap the names of two blocks before the bench reads them."""
     honest, drop_cached = disk._record, raw.drop_cached
 
     def swap(number: int, size_bytes: int) -> BlockRecord:
@@ -220,28 +220,28 @@ def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
         drop_cached(folder)
         for segment in folder.glob("store/segments/*.seg"):
             with segment.open("r+b") as file:
-                # The first extent that has none of those two.
+                # Skip the extents of the two swapped blocks.
                 while (it := decode_header(file.read(4 << 10))) and it.record.position // 2 == pair:
                     file.seek(64 << 10, os.SEEK_CUR)
                 file.seek(100, os.SEEK_CUR)
                 file.write(b"nonsense")
             monkeypatch.setattr(disk, "_record", swap)
 
-    # Among the last to be stored, after the fill and a round of each sync: none gives way.
+    # These two are stored last, after the fill and a round of each `sync`: they are not evicted.
     pair = (3 * ((8 << 20) // (68 << 10)) + 2) // 2
     options: dict[str, Any] = {"block_bytes": "64KiB", "disk_size": "8MiB", "index_blocks": [10]}
     options |= {"repeats": 1}
     monkeypatch.setattr(raw, "drop_cached", spoil)
-    # What a machine short of memory reads of the worker's own program counts as the worker's, too.
+    # On a machine short of memory, reading the worker's program again counts as its reads, too.
     monkeypatch.setattr(raw, "own_bytes", lambda _pid, _direction: 0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         report = disk.run(ignore_progress, folder=Path(folder), **options)
         assert not os.listdir(folder)
-    assert report["disk"]["counter"] == "none: no byte came from a disk"
+    assert report["disk"]["counter"] == "none, because no byte came from a disk"
     assert [row.get("amplification") for row in report["rows"]] == [None] * 4
     found = "; ".join(report["problems"])
-    assert "checksum, 1 blocks" in found
-    assert "load: the bytes differ, 2 blocks" in found
+    assert "checksum (1 blocks)" in found
+    assert "load: the bytes are not those that were stored (2 blocks)" in found
 
 
 def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         [*command, *DISK, "--repeats", "1000"],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # A shell has what it runs in the background ignore Ctrl-C.
+        # A process that a shell starts in the background ignores Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -268,14 +268,14 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["disk", "--dir", "/", "--block-bytes", "6000"], "is no multiple of 4 KiB"),
-        (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` is below"),
-        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "and needs 2000 TiB"),
+        (["disk", "--dir", "/", "--block-bytes", "6000"], "must be a multiple of 4 KiB"),
+        (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` must be at least"),
+        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "but 2000 TiB are needed"),
         (["disk", "--dir", "/no/such/folder"], "does not exist"),
-        (["transfer", "--total", "1MiB"], "must hold two blocks"),
-        (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
+        (["transfer", "--total", "1MiB"], "must hold at least two blocks"),
+        (["attention", "--cases", "8k+0"], "`8k+0` is not a case"),
         (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
-        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
+        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is not a workload"),
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(
@@ -308,7 +308,7 @@ tiers = ["device"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server that has a retention for the tiers off, and wants a key."""
+    """Run a server that requires a key and has a retention policy for VRAM only."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "tiers.toml").write_text(TIERS_OFF)
     words = ["--config", str(folder / "tiers.toml"), "--device-size", "4MiB", "--api-key", "sk-a"]
@@ -316,7 +316,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield it
 
 
-def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(
+def test_bench_serve_reports_which_tier_each_prefix_came_from(
     server: Server, tmp_path: Path, tieredkv: CommandLine
 ) -> None:
     words = ["--rates", "2", "--duration", "3", "--turns", "3", "--think", "0.2"]
@@ -348,7 +348,9 @@ def test_bench_serve_fails_where_requests_fail(server: Server, tieredkv: Command
     assert "Invalid value: 'for_ever'" in stderr
 
 
-def test_bench_serve_says_where_no_server_answers(server: Server, tieredkv: CommandLine) -> None:
+def test_bench_serve_names_the_address_that_does_not_answer(
+    server: Server, tieredkv: CommandLine
+) -> None:
     exit_code, stdout, stderr = tieredkv(
         "bench", "serve", "--url", server.root, "--api-key", "sk-b"
     )

@@ -1,6 +1,6 @@
-"""What a request says of its prefix, served by the engine under a clock that the test moves.
+"""The engine keeps a prefix as its request asks, under a clock that the test moves.
 
-One test for each row of the table of retention: how long at most, how long pinned.
+There is a test for each row of the retention table: the longest life and the time pinned.
 """
 
 import random
@@ -45,7 +45,7 @@ def serve(llm: LLM, tokens: list[int], **asked: Any) -> Answer:
 
 
 def cached(llm: LLM, tokens: list[int], **asked: Any) -> int:
-    """Serve one prompt; return how many of its tokens were found."""
+    """Serve one prompt; return how many of its tokens were cached."""
     return serve(llm, tokens, **asked).usage.cached_tokens
 
 
@@ -55,7 +55,7 @@ def ends_at(num_tokens: int, retention: str, pin_s: float = 0.0) -> list[Claim]:
 
 @pytest.fixture
 def set_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return what sets the clock of engine and store, in seconds from now."""
+    """Return a function that sets the clock of engine and store to seconds from now."""
     offset = tmp_path / "offset"
     offset.write_text("0")
     monkeypatch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(offset))
@@ -76,14 +76,14 @@ def llm(set_clock: object, tmp_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def shared_llm() -> Iterator[LLM]:
-    """Return one model in RAM for many tests, each days after the one before."""
+    """Return a model without a disk; each test that uses it starts days after the one before."""
     with LLM("tiny-random", device_size="4MiB", host_size="4MiB") as llm:
         yield llm
 
 
 @pytest.fixture
 def pass_time(shared_llm: LLM) -> Callable[[float], None]:
-    """Return what moves the shared model's clock, in seconds from the start of the test."""
+    """Return a function that sets the shared model's clock to seconds from the test's start."""
     clock = shared_llm.core.tiers.clock
     start = clock.now() + 48 * HOUR_S
     clock.advance_to(start)
@@ -92,7 +92,7 @@ def pass_time(shared_llm: LLM) -> Callable[[float], None]:
     return lambda moment: clock.advance_to(start + moment)
 
 
-# --- how long at most: what is asked, when it is asked for again, whether it is there
+# --- the longest life: what is asked, when the prefix is used, whether it is still cached
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_prefix_lives_as_long_as_was_asked_to_the_seconds(
         assert cached(shared_llm, each) == (160 if margin_s < 0 else 0)
 
 
-def test_what_no_claim_covers_takes_the_retention_of_the_request(
+def test_blocks_that_no_claim_covers_take_the_retention_of_the_request(
     shared_llm: LLM, pass_time: Callable[[float], None]
 ) -> None:
     claims = [
@@ -194,7 +194,7 @@ def test_an_unknown_policy_of_a_claim_is_refused(shared_llm: LLM, pass_time: obj
 # --- how much is cached
 
 
-def test_nothing_is_read_or_written_behind_what_may_be_cached(
+def test_nothing_is_read_or_written_beyond_the_cacheable_tokens(
     shared_llm: LLM, pass_time: object
 ) -> None:
     tokens, params = prompt(1), SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -231,7 +231,7 @@ def test_a_cache_key_is_a_namespace_where_the_operator_says_so() -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_a_hit_ends_where_it_may(llm: LLM, tier: str) -> None:
+def test_a_hit_ends_at_an_allowed_place(llm: LLM, tier: str) -> None:
     tokens = prompt(1)
     cold = serve(llm, tokens, retention="24h", params=GREEDY)
     for ends, found in (([], 0), ([40, 75], 4), ([160, 161], 10), ([31, 500], 1), (None, 10)):

@@ -1,7 +1,7 @@
-"""The clients that people use, against a real server on the small model.
+"""Popular client libraries against a real server on the small model.
 
-`make test` runs those of its own environment; `make test-clients` runs an older openai, litellm and
-langchain-openai, which cannot be installed beside the newer one.
+`make test` runs the clients of its own environment. `make test-clients` runs litellm,
+langchain-openai and an older openai, which cannot be installed beside the newer one.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ MODEL = "tiny-random"
 SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 TEXT = "A long document that is asked about more than once. " * 6
 KEEP = {"prompt_cache_retention": "24h"}
-pytestmark = pytest.mark.filterwarnings("default")  # those of other people's packages
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of other packages
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server with two tenants that writes at once what `24h` asks for."""
+    """Return a server with two tenants that writes `24h` blocks to disk at once."""
     keys = ("--api-key", "sk-a", "--api-key", "sk-b")
     flags = (*keys, "--default-retention", "in_memory", "--disk-write", "write_behind")
     with running(tmp_path_factory.mktemp("clients"), *flags) as server:
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def full_blocks(num_tokens: int) -> int:
-    """Return how many of a prompt's tokens can be cached."""
+    """Return how many of a prompt's tokens are in full blocks."""
     return num_tokens // 16 * 16
 
 
@@ -43,7 +43,7 @@ def user(text: str) -> list[Any]:
 
 
 def check_reaches_the_disk(server: Server, num_tokens: int, num_before: int) -> None:
-    """Wait until a prompt's blocks, and no others, have been written."""
+    """Wait until a prompt's blocks have been written; check that no others were."""
     expected = num_before + num_tokens // 16
     wait_until(lambda: disk_blocks(server) >= expected, "nothing is written")
     assert disk_blocks(server) == expected
@@ -191,7 +191,7 @@ def test_anthropic_marks_a_prefix_that_openai_has_said(server: Server) -> None:
 
 @pytest.fixture
 def litellm(server: Server) -> Any:
-    """Return the package, which must be there."""
+    """Return the litellm package; skip the test if it is not installed."""
     return pytest.importorskip("litellm", reason="litellm needs openai 2: `make test-clients`")
 
 
@@ -247,7 +247,7 @@ def test_litellm_is_refused_by_the_class_of_error(litellm: Any, server: Server) 
 
 @pytest.fixture
 def langchain(server: Server) -> Any:
-    """Return the package's chat model; called with more arguments, it is made."""
+    """Return a function that makes langchain's chat model of the server."""
     package = pytest.importorskip(
         "langchain_openai", reason="langchain-openai is not here: `make test-clients`"
     )

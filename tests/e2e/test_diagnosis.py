@@ -1,4 +1,4 @@
-"""What clients are told of misses: both APIs' diagnostics, and ours in every usage."""
+"""What clients are told about misses: in the diagnostics of both APIs, and in every `usage`."""
 
 import copy
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def diagnosed(answer: Response) -> dict[str, Any]:
     return answer.prompt_cache_diagnostics.model_dump()
 
 
-# --- our own: every endpoint, what is like it at this tenant's
+# --- our own field, in every endpoint: compared with the tenant's most similar request
 
 
 def talk(*texts: str) -> list[dict[str, str]]:
@@ -68,7 +68,7 @@ def talk(*texts: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
-def test_a_changed_message_is_named_and_so_is_what_passes_by(server: Server) -> None:
+def test_a_changed_message_and_a_changed_time_near_the_top_are_named(server: Server) -> None:
     def chat(*texts: str) -> tuple[str | None, int, str | None]:
         return miss_of(post(server, "/v1/chat/completions", messages=talk(*texts)))
 
@@ -77,7 +77,7 @@ def test_a_changed_message_is_named_and_so_is_what_passes_by(server: Server) -> 
     reason, at, detail = chat(system.replace("6f9619ff", "7a").replace("19:00", "20:13"), "hi")
     assert (reason, at) == ("never_seen", 16)
     assert detail == (
-        "message 0 changed: a request id, number or time near the top (segment 0, about token 0)"
+        "message 0 changed: an id, number or time near its start differs (segment 0, about token 0)"
     )
     assert chat(system, "hi", LONG, "go on")[0] == "never_seen", "it is new, and nothing else"
     *_, detail = chat(system, "hi", LONG, "go on")
@@ -88,7 +88,7 @@ def test_a_changed_message_is_named_and_so_is_what_passes_by(server: Server) -> 
     assert abs(int(detail.rpartition(" ")[2][:-1]) - at) < 48
 
 
-def test_completions_and_streams_tell_it_too(server: Server) -> None:
+def test_completions_and_streams_report_a_miss_too(server: Server) -> None:
     text = f"complete {LONG}"
     assert miss_of(post(server, "/v1/completions", prompt=text)) == ("never_seen", 0, None)
     assert miss_of(post(server, "/v1/completions", prompt=text)) == (None, 0, None)
@@ -105,7 +105,7 @@ def test_completions_and_streams_tell_it_too(server: Server) -> None:
     assert (miss["reason"], miss["at_token"]) == ("never_seen", 0)
 
 
-def test_another_salt_of_the_tenant_is_told_and_another_tenant_never(server: Server) -> None:
+def test_a_miss_names_another_salt_of_the_tenant_but_no_other_tenant(server: Server) -> None:
     body: dict[str, Any] = {"messages": talk(f"namespace {LONG[::-1]}", "hi")}
     path = "/v1/chat/completions"
     assert miss_of(post(server, path, **body)) == ("never_seen", 0, None)
@@ -159,7 +159,9 @@ def test_another_order_of_a_tools_keys_is_named_and_its_name_is_told(server: Ser
     assert answer["prompt_cache_diagnostics"]["reason"] == "tools_changed"
     *_, detail = miss_of(answer)
     assert detail is not None
-    assert detail.startswith("tool `weather` changed: another order of JSON keys (segment 0, ")
+    assert detail.startswith(
+        "tool `weather` changed: its JSON keys are in another order (segment 0, "
+    )
 
 
 def test_a_streamed_response_ends_with_its_diagnosis(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""The examples of both APIs' pages on prompt caching, on a server as strict as they are."""
+"""The examples of both APIs' pages on prompt caching, on a server with the same limits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +35,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server with the documents' minimum, lookback and strictness."""
+    """Return a server that has the minimum, lookback and strictness of the documents."""
     with running(tmp_path_factory.mktemp("documents"), *AS_STRICT) as server:
         yield server
         assert server.stop() == 0
@@ -43,12 +43,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def send(server: Server, path: str, **fields: Any) -> httpx.Response:
-    """Send a body."""
+    """Send a body and return the response."""
     return http.post(f"{server.url}/{path}", json={"model": MODEL, **fields})
 
 
 def post(server: Server, path: str, **fields: Any) -> dict[str, Any]:
-    """Return an answer."""
+    """Send a body that must be answered; return the decoded answer."""
     answer = send(server, path, **fields)
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
@@ -59,7 +59,7 @@ def post(server: Server, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def message(server: Server, **fields: Any) -> tuple[int, int, int]:
-    """Return the prompt's tokens: read, written, and after the last breakpoint."""
+    """Send a message; return its tokens read, written, and after the last breakpoint."""
     usage = post(server, "messages", **{"max_tokens": 4, **fields})["usage"]
     told = [usage[f"{it}input_tokens"] for it in ("cache_read_", "cache_creation_", "")]
     assert sum(usage["cache_creation"].values()) == told[1]
@@ -67,13 +67,13 @@ def message(server: Server, **fields: Any) -> tuple[int, int, int]:
 
 
 def text(words: str, control: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a block of text, marked or not."""
+    """Return a text block, with a `cache_control` if one is given."""
     marked = {"cache_control": control} if control else {}
     return {"type": "text", "text": words, **marked}
 
 
 def user(*content: Any) -> dict[str, Any]:
-    """Return a turn."""
+    """Return a turn of the user."""
     return {"role": "user", "content": list(content)}
 
 
@@ -148,7 +148,7 @@ def test_a_prefix_is_warmed_before_it_is_asked_for(server: Server) -> None:
     assert message(server, **asked | {"messages": [user(text("Go"))]})[:2] == (written, 0)
 
 
-def test_what_is_short_or_not_marked_is_not_cached(server: Server) -> None:
+def test_short_or_unmarked_prefixes_are_not_cached(server: Server) -> None:
     for _ in range(2):
         assert message(server, messages=[user(text("Too short" * 50, EPHEMERAL))])[:2] == (0, 0)
         assert message(server, system=BOOK, messages=[user(text("No mark"))])[:2] == (0, 0)
@@ -167,7 +167,7 @@ def test_a_hit_is_at_most_twenty_positions_before_a_breakpoint(server: Server) -
 
 
 def details(server: Server, path: str, **fields: Any) -> tuple[int, int]:
-    """Return how much of a prompt was found and written."""
+    """Send a prompt; return how many of its tokens were found and written."""
     usage = post(server, path, **fields)["usage"]
     told = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
     return told["cached_tokens"], told["cache_write_tokens"]

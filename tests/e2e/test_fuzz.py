@@ -1,4 +1,4 @@
-"""Bodies made from our own description of the API: whatever comes, an answer or a refusal."""
+"""Random bodies made from the server's own OpenAPI description get an answer or a refusal."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ JUNK: Strategy = st.recursive(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server with a short context; it must end well and have no bug to report."""
+    """Return a server with a short context; it must end well and log no traceback."""
     with running(tmp_path_factory.mktemp("fuzz"), "--max-model-len", str(LENGTH)) as server:
         yield server
         assert server.stop() == 0
@@ -41,22 +41,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def description(server: Server) -> dict[str, Any]:
-    """Return what the server says of itself."""
+    """Return the OpenAPI description of the server."""
     document: dict[str, Any] = http.get(f"{server.root}/openapi.json").json()
     return document
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    """Return a client; to be closed."""
+    """Return a client of the server."""
     with httpx.Client(base_url=server.root, timeout=HANG_S) as client:
         yield client
 
 
 def values(schema: dict[str, Any], known: dict[str, Any]) -> Strategy:
-    """Return values that a schema allows, small ones above all."""
+    """Return a strategy of mostly small values that a schema allows."""
     if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]  # blocks of content may hold such blocks
+        name = schema["$ref"].rpartition("/")[2]  # schemas of content are recursive
         return MADE.setdefault(name, st.deferred(lambda: values(known[name], known)))
     for word in ("anyOf", "oneOf", "allOf"):
         if word in schema:
@@ -87,13 +87,13 @@ def values(schema: dict[str, Any], known: dict[str, Any]) -> Strategy:
 
 
 def of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an object."""
+    """Return the fields of an object's schema."""
     fields: dict[str, Any] = schema.get("properties", {})
     return fields
 
 
 def is_well_refused(path: str, answer: httpx.Response) -> bool:
-    """Whether a refusal has the form of its API, and nothing of a traceback in it."""
+    """Return whether a refusal has the form of its API and holds no traceback."""
     body = answer.json()
     error = body["error"]
     if path.startswith("/v1/messages"):
@@ -102,7 +102,7 @@ def is_well_refused(path: str, answer: httpx.Response) -> bool:
 
 
 def check(path: str, answer: httpx.Response) -> None:
-    """Raise unless it is an answer or a refusal."""
+    """Fail unless the response is an answer or a well-formed refusal."""
     assert answer.status_code < 500, (path, answer.request.content[:500], answer.text)
     if answer.status_code != 200:
         assert is_well_refused(path, answer), (path, answer.text)
@@ -116,7 +116,9 @@ def check(path: str, answer: httpx.Response) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(data=st.data())
-def test_no_body_is_a_bug(data: Any, description: dict[str, Any], client: httpx.Client) -> None:
+def test_no_body_makes_the_server_fail(
+    data: Any, description: dict[str, Any], client: httpx.Client
+) -> None:
     known = description["components"]["schemas"]
     path = data.draw(st.sampled_from(sorted(description["paths"])))
     operation = description["paths"][path]["post"]
@@ -124,7 +126,7 @@ def test_no_body_is_a_bug(data: Any, description: dict[str, Any], client: httpx.
     body = data.draw(values(schema, known))
     body |= {"model": MODEL}
     body |= {"max_tokens": 2, "max_completion_tokens": 2} if data.draw(st.booleans()) else {}
-    if data.draw(st.booleans()):  # what it is all about is right
+    if data.draw(st.booleans()):  # the prompt is valid
         body |= {name: value for name, value in GOOD.items() if name in of(schema)}
     if data.draw(st.booleans()):
         body[data.draw(st.sampled_from(sorted(of(schema))))] = data.draw(JUNK)
@@ -171,7 +173,7 @@ def test_deep_bodies_are_answered_or_refused(depth: int, client: httpx.Client) -
         (b'{"model": "tiny-random", "model": 5}', {"content-type": "text/xml"}),
     ],
 )
-def test_what_is_no_json_is_refused(
+def test_a_body_that_is_not_json_is_refused(
     content: bytes, headers: dict[str, str], client: httpx.Client, description: dict[str, Any]
 ) -> None:
     for path in description["paths"]:
@@ -189,7 +191,9 @@ def test_what_is_no_json_is_refused(
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: Server) -> None:
+def test_bytes_that_are_not_http_are_refused_and_the_server_goes_on(
+    sent: bytes, server: Server
+) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         sock.sendall(sent)
         sock.settimeout(HANG_S)
@@ -198,7 +202,7 @@ def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: 
 
 
 @pytest.mark.slow
-def test_a_body_that_does_not_come_is_not_waited_for(server: Server) -> None:
+def test_a_body_that_does_not_arrive_times_out(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
         sock.sendall(head + b"{")

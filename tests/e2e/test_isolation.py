@@ -1,7 +1,7 @@
-"""What one tenant asked is not seen by another: not in counts, not in times, in no tier.
+"""A tenant cannot find out another tenant's prompts: by counts, by times, or in any tier.
 
-Each test is run once more on a server that is told to share, where it must see all: so it could
-have seen something.
+Each test also runs on a server whose tenants share the cache. There it must see the other tenant's
+prompts, which proves that it is able to see them.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from tests.waiting import HANG_S
 FULL = 256
 CERTAIN = 1e-6
 SALTED = {"cache_salt": "of somebody else"}
-SMALL = ("--device-size", "2MiB", "--host-size", "16MiB")  # 64 and 512 blocks
+SMALL = ("--device-size", "2MiB", "--host-size", "16MiB")  # 64 blocks and 512 blocks
 BRIEFLY = {"prompt_cache_retention": "in_memory"}
 
 
 def prompt(*seed: object) -> list[int]:
-    """Return random tokens; 16 blocks and some of them."""
+    """Return random tokens: 16 full blocks and a partial one."""
     generator = random.Random(str(seed))
     return [generator.randrange(256) for _ in range(FULL + 8)]
 
 
 def ks_probability(some: Sequence[float], others: Sequence[float]) -> float:
-    """Return how likely two samples of one distribution are to lie apart as far as these.
+    """Return the probability that samples of one distribution differ as much as these two.
 
-    Source: Kolmogorov-Smirnov; the approximation of small samples is by Stephens, 1970.
+    Source: the Kolmogorov-Smirnov test, with the small-sample approximation of Stephens, 1970.
     """
     a, b = sorted(some), sorted(others)
     gap: float = max(abs(bisect_right(a, x) / len(a) - bisect_right(b, x) / len(b)) for x in a + b)
     size = math.sqrt(len(a) * len(b) / (len(a) + len(b)))
     scaled = gap * (size + 0.12 + 0.11 / size)
-    if scaled < 0.2:  # the series does not converge, and the answer is 1
+    if scaled < 0.2:  # the series does not converge here; its limit is 1
         return 1.0
     signs = [1.0, -1.0] * 50
     series = (sign * math.exp(-2 * (k * scaled) ** 2) for k, sign in enumerate(signs, start=1))
@@ -55,7 +55,7 @@ class Tenants(contextlib.ExitStack):
         self._http = self.enter_context(httpx.Client(base_url=server.url, timeout=HANG_S))
 
     def ask(self, key: str, tokens: list[int], **fields: Any) -> tuple[dict[str, int], float]:
-        """Return how many tokens were found in which tier, and the time to the first token."""
+        """Ask for one token; return the cached tokens by tier and the seconds that it took."""
         body = {"model": "tiny-random", "prompt": tokens, "max_tokens": 1, **fields}
         start = time.perf_counter()
         answer = self._http.post("/completions", json=body, headers={"x-api-key": key})
@@ -69,19 +69,19 @@ class Tenants(contextlib.ExitStack):
 
 
 def flags(isolate_by: str) -> tuple[str, ...]:
-    """Return those of a server with two tenants."""
+    """Return the flags of a server with two tenants."""
     return (*SMALL, "--api-key", "sk-a", "--api-key", "sk-b", "--isolate-by", isolate_by)
 
 
 @pytest.fixture(scope="module", params=["salt", "none"])
 def isolate_by(request: pytest.FixtureRequest) -> str:
-    """Return whether tenants share."""
+    """Return the value of `--isolate-by`; with `none`, tenants share the cache."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, isolate_by: str) -> Iterator[Server]:
-    """Return a server that shares or does not."""
+    """Return a server that isolates its tenants as told."""
     with running(tmp_path_factory.mktemp("isolation"), *flags(isolate_by)) as server:
         yield server
         assert "Traceback" not in server.log, server.log
@@ -95,7 +95,7 @@ def test_neither_counts_nor_times_tell_what_another_tenant_has_asked(
     times: dict[bool, list[float]] = {True: [], False: []}
     found: dict[bool, set[int]] = {True: set(), False: set()}
     with Tenants(server) as tenants:
-        # A busy machine's noise takes more probes to see through; what is not there stays unseen.
+        # On a busy machine more probes may be needed to see a difference that is there.
         most_probes = num_probes * (5 if isolate_by == "none" else 1)
         for i in range(most_probes):
             if i >= num_probes and ks_probability(times[True], times[False]) < CERTAIN:
@@ -129,13 +129,13 @@ def test_no_tier_and_no_restart_gives_a_tenant_what_another_has_asked(
                 assert found[tier] > 0
         found, _ = tenants.ask("sk-a", prompt(tier))
         assert sum(found.values()) == FULL
-        assert found[tier] > 0 or isolate_by == "none"  # there the stranger has brought it up
+        assert found[tier] > 0 or isolate_by == "none"  # sharing: the stranger promoted it
 
     with Tenants(server) as tenants:
         tenants.ask("sk-a", prompt("device"))
         check("device")
         tenants.ask("sk-a", prompt("host"))
-        for i in range(6):  # more than VRAM holds
+        for i in range(6):  # more blocks than VRAM holds
             tenants.ask("sk-a", prompt("other", i))
         check("host")
         tenants.ask("sk-a", prompt("disk"))
@@ -147,7 +147,7 @@ def test_no_tier_and_no_restart_gives_a_tenant_what_another_has_asked(
         assert again.stop() == 0
 
 
-def test_the_statistic_tells_samples_apart_and_is_calm_where_they_are_not() -> None:
+def test_the_statistic_tells_different_samples_apart_but_not_equal_ones() -> None:
     draw = random.Random(1).gauss
     calm = [
         ks_probability([draw(0, 1) for _ in range(60)], [draw(0, 1) for _ in range(60)])

@@ -1,6 +1,6 @@
-"""Many clients at once, of all kinds: those that leave, that do not read, that flood, and the end.
+"""Many clients at once: some leave, some do not read, some flood, and a SIGTERM under load.
 
-What is checked is counted, not timed: the machine may be slow.
+The tests check counts and never times, because the machine may be slow.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PATHS = ("completions", "chat/completions", "responses", "messages")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server with two tenants and few places."""
+    """Return a server with two tenants and room for few requests."""
     folder = tmp_path_factory.mktemp("load")
     keys = folder / "keys.toml"
     keys.touch(0o600)
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def body_of(path: str, text: str, num_tokens: int, **more: Any) -> dict[str, Any]:
-    """Return what asks an endpoint for an answer of a length."""
+    """Return the body that asks an endpoint for a streamed answer of `num_tokens` tokens."""
     messages = [{"role": "user", "content": text}]
     own: dict[str, Any] = {
         "completions": {"prompt": text, "max_tokens": num_tokens, "ignore_eos": True},
@@ -55,7 +55,7 @@ def body_of(path: str, text: str, num_tokens: int, **more: Any) -> dict[str, Any
 
 
 async def read_events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
-    """Return all events of a stream but `[DONE]`, which must be there where it belongs."""
+    """Return the events of a stream; `[DONE]` must end it where the API says so."""
     async with http.stream("POST", path, json=body) as stream:
         assert stream.status_code == 200, await stream.aread()
         lines = [line async for line in stream.aiter_lines() if line.startswith("data: ")]
@@ -65,18 +65,18 @@ async def read_events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) 
 
 
 def counters(server: Server) -> tuple[int, int, int]:
-    """Return how many requests run and wait, and how many blocks of VRAM they hold."""
+    """Return the numbers of running requests, waiting requests and used blocks of VRAM."""
     told = server.df()
     running, waiting = (told["counters"][f"requests_{it}"] for it in ("running", "waiting"))
     return running, waiting, told["device"]["blocks_used"]
 
 
 def check_all_is_free(server: Server) -> None:
-    """Wait until no request holds anything."""
+    """Wait until no request runs, waits or holds a block."""
     wait_until(lambda: counters(server) == (0, 0, 0), "something is still held")
 
 
-def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
+def test_no_token_is_lost_in_64_streams_at_once(server: Server) -> None:
     async def ask_all() -> list[list[Any]]:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
@@ -94,13 +94,13 @@ def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
             case "completions" | "chat/completions":
                 assert events[-1]["usage"]["completion_tokens"] == 24
                 assert events[-2]["choices"][0]["finish_reason"] == "length"
-                # A chat begins with a role and ends by itself; a token may be of no text.
+                # A chat starts with an event for the role, and a token may add no text.
                 assert 20 < len(events) <= 25 + 2 * (i % 4)
             case "responses":
                 assert events[-1]["type"] == "response.incomplete"
                 assert events[-1]["response"]["usage"]["output_tokens"] == 24
                 assert [it["sequence_number"] for it in events] == list(range(len(events)))
-            case "messages":  # which may end before
+            case "messages":  # it cannot ignore the end token, so it may be shorter
                 kinds = Counter(it["type"] for it in events)
                 num_output = events[-2]["usage"]["output_tokens"]
                 assert events[-1]["type"] == "message_stop"
@@ -108,9 +108,7 @@ def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
     check_all_is_free(server)
 
 
-def test_clients_that_leave_take_their_blocks_along_and_the_others_are_answered(
-    server: Server,
-) -> None:
+def test_clients_that_leave_free_their_blocks_and_the_others_are_answered(server: Server) -> None:
     async def ask(http: httpx.AsyncClient, i: int) -> int:
         path, is_leaving = PATHS[i // 2 % 2], i % 2 == 0
         if not is_leaving:
@@ -132,7 +130,7 @@ def test_clients_that_leave_take_their_blocks_along_and_the_others_are_answered(
     check_all_is_free(server)
 
 
-def test_who_does_not_read_holds_up_nobody(server: Server) -> None:
+def test_a_client_that_does_not_read_delays_no_other_request(server: Server) -> None:
     port = int(server.root.rpartition(":")[2])
     socks = []
     for i in range(3):
@@ -148,7 +146,7 @@ def test_who_does_not_read_holds_up_nobody(server: Server) -> None:
     body = body_of("completions", "read", 20, stream=False)
     answer = http.post(f"{server.url}/completions", json=body, headers=headers)
     assert answer.json()["usage"]["completion_tokens"] == 20
-    check_all_is_free(server)  # the engine is through, though nobody has read a token
+    check_all_is_free(server)  # the engine has ended though no token was read
     for sock in socks:
         with sock, sock.makefile("rb") as lines:
             found = [line for line in lines if line.startswith(b"data: {")]
@@ -194,7 +192,7 @@ def test_a_flood_costs_a_quiet_tenant_no_answer_and_no_cached_token(server: Serv
     check_all_is_free(server)
 
 
-def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) -> None:
+def test_sigterm_under_load_ends_the_server_in_an_orderly_way(server: Server) -> None:
     ends: Counter[str] = Counter()
 
     async def ask(http: httpx.AsyncClient, i: int) -> None:
@@ -221,7 +219,7 @@ def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) ->
             server.process.send_signal(signal.SIGTERM)
             await asyncio.gather(*tasks)
 
-    asyncio.run(ask_all())  # the last test here: it ends the server
+    asyncio.run(ask_all())  # this test must be the last one: it ends the server
     assert server.process.wait(HANG_S) == 0
     assert "Traceback" not in server.log, server.log
     assert ends["closed"] == 0 and ends["told"] >= 8, ends

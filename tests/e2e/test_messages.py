@@ -1,4 +1,4 @@
-"""Anthropic's API with its own client, against a real server on the small model."""
+"""Anthropic's API by its own client, against a real server on the small model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +58,7 @@ def user(*blocks: dict[str, Any] | str) -> dict[str, Any]:
 
 def ask(client: anthropic.Anthropic, *turns: dict[str, Any], **fields: Any) -> Message:
     body: dict[str, Any] = {"model": "tiny-random", "max_tokens": 4, **fields}
-    body["extra_body"] = {"temperature": 0}  # newer clients do not know it
+    body["extra_body"] = {"temperature": 0}  # newer clients have no such argument
     create: Any = client.messages.create
     message = create(messages=turns, **body)
     assert isinstance(message, Message)
@@ -66,7 +66,7 @@ def ask(client: anthropic.Anthropic, *turns: dict[str, Any], **fields: Any) -> M
 
 
 def parts(message: Message) -> tuple[int, int, int, int]:
-    """Return the prompt's tokens: read, written for an hour, for five minutes, and the others."""
+    """Return the prompt's tokens: read, written for 1 h, written for 5 min, and the others."""
     usage = message.usage
     assert usage.cache_creation is not None
     created = usage.cache_creation

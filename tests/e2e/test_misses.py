@@ -1,4 +1,4 @@
-"""Every reason of a miss, brought about in a real engine over real tiers."""
+"""Every reason of a miss, produced in a real engine over real tiers."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def missed(answer: Answer) -> tuple[str | None, int]:
     return answer.usage.miss_reason, answer.usage.miss_token
 
 
-def test_what_was_never_there_was_never_seen_and_a_hit_has_no_reason() -> None:
+def test_a_new_prompt_was_never_seen_and_a_hit_has_no_reason() -> None:
     with LLM("tiny-random", **SMALL) as llm:
         tokens = prompt(1, 100)
         assert missed(serve(llm, tokens)) == ("never_seen", 0)
@@ -35,7 +35,7 @@ def test_what_was_never_there_was_never_seen_and_a_hit_has_no_reason() -> None:
         assert missed(serve(llm, prompt(4, 100), cacheable_tokens=0)) == (None, 0)
 
 
-def test_the_lookback_is_told_only_where_it_keeps_something_back() -> None:
+def test_the_lookback_is_the_reason_only_where_it_prevents_a_hit() -> None:
     with LLM("tiny-random", **SMALL) as llm:
         tokens = prompt(1, 100)
         serve(llm, tokens)
@@ -47,7 +47,7 @@ def test_the_lookback_is_told_only_where_it_keeps_something_back() -> None:
         assert missed(serve(llm, tokens, read_ends=[0, 40])) == ("behind_lookback", 32)
 
 
-def test_what_lived_too_long_in_memory_has_expired() -> None:
+def test_a_prompt_past_its_life_in_memory_has_expired() -> None:
     with LLM("tiny-random", **SMALL) as llm:
         serve(llm, prompt(1, 100))
         llm.core.tiers.clock.advance_to(llm.core.tiers.clock.now() + 601)
@@ -55,7 +55,7 @@ def test_what_lived_too_long_in_memory_has_expired() -> None:
         assert missed(serve(llm, prompt(1, 100))) == (None, 96)
 
 
-def test_what_made_room_was_evicted_from_the_tier_that_it_left_last() -> None:
+def test_an_evicted_prompt_names_the_tier_that_it_left_last() -> None:
     with LLM("tiny-random", **SMALL) as llm:
         assert llm.demote(Tier.HOST)
         serve(llm, prompt(1, 100))
@@ -64,7 +64,7 @@ def test_what_made_room_was_evicted_from_the_tier_that_it_left_last() -> None:
         assert missed(serve(llm, prompt(1, 100))) == ("evicted_host", 0)
 
 
-def test_what_may_not_leave_vram_was_evicted_from_there() -> None:
+def test_a_prompt_kept_in_vram_only_was_evicted_from_vram() -> None:
     life: dict[str, Any] = {"idle_s": 3600.0, "absolute_s": 3600.0}
     policies = (
         *DEFAULT_POLICIES,
@@ -76,7 +76,7 @@ def test_what_may_not_leave_vram_was_evicted_from_there() -> None:
         assert missed(serve(llm, prompt(1, 400))) == ("evicted_device", 0)
 
 
-def test_what_the_disk_has_dropped_is_told_from_what_expired_there(
+def test_eviction_and_expiry_on_disk_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offset = tmp_path / "offset"
@@ -104,7 +104,7 @@ def test_flipped_bytes_on_disk_are_corrupt(tmp_path: Path) -> None:
         assert missed(serve(llm, prompt(1, 100))) == ("corrupt", 0)
 
 
-def test_what_came_too_late_or_may_not_be_loaded_is_not_said_to_be_slow(tmp_path: Path) -> None:
+def test_a_load_timeout_and_loads_that_are_off_have_their_own_reasons(tmp_path: Path) -> None:
     folder: dict[str, Any] = {"retention": "24h", "disk_dir": str(tmp_path / "store")}
     with LLM("tiny-random", **folder, **SMALL, load_timeout=1e-9) as llm:
         serve(llm, prompt(1, 100))
@@ -117,7 +117,7 @@ def test_what_came_too_late_or_may_not_be_loaded_is_not_said_to_be_slow(tmp_path
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
-def test_what_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -> None:
+def test_a_prompt_that_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -> None:
     store = tmp_path / "store"
     with LLM("tiny-random", retention="24h", disk_dir=str(store), **SMALL) as llm:
         serve(llm, prompt(1, 100))

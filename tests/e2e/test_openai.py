@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, cache options and errors, by its client and as bytes, on a server."""
+"""OpenAI's Responses API, cache options and errors, by its client and as raw bodies."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ EVENT = TypeAdapter[Any](types.ResponseStreamEvent)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server that nobody else uses."""
+    """Return a server for the tests of this file."""
     with running(tmp_path_factory.mktemp("openai"), "--default-retention", "in_memory") as server:
         yield server
         assert server.stop() == 0
@@ -37,25 +37,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    """Return a client."""
+    """Return a client of the server."""
     with server.client() as client:
         yield client
 
 
 def post(server: Server, path: str, **fields: Any) -> httpx.Response:
-    """Send a body as it is."""
+    """Send a body and return the response."""
     return http.post(f"{server.url}/{path}", json={"model": MODEL, **fields})
 
 
 def respond(server: Server, **fields: Any) -> types.Response:
-    """Return an answer whose every field has the type that the client wants."""
+    """Send a request; return its answer, checked against the client's own types."""
     answer = post(server, "responses", **SHORT | fields)
     assert answer.status_code == 200, answer.text
     return types.Response.model_validate(answer.json())
 
 
 def cached(usage: types.ResponseUsage | None) -> int:
-    """Return how much of a prompt was found."""
+    """Return how many of a prompt's tokens were cached."""
     assert usage is not None
     return usage.input_tokens_details.cached_tokens
 
@@ -230,7 +230,7 @@ def test_cache_options_and_breakpoints_are_taken_by_the_client(client: openai.Op
 
 
 def counted(server: Server, text: str, mark: dict[str, Any] | None, **fields: Any) -> Any:
-    """Return what usage says of a marked prefix and what follows it."""
+    """Send a prefix with `mark` as its breakpoint, and a text; return the usage of the input."""
     prefix = {"type": "input_text", "text": text, "prompt_cache_breakpoint": mark}
     parts = [prefix, {"type": "input_text", "text": f"and then {TEXT}"}]
     usage = respond(server, input=[{"role": "user", "content": parts}], **fields).usage
@@ -404,7 +404,7 @@ def test_a_wrong_field_is_refused_in_the_words_of_openai(
 
 
 def nested(depth: int) -> Any:
-    """Return an object of so many levels."""
+    """Return objects nested to a depth."""
     value: Any = 1
     for _ in range(depth):
         value = {"a": value}
@@ -412,9 +412,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("depth", [70, 700, 5000])
-def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
-    server: Server, depth: int
-) -> None:
+def test_deep_nesting_is_refused_and_the_server_goes_on(server: Server, depth: int) -> None:
     arguments = '{"a":' * depth + "1" + "}" * depth
     deep = arguments.encode()
     body = b'{"model":"tiny-random","messages":[{"role":"user","content":"a"}],"tools":[{"type":'
@@ -429,7 +427,7 @@ def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
         )
         told = {"model": MODEL, "messages": messages, "max_tokens": 1}
         answer = http.post("/v1/chat/completions", json=told)
-        # What is no JSON that anybody reads is left as the text that it is.
+        # Arguments that are too deep to be decoded may be passed on as text.
         assert answer.status_code in (200, 400), answer.text
         assert http.get("/health").status_code == 200
 

@@ -1,4 +1,4 @@
-"""What operators see and set on a real server: metrics, keys, admin verbs, limits, the end."""
+"""What operators see and set on a real server: metrics, keys, admin verbs, limits, shutdown."""
 
 import json
 import re
@@ -262,15 +262,15 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         assert complete(server, "x", headers=alice).status_code == 401
         file.write_text("[carol]\n")
         server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "needs one of `key`" in server.log, "a bad file is not reported")
+        wait_until(lambda: "must have either `key`" in server.log, "a bad file is not reported")
         assert complete(server, "x", headers=carol).status_code == 200
         assert server.stop() == 0
-        # What `in_memory` kept is not on disk, though the server's default is `24h`.
+        # The blocks kept `in_memory` are not on disk, though the server's default is `24h`.
         assert server.df()["disk"]["blocks"] == 0
 
 
 @pytest.mark.slow
-def test_a_long_end_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_long_shutdown_logs_its_progress(tmp_path: Path) -> None:
     flags = ("--disk-write-limit", "100KiB", "--drain-timeout", "5s")
     with running(tmp_path, *flags) as server:
         complete(server, TEXT * 6)

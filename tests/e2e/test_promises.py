@@ -1,4 +1,4 @@
-"""What the README promises, seen from outside: real processes, kill -9, raw files, real text."""
+"""The promises of the README, checked from outside: real processes, kill -9 and raw files."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def prompt(seed: int, num_tokens: int = 1000) -> list[int]:
 
 
 def complete(server: Server, text: str | list[int], *, key: str = "any", **more: Any) -> Any:
-    """Return the answer to a prompt: its text, and cached tokens by tier."""
+    """Return the text of an answer and the cached tokens of its prompt by tier."""
     body = {
         "model": "tiny-random",
         "prompt": text,
@@ -58,7 +58,7 @@ def raw(folder: Path) -> bytes:
 
 
 def payload_pieces(folder: Path) -> list[bytes]:
-    """Return 64 bytes out of the middle of every extent's payload, as they lie in the segments."""
+    """Return 64 bytes from the middle of every used extent of a store's segments."""
     pieces = []
     for path in sorted((folder / "segments").iterdir()):
         extent_bytes = int(path.stem.partition("-")[2])
@@ -72,7 +72,7 @@ def payload_pieces(folder: Path) -> list[bytes]:
 
 
 def count_found(pieces: list[bytes], folder: Path) -> int:
-    """Count the pieces that are somewhere in the raw files of a store."""
+    """Return how many of the pieces are anywhere in the raw files of a store."""
     data = raw(folder)
     return sum(piece in data for piece in pieces)
 
@@ -82,7 +82,7 @@ def count_found(pieces: list[bytes], folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """Return KV bytes of `prompt(0)`, found in a store that was allowed to have them."""
+    """Return stored KV bytes of `prompt(0)`, taken from a store that may keep them."""
     folder = tmp_path_factory.mktemp("pieces") / "store"
     with LLM("tiny-random", retention="24h", disk_dir=folder, **SIZES) as llm:
         llm.generate(prompt(0), GREEDY)
@@ -92,7 +92,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def press(server: Server, num_prompts: int, num_tokens: int = 1000) -> None:
-    """Serve other prompts until the first has fallen out of VRAM and host memory."""
+    """Serve other prompts, so many that `prompt(0)` leaves VRAM and host memory."""
     for seed in range(1, num_prompts + 1):
         complete(server, prompt(seed, num_tokens))
 
@@ -151,7 +151,7 @@ def test_the_documented_flags_keep_the_promise_at_their_full_size(tmp_path: Path
 
 
 def flip_everywhere(folder: Path, every: int, seed: int) -> None:
-    """Flip a byte in each stretch of `every` bytes of all segment files."""
+    """Flip a bit in each stretch of `every` bytes of all segment files."""
     generator = random.Random(seed)
     for path in (folder / "segments").iterdir():
         data = bytearray(path.read_bytes())
@@ -220,7 +220,7 @@ def test_after_24_hours_a_prompt_is_a_miss_and_its_bytes_are_gone(tmp_path: Path
         pieces = payload_pieces(store)
         assert len(pieces) == 62
 
-        offset.write_text(str(24 * HOUR_S - 300))  # the machine may be slow
+        offset.write_text(str(24 * HOUR_S - 300))  # five minutes early, as the machine may be slow
         assert complete(server, prompt(0)) == (cold, {"device": 992, "host": 0, "disk": 0})
         offset.write_text(str(24 * HOUR_S + 1))
         text, by_tier = complete(server, prompt(0), prompt_cache_retention="in_memory")
@@ -238,10 +238,10 @@ def test_a_clock_set_back_lengthens_no_life(tmp_path: Path) -> None:
     flags = ("--sweep-interval", "1s")
     with running(tmp_path, *flags, clock_offset_file=offset) as server:
         complete(server, prompt(0))
-        offset.write_text(str(33 * HOUR_S))  # 23 hours later
+        offset.write_text(str(33 * HOUR_S))  # 23 hours after the start
         _, by_tier = complete(server, prompt(0))
         assert sum(by_tier.values()) == 992
-        offset.write_text("0")  # set back, and then 2 hours pass
+        offset.write_text("0")  # set back by 33 hours, then forward to 2 hours past the former time
         complete(server, prompt(1))
         offset.write_text(str(35 * HOUR_S))
         _, by_tier = complete(server, prompt(0), prompt_cache_retention="in_memory")
@@ -251,7 +251,7 @@ def test_a_clock_set_back_lengthens_no_life(tmp_path: Path) -> None:
     pieces = payload_pieces(store)
     assert len(pieces) >= 62
 
-    offset.write_text(str(12 * HOUR_S))  # the next process finds its clock 23 hours behind
+    offset.write_text(str(12 * HOUR_S))  # the next process starts with a clock 23 hours behind
     with running(tmp_path, *flags, clock_offset_file=offset) as server:
         _, by_tier = complete(server, prompt(2), prompt_cache_retention="in_memory")
         assert sum(by_tier.values()) == 0
@@ -317,7 +317,7 @@ def test_the_operator_sees_every_tier_and_evicts_a_chain_from_all_of_them(tmp_pa
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a small Llama with a byte-level BPE, trained on this repository, as one is published."""
+    """Save a checkpoint: a small Llama with a byte-level BPE trained on this repository."""
     folder = tmp_path_factory.mktemp("checkpoint")
     specials = ["<|end|>", "<|user|>", "<|assistant|>"]
     backend = Tokenizer(models.BPE())
@@ -365,6 +365,7 @@ def chat_server(
         yield server, str(checkpoint)
         assert server.stop() == 0
         assert "Traceback" not in server.log
+        assert "leaked" not in server.log, "an extension module complains of how the process ends"
 
 
 def test_a_chat_about_a_document_is_served_from_the_cache_in_the_same_words(

@@ -1,4 +1,4 @@
-"""`tieredkv serve` as its users see it: real processes, the openai client, signals, kill -9."""
+"""`tieredkv serve` as users see it: real processes, the openai client, signals and kill -9."""
 
 import errno
 import json
@@ -52,7 +52,7 @@ def faulty_disk(tmp_path: Path) -> Iterator[FaultyDisk]:
 
 
 def details(usage: Any) -> dict[str, Any]:
-    """Return a usage's prompt details as plain values."""
+    """Return the prompt details of a usage as a dict."""
     answer: dict[str, Any] = usage.prompt_tokens_details.model_dump()
     return answer
 
@@ -393,12 +393,12 @@ def test_a_dead_engine_ends_the_server_once_its_clients_were_told(
         asking.join()
         assert [(error.status_code, error.code) for error in told] == [(503, "engine_dead")]
         assert server.process.wait(HANG_S) == 1
-        assert "the engine has died: killed by SIGKILL" in server.log
+        assert "the engine has died (killed by SIGKILL)" in server.log
         assert "Traceback" not in server.log and "sk-" not in server.log
 
 
 def running_requests(server: Server) -> int:
-    """Return how many requests the engine has said that it runs."""
+    """Return how many requests run, by the metrics of the server."""
     headers = {"Authorization": "Bearer sk-root"}
     text = http.get(f"{server.root}/metrics", headers=headers).text
     found = re.search(r"^tieredkv_requests_running (\S+)$", text, re.MULTILINE)
@@ -408,7 +408,7 @@ def running_requests(server: Server) -> int:
 def test_an_echo_is_scored_token_by_token_whole_and_streamed(client: openai.OpenAI) -> None:
     ids = [list(f"score {text} {TEXT}".encode()) for text in ("one", "two")]
     asked: dict[str, Any] = {"model": MODEL, "prompt": ids, "echo": True, "temperature": 0}
-    client.completions.create(**GREEDY, prompt=ids)  # what is cached is computed again
+    client.completions.create(**GREEDY, prompt=ids)  # though cached, it is computed again
     whole = client.completions.create(**asked, logprobs=1, max_tokens=1)
     for tokens, choice in zip(ids, whole.choices, strict=True):
         logprobs: Any = choice.logprobs

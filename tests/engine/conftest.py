@@ -1,4 +1,4 @@
-"""Small checkpoints of the tested families, written once a session as a user would have them."""
+"""Small checkpoints of the tested families, written once per session."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def no_digests_are_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Remember the digests of weight files for one test only."""
+    """Keep remembered digests of weight files in a folder of the test."""
     monkeypatch.setattr(loader, "CACHE_DIR", tmp_path / "digests")
 
 
@@ -44,7 +44,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Give the folder of a family's small checkpoint; float32, two layers, random weights."""
+    """Return a function that gives the folder of a family's checkpoint; float32, two layers."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:

@@ -42,7 +42,7 @@ def test_the_token_that_ends_an_answer_has_no_log_probability(
     assert answer.token_ids == [*b"ab", end]
 
 
-def test_special_tokens_that_the_text_leaves_out_have_none_in_the_middle_either(
+def test_special_tokens_left_out_of_the_text_have_no_log_probability(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     answer, end = answer_of(tokenizer), int(tokenizer.eos_token_id or 0)
@@ -52,14 +52,16 @@ def test_special_tokens_that_the_text_leaves_out_have_none_in_the_middle_either(
     assert (answer.text, told(answer)) == ("abc", [97, 98, 99])
 
 
-def test_tokens_of_a_stop_string_have_none(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_of_a_stop_string_have_no_log_probability(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     answer = answer_of(tokenizer, "END")
     pieces = [(tell(answer, token_id), len(answer.logprobs)) for token_id in b"aExEND"]
     assert pieces == [("a", 1), ("", 1), ("Ex", 3), ("", 3), ("", 3), ("", 3)]
     assert (answer.text, answer.finish_reason, told(answer)) == ("aEx", "stop", list(b"aEx"))
 
 
-def test_bytes_of_one_character_have_theirs_with_the_character(
+def test_log_probabilities_of_bytes_come_with_their_character(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     answer = answer_of(tokenizer)

@@ -1,4 +1,4 @@
-"""The order in which the engine issues steps and takes in what they made."""
+"""The order in which the engine issues steps and collects their outputs."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_a_quick_request_is_in_the_very_next_step_of_a_flood(
             pass
         for number in range(5):
             name, since = f"quiet {number}", len(issued)
-            while len(issued) == since:  # the step in progress while it arrives
+            while len(issued) == since:  # the step that is in progress when the request arrives
                 assert step() == set()
             add(name, 40)
             since = len(issued)

@@ -1,4 +1,4 @@
-"""Text as it streams: whole characters only, and nothing of a stop string."""
+"""Streamed text has whole characters only and nothing of a stop string."""
 
 import random
 
@@ -19,7 +19,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Sentencepiece style, as Llama 2 and Mistral have it: words with their space, and bytes."""
+    """Return a sentencepiece-style tokenizer, as of Llama 2 and Mistral, with byte fallback."""
     vocab = {"<unk>": 0, "▁the": 1, "▁cat": 2, "s": 3, "▁": 4}
     vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))

@@ -1,7 +1,7 @@
-"""Every family that is accepted gives the logits of transformers' own code, or it is refused.
+"""Every accepted family gives the logits of transformers' own code; all others are refused.
 
 The reference is the plain model of transformers with eager attention, which builds its own masks.
-Ours computes the same weights in chunks and single tokens over scattered blocks.
+The runner computes the same weights in chunks and single tokens over scattered blocks.
 """
 
 import copy
@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.engine.logits import run_paged, run_transformers
 from tieredkv.engine import tiny
 from tieredkv.engine.loader import find_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
-from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
 
@@ -118,7 +116,7 @@ def make_config(model_type: str, changes: dict[str, Any]) -> PreTrainedConfig:
 
 
 def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
-    """Write a checkpoint of which everything is drawn, norms, biases and stored buffers too."""
+    """Write a checkpoint with random values everywhere: weights, norms, biases and buffers."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng():
         model = auto.from_config(config, dtype=torch.float32)
@@ -131,32 +129,13 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     tiny.byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
 
 
-def run_paged(folder: Path, ids: list[int]) -> Tensor:
-    """Compute all logits in chunks and single tokens over scattered blocks of a poisoned pool."""
-    loaded = find_model(str(folder), device="cpu").load()
-    spec, num_blocks = loaded.kv_spec(16), -(-len(ids) // 16)
-    pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
-    table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
-    runner, parts, start = ModelRunner(loaded, pool, spec), [], 0
-    for chunk in (50, 1, 1, len(ids) - 52):
-        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
-        parts.append(runner.execute([row]).logits)
-        start += chunk
-    return torch.cat(parts)
-
-
-@torch.inference_mode()
-def run_transformers(folder: Path, ids: list[int]) -> Tensor:
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
-    return logits.float()
-
-
 def assert_equal_logits(folder: Path) -> None:
     ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
-    expected = run_transformers(folder, ids)
-    assert (run_paged(folder, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    expected = run_transformers(model, ids)
+    loaded = find_model(str(folder), device="cpu").load()
+    assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -166,14 +145,14 @@ def test_an_accepted_family_gives_the_logits_of_transformers(name: str, tmp_path
 
 
 def accepted(model_type: str) -> list[PreTrainedConfig]:
-    """Make configs of a type, as it is and without what may keep it from being served."""
+    """Return the configs of a type that are accepted, among its default and some changed ones."""
     configs = []
     for changes in ({}, {"layer_types": FULL}, {"sliding_window": CONTEXT_LEN}, {"head_dim": 16}):
         try:
             config = make_config(model_type, changes)
             check_config(model_type, config, CONTEXT_LEN)
             probe_attention(model_type, copy.deepcopy(config), CONTEXT_LEN)
-        except Exception:  # configs that a type does not know raise anything
+        except Exception:  # a type may raise any error for a field it does not know
             continue
         configs.append(config)
     return configs
@@ -204,7 +183,9 @@ def test_no_family_that_transformers_offers_is_accepted_and_differs(
         ("gemma", {"use_bidirectional_attention": True}),
     ],
 )
-def test_what_changes_attention_is_refused(model_type: str, changes: dict[str, Any]) -> None:
+def test_a_config_that_changes_attention_is_refused(
+    model_type: str, changes: dict[str, Any]
+) -> None:
     config = make_config(model_type, changes)
     with pytest.raises(ModelError):
         check_config(model_type, config, CONTEXT_LEN)

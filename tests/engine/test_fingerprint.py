@@ -1,4 +1,4 @@
-"""Equal weights have equal fingerprints, in any process; other weights never."""
+"""Equal weights have equal fingerprints in every process; different weights never do."""
 
 import json
 import os
@@ -23,7 +23,7 @@ CONFIG = {"model_type": "llama", "rope_parameters": {"rope_theta": 10000.0}, "hi
 
 @pytest.fixture(autouse=True)
 def files_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember the digests of files that were written a moment ago, too."""
+    """Also remember the digests of files that were written a moment ago."""
     monkeypatch.setattr(fingerprint, "_SETTLED_NS", 0)
 
 

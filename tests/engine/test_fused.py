@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.engine.logits import run_paged, run_transformers
 from tieredkv.config import Dtype
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
-from tieredkv.engine.step_buffers import BatchRow
 
-BLOCK_SIZE = 16
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -58,7 +56,7 @@ Load = Callable[..., LoadedModel]
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     def make(device: str = "cpu", dtype: Dtype = "float32", **config: Any) -> LoadedModel:
-        """Load a small model and draw all its parameters, norms and biases too, where they lie."""
+        """Load a small model and draw all its parameters in place, norms and biases too."""
         table = {
             "vocab_size": 300,
             "hidden_size": 64,
@@ -84,30 +82,6 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return CONFIGS[request.param]
 
 
-def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    """Compute all logits in chunks and single tokens over scattered blocks of a poisoned pool."""
-    spec = loaded.kv_spec(BLOCK_SIZE)
-    num_blocks = -(-len(ids) // BLOCK_SIZE)
-    pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
-    table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
-    runner = ModelRunner(loaded, pool, spec)
-    parts, start = [], 0
-    for chunk in (50, 1, 1, len(ids) - 52):
-        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
-        parts.append(runner.execute([row]).logits)
-        start += chunk
-    return torch.cat(parts)
-
-
-@torch.inference_mode()
-def run_transformers(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    """Compute all logits in transformers' own code, through the parameters that became views."""
-    loaded.model.set_attn_implementation("eager")
-    model: Any = loaded.model
-    logits: Tensor = model(torch.tensor([ids], device=loaded.device), use_cache=False).logits[0]
-    return logits.float()
-
-
 def prompt(num_tokens: int) -> list[int]:
     return random.Random(7).choices(range(300), k=num_tokens)
 
@@ -117,7 +91,7 @@ def test_logits_equal_those_of_transformers(config: dict[str, Any], load: Load) 
     assert loaded.fused is not None
     ids = prompt(150)
     logits = run_paged(loaded, ids)
-    expected = run_transformers(loaded, ids)
+    expected = run_transformers(loaded.model, ids)
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
@@ -150,7 +124,7 @@ def test_merging_leaves_names_values_and_fingerprint(load: Load) -> None:
     assert parameters_fingerprint({}, loaded.model) == before
 
 
-def test_tokens_past_the_first_chunk_of_the_table_are_turned_right(load: Load) -> None:
+def test_positions_past_the_first_chunk_of_the_table_are_rotated_right(load: Load) -> None:
     loaded = load(**CONFIGS["llama"], max_position_embeddings=40_000, num_hidden_layers=1)
     assert loaded.fused is not None
     whole: Any = loaded.model
@@ -170,15 +144,15 @@ def test_other_families_run_as_before(
     with caplog.at_level("INFO"):
         loaded = load(**config)
     assert loaded.fused is None
-    assert "only llama, mistral, qwen2, qwen3 are fused" in caplog.text
+    assert "only models of type llama, mistral, qwen2, qwen3 are fused" in caplog.text
     ids = prompt(60)
     logits = run_paged(loaded, ids)
-    expected = run_transformers(loaded, ids)
+    expected = run_transformers(loaded.model, ids)
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 class ScaledMLP(nn.Module):
-    """An MLP of another name."""
+    """An MLP class that the fused model does not know."""
 
 
 def rename(model: Any) -> None:
@@ -236,14 +210,14 @@ def mix_dtypes(model: Any) -> None:
             "`model.layers.2.mlp.down_proj.weight` is a `(64, 113)`, not a `(64, 112)`",
         ),
         (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is a `Adapter`"),
-        (turn_fewer, "8 of 16 dimensions are rotated"),
+        (turn_fewer, "its rope rotates 8 of 16 dimensions"),
         (change_activation, "`model.layers.1.mlp.act_fn` is a `GELU`"),
         (add_a_layer, "`model.layers.3.self_attn.q_proj.weight` is a `(64, 64)`, not a `None`"),
-        (lengthen, "a table of 1073741824 positions is too large"),
+        (lengthen, "a rope table of 1073741824 positions is too large"),
         (mix_dtypes, "its parameters are of several dtypes"),
     ],
 )
-def test_what_is_not_known_in_every_part_is_left_to_transformers(
+def test_a_model_with_an_unknown_part_is_left_to_transformers(
     change: Callable[[Any], None], reason: str, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load(**CONFIGS["qwen2"])
@@ -267,8 +241,8 @@ def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers_for_each_c
     loaded = load("cuda", "bfloat16", **config)
     assert loaded.fused is not None
     ours = run_paged(loaded, ids)
-    theirs = run_transformers(loaded, ids)
+    theirs = run_transformers(loaded.model, ids)
     whole: Any = loaded.model
     whole.float()  # which takes the views apart
-    exact = run_transformers(loaded, ids)
+    exact = run_transformers(loaded.model, ids)
     assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()

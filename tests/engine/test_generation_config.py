@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json recommends, and who may say otherwise."""
+"""A checkpoint's generation_config.json gives the defaults, and requests override them."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ UNSAID = SamplingParams(max_tokens=16, ignore_eos=True, seed=1)
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint without a recommendation."""
+    """Return a checkpoint without a generation_config.json."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     (path / "generation_config.json").unlink()
@@ -47,7 +47,7 @@ def test_the_model_decides_how_to_sample_where_a_request_does_not_say(folder: Pa
     assert answer(folder, own) == drawn
 
 
-def test_only_what_chooses_tokens_and_ends_answers_is_used(folder: Path) -> None:
+def test_only_sampling_fields_and_end_tokens_are_used(folder: Path) -> None:
     recommended = {"top_p": 0.8, "top_k": 20, "temperature": 1, "min_p": None}
     ignored = {"do_sample": False, "max_new_tokens": 3, "num_beams": 4, "transformers_version": "9"}
     recommend(folder, eos_token_id=[11, 12], repetition_penalty=1.05, **recommended, **ignored)

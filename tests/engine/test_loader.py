@@ -1,4 +1,4 @@
-"""Models by name: what loads, and the one sentence that is said when it does not."""
+"""Models are loaded by name, or refused in one sentence."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be damaged."""
+    """Return a checkpoint that the test may damage."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     return path
@@ -179,7 +179,7 @@ def damage_pointer(folder: Path) -> None:
     [
         (damage_nothing, "there is no such folder"),
         (damage_empty, "has no config.json"),
-        (damage_format, "has no model.safetensors; other weight formats are not loaded"),
+        (damage_format, "has no model.safetensors; convert the weights, since other formats"),
         (damage_json, "cannot be read: Input data was truncated"),
         (damage_binary, "cannot be read"),
         (damage_type, "missing required field `model_type`"),
@@ -187,7 +187,7 @@ def damage_pointer(folder: Path) -> None:
         (damage_field, "config.json` cannot be used: Validation error for field 'hidden_size': "),
         (
             damage_weights,
-            "model.safetensors` cannot be read: it was cut short, or is no safetensors",
+            "model.safetensors` cannot be read: it was cut short, or it is not a safetensors",
         ),
         (damage_pointer, "it is a pointer of Git LFS; fetch the weights with `git lfs pull`"),
         (damage_index, "1 of 2 weight files are missing"),
@@ -199,7 +199,7 @@ def damage_pointer(folder: Path) -> None:
             damage_old_tokenizer,
             "; save it as tokenizer.json with `save_pretrained` of transformers",
         ),
-        (damage_tokenizer_code, "names code of its own (`auto_map`), which is never run"),
+        (damage_tokenizer_code, "names custom code (`auto_map`), which is never run"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(
@@ -236,7 +236,7 @@ def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
-    with pytest.raises(ModelError, match="the code that its `auto_map` names is never run"):
+    with pytest.raises(ModelError, match="the custom code that its `auto_map` names is never run"):
         load(folder)
     assert not (folder / "ran").exists()
 
@@ -263,7 +263,7 @@ def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 4, "intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="vocabulary of 100 tokens has no room"):
+    with pytest.raises(ModelError, match="vocabulary of 100 tokens is too small"):
         load(f"random:{tmp_path}")
 
 

@@ -34,7 +34,7 @@ class Harness:
         self.loaded = loaded
         spec = loaded.kv_spec(BLOCK_SIZE)
         self.pool = make_kv_pool(spec, NUM_BLOCKS, loaded.device)
-        if poison:  # what was never written must never be read
+        if poison:  # a slot that was never written must never be read
             self.pool.fill_(float("nan"))
         self.runner = ModelRunner(loaded, self.pool, spec)
         self._free = list(range(NUM_BLOCKS))
@@ -173,7 +173,7 @@ def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
     ids = prompt(40, seed=6)
     table = harness.table(40)
     cold = harness.prefill(ids, table, [40])
-    harness.pool[table[1]] = harness.pool[table[1]] + 0.0  # same bytes, owned by the cache
+    harness.pool[table[1]] = harness.pool[table[1]] + 0.0  # the same bytes as before
     kept = harness.pool[table[1]].clone()
     harness.pool[table[2]] = float("nan")
     warm = harness.runner.execute([BatchRow(ids[20:], 20, table, write_from=32)]).logits
@@ -331,7 +331,7 @@ def test_a_row_may_begin_behind_blocks_that_no_row_has_covered(checkpoints: Any)
     table = harness.table(len(ids))
     whole = harness.prefill(ids, table, [len(ids)])
     harness.runner.execute([BatchRow(ids[:16], 0, table, request_index=3, table_key=1)])
-    row = BatchRow(ids[80:], 80, table, request_index=3, table_key=1)  # 16 to 79 came from below
+    row = BatchRow(ids[80:], 80, table, request_index=3, table_key=1)  # 16 to 79 were loaded
     torch.testing.assert_close(harness.runner.execute([row]).logits, whole, atol=1e-4, rtol=1e-4)
 
 

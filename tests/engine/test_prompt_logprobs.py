@@ -20,7 +20,7 @@ TWO = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1)
 
 
 def reference(model: Any, ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities behind each token, `[num_tokens, vocab_size]`."""
+    """Return the log-probabilities of what follows each token, `[num_tokens, vocab_size]`."""
     with torch.inference_mode():
         return torch.as_tensor(model(torch.tensor([ids])).logits[0]).log_softmax(-1)
 
@@ -48,7 +48,7 @@ def test_each_token_of_a_prompt_is_scored_in_chunks(checkpoints: Any, num_tokens
     ids = random.Random(num_tokens).choices(range(10, VOCAB_SIZE), k=num_tokens)
     expected = reference(reference_model(folder), ids)
     with LLM(str(folder), device_size="4MiB", host_size="4MiB", dtype="float32") as llm:
-        serve(llm, ids)  # what is cached has no logits and is not used
+        serve(llm, ids)  # cached blocks have no logits and are not used
         answer = serve(llm, ids, params=TWO, prompt_logprobs=3)
         check(answer, ids, expected)
         usage = answer.usage

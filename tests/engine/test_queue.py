@@ -1,4 +1,4 @@
-"""Who is admitted next, counted in admissions and steps, never in seconds."""
+"""The order of admission, counted in admissions and steps, never in seconds."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ def one_at_a_time() -> Loop:
 
 
 def order(queue: RequestQueue) -> list[str]:
-    """The names of all requests in the order in which they would be admitted."""
+    """Empty the queue; return its requests' names in the order of their admission."""
     names = []
     while queue:
         request = queue.upcoming()[0]
@@ -132,7 +132,7 @@ def test_a_preempted_request_goes_to_the_head_of_its_tenant() -> None:
 def test_a_small_request_gets_its_turn_beside_answers_that_do_not_fit_together(
     num_tokens: int,
 ) -> None:
-    """Bound: two blocks' worth of steps, as each of those that run asks for a block by then."""
+    """The bound is two blocks' worth of steps: each running request needs a block by then."""
     loop = Loop(Rig(num_blocks=64, has_store=False), max_num_seqs=16)
     for index in range(8):
         loop.add(f"giant {index}", 8, seed=index, max_tokens=200)
@@ -187,7 +187,9 @@ def test_the_newest_request_of_the_tenant_that_holds_most_is_preempted() -> None
         ("aaaaabbb", "a"),
     ],
 )
-def test_a_full_queue_refuses_who_has_its_share(queued: Sequence[str], refused: str) -> None:
+def test_a_full_queue_refuses_a_tenant_that_has_its_share(
+    queued: Sequence[str], refused: str
+) -> None:
     loop = one_at_a_time()
     requests: list[Request] = [
         loop.add(f"{index}", 8, tenant=tenant) for index, tenant in enumerate(queued)

@@ -1,4 +1,4 @@
-"""What a request says of where its prompt came from."""
+"""A request reports which tiers its prompt came from."""
 
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.engine_messages import EngineRequest

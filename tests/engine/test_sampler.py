@@ -33,7 +33,7 @@ def frequencies(logits: torch.Tensor, **params: Any) -> torch.Tensor:
 
 
 def assert_distributed(counts: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare by chi-square; the draws are seeded, so the answer never varies."""
+    """Check draws by chi-square; they are seeded, so the result is always the same."""
     assert counts[expected == 0].sum() == 0
     likely = expected * NUM_DRAWS >= 5
     chi_square = (
@@ -85,7 +85,7 @@ def test_top_p_draws_among_the_fewest_that_reach_it() -> None:
 
 def test_top_p_applies_to_what_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.07, 0.03]).log()
-    expected = torch.tensor([4 / 7, 3 / 7, 0, 0, 0])  # of the first three, 7/9 reach 0.7
+    expected = torch.tensor([4 / 7, 3 / 7, 0, 0, 0])  # of three, two reach 7/9 > 0.7
     assert_distributed(frequencies(logits, top_k=3, top_p=0.7), expected)
 
 

@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, and what it is told when it asks for more."""
+"""What a request may ask of the sampler, and the errors for values out of range."""
 
 from typing import Any
 

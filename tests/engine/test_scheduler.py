@@ -1,4 +1,4 @@
-"""The scheduler over a real cache with a stand-in for the model, and a disk that misbehaves."""
+"""The scheduler over a real cache, a stand-in for the model and a disk that misbehaves."""
 
 import random
 
@@ -20,7 +20,7 @@ SIZE = 4
 
 
 class Loop:
-    """The engine's loop without a model: a row is computed by writing its blocks' right bytes."""
+    """The engine's loop without a model: computing a row writes the right bytes of its blocks."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Loop:
     def add(
         self, name: str, num_tokens: int, *, max_tokens: int = 1, seed: int = 0, tenant: str = ""
     ) -> Request:
-        """Queue a request; prompts of one seed share their prefix."""
+        """Queue a request; prompts of the same seed share their prefix."""
         token_ids = prompt_of(seed, num_tokens)
         root = root_of(f"scheduler{tenant}")
         hashes = chain_hashes(root, token_ids, SIZE, algo="sha256")
@@ -64,7 +64,7 @@ class Loop:
         return request
 
     def step(self) -> list[ScheduledRow]:
-        """One step, with everything verified."""
+        """Run one step and check every invariant; return its rows."""
         cache, scheduler = self.rig.cache, self.scheduler
         cache.poll()
         if scheduler.is_short:
@@ -84,7 +84,7 @@ class Loop:
         return rows
 
     def compute(self, row: ScheduledRow) -> None:
-        """Write what a forward pass would, and verify what it would read."""
+        """Write the blocks that a forward pass would write; check those that it would read."""
         prefix = row.request.prefix
         self.num_computed_tokens += row.end - row.start
         self.rig.verify(prefix)
@@ -97,7 +97,7 @@ class Loop:
                 self.rig.write(block, prefix.hashes[index])
 
     def collect(self) -> None:
-        """Take in the tokens of the step before; some requests may have been taken out since."""
+        """Collect the tokens of the step before, except of requests that no longer run."""
         pending, self.pending = self.pending, []
         for request in pending:
             if request.is_running:
@@ -133,7 +133,7 @@ class Loop:
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    """The tokens of a prompt; one seed, one text."""
+    """Return the tokens of a prompt, which depend on the seed and the positions."""
     return [seed * 100_000 + position for position in range(num_tokens)]
 
 
@@ -162,7 +162,7 @@ def put_on_disk(rig: Rig, seed: int, num_tokens: int) -> None:
 
 @pytest.fixture
 def endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is dropped to make room: a circular wait shows as one."""
+    """Never drop blocks to make room, so that a circular wait is not hidden."""
     monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
 
 
@@ -343,11 +343,13 @@ def test_prompts_of_a_burst_are_looked_up_in_several_steps(monkeypatch: pytest.M
     assert admitted == [{"decodes"}, {"decodes", "a", "b"}, {"decodes", "c", "d"}]
 
 
-def test_what_was_just_hashed_waits_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_just_hashed_waits_one_step_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scheduler, "MAX_ADMITTED_TOKENS", 16)
     loop = Loop(Rig(num_blocks=64, has_store=False))
     admitted = []
-    for number in range(6):  # one more before each step
+    for number in range(6):  # one more request arrives before each step
         loop.add(f"{number}", 16, max_tokens=9, seed=number)
         admitted.append(max(row.request.request_id for row in loop.step()))
     assert admitted == ["0", "0", "1", "1", "2", "2"]
@@ -383,7 +385,7 @@ def test_a_queued_request_is_admitted_though_what_it_wanted_is_evicted_or_expire
     loop.run()
     loop.add("running", 12, seed=2, max_tokens=3)
     loop.step()
-    large = loop.add("large", 31, seed=1)  # takes the whole pool, of which it pins a half
+    large = loop.add("large", 31, seed=1)  # needs the whole pool and pins half of it
     loop.step()
     assert rig.tiers.device.num_free and large.prefix.wanted
     rig.clock.moment += seconds
@@ -397,7 +399,7 @@ BUDGET, SHORT = 256, 64
 
 
 def beside_a_flood(monkeypatch: pytest.MonkeyPatch, num_clients: int) -> Loop:
-    """Return a loop in whose first step of a flood a tenant's cached prompt arrives."""
+    """Return a loop with a cached prompt of a quiet tenant and a queued flood of another."""
     monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
     monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
     loop = Loop(Rig(num_blocks=1024, has_store=False), max_num_batched_tokens=BUDGET)
@@ -427,7 +429,7 @@ def test_a_cached_prompt_is_in_the_next_step_of_a_flood_and_steps_stay_short(
     assert loop.finished == ["cold", *(f"warm {number}" for number in range(4))]
 
 
-def test_long_prompts_wait_for_who_asks_as_soon_as_it_is_answered_and_others_do_not(
+def test_long_prompts_wait_for_a_tenant_that_asks_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def names_of(rows: list[ScheduledRow]) -> set[str]:
@@ -452,7 +454,7 @@ def test_long_prompts_wait_for_who_asks_as_soon_as_it_is_answered_and_others_do_
         assert loop.scheduler.held_until
     assert SHORT * 3 // 4 < num_tokens_of(ask("again")) <= SHORT * 3 // 4 + 3
     monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
-    for _ in range(3):  # it should have come by now
+    for _ in range(3):  # the time to ask again has passed
         assert SHORT < num_tokens_of(loop.step()) <= SHORT + 3
         assert not loop.scheduler.held_until
     ask("late")
@@ -486,7 +488,7 @@ def test_cached_prompts_without_end_do_not_starve_a_long_one(
 
 
 def test_a_tenant_of_cached_prompts_does_not_keep_all_places() -> None:
-    """Each of its answers counts as half a prompt of the other's."""
+    """Its answers of 16 tokens count half as much as the other tenant's prompts of 32."""
     loop = Loop(Rig(num_blocks=64, has_store=False), max_num_seqs=2)
     loop.add("cold", 8 * SIZE + 1, tenant="cached")
     loop.run()

@@ -1,4 +1,4 @@
-"""The pinned side of a step is not written before the device has read the step before."""
+"""The pinned buffers of a step are not written before the device has read the last step."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tieredkv.kernels.partition import Heads
 
 
 class BusyDevice:
-    """A device, as an event of its stream shows it, that copies nothing until it is waited for."""
+    """A stand-in for a device and its event; it copies nothing until it is waited for."""
 
     def __init__(self) -> None:
         self.issued: list[tuple[Tensor, Tensor]] = []
@@ -39,7 +39,7 @@ def test_a_step_reads_the_table_of_its_own_request_though_the_next_one_has_its_s
     large, small = (StepBuffers(heads, tables, max_tokens=n, vocab_size=9) for n in (640, 16))
     monkeypatch.setattr(small_copies, "copy", device.copy)
     monkeypatch.setattr(tables, "copied", device, raising=False)
-    # A request is cancelled while its step waits for the device, and another takes its index.
+    # A request is cancelled while its step waits for the device; another one takes its index.
     cancelled = BatchRow([1] * 600, 0, list(range(150)), request_index=0, table_key=1)
     successor = BatchRow([2] * num_tokens, 600, list(range(500, 800)), request_index=0, table_key=2)
     for row, buffers in ((cancelled, large), (successor, small if num_tokens < 16 else large)):

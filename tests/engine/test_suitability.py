@@ -1,4 +1,4 @@
-"""Models that cannot be paged are refused by their config, each with its reason."""
+"""Models that cannot be paged are refused by their config, with the reason."""
 
 import json
 from typing import Any
@@ -52,11 +52,13 @@ def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) ->
             {"attention_chunk_size": 64},
             "window of 64 tokens (`attention_chunk_size`)",
         ),
-        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "asks for `s_aux`"),
+        ("llama", {"hidden_act": "sliu"}, "no activation `sliu` (`hidden_act`); it has `silu`"),
+        ("gemma", {"hidden_activation": "nope"}, "no activation `nope` (`hidden_activation`)"),
+        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "the attention option `s_aux`"),
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "does not use transformers' attention interface"),
         ("stablelm", {}, "do not pass keyword arguments on"),
-        ("diffllama", {}, "its layers do not attend one by one"),
+        ("diffllama", {}, "its layers do not call attention once each and in order"),
         ("bert", {}, "not causal"),
         ("vit", {}, "no causal language model of type `vit`"),
         (

@@ -1,11 +1,17 @@
-"""The model made on the spot: its promised sizes, its bytes, and answers that need the context."""
+"""The tiny random model has the promised sizes and tokenizer, and its answers need the context."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from tieredkv.engine import tiny
+from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
 from tieredkv.engine.step_buffers import BatchRow
@@ -29,6 +35,27 @@ def test_text_survives_the_byte_tokenizer(loaded: LoadedModel, text: str) -> Non
     ids = loaded.tokenizer(text)["input_ids"]
     assert ids == list(text.encode())
     assert loaded.tokenizer.decode(ids) == text
+
+
+def test_the_server_needs_no_modelling_code_for_the_byte_tokenizer() -> None:
+    code = (
+        "import sys; from tieredkv.engine.checkpoint import load_tokenizer; "
+        "tokenizer = load_tokenizer('tiny-random'); "
+        "bad = {'torch._dynamo', 'transformers.modeling_utils'} & set(sys.modules); "
+        "sys.exit(', '.join(sorted(bad)) or len(tokenizer) != 264)"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("given", [{}, {"vocab_size": 300}, {"max_position_embeddings": 512}])
+def test_a_shape_that_leaves_sizes_out_has_those_of_its_family(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | given))
+    tokenizer, expected = load_tokenizer(f"random:{tmp_path}"), LlamaConfig(**given)
+    assert len(tokenizer) == expected.vocab_size
+    assert tokenizer.model_max_length == expected.max_position_embeddings
 
 
 def test_every_token_of_a_large_vocabulary_decodes_to_text() -> None:

@@ -1,4 +1,4 @@
-"""Weight files and their config: a checkpoint is loaded whole and as it is, or refused by name."""
+"""A checkpoint is loaded whole and unchanged, or refused with the name of what is wrong."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ NO_FIT = "its weights do not fit its config: "
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be changed."""
+    """Return a checkpoint that the test may change."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     return path
@@ -127,8 +127,8 @@ def put_infinity(tensors: Tensors) -> None:
         (make_fp8, f"its weights are quantized, which is not supported yet: tensor `{UP}` is "),
         (make_int8, f"its weights are quantized, which is not supported yet: tensor `{UP}` is "),
         (drop, f"{NO_FIT}tensor `{UP}` is missing from its weight files"),
-        (narrow, f"{NO_FIT}tensor `{UP}` has the shape (90, 64), but (96, 64) by config.json"),
-        (call_one_twice, "not known by these names: tensor `norm.weight`"),
+        (narrow, f"{NO_FIT}tensor `{UP}` has the shape (90, 64), but config.json says (96, 64)"),
+        (call_one_twice, "the model knows tensor `norm.weight` by other names"),
         (put_nan, f"tensor `{UP}` holds NaN or infinity in float32"),
         (put_infinity, f"tensors `{UP}`, `model.norm.weight` hold NaN or infinity in float32"),
     ],
@@ -150,14 +150,14 @@ def test_values_beyond_the_dtype_asked_for_are_refused(folder: Path) -> None:
     assert refusal(folder, dtype="float16") == f"tensor `{UP}` holds NaN or infinity in float16"
 
 
-def test_what_transformers_computes_itself_may_lie_in_old_checkpoints(folder: Path) -> None:
+def test_old_checkpoints_may_hold_buffers_that_transformers_computes(folder: Path) -> None:
     tensors = read(folder)
     write(folder, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     loaded = load(folder)
     assert torch.equal(loaded.model.get_parameter(UP), tensors[UP])
 
 
-def test_what_a_model_class_ignores_may_lie_in_its_files(
+def test_a_checkpoint_may_hold_tensors_that_its_model_class_ignores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = read(folder)
@@ -181,7 +181,7 @@ def test_a_tied_copy_is_accepted_if_it_is_equal(checkpoints: Any, tmp_path: Path
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
     assert first.fingerprint != again.fingerprint
     write(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
-    expected = f"{NO_FIT}tensor `lm_head.weight` is by config.json equal to the input embeddings, "
+    expected = f"{NO_FIT}tensor `lm_head.weight` is tied to the input embeddings by config.json, "
     assert refusal(folder) == f"{expected}but stored with other values"
 
 
@@ -197,7 +197,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
 
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
-    """A mixture of four experts, whose matrices the model merges."""
+    """Return a checkpoint of four experts, whose matrices the model merges."""
     folder = tmp_path / "experts"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -216,7 +216,7 @@ def test_experts_are_merged_and_an_expert_too_many_or_of_another_shape_is_refuse
     merged = load(experts).model.get_parameter("model.layers.0.mlp.experts.down_proj")
     assert torch.equal(merged[3], tensors[key(3, 2)])
     write(experts, tensors | {key(4, w): tensors[key(3, w)].clone() for w in (1, 2, 3)})
-    assert "has the shape (5, 64, 96), but (4, 64, 96) by config.json" in refusal(experts)
+    assert "has the shape (5, 64, 96), but config.json says (4, 64, 96)" in refusal(experts)
     write(experts, tensors | {key(3, 1): torch.ones(95, 64)})
     assert refusal(experts) == (
         "its weights do not fit its config: tensors that the model merges, such as those of its "
@@ -232,7 +232,7 @@ def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
     assert "merge it into the weights" in told
 
 
-def test_an_adapter_without_a_model_is_called_one(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_only_is_refused_as_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
     assert "an adapter" in refusal(tmp_path)
 
@@ -296,7 +296,7 @@ def test_files_that_change_while_they_are_loaded_are_refused(
         return model
 
     monkeypatch.setattr(loader, "load_weights", change_behind)
-    assert refusal(folder) == "its weight files changed while they were loaded"
+    assert refusal(folder) == "its weight files changed while they were loaded; load it again"
 
 
 def test_transformers_prints_no_report_of_its_own_and_keeps_its_settings(

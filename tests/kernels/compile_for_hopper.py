@@ -1,11 +1,11 @@
-"""Compiles the kernels for an H200 without one: what the interpreter accepts may still not compile.
+"""Compile the kernels for an H200 without a GPU; the interpreter cannot show that they compile.
 
-Run by test_compilation.py in a process of its own, as Triton interprets in the tests' process.
-Prints one line a kernel: its name and the bytes of shared memory it needs.
+test_compilation.py runs this in a process of its own, because Triton interprets kernels in the
+process of the tests. It prints one line per kernel: its name and its bytes of shared memory.
 """
 
 # mypy: disable-error-code="no-untyped-call, attr-defined"
-# (Triton's compiler has no types)
+# (Triton's compiler is not typed)
 
 import sys
 from typing import Any
@@ -42,7 +42,7 @@ OTHER_POINTERS = {
 def compile_kernel(
     kernel: Any, dtype: torch.dtype, constants: dict[str, Any], **options: int
 ) -> None:
-    """Compile as at a launch with strides that are multiples of 16, and print what it needs."""
+    """Compile for strides that are multiples of 16, and print the shared memory needed."""
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:

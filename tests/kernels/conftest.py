@@ -12,7 +12,7 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-if DEVICE == "cpu":  # Triton reads it when it is imported, which comes later
+if DEVICE == "cpu":  # Triton reads this when it is imported below
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tieredkv.kernels import checks, launch, prefill_dense  # noqa: E402
@@ -22,7 +22,7 @@ from tieredkv.kernels.partition import Batch, Heads, Span  # noqa: E402
 
 @contextlib.contextmanager
 def choose(backend: str) -> Iterator[None]:
-    """Let the front doors take Triton without the dense path, `dense`, `reference`, or `auto`."""
+    """Choose the backend: `auto`, `reference`, `dense`, or Triton without the dense path."""
     with pytest.MonkeyPatch.context() as patch:
         if backend != "auto":
             patch.setattr(checks, "use_triton", lambda _: backend != "reference")
@@ -37,7 +37,7 @@ def choose_fixture() -> Callable[[str], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedCase:
-    """A ragged batch over a poisoned pool: whatever no request may read is NaN."""
+    """A ragged batch over a pool in which everything that no request may read is NaN."""
 
     q: Tensor
     cache: LayerCache
@@ -58,7 +58,7 @@ class PagedCase:
             return launch.paged_attention(self.q, self.cache, self.batch(), self.scale)
 
     def oracle(self) -> Tensor:
-        """Attend by the definition, query by query, in float64 on the CPU."""
+        """Compute attention by its definition, query by query, in float64 on the CPU."""
         q, k_cache, v_cache = (x.double().cpu() for x in (self.q, *self.cache))
         group = q.shape[1] // k_cache.shape[2]
         out = torch.zeros_like(q)
@@ -78,7 +78,7 @@ class PagedCase:
 
 @pytest.fixture
 def device() -> str:
-    """Where Triton's kernels run here."""
+    """Return the device on which Triton's kernels run here."""
     return DEVICE
 
 
@@ -95,7 +95,7 @@ def make_case() -> Callable[..., PagedCase]:
         device: str = DEVICE,
         extra_blocks: int = 3,
     ) -> PagedCase:
-        """Make requests of (query_len, context_len) whose blocks lie scattered in the pool."""
+        """Make requests of (query_len, context_len) whose blocks are scattered over the pool."""
         blocks = [-(-context_len // block_size) for _, context_len in spans]
         num_blocks = sum(blocks) + extra_blocks
         pool = torch.full(
@@ -131,7 +131,7 @@ def make_case() -> Callable[..., PagedCase]:
 
 @pytest.fixture
 def relative_error() -> Callable[[Tensor, Tensor], float]:
-    """||out - expected|| / ||expected||, NaN if anything is."""
+    """Return a function for ||out - expected|| / ||expected||; NaN if a value is NaN."""
 
     def measure(out: Tensor, expected: Tensor) -> float:
         expected = expected.double()

@@ -1,4 +1,4 @@
-"""The kernels compile for the GPU they are meant for, on a machine without one."""
+"""The kernels compile for the H200 on a machine without a GPU."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
-"""BlockCopier: what goes where, what stays untouched, on a CPU and on a GPU."""
+"""BlockCopier copies the right bytes to the right places and no others, on CPU and GPU."""
 
 # mypy: disable-error-code="no-untyped-call"
-# (how much of torch.cuda is typed differs between torch versions)
+# (torch versions differ in how much of torch.cuda is typed)
 
 import numpy as np
 import pytest

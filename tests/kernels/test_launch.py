@@ -1,4 +1,4 @@
-"""The front door on a machine that lacks Triton."""
+"""The entry points of the kernels on a machine without Triton."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The fused kernels between a model's products against their references, which float64 checks."""
+"""The fused kernels between matrix products against references, which float64 code checks."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,9 +21,10 @@ TOLERANCE = {
     torch.bfloat16: 2**-6 if torch.cuda.is_available() else 2**-5,
     torch.float16: 2**-10,
 }
-"""Of single elements, relative to the largest: two last places, as sums in another order move one.
+"""Errors of single elements, relative to the largest: two units in the last place.
 
-Triton's interpreter cuts off when it rounds to bfloat16, at each of several roundings.
+Sums in another order move the last place by one. Triton's interpreter truncates to bfloat16 where
+the GPU rounds, several times in a row.
 """
 
 EPS = 1e-5
@@ -100,7 +101,7 @@ def rotation_case(
     num_tokens: int,
     norm: bool,
 ) -> dict[str, Any]:
-    """Tokens at scattered positions and slots, every third of which is not to be written."""
+    """Return arguments with random positions and slots; every third token is not stored."""
     slots = torch.randperm(4 * 16)[:num_tokens]
     slots[::3] = -1
     return {
@@ -118,7 +119,7 @@ def on(device: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def rotate(case: dict[str, Any], pool: Tensor, device: str) -> tuple[Tensor, ...]:
-    """Run on the device over a copy of the pool, and bring queries and pool back."""
+    """Run on the device over a copy of the pool; return the queries and the pool on the CPU."""
     moved = on(device, case)
     pool = pool.clone().to(device)
     q = layers.rotate_and_store(**moved, cache=LayerCache(pool[:, 1, 0], pool[:, 1, 1]))
@@ -127,7 +128,7 @@ def rotate(case: dict[str, Any], pool: Tensor, device: str) -> tuple[Tensor, ...
 
 
 def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate token by token, pair by pair as complex numbers, in float64."""
+    """Rotate each token in float64, each pair of values as a complex number."""
     expected = pool.double()
     num_kv_heads, head_dim = pool.shape[4:]
     qkv = case["qkv"].double().unflatten(1, (-1, head_dim))
@@ -214,7 +215,7 @@ def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> No
         ({"qkv": torch.zeros(3, 255)}, "does not fit the cache"),
         ({"qkv": torch.zeros(3, 256, dtype=torch.float16)}, "dtype and device"),
         ({"qkv": torch.zeros(3, 512)[:, ::2]}, "not contiguous"),
-        ({"cos_sin": torch.zeros(50, 16)}, "for heads of 32"),
+        ({"cos_sin": torch.zeros(50, 16)}, "with 32 columns, as heads have"),
         ({"cos_sin": torch.zeros(50, 32).half()}, "not float32"),
         ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions"),
         ({"slot_mapping": torch.zeros(3)}, "not int32 or int64"),
@@ -249,10 +250,13 @@ def test_a_norm_of_tensors_that_disagree_is_refused(
 
 
 def test_rows_without_two_halves_and_rows_too_wide_are_refused(choose: Choose) -> None:
-    with pytest.raises(ShapeError, match="has no two halves"):
+    with pytest.raises(ShapeError, match="must have an even number of columns"):
         layers.silu_mul(torch.zeros(2, 33))
     wide = layers.MAX_HIDDEN_SIZE + 1
-    with choose("triton"), pytest.raises(ShapeError, match="hidden_size 16385 is above 16384"):
+    with (
+        choose("triton"),
+        pytest.raises(ShapeError, match="hidden_size 16385 is too large; the kernels"),
+    ):
         layers.rms_norm(torch.zeros(1, wide), torch.ones(wide), EPS)
 
 

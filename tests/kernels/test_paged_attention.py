@@ -1,6 +1,6 @@
 """Paged attention: Triton, reference and the dense path, against the definition in float64.
 
-The interpreter multiplies the raw bits of bfloat16, so on a CPU Triton runs in the other dtypes.
+The interpreter multiplies the raw bits of bfloat16, so on a CPU Triton runs in other dtypes.
 """
 
 from collections.abc import Callable
@@ -204,7 +204,7 @@ def test_a_reference_request_does_not_depend_on_its_batch(make_case: MakeCase) -
 
 
 def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
-    """What cuDNN is asked for, in plain torch, float32 inside."""
+    """Stand in for cuDNN: the same attention in plain torch, in float32."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * scale  # [Hq, n, m]
@@ -217,7 +217,7 @@ def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool)
 
 @pytest.fixture
 def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the dense path take what it can in small steps, attended in torch."""
+    """Use the dense path for short prompts in small steps, with torch in place of cuDNN."""
     monkeypatch.setattr(prefill_dense, "attend_cudnn", attend_torch)
     monkeypatch.setattr(prefill_dense, "STEP", 8)
     monkeypatch.setattr(prefill_dense, "MAX_SQUARE_STEPS", 4)
@@ -226,7 +226,7 @@ def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dense_everywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_dense_path_cuts_without_a_trace(
+def test_the_dense_path_in_steps_equals_the_definition(
     make_case: MakeCase, relative_error: RelativeError, choose: Choose, dtype: torch.dtype
 ) -> None:
     spans = [(8, 8), (16, 16), (5, 5), (40, 48), (17, 100), (17, 73), (1, 1), (99, 130), (12, 13)]
@@ -381,7 +381,7 @@ def test_on_the_gpu_one_long_request_equals_the_reference(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("batch", "context_len", "extra_blocks"),
-    [(1, 32_768, 3), (64, 4_000, 3), (3, 131_000, 20_000)],  # the last pool is 2^31 elements
+    [(1, 32_768, 3), (64, 4_000, 3), (3, 131_000, 20_000)],  # the last pool has 2^31 elements
 )
 def test_on_the_gpu_single_queries_of_long_contexts_equal_the_reference(
     make_case: MakeCase,
@@ -418,7 +418,7 @@ def test_on_the_gpu_a_captured_launch_follows_new_plans(
     )
     batch = case.batch()
     arguments = (case.q, case.cache, batch, case.scale)
-    launch.paged_attention(*arguments)  # compiled before the capture
+    launch.paged_attention(*arguments)  # compile before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = launch.paged_attention(*arguments)

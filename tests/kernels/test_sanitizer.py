@@ -1,4 +1,4 @@
-"""The kernels under compute-sanitizer: no access out of bounds, no race in shared memory."""
+"""Under compute-sanitizer the kernels have no access out of bounds and no race."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Small copies by a kernel: the right words, and pinned memory that is kept until it was read."""
+"""Small copies by a kernel move the right words; pinned memory lives until it was read."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -35,7 +35,7 @@ def test_the_kernel_copies_every_word_and_no_other(device: str) -> None:
 def test_on_the_gpu_small_copies_keep_their_values_and_pass_a_large_one() -> None:
     large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     space, stream, done = torch.empty_like(large, device="cuda"), torch.cuda.Stream(), None
-    for num_large in (0, 8):  # first without, so that nothing is allocated or compiled beside it
+    for num_large in (0, 8):  # first without large copies, so that all is allocated and compiled
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(num_large):

@@ -1,4 +1,4 @@
-"""store_kv against its reference and against a loop that says what a slot is."""
+"""store_kv against its reference and against a loop that defines what a slot is."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def make_pool(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """A pool of three layers, the middle one to be written, so that strays are seen."""
+    """Return a pool of three layers; tests write the middle one, so stray writes are seen."""
     return torch.randn(num_blocks, 3, 2, block_size, num_kv_heads, head_dim).to(dtype)
 
 
@@ -28,7 +28,7 @@ def middle_of(pool: Tensor) -> LayerCache:
 
 
 def store(pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, device: str) -> Tensor:
-    """Store on the device into a copy of the pool, and bring it back."""
+    """Store into a copy of the pool on the device; return that copy on the CPU."""
     pool = pool.clone().to(device)
     k, v, slot_mapping = k.to(device), v.to(device), slot_mapping.to(device)
     launch.store_kv(k, v, middle_of(pool), slot_mapping)

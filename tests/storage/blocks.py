@@ -1,4 +1,4 @@
-"""Blocks, chains and stores for the tests of the block store."""
+"""Makes blocks, chains and stores for the tests of the block store, and checks a whole store."""
 
 import hashlib
 import mmap
@@ -16,7 +16,8 @@ from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.allocator import ExtentAllocator
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
-from tieredkv.storage.index import IndexTxn, Totals
+from tieredkv.storage.index_entries import Totals
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
 from tieredkv.storage.worker_messages import StoreOptions
@@ -31,7 +32,7 @@ def digest(name: str) -> bytes:
 
 
 def payload_of(record: BlockRecord) -> bytes:
-    """The only right bytes of a block: they follow from its hash and computing time."""
+    """Return the one right payload of a block, made from its hash and `computed_at`."""
     seed = record.block_hash + str(record.computed_at).encode()
     return random.Random(seed).randbytes(record.size_bytes)
 
@@ -39,7 +40,7 @@ def payload_of(record: BlockRecord) -> bytes:
 def make_record(
     name: str = "a", position: int = 0, *, now: float = 1_800_000_000.0, **changes: Any
 ) -> BlockRecord:
-    """Block `position` of chain `name`, kept for a day."""
+    """Return the record of block `position` of chain `name`, which is kept for a day."""
     parent = digest(f"{name}/{position - 1}") if position else digest("root")
     record = BlockRecord(
         block_hash=digest(f"{name}/{position}"),
@@ -57,7 +58,7 @@ def make_record(
 
 
 def page_with(data: bytes, page_bytes: int | None = None) -> memoryview:
-    """An aligned page, as the arena has them, that starts with `data`."""
+    """Return an aligned page, like those of the arena, that starts with `data`."""
     size = page_bytes or -(-len(data) // 4096) * 4096
     page = memoryview(mmap.mmap(-1, size))
     page[: len(data)] = data
@@ -65,7 +66,7 @@ def page_with(data: bytes, page_bytes: int | None = None) -> memoryview:
 
 
 class CheckedStore(BlockStore):
-    """A store whose `check()` compares everything with everything, at the price of all entries."""
+    """A store whose `check()` reads all entries and compares them with each other."""
 
     def check(self) -> None:
         """Verify every invariant of the class."""
@@ -75,13 +76,13 @@ class CheckedStore(BlockStore):
             raise IntegrityError("; ".join(problems))
 
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
-        """Answer as `find` does, decoded and in the order asked."""
+        """Return the records that `find` answers, decoded and in the order of the hashes."""
         found = self.find(hashes)
         return [decode_record(h, found[h]).record if h in found else None for h in hashes]
 
 
 def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
-    """Compare records, secondary keys, counters and extents; one sentence for each disagreement."""
+    """Compare records, secondary keys, counters and extents; describe each contradiction."""
     problems = []
 
     def keys(name: str) -> set[bytes]:
@@ -152,7 +153,7 @@ def open_store(
 
 
 def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
-    """Store blocks with their right bytes, as the worker does."""
+    """Store blocks with their right payloads, as the worker does."""
     extents = store.reserve_many(records)
     writes = []
     for extent, record in zip(extents, records, strict=True):
@@ -162,20 +163,20 @@ def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
 
 
 def reserve(store: BlockStore, record: BlockRecord) -> Extent | None:
-    """Lend one extent."""
+    """Reserve an extent for one block."""
     (extent,) = store.reserve_many([record])
     return extent
 
 
 class SweepResult(NamedTuple):
-    """What the counters say of one sweep."""
+    """What one sweep has done, by the store's counters."""
 
     expired_blocks: int
     erased_bytes: int
 
 
 def sweep(store: BlockStore) -> SweepResult:
-    """All steps of a sweep."""
+    """Run all steps of a sweep."""
     before = store.stats()
     for _ in store.sweeping():
         pass
@@ -188,7 +189,7 @@ Answer = TypeVar("Answer")
 
 
 def end_of(steps: Generator[object, None, Answer]) -> Answer:
-    """Take all steps of something; what they led to."""
+    """Run all steps of a generator; return its result."""
     while True:
         try:
             next(steps)
@@ -198,26 +199,26 @@ def end_of(steps: Generator[object, None, Answer]) -> Answer:
 
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
-    """All steps of an eviction."""
+    """Run all steps of an eviction."""
     return end_of(inspection.evicting(store, which, choose(store, which.ids)))
 
 
 def choose(store: BlockStore, ids: Sequence[str]) -> inspection.Chosen:
-    """All steps of finding what ids name."""
+    """Find the blocks that these ids name, in all steps."""
     gathered = end_of(inspection.gathering(store))
     gathered.arrange()
     return end_of(inspection.choosing(store, gathered, ids))
 
 
 def chains(store: BlockStore) -> list[ChainInfo]:
-    """All steps of a listing."""
+    """List all chains, in all steps."""
     gathered = end_of(inspection.gathering(store))
     gathered.arrange()
     return [each for page in inspection.listing(store, gathered) for each in page or ()]
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
-    """All steps of a verification."""
+    """Run all steps of a verification."""
     result = VerifyResult()
     for _ in inspection.verifying(store, result, repair=repair):
         pass
@@ -225,7 +226,7 @@ def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
 
 
 def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:
-    """Read a block as the worker does: its bytes, the reason of a failure, or None for a miss."""
+    """Load a block as the worker does; return its bytes, the reason of a failure or None (miss)."""
     located = store.locate(record.block_hash)
     if located is None:
         return None
@@ -243,7 +244,7 @@ def stored_hashes(store: CheckedStore, records: Sequence[BlockRecord]) -> set[by
 
 
 def occupied_bytes(path: Path) -> int:
-    """What `du` would say."""
+    """Return the occupied space of a folder, as `du` does."""
     return 512 * sum(each.lstat().st_blocks for each in [path, *path.rglob("*")])
 
 
@@ -252,7 +253,7 @@ def segment_files(path: Path) -> list[Path]:
 
 
 def change_bytes(path: Path, at: int, change: Callable[[bytes], bytes], size: int = 1) -> None:
-    """Damage a file behind the store's back."""
+    """Change `size` bytes of a file at an offset without the store's knowledge."""
     with path.open("r+b") as file:
         file.seek(at)
         data = file.read(size)

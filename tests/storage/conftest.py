@@ -1,4 +1,4 @@
-"""A store in a temporary folder, served by the real worker process, and blocks to put into it."""
+"""A store in a temporary folder that the real worker process serves, and blocks to store in it."""
 
 import hashlib
 import os
@@ -36,19 +36,19 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 def hash_of(chain: str, position: int) -> bytes:
-    """The hash of a made-up block; the parent of the first is the root."""
+    """Return the hash of a made-up block; position -1, the parent of the first, is the root."""
     return hashlib.sha256(f"{chain}/{position}".encode()).digest() if position >= 0 else ROOT
 
 
 def payload_of(block_hash: bytes, size_bytes: int = PAGE_BYTES) -> bytes:
-    """The one right payload of a block, from its hash alone."""
+    """Return the one right payload of a block, which is made from its hash."""
     return hashlib.shake_128(block_hash).digest(size_bytes)
 
 
 def make_record(
     chain: str, position: int, *, retention: str = "24h", size_bytes: int = PAGE_BYTES
 ) -> BlockRecord:
-    """A block computed now."""
+    """Return the record of a block that is computed now."""
     now = time.time()
     return BlockRecord(
         block_hash=hash_of(chain, position),
@@ -65,15 +65,15 @@ def make_record(
 
 
 def make_chain(name: str, length: int) -> list[BlockRecord]:
-    """The records of one prefix."""
+    """Return the records of a chain of blocks."""
     return [make_record(name, position) for position in range(length)]
 
 
 class CheckedClient(StoreClient):
-    """A client that looks at its invariants, and at each page before it is lent."""
+    """A client that can verify its invariants, and checks each page before it is lent."""
 
     def check(self) -> None:
-        """Verify the invariants in the class docstring."""
+        """Verify that loans lie in the arena, and that no job is open without a worker."""
         with self._lock:
             if any(not 0 <= page < self.arena.num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
@@ -82,7 +82,7 @@ class CheckedClient(StoreClient):
 
     @property
     def pending_pages(self) -> frozenset[int]:
-        """Pages on loan."""
+        """The pages that are on loan to the worker."""
         with self._lock:
             return frozenset(self._loans)
 
@@ -105,7 +105,7 @@ class CheckedClient(StoreClient):
 
 
 class Harness:
-    """One folder, one arena, and the clients that a test opens on them."""
+    """A folder, an arena and the clients that a test opens on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,7 +114,7 @@ class Harness:
         self._clients: list[CheckedClient] = []
 
     def options(self, **changes: object) -> StoreOptions:
-        """Small and quick ones."""
+        """Return options for a small store that reacts quickly, with some of them changed."""
         defaults: dict[str, object] = {
             "path": str(self.folder),
             "budget_bytes": 64 << 20,
@@ -128,13 +128,13 @@ class Harness:
         return StoreOptions(**(defaults | changes))  # type: ignore[arg-type]
 
     def open(self, **changes: object) -> CheckedClient:
-        """Start a worker; whatever a test leaves open is closed after it."""
+        """Start a worker; return its client, which is closed after the test."""
         client = CheckedClient(self.options(**changes), self.arena)
         self._clients.append(client)
         return client
 
     def close(self) -> None:
-        """Leave no worker behind, stopped ones included."""
+        """Check and close all clients, including those whose worker is stopped by a signal."""
         for client in self._clients:
             if client.pid is not None:
                 os.kill(client.pid, signal.SIGCONT)
@@ -145,12 +145,12 @@ class Harness:
         self.arena.close()
 
     def set_clock(self, offset_s: float) -> None:
-        """Turn the store's clock."""
+        """Set how many seconds the clock of the store's worker is ahead."""
         self.offset_file.write_text(f"{offset_s}\n")
 
 
 class Mailbox:
-    """The events of one client, kept until somebody asks for them."""
+    """The events of one client, kept until a test asks for them."""
 
     def __init__(self, client: CheckedClient) -> None:
         self.client = client
@@ -174,7 +174,7 @@ class Mailbox:
         return found
 
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
-        """Look up, and wait."""
+        """Look blocks up, and wait for the answer: a record or None for each hash."""
         job = self.client.lookup(hashes)
         (done,) = self.take(LookupDone)
         assert done.job == job
@@ -187,7 +187,7 @@ class Mailbox:
     def store(
         self, records: Sequence[BlockRecord], payload: Callable[[bytes], bytes] = payload_of
     ) -> list[PageStored]:
-        """Write blocks from the first pages of the arena, and wait."""
+        """Store blocks from the first pages of the arena, and wait for the answers."""
         self.fill(records, payload)
         self.client.store(lent_pages(records))
         return self.take(PageStored, len(records))
@@ -202,30 +202,30 @@ class Mailbox:
             ]
 
     def load(self, records: Sequence[BlockRecord]) -> list[PageLoaded]:
-        """Read blocks into the first pages of the arena, wiped before, and wait."""
+        """Load blocks into the first pages of the arena, which are wiped first, and wait."""
         for page_id in range(len(records)):
             self.page(page_id)[:] = bytes(PAGE_BYTES)
         self.client.load(lent_pages(records))
         return self.take(PageLoaded, len(records))
 
     def page(self, page_id: int) -> memoryview:
-        """The bytes of a page."""
+        """Return the bytes of a page."""
         return self.client.arena.page(page_id)
 
     def assert_right(self, done: PageLoaded, size_bytes: int = PAGE_BYTES) -> None:
-        """The page holds the one right payload of its block."""
+        """Assert that the page of a loaded block holds the block's right payload."""
         held = bytes(self.page(done.page_id)[:size_bytes])
         assert held == payload_of(done.block_hash, size_bytes), "a wrong block was served"
 
 
 def lent_pages(records: Sequence[BlockRecord], first_page: int = 0) -> list[LentPage]:
-    """Block n and page n, counted from the first."""
+    """Return each block with a page, counted from the first page."""
     return [LentPage(record, page) for page, record in enumerate(records, first_page)]
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    """A folder that is no store yet."""
+    """A harness on a folder that is not a store yet."""
     harness = Harness(tmp_path / "store")
     yield harness
     harness.close()
@@ -233,7 +233,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 @pytest.fixture(scope="module")
 def ram_path() -> Iterator[Path]:
-    """A folder in memory where there is one, for tests that write far more than they ask."""
+    """A folder in memory, if the machine has one, for tests that write very much."""
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="tieredkv-test-", dir=where) as folder:
         yield Path(folder)

@@ -1,8 +1,9 @@
-"""A disk that fails on demand: a FUSE filesystem in plain Python, passing a folder through.
+"""A disk that fails on demand: a FUSE filesystem in plain Python that shows another folder.
 
-`FaultyDisk` mounts it from a test; run as a script, this file is the server. Neither libfuse nor
-fusermount is needed, only `/dev/fuse` and the right to mount. The protocol's structures and numbers
-are those of `linux/fuse.h`, version 7.31; what is not handled is answered ENOSYS.
+A test mounts it with `FaultyDisk`. Run as a script, this file is the server of the filesystem. It
+needs only `/dev/fuse` and the right to mount, not libfuse or fusermount. The structures and numbers
+of the protocol are those of `linux/fuse.h`, version 7.31. Requests that are not handled are
+answered with ENOSYS.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ _ENTRY = struct.Struct("<QQI")
 _MAX_WRITE = 1 << 20
 _ROOT = 1
 _BIG_WRITES, _MAX_PAGES = 1 << 5, 1 << 22
-_DIRECT_IO = 1  # in the answer to an open: the page cache keeps nothing of this file
+_DIRECT_IO = 1  # in the answer to an open: keep this file out of the page cache
 _SET_MODE, _SET_SIZE, _SET_TIMES, _HAS_HANDLE = 1, 8, 16 | 32, 64
 _MNT_DETACH = 2
 _PUNCH_HOLE = 2
@@ -46,14 +47,17 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @dataclass(slots=True)
 class Faults:
-    """What the disk does wrong at the moment, to files whose names end with `only`.
+    """The faults of the disk at the moment.
 
     Attributes:
-        fail_reads, fail_writes: an errno, or 0; allocating counts as writing.
-        fail_from: reads that begin before this byte succeed all the same.
-        room_bytes: so much may be written or allocated before ENOSPC; None for no end.
-        hold_reads: so many of the next reads hang, until the faults are changed.
-        hold_syncs: every sync hangs, until the faults are changed.
+        only: End of the names of the files that are affected; empty for all files.
+        fail_reads, fail_writes: The errno with which reads and writes fail, or 0. Allocating counts
+            as writing.
+        fail_from: Reads that begin before this byte succeed in any case.
+        room_bytes: How many bytes can be written or allocated before ENOSPC; None for no limit.
+        hold_reads: How many of the next reads hang until the faults are changed.
+        hold_syncs: Whether every sync hangs until the faults are changed.
+        lifted: Set when other faults replace these.
     """
 
     only: str = ""
@@ -67,10 +71,11 @@ class Faults:
 
 
 class Passthrough:
-    """The server: answers the kernel's requests from the files of a folder, one thread for each.
+    """The server, which answers the kernel's requests from the files of a folder.
 
-    A node is an O_PATH descriptor and its number the inode's, so that renames and unlinks need no
-    care; nodes live as long as the server.
+    Up to 64 requests are answered at once, each by a thread. A node is an O_PATH descriptor, and
+    its number is that of the inode, so a rename or unlink does not change it. Nodes live as long as
+    the server.
     """
 
     def __init__(self, device: int, folder: str) -> None:
@@ -105,7 +110,7 @@ class Passthrough:
         }
 
     def serve(self, control: socket.socket) -> NoReturn:
-        """Answer until the test closes its end; the kernel then fails what is still open."""
+        """Answer requests until the test closes its end; the kernel then fails open requests."""
         threading.Thread(target=self._take_requests, daemon=True).start()
         for line in control.makefile():
             wanted = json.loads(line)
@@ -123,7 +128,7 @@ class Passthrough:
                 try:
                     request = os.read(self._device, _MAX_WRITE + 4096)
                 except OSError as error:
-                    if error.errno in (errno.EINTR, errno.ENOENT):  # given up by its process
+                    if error.errno in (errno.EINTR, errno.ENOENT):  # its process has given it up
                         continue
                     return  # unmounted
                 threads.submit(self._answer, request)
@@ -138,9 +143,9 @@ class Passthrough:
             if handler is None:
                 raise OSError(errno.ENOSYS, "not handled")
             answer = handler(node, memoryview(request)[_HEADER.size :])
-        except Exception as error:  # a request without an answer would hang its process
+        except Exception as error:  # its process would hang without an answer
             code = getattr(error, "errno", None) or errno.EIO
-        with suppress(OSError):  # its process is gone, or the mount is
+        with suppress(OSError):  # its process or the mount may be gone
             os.write(self._device, _REPLY.pack(_REPLY.size + len(answer), -code, unique) + answer)
 
     # --- faults -----------------------------------------------------------------------------
@@ -194,7 +199,7 @@ class Passthrough:
         return self._node_of(os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._nodes[parent]))
 
     def _node_of(self, fd: int) -> bytes:
-        """Describe the file of a descriptor that becomes its node's, unless it has one."""
+        """Describe the node of a file; this descriptor becomes the node's if it has none yet."""
         info = os.fstat(fd)
         with self._lock:
             if self._nodes.setdefault(info.st_ino, fd) != fd:
@@ -275,7 +280,7 @@ class Passthrough:
         (handle,) = struct.unpack_from("<Q", body)
         if (faults := self._faults_of(handle)).hold_syncs:
             self._hold(faults)
-        return b""  # a test does not need the platters
+        return b""  # tests do not need the bytes on the device
 
     def _release(self, node: int, body: memoryview) -> bytes:
         os.close(struct.unpack_from("<Q", body)[0])
@@ -287,7 +292,7 @@ class Passthrough:
         return struct.pack("<5Q10I", *counts, disk.f_bsize, 255, disk.f_frsize, *[0] * 7)
 
     def _readdir(self, node: int, body: memoryview) -> bytes:
-        """List from an offset, which is a number of names; what changes meanwhile may be missed."""
+        """List the names after the first `offset` ones; changes meanwhile may be missed."""
         _, offset, size, *_ = _IO.unpack_from(body)
         answer = b""
         for number, name in enumerate(sorted(os.listdir(self._path(node)))[offset:], offset + 1):
@@ -308,7 +313,11 @@ def _attributes(info: os.stat_result) -> bytes:
 
 
 def _opened(fd: int) -> bytes:
-    """Answer an open; every read of a segment comes to us, the index must stay mappable."""
+    """Answer an open.
+
+    Segments bypass the page cache, so that each read reaches this server. The index does not,
+    because LMDB must be able to map it.
+    """
     is_segment = os.readlink(f"/proc/self/fd/{fd}").endswith(".seg")
     return _OPENED.pack(fd, _DIRECT_IO if is_segment else 0, 0)
 
@@ -318,10 +327,10 @@ def _names(body: memoryview) -> list[str]:
 
 
 class FaultyDisk:
-    """A mounted filesystem at `folder`; what lies on it lies under `backing`, too.
+    """The filesystem, mounted at `folder`. Its files are also visible in `backing`, without faults.
 
     Raises:
-        PermissionError: mounting is not allowed here.
+        PermissionError: Mounting is not allowed here.
     """
 
     def __init__(self, base: Path) -> None:
@@ -345,11 +354,11 @@ class FaultyDisk:
         self._answers = self._control.makefile()
 
     def set_faults(self, **faults: str | int | bool) -> int:
-        """Replace all faults, none if none is named; how many requests the old ones have hit."""
+        """Replace all faults by these; return how many requests the old ones have hit."""
         return self._say(faults)
 
     def num_hits(self) -> int:
-        """Count the requests that failed or were held since the faults were set."""
+        """Return how many requests have failed or hung since the faults were set."""
         return self._say(None)
 
     def _say(self, wanted: dict[str, str | int | bool] | None) -> int:
@@ -357,7 +366,7 @@ class FaultyDisk:
         return int(self._answers.readline())
 
     def close(self) -> None:
-        """Unmount; whatever is still held fails."""
+        """Unmount the filesystem and end its server; requests that still hang are released."""
         self.set_faults()
         _libc.umount2(os.fsencode(self.folder), _MNT_DETACH)
         self._answers.close()

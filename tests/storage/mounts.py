@@ -1,4 +1,4 @@
-"""Filesystems of all kinds, each made in an image and mounted; that takes root and the tools."""
+"""Makes filesystems of all kinds in images and mounts them, which needs root and their tools."""
 
 import contextlib
 import subprocess
@@ -11,7 +11,7 @@ IMAGE_BYTES = 400 << 20
 
 
 class Filesystem(NamedTuple):
-    """How a filesystem is made and mounted; without `mkfs` it takes no image."""
+    """How a filesystem is made and mounted. One without `mkfs` is not made in an image."""
 
     mkfs: tuple[str, ...] = ()
     kind: str = ""
@@ -39,7 +39,7 @@ FILESYSTEMS = {
 
 
 class CannotMountError(Exception):
-    """This machine cannot make or mount a filesystem; says why."""
+    """This machine cannot make or mount a filesystem; the message says why."""
 
 
 def _run(*command: str) -> None:
@@ -55,10 +55,10 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def mounted(filesystem: Filesystem, image_bytes: int = IMAGE_BYTES) -> Iterator[Path]:
-    """Make a filesystem, mount it, and take it away again.
+    """Make and mount a filesystem, yield its folder, and remove it afterwards.
 
     Raises:
-        CannotMountError: it cannot be had here.
+        CannotMountError: This machine cannot make or mount it.
     """
     with tempfile.TemporaryDirectory(prefix="tieredkv-filesystems-") as name:
         folder, image = Path(name), Path(name) / "image"

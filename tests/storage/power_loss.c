@@ -51,7 +51,7 @@ static void record(char what, const char *path, const char *other, uint64_t offs
         if (all[used].iov_len > left) all[used].iov_len = left;
         left -= all[used].iov_len;
     }
-    if (left || real_writev(log_fd, all, used) < 0) abort(); /* a log with a hole proves nothing */
+    if (left || real_writev(log_fd, all, used) < 0) abort(); /* an incomplete log proves nothing */
 }
 
 static void record_fd(char what, int fd, uint64_t offset, uint64_t length, const struct iovec *pieces,

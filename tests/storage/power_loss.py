@@ -1,7 +1,8 @@
-"""A power loss, simulated: what a store wrote is logged, and replayed up to some moment.
+"""Simulates a power loss: the writes of a store are logged and replayed up to some moment.
 
-Run as a script it is the store that loses its power: it writes, deletes, sweeps, evicts and shrinks
-under `power_loss.c`, and notes after each round what is stored.
+Run as a script, this module is the process whose power is lost. It writes, deletes, sweeps, evicts
+and shrinks a store while `power_loss.c` logs its writes, and notes after each round which blocks
+are stored.
 """
 
 import json
@@ -21,7 +22,7 @@ from tests.storage.conftest import make_record, payload_of
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
-BUDGETS_BYTES = (4 << 20, 2 << 20)  # of two lives: the second begins with a smaller index
+BUDGETS_BYTES = (4 << 20, 2 << 20)  # of two lives of the store: the second one shrinks its index
 SIZES_BYTES = (4096, 8100, 8192, 20_480)
 _ROUNDS = 20
 _PAGE_BYTES = 4096
@@ -33,7 +34,7 @@ Block = tuple[str, int, int]  # chain, position, bytes
 
 
 class Operation(NamedTuple):
-    """One line of the log; `start` is where it stands there."""
+    """One operation of the log, which begins at the byte `start` of the log."""
 
     start: int
     what: str
@@ -45,14 +46,14 @@ class Operation(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What was stored once the log was so long."""
+    """The blocks that were stored when the log had this length."""
 
     log_bytes: int
     stored: set[Block]
 
 
 class Recording:
-    """The log of one store's life and its notes."""
+    """The log of a store's writes, and the notes of what it stored."""
 
     def __init__(self, base: Path, shim: Path, *, sync: str, seed: int) -> None:
         self.folder, log, notes = base / "store", base / "log", base / "notes"
@@ -69,7 +70,7 @@ class Recording:
         self.rounds = [Round(size, {(*block,) for block in stored}) for size, stored in lines]
 
     def certain(self, cut: int) -> set[Block]:
-        """Blocks acknowledged before the index's last sync, and not dropped until the cut."""
+        """Return blocks acknowledged before the index's last sync and not dropped until the cut."""
         syncs = [each for each in self.operations[:cut] if each.what == "s"]
         last = max((each.start for each in syncs if each.path.endswith("data.mdb")), default=0)
         begun = self.operations[cut - 1].start
@@ -80,23 +81,24 @@ class Recording:
         return set.intersection(*(each.stored for each in self.rounds[num_synced - 1 : num_begun]))
 
     def tried(self, cut: int) -> set[Block]:
-        """Every block that may be there at the cut."""
+        """Return every block that may be stored at the cut."""
         num_begun = 1 + sum(r.log_bytes <= self.operations[cut - 1].start for r in self.rounds)
         return set().union(*(each.stored for each in self.rounds[:num_begun]))
 
     def replay(self, cut: int, random_: random.Random, target: Path) -> None:
         """Write the files as a power loss after `cut` operations may leave them.
 
-        Of each file, any 4 KiB written since its last sync may be lost, whatever was written
-        later; the same for lengths, allocations and holes. Names are kept by a journal: those made,
-        changed and removed since the last sync of any file are lost from some moment on.
+        Any 4 KiB of a file written since the file's last sync may be lost, even if later writes are
+        kept. The same holds for its lengths, allocations and holes. Names are kept by a journal:
+        of the names made, changed and removed since the last sync of any file, those from some
+        moment on are lost.
         """
         operations = self.operations[:cut]
         last_sync = max((i for i, each in enumerate(operations) if each.what == "s"), default=0)
         names_end = random_.randint(last_sync, cut)
         loss = random_.choice((0.0, 0.2, 0.5, 0.9, 1.0))
 
-        owners: list[int] = []  # of each operation: the first one on the same file
+        owners: list[int] = []  # for each operation, the first operation on the same file
         numbers: dict[str, int] = {}
         synced: dict[int, int] = {}
         names: dict[str, int] = {}  # as they are on the disk
@@ -165,7 +167,7 @@ def _read_log(log: bytes) -> list[Operation]:
             parts.append(log[at : at + size])
             at += size
         path, other, data = os.fsdecode(parts[0]), os.fsdecode(parts[1]), parts[2]
-        if not path.endswith(" (deleted)"):  # a probe's unnamed file
+        if not path.endswith(" (deleted)"):  # the unnamed file of a probe
             operations.append(Operation(start, chr(what), path, other, offset, length, data))
     return operations
 
@@ -174,7 +176,7 @@ def _read_log(log: bytes) -> list[Operation]:
 
 
 def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
-    """Write, delete, sweep, evict, and shrink once; note what is stored after each round."""
+    """Write, delete, sweep, evict, and shrink once; note after each round what is stored."""
     random_, clock = random.Random(seed), FakeClock(time.time())
     known: dict[bytes, Block] = {}
     with notes.open("w") as lines:

@@ -1,4 +1,4 @@
-"""An id that `ls` printed names its chain while anything of it is there, whatever came between."""
+"""An id that `ls` has printed names its chain for as long as a block of the chain is stored."""
 
 import random
 from pathlib import Path
@@ -25,15 +25,15 @@ from tieredkv.types import BlockRecord
 
 
 class Conversations:
-    """Conversations that grow, part and are used again, in a store that is too small for them."""
+    """Conversations that grow, branch and are used again, in a store too small for all of them."""
 
     def __init__(self, store: CheckedStore, clock: FakeClock, seed: int) -> None:
         self.store, self.clock, self.random = store, clock, random.Random(seed)
         self.records: dict[bytes, BlockRecord] = {}
-        self.last: list[BlockRecord] = []  # of each conversation
+        self.last: list[BlockRecord] = []  # the last block of each conversation
 
     def say(self, life_s: float) -> None:
-        """Add a turn to a conversation, or begin one; what is before it was used as well."""
+        """Add a turn to a conversation, or begin one; the blocks before it are used, too."""
         now, turn = self.clock.now(), len(self.records)
         parent = self.random.choice([None, *self.records.values(), *self.last * len(self.records)])
         self.last = [each for each in self.last if each is not parent]
@@ -60,7 +60,7 @@ class Conversations:
         put(self.store, *added)
 
     def above(self, block: BlockRecord) -> list[BlockRecord]:
-        """A block and all before it, the first one first."""
+        """Return the blocks from the head of a chain to this one."""
         before = self.records.get(block.parent_hash)
         return [*(self.above(before) if before else []), block]
 
@@ -68,7 +68,7 @@ class Conversations:
         return stored_hashes(self.store, [*self.records.values()])
 
     def own(self, first: str, last: str) -> list[bytes]:
-        """The blocks from one to another, by the digits of their hashes."""
+        """Return the hashes of the blocks from one to another, given as hexadecimal digits."""
         [leaf] = [each for each in self.records.values() if each.block_hash.hex().startswith(last)]
         hashes = [each.block_hash for each in self.above(leaf)]
         [start] = [i for i, each in enumerate(hashes) if each.hex().startswith(first)]
@@ -77,7 +77,7 @@ class Conversations:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("what", ["evicted", "expired"])
-def test_an_id_is_good_while_a_block_that_was_the_chains_own_is_there(
+def test_an_id_is_good_while_an_own_block_of_its_chain_is_stored(
     tmp_path: Path, what: str, seed: int
 ) -> None:
     clock = FakeClock()

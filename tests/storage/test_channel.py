@@ -78,7 +78,7 @@ def test_the_end_of_the_other_side_is_an_eof() -> None:
     channel.close()
 
 
-def test_what_nobody_will_read_is_not_kept() -> None:
+def test_messages_to_a_closed_channel_are_not_kept() -> None:
     channel, sock = _pair()
     channel.send(LookupCall(1, [bytes(32)] * 50_000))
     assert channel.has_queued
@@ -94,7 +94,7 @@ def test_what_nobody_will_read_is_not_kept() -> None:
         channel.receive()
 
 
-def test_one_thread_waits_and_sends_on_what_another_left() -> None:
+def test_a_waiting_thread_sends_the_rest_of_another_threads_message() -> None:
     channel, sock = _pair()
     other = FrameChannel(sock, _decoder)
     with ThreadPoolExecutor(1) as pool:

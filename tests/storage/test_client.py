@@ -32,7 +32,7 @@ from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored,
 
 
 def raw_bytes(folder: Path) -> bytes:
-    """Everything that the files of a store hold."""
+    """Return the content of all files of a store."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return b"".join(path.read_bytes() for path in files)
 
@@ -207,7 +207,7 @@ def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harnes
     for page in range(NUM_PAGES):
         harness.arena.page(page)[:] = bytes(PAGE_BYTES)
     client.load(lent_pages(chain)[:32])
-    mail.take(PageLoaded)  # it is in the middle of it
+    mail.take(PageLoaded)  # the worker is in the middle of these loads
     os.kill(client.pid, signal.SIGSTOP)
     client.load(lent_pages(chain)[32:])
     time.sleep(0.3)
@@ -234,7 +234,7 @@ def test_the_engine_never_waits_for_a_stopped_worker(harness: Harness) -> None:
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     hashes = [hash_of("a", position) for position in range(8192)]
-    jobs = [client.lookup(hashes) for _ in range(20)]  # far more than a socket holds
+    jobs = [client.lookup(hashes) for _ in range(20)]  # far more than a socket buffers
     assert client.poll() == []
     os.kill(client.pid, signal.SIGCONT)
     done = Mailbox(client).take(LookupDone, 20)
@@ -265,7 +265,7 @@ def test_killing_a_stopped_worker_ends_its_loans_and_a_new_one_serves(
 
 
 def stuff(client: CheckedClient) -> int:
-    """Stop the worker and ask until no more is sent to it; count the lookups."""
+    """Stop the worker and look up until a lookup is dropped; return the number of lookups."""
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     hashes = [hash_of("none", position) for position in range(8192)]

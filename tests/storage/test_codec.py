@@ -120,7 +120,7 @@ def test_a_header_belongs_to_its_block_whatever_was_claimed_later(
 
 
 @given(st.data())
-def test_any_flipped_bit_that_counts_of_a_record_or_header_is_noticed(data: st.DataObject) -> None:
+def test_a_flipped_bit_of_a_record_or_header_is_noticed(data: st.DataObject) -> None:
     record, header = bytearray(encode_record(GOLDEN)), bytearray(header_of(GOLDEN))
     bit = data.draw(st.integers(0, len(record) * 8 - 1))
     record[bit // 8] ^= 1 << bit % 8

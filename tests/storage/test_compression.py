@@ -52,19 +52,22 @@ KINDS = {2: (np.dtype("<u2"), 1), 4: (np.dtype("<u4"), 2)}
 
 
 def kv_bytes(seed: int, size_bytes: int = BLOCK_BYTES, width: int = 2) -> bytes:
-    """Normally distributed numbers, as keys and values are: bfloat16 or float32."""
+    """Return normally distributed numbers, like keys and values, as bfloat16 or float32."""
     numbers = np.random.default_rng(seed).standard_normal(size_bytes // width, np.float32)
     bits = numbers.view(np.uint32)
     return (bits if width == 4 else (bits >> 16).astype("<u2")).tobytes()
 
 
 def block_of(record: BlockRecord) -> bytes:
-    """The right bytes of a block, which compress."""
+    """Return the right bytes of a block, which can be compressed."""
     return kv_bytes(int.from_bytes(record.block_hash[:4], "big"), record.size_bytes)
 
 
 def there_and_back(block: bytes, number: int) -> tuple[bytes, int]:
-    """A block packed and unpacked, and the bytes of its payload; itself where packing is no use."""
+    """Pack and unpack a block; return the result and the length of its payload.
+
+    A block that does not become smaller is not packed, and is returned as it is.
+    """
     packed = pack(memoryview(block), number)
     if packed is None:
         return block, len(block)
@@ -113,7 +116,7 @@ LOW = [random.Random(i).randbytes(4096) for i in range(3)]
 
 @pytest.mark.parametrize(("number", "low"), [(1, LOW[:1]), (2, LOW)])
 def test_a_payload_has_its_golden_bytes(number: int, low: list[bytes]) -> None:
-    """Planes that do not shrink stay as they are and say so in bit 31 of their length."""
+    """A plane that does not shrink is stored raw, which bit 31 of its length says."""
     block = b"".join(map(bytes, zip(*low, bytes([0x3F]) * 4096, strict=True)))
     lengths = {1: "0010008013000000", 2: "00100080001000800010008013000000"}
     golden = bytes.fromhex(lengths[number]) + b"".join(low) + GOLDEN_FRAME
@@ -142,7 +145,7 @@ def test_every_byte_pattern_comes_back(number: int, pattern: bytes, count: int) 
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_every_special_number_comes_back(width: int) -> None:
-    """NaNs with any payload, infinities, both zeroes, the smallest: all 65,536 upper halves."""
+    """All 65,536 upper halves: NaNs with any payload, infinities, zeroes, subnormal numbers."""
     upper = np.arange(1 << 16, dtype="<u4")
     numbers = upper.astype("<u2") if width == 2 else upper << 16 | upper[::-1]
     block = np.concatenate([numbers, np.zeros_like(numbers)]).tobytes()
@@ -212,7 +215,7 @@ def test_a_compressed_block_takes_less_and_loads_bit_for_bit(tmp_path: Path) -> 
         assert stats.compression_rate > 0 < stats.decompression_rate
         assert (verify(store).checked, verify(store).bad) == (6, 0)
         store.check()
-    with open_store(tmp_path) as store:  # whatever the setting, what is stored is read
+    with open_store(tmp_path) as store:  # compressed blocks are read whatever the setting is
         assert [load(store, record) for record in records] == list(map(block_of, records))
 
 
@@ -285,7 +288,7 @@ def test_damage_of_a_compressed_block_is_a_miss(tmp_path: Path, at: int, reason:
 
 
 def test_a_payload_that_lies_under_a_right_checksum_is_a_miss(tmp_path: Path) -> None:
-    """Written so by somebody: lengths that contradict the block, sealed all the same."""
+    """The lengths in the payload contradict the block, but its checksum is right."""
     record = make_record(size_bytes=BLOCK_BYTES)
     with open_packing(tmp_path) as store:
         page = page_with(block_of(record))
@@ -312,7 +315,7 @@ def test_a_reused_extent_holds_nothing_of_the_block_before(tmp_path: Path) -> No
         clock.advance(20)
         store.delete([long.block_hash], "request")
         page = page_with(block_of(short))
-        page[1:4096:2] = bytes([0x3F]) * 2048  # a payload that is a little shorter
+        page[1:4096:2] = bytes([0x3F]) * 2048  # makes the payload a little shorter
         packed = pack_page(store, short, page)
         assert packed is not None and len(packed.image) == found.extent_bytes
         assert len(packed.payload) < found.payload_bytes
@@ -328,15 +331,16 @@ def test_a_reused_extent_holds_nothing_of_the_block_before(tmp_path: Path) -> No
         ((131_072, 262_144), 1 / 3, 0.85),
         pytest.param((65_536,), 1 / 3, 0.85, marks=pytest.mark.slow),
         ((32_768,), 0, 0.85),
-        # An extent is its payload, 512 bytes of header and 2 KiB of padding to whole pages:
-        # of payloads of 13 to 22 KiB 0.88. The index of so small a store takes 0.06.
+        # An extent is a payload of 13 to 22 KiB, 512 bytes of header and on average 2 KiB of
+        # padding to whole pages. So 0.88 of it is payload. The index of so small a store takes
+        # another 0.06.
         pytest.param((32_768,), 1 / 3, 0.80, marks=pytest.mark.slow),
     ],
 )
 def test_ten_turnovers_of_unequal_sizes_stay_within_the_budget_and_dense(
     tmp_path: Path, sizes: tuple[int, ...], most_constant: float, least_live: float
 ) -> None:
-    """At most 15 % of what the files occupy is not payload; nearly all of the budget is used."""
+    """The files use nearly all of the budget, and most of their bytes are payload."""
     budget, chosen = 12 << 20, random.Random(5)
     numbers = {size: kv_bytes(1, size) for size in sizes}
     with open_packing(tmp_path, budget_bytes=budget) as store:
@@ -344,7 +348,7 @@ def test_ten_turnovers_of_unequal_sizes_stay_within_the_budget_and_dense(
             count = range(store.stats().num_stored, store.stats().num_stored + 16)
             records = [make_record(f"{i}", size_bytes=chosen.choice(sizes)) for i in count]
             pages = [page_with(numbers[record.size_bytes]) for record in records]
-            for page in pages:  # a part is one number: it takes less
+            for page in pages:  # a part of a page repeats one number, which compresses better
                 constant = 2 * int(chosen.random() * most_constant * len(page) / 2)
                 page[:constant] = b"\0\x3f" * (constant // 2)
             assert all(put(store, *records, pages=pages))
@@ -381,12 +385,12 @@ def test_a_trial_needs_blocks_and_says_what_it_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ratio", "decode_gb_s", "num_threads", "expected"),
     [
-        (1.46, 1.7, 16, True),  # the cores follow, the disk gives 1.46 times as much
-        (1.46, 1.7, 2, False),  # one core decodes less than the disk gives raw
-        (1.05, 1.7, 16, False),  # hardly anything is saved
+        (1.46, 1.7, 16, True),  # the cores keep up, and the disk delivers 1.46 times as much
+        (1.46, 1.7, 2, False),  # one core decodes more slowly than the disk reads raw blocks
+        (1.05, 1.7, 16, False),  # compression saves hardly anything
     ],
 )
-def test_it_pays_where_both_disk_and_cores_allow_a_tenth_more(
+def test_compression_pays_where_disk_and_cores_gain_a_tenth(
     ratio: float, decode_gb_s: float, num_threads: int, expected: bool
 ) -> None:
     assert pays(ratio, decode_gb_s * 1e9, 2.5e9, num_threads) is expected
@@ -448,7 +452,7 @@ def test_auto_tries_what_is_stored_and_goes_on_either_way(harness: Harness) -> N
 
 
 def test_what_was_acknowledged_survives_kills_while_blocks_are_compressed(harness: Harness) -> None:
-    """Some blocks shrink and some do not; the budget is too small for all of them."""
+    """Some blocks can be compressed and some cannot; the budget is too small for all of them."""
 
     def block(block_hash: bytes) -> bytes:
         return (worker_block if block_hash[0] % 3 else payload_of)(block_hash)

@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.storage.conftest import (
     make_chain,
     make_record,
     payload_of,
+    wait_until,
 )
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError, StoreUnreachableError
@@ -35,8 +36,10 @@ from tieredkv.storage.worker_messages import ControlRequest
 
 
 @contextmanager
-def engine_that_says(client: StoreClient, body: dict[str, Any]) -> Iterator[list[ControlRequest]]:
-    """Answer every question of the worker meanwhile."""
+def engine_that_says(
+    client: StoreClient, body: dict[str, Any], *, before: Callable[[], object] = lambda: None
+) -> Iterator[list[ControlRequest]]:
+    """Answer the worker's requests with `body`, each after a call of `before`; yield them."""
     asked: list[ControlRequest] = []
     done = threading.Event()
 
@@ -45,6 +48,7 @@ def engine_that_says(client: StoreClient, body: dict[str, Any]) -> Iterator[list
             for event in client.poll():
                 if isinstance(event, ControlRequest):
                     asked.append(event)
+                    before()
                     client.reply_control(event.id, body)
             time.sleep(0.005)
 
@@ -105,7 +109,7 @@ def test_ls_shows_chains(harness: Harness) -> None:
 
 
 def fill(path: Path, num_chains: int) -> None:
-    """Make a store of chains of one small block each, the last of which was used last."""
+    """Make a store with chains of one small block each; a later chain was used later."""
     now = time.time()
     records = [
         make_small_record(f"{i}", now=now, size_bytes=1, last_used=now + i / num_chains)
@@ -158,12 +162,13 @@ def test_a_worker_that_dies_while_it_lists_is_an_error_not_a_shorter_list(harnes
 
 def test_more_ids_than_fit_into_a_frame_are_evicted(harness: Harness) -> None:
     fill(harness.folder, 300)
-    harness.open()
+    client = harness.open()
     control = StoreControl(harness.folder)
     ids = [chain.id for page in control.ls() for chain in page]
     unknown = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(20_000)]
     assert len(msgspec.msgpack.encode(unknown)) > MAX_CONTROL_FRAME_BYTES
-    answer = control.evict(EvictFilter(ids=(*ids[:150], *unknown, *ids[150:])))
+    with engine_that_says(client, {}):
+        answer = control.evict(EvictFilter(ids=(*ids[:150], *unknown, *ids[150:])))
     assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (300, 300)
     assert answer["unknown_ids"] == unknown
 
@@ -182,6 +187,43 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
     assert (asked[0].call.verb, asked[0].call.wanted.all) == ("evict", True)
     assert result["evicted_blocks"] == 5 + 2
     assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
+
+
+def test_an_eviction_that_the_engine_does_not_answer_is_no_success(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    chain = make_chain("a", 5)
+    mail.store(chain)
+    with pytest.raises(StoreUnreachableError, match=r"5 blocks were evicted from disk.*come back"):
+        StoreControl(harness.folder).evict(EvictFilter(all=True))
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
+
+
+def test_nothing_is_evicted_behind_the_back_of_an_engine_whose_worker_is_down(
+    harness: Harness,
+) -> None:
+    client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
+    Mailbox(client).store(make_chain("a", 5))
+    os.kill(client.pid or 0, signal.SIGKILL)
+    wait_until(lambda: client.pid is None)
+    control = StoreControl(harness.folder)
+    with pytest.raises(StoreUnreachableError, match="its store worker is down"):
+        control.evict(EvictFilter(all=True))
+    assert control.evict(EvictFilter(all=True, dry_run=True))["evicted_blocks"] == 5
+    assert control.df()["disk"]["blocks"] == 5
+    client.close()
+    assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 5
+
+
+def test_an_eviction_whose_worker_dies_in_between_is_made_by_the_next_one(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 5)
+    mail.store(chain)
+    answers = iter([lambda: os.kill(client.pid or 0, signal.SIGKILL)])
+    with engine_that_says(client, {}, before=lambda: next(answers, lambda: None)()) as asked:
+        StoreControl(harness.folder).evict(EvictFilter(all=True))
+    assert len(asked) == 2
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
 
 

@@ -1,4 +1,4 @@
-"""Killed at any moment, a store opens again, with every acknowledged block and no wrong one."""
+"""A store whose worker was killed opens again with every acknowledged block and no wrong one."""
 
 import os
 import random
@@ -30,16 +30,16 @@ from tieredkv.types import BlockRecord
 STORED_A_ROUND = 16
 LOADED_A_ROUND = 16
 BUDGET_BYTES = 12 << 20
-KEPT_BLOCKS = 128  # stored last, a third of the budget: eviction does not come that far
+KEPT_BLOCKS = 128  # the blocks stored last, a third of the budget, are never evicted
 EXPIRES_AFTER_S = 1.0
 
 
 def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
-    """Kill the worker at random times under load at capacity; count what came of it.
+    """Kill the worker at random times, with load on a full store; return the counters.
 
-    Each round stores, loads, deletes and lets blocks expire, kills, and checks what came back:
-    the blocks acknowledged last are there, every byte is right, `verify` finds nothing and the
-    budget holds.
+    Each round stores, loads, deletes and expires blocks, kills the worker, and checks the new one:
+    the blocks acknowledged last are stored, every byte is right, `verify` finds nothing and the
+    files stay within the budget.
     """
     client = harness.open(budget_bytes=BUDGET_BYTES, backoff_s=0.01, max_backoff_s=0.01)
     mail, random_ = Mailbox(client), random.Random(seed)
@@ -185,7 +185,7 @@ def test_an_index_that_kills_its_worker_is_set_aside_and_made_again_from_the_ext
     index = harness.folder / "index" / "data.mdb"
     size = index.stat().st_size
     if damage == "cut off":
-        os.truncate(index, 2 * 4096)  # two meta pages that point past the end: SIGBUS
+        os.truncate(index, 2 * 4096)  # both meta pages point past the end, which raises SIGBUS
     elif damage == "overwritten":
         index.write_bytes(os.urandom(size))
     else:
@@ -210,7 +210,7 @@ def test_a_folder_that_is_removed_under_the_worker_costs_its_blocks_and_no_more(
     chain = [make_record("a", position) for position in range(4)]
     mail.store(chain)
     shutil.rmtree(harness.folder)
-    mail.store(chain[:1])  # noticed or not, it is answered
+    mail.store(chain[:1])  # answered whether or not the worker notices the loss
     if client.pid is not None:
         os.kill(client.pid, signal.SIGKILL)
     mail.take(WorkerUp)

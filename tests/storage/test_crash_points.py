@@ -1,4 +1,4 @@
-"""A process that dies at any step of any change leaves a store that opens, whole and clean."""
+"""A process that dies at any step of a change leaves a store that opens and is consistent."""
 
 import math
 import os
@@ -76,7 +76,7 @@ MANY = [blocks(f"many {i}", 24, 200 + i) for i in range(6)]
 LARGE = [blocks(f"large {i}", 6, 300 + i, size=40_960) for i in range(3)]
 LAST = blocks("last", 5, 400)
 
-# Two lives of a process: the first has room, the second opens what is there and must evict.
+# Two lives of a store: the first has room for its blocks; the second opens it and must evict.
 LIVES: list[list[Step]] = [
     [
         ("put", A),
@@ -84,10 +84,10 @@ LIVES: list[list[Step]] = [
         ("put", ODD),
         ("put", SHORT),
         ("delete", [A[8], A[9], B[0]]),
-        ("put", A_AGAIN),  # computed anew: takes the place of what is there
+        ("put", A_AGAIN),  # computed again, so these blocks replace the stored ones
         ("delete", ODD),  # the last blocks of their extent size
         ("wait", 1.0),
-        ("wait", 100.0),  # past the end of `SHORT`
+        ("wait", 100.0),  # until after the blocks of `SHORT` expire
     ],
     [
         *(("put", many) for many in MANY),
@@ -103,11 +103,14 @@ TRIED = [record for life in LIVES for step in life if step[0] == "put" for recor
 
 
 class Outcome(NamedTuple):
-    """What a dead process had been told by its store, and what it was waiting for.
+    """What a process knew of its store when it died.
 
     Attributes:
-        under_way: blocks of the step in which it died; None where it deleted them.
-        is_committed: that step was a put whose transaction was through, but not acknowledged.
+        exit_code: How the process ended.
+        stored: The blocks of all finished steps.
+        under_way: The blocks of the step in which it died; None for a block that it was deleting.
+        is_committed: Whether that step was a put that was committed but not yet acknowledged.
+        now: The time of the process's clock.
     """
 
     exit_code: int
@@ -118,12 +121,12 @@ class Outcome(NamedTuple):
 
 
 def live(path: Path, failpoint: Callable[[str], None], tell: Callable[[str], None]) -> None:
-    """Work on a store, saying before and after each step what is done."""
+    """Work on a store; `tell` is called before and after each step."""
     clock = FakeClock(START)
     for life, steps in enumerate(LIVES):
         with (
             open_store(path, clock, budget_bytes=BUDGET_BYTES, failpoint=failpoint) as store,
-            patch.object(allocator, "_ERASING_S", math.inf),  # or a slow machine takes more steps
+            patch.object(allocator, "_ERASING_S", math.inf),  # as many steps on a slow machine
         ):
             for number, step in enumerate(steps):
                 tell(f"begin {life} {number}")
@@ -144,7 +147,7 @@ def take_step(store: BlockStore, clock: FakeClock, step: Step) -> None:
 
 
 def in_child(work: Callable[[Callable[[str], None]], None]) -> tuple[int, list[str]]:
-    """Run `work` in a process of its own; answer its exit code and what it told before it ended."""
+    """Run `work` in a process of its own; return its exit code and the lines that it told."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -161,11 +164,11 @@ def in_child(work: Callable[[Callable[[str], None]], None]) -> tuple[int, list[s
 
 
 def void(_: object) -> None:
-    """Drop a value."""
+    """Take a value and return None."""
 
 
 def dying_at(label: str, nth: int, tell: Callable[[str], None]) -> Callable[[str], None]:
-    """A failpoint that ends the process the n-th time that a label is reached."""
+    """Return a failpoint that kills the process the n-th time that a label is reached."""
     seen = Counter[str]()
 
     def failpoint(at: str) -> None:
@@ -179,7 +182,7 @@ def dying_at(label: str, nth: int, tell: Callable[[str], None]) -> Callable[[str
 
 
 def outcome_of(exit_code: int, told: list[str]) -> Outcome:
-    """Follow what the process told: each step is done, or was under way when it died."""
+    """Reconstruct from what a process told which steps were done and which was under way."""
     stored: dict[bytes, BlockRecord] = {}
     under_way: dict[bytes, BlockRecord | None] = {}
     clock, is_committed = FakeClock(START), False
@@ -203,7 +206,7 @@ def outcome_of(exit_code: int, told: list[str]) -> Outcome:
 
 
 def run_until(path: Path, label: str, nth: int) -> Outcome:
-    """Let a process work on a store until it dies."""
+    """Let a process work on a store until it dies at a label."""
     died = in_child(lambda tell: live(path, dying_at(label, nth, tell), tell))
     return outcome_of(*died)
 
@@ -214,7 +217,7 @@ def num_reached(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
 
 
 def count_labels(path: Path) -> Counter[str]:
-    """How often a process that lives to the end passes each label."""
+    """Return how often each label is passed if the process is not killed."""
     seen = Counter[str]()
     live(path, lambda label: seen.update([label]), lambda line: None)
     return seen
@@ -231,7 +234,7 @@ def test_every_label_in_the_source_is_tested(num_reached: Counter[str]) -> None:
 
 @pytest.mark.parametrize("when", ["first", "second", "in the middle", "last but one", "last"])
 @pytest.mark.parametrize("label", LABELS)
-def test_a_process_that_dies_there_loses_nothing_and_leaves_nothing(
+def test_a_process_killed_at_a_label_loses_no_block_and_leaves_no_bytes(
     tmp_path: Path, num_reached: Counter[str], label: str, when: str
 ) -> None:
     path, last = tmp_path / "store", num_reached[label]
@@ -297,7 +300,7 @@ def test_a_process_that_dies_while_it_shrinks_a_store_shrinks_it_the_next_time(
 
 
 def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES) -> int:
-    """Open what a dead process left, and look at all of it; how many blocks are right."""
+    """Check the whole store that a dead process left; return how many of its blocks it serves."""
     assert occupied_bytes(path) <= BUDGET_BYTES
     with open_store(path, FakeClock(died.now), budget_bytes=budget_bytes) as store:
         store.check()
@@ -317,9 +320,9 @@ def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES)
 
 
 def assert_right_blocks(store: CheckedStore, died: Outcome) -> int:
-    """What was acknowledged is there, but for what was evicted in order; nothing else is.
+    """Assert that exactly the acknowledged blocks are served, except those evicted in order.
 
-    Answers how many blocks that are.
+    Returns how many blocks are served.
     """
     served = {}
     for block_hash in {record.block_hash for record in TRIED}:
@@ -347,7 +350,7 @@ def assert_right_blocks(store: CheckedStore, died: Outcome) -> int:
 
 
 def assert_no_strangers_bytes(path: Path, store: CheckedStore) -> None:
-    """In the raw files every extent is zero that is not a stored block's."""
+    """Assert that every extent in the files is zero unless it belongs to a stored block."""
     found = store.lookup([record.block_hash for record in TRIED])
     located = [store.locate(record.block_hash) for record in found if record is not None]
     owned = {each.extent for each in located if each is not None}

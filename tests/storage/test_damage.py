@@ -1,4 +1,4 @@
-"""A damaged, lost or replaced index costs blocks at most; a folder that goes away costs misses."""
+"""Damage to the index costs blocks at most, and a folder that goes away costs only misses."""
 
 import itertools
 import os
@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.fakes import FakeClock
@@ -60,7 +61,7 @@ CHURNED = [
 
 @pytest.fixture(scope="module")
 def churned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed store with free and pending extents, the same to the byte in every run."""
+    """A closed store with free and pending extents; its files are the same in every run."""
     path = tmp_path_factory.mktemp("churned") / "store"
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for start in range(0, len(CHURNED), 64):
@@ -80,7 +81,7 @@ def flip_bits(file: Path, seed: int, count: int) -> None:
 
 
 def set_aside(path: Path) -> str:
-    """Have the next start make the index again, as after a verdict of damage."""
+    """Set the index aside as damaged, so that the next start makes it again."""
     folder = StoreFolder.claim(str(path), create=False)
     try:
         return set_aside_index(folder)
@@ -89,7 +90,7 @@ def set_aside(path: Path) -> str:
 
 
 def use_and_repair(path: Path) -> None:
-    """What a store can still do, it does right; once verify has repaired it, all is well."""
+    """Check that a damaged store serves no wrong byte, and is sound once `verify` repaired it."""
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for record in CHURNED:
             assert load(store, record) in (payload_of(record), None, *DAMAGES)
@@ -105,7 +106,7 @@ def use_and_repair(path: Path) -> None:
 
 
 def outcome_in_child(path: Path) -> int:
-    """The exit code of a process that uses the store: damage and deadly signals are its right."""
+    """Use the store in a process; return its exit code, which may be DAMAGED or a signal's."""
     if (pid := os.fork()) == 0:
         code = 1
         try:
@@ -139,7 +140,7 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
         put(store, *records)
     victim = sorted(record.block_hash for record in records)[30]
     index = path / "index" / "data.mdb"
-    key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # and its record
+    key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # only before its record
     index.write_bytes(key.sub(bytes(32), index.read_bytes()))
     with open_store(path) as store:
         found = VerifyResult()
@@ -180,7 +181,7 @@ def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> 
         put(store, *records)
     index = path / "index" / "data.mdb"
     data = index.read_bytes()
-    for record in records:  # the keys now sort behind their neighbours' by what comes first
+    for record in records:  # the times with which the keys begin are now in the wrong order
         key = struct.pack(">Q", int(record.expires_at * 1e6)) + record.block_hash
         data = data.replace(key, struct.pack(">Q", 90 - record.position) + record.block_hash)
     index.write_bytes(data)
@@ -193,7 +194,7 @@ def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> 
 
 
 def assert_back(mail: Mailbox, records: list[BlockRecord]) -> None:
-    """The tier serves again, with all of these blocks."""
+    """Assert that the tier serves all of these blocks again and stores new ones."""
     wait_until(lambda: all(mail.lookup([record.block_hash for record in records])))
     for done in mail.load(records):
         assert done.ok, done.reason
@@ -260,6 +261,96 @@ def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
     assert len(said) == (1 if batch > len(records) else 2)
 
 
+def forget_segments(path: Path) -> None:
+    """Lose every entry of `segments`."""
+    with plain_index(path, "segments") as (txn, segments):
+        txn.drop(segments, delete=False)
+
+
+def test_segments_that_the_index_forgot_keep_what_is_stored_and_nothing_that_was_dropped(
+    tmp_path: Path,
+) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    kept, evicted = make_chain_at("kept", 6), make_chain_at("evicted", 6)
+    expired = make_chain_at("expired", 6, expires_at=NOW + 60)
+    claimed = make_chain_at("claimed", 6, expires_at=NOW + 60)
+    with open_store(path, clock) as store:
+        for records in (kept, evicted, expired, claimed):
+            assert all(put(store, *records))
+        store.claim_or_touch([make_later(record) for record in claimed])
+        store.delete([record.block_hash for record in evicted], "test")  # not erased yet
+    forget_segments(path)
+    clock.advance(61)
+    with open_store(path, clock) as store:
+        store.check()
+        assert [load(store, each) for each in kept + claimed] == [
+            payload_of(each) for each in kept + claimed
+        ], "a stored block is lost"
+        assert not stored_hashes(store, evicted + expired)
+        assert store.stats().faults["index"] == 1
+        for file in segment_files(path):
+            text = file.read_bytes()
+            assert not any(payload_of(record) in text for record in evicted + expired)
+    with open_store(path, clock) as store:
+        assert store.stats().faults["index"] == 1, "an index that knows its segments is kept"
+
+
+def make_chain_at(name: str, length: int, **changes: float) -> list[BlockRecord]:
+    """Blocks of a chain, with some fields changed."""
+    return [msgspec.structs.replace(make_record(name, i), **changes) for i in range(length)]
+
+
+def make_later(record: BlockRecord) -> BlockRecord:
+    """The same block, with a claim to keep it for a day."""
+    return msgspec.structs.replace(record, expires_at=NOW + 86_400)
+
+
+@pytest.mark.parametrize("life_s", [0, 60])
+def test_an_unknown_segment_without_a_stored_block_is_removed(tmp_path: Path, life_s: int) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    records = make_chain_at("a", 6, expires_at=NOW + 60)
+    with open_store(path, clock) as store:
+        assert all(put(store, *records))
+    [file] = segment_files(path)
+    with plain_index(path, "blocks") as (txn, blocks):
+        txn.drop(blocks, delete=False)
+    forget_segments(path)
+    if not life_s:
+        file.write_bytes(bytes(file.stat().st_size))
+    clock.advance(life_s)
+    with open_store(path, clock) as store:
+        assert segment_files(path) == []
+        assert not stored_hashes(store, records)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_failed_transaction_removes_the_file_that_it_made_and_no_other(
+    tmp_path: Path, is_known: bool
+) -> None:
+    path, is_failing = tmp_path / "s", False
+    old, new = make_chain_at("old", 6), make_record("new", size_bytes=40_960)
+
+    def fail(label: str) -> None:
+        if is_failing and label == "segment:grown":
+            raise StorageError("injected")
+
+    with open_store(path, failpoint=fail) as store:
+        assert all(put(store, *old))
+        if not is_known:
+            with store.index.writing() as txn:
+                txn._txn.drop(txn._dbs["segments"], delete=False)
+        files = segment_files(path)
+        is_failing = True
+        with pytest.raises(StorageError, match="injected"):
+            put(store, new)
+        is_failing = False
+        assert segment_files(path) == files
+    with open_store(path) as store:
+        assert [load(store, each) for each in old] == [payload_of(each) for each in old]
+        assert put(store, new) == [True]
+        store.check()
+
+
 def test_whoever_only_looks_does_not_empty_a_store_whose_index_is_lost(tmp_path: Path) -> None:
     path, record = tmp_path / "store", make_record()
     with open_store(path) as store:
@@ -267,7 +358,9 @@ def test_whoever_only_looks_does_not_empty_a_store_whose_index_is_lost(tmp_path:
     os.truncate(path / "index" / "data.mdb", 0)
     lock, text = path / "lock", (path / "lock").read_bytes()
     lock.write_bytes(b"")
-    with pytest.raises(StorageError, match="lost the text of its lock, and the budget with it"):
+    with pytest.raises(
+        StorageError, match="no longer tells the budget of the store; start a server"
+    ):
         open_store(path, budget_bytes=None, create=False)
     lock.write_bytes(text)
     with open_store(path, budget_bytes=None, create=False) as store:
@@ -286,11 +379,11 @@ def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Pat
     with open_store(path, budget_bytes=2 << 20, failpoint=sample) as store:
         put(store, *small)
         store.delete([record.block_hash for record in small[1:]], "test")
-        sweep(store)  # what it erases are holes
+        sweep(store)  # turns the deleted blocks into holes
         for record in large:
             put(store, record)
         store.make_index_again()
-        shutil.rmtree(path / "index.bad")  # or what it takes would have room made first
+        shutil.rmtree(path / "index.bad")  # else room for it would be made by evictions first
         store.allocator.measure()
         put(store, *small)
         store.check()
@@ -302,7 +395,7 @@ def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Pat
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a tmpfs of its own."""
+    """A folder on a newly mounted tmpfs."""
     folder = tmp_path / "mnt"
     folder.mkdir()
     made = subprocess.run(
@@ -394,7 +487,7 @@ def test_a_store_that_shrinks_is_never_above_the_larger_budget(
     rename = os.rename
 
     def renaming(source: str, target: str) -> None:
-        peaks.append(occupied_bytes(path))  # the copy lies beside the index
+        peaks.append(occupied_bytes(path))  # the index and its copy both exist now
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", renaming)

@@ -1,6 +1,6 @@
-"""The running worker on a disk that really fails: errors, stalls and no room, lifted again.
+"""The running worker on a disk that really fails for a while: with errors, stalls or no room.
 
-The disks are a FUSE filesystem of ours and a small tmpfs; both take the right to mount.
+The disks are the FUSE filesystem of `fuse.py` and a small tmpfs. Both need the right to mount.
 """
 
 import errno
@@ -58,11 +58,11 @@ def harness_on(folder: Path, tmp_path: Path) -> Iterator[Harness]:
 def harness(disk: FaultyDisk, tmp_path: Path) -> Iterator[Harness]:
     with harness_on(disk.folder / "store", tmp_path) as harness:
         yield harness
-        disk.set_faults()  # or a worker that is held could not be ended
+        disk.set_faults()  # a worker whose call hangs could not be ended
 
 
 def assert_sound(folder: Path, stored: list[BlockRecord], budget_bytes: int = 64 << 20) -> None:
-    """A stopped store has these blocks, nothing wrong in it and nothing above its budget."""
+    """Assert that a stopped store has these blocks, is sound, and is within its budget."""
     with open_store(folder, FakeClock(time.time()), budget_bytes=budget_bytes) as store:
         for record in stored:
             located = store.locate(record.block_hash)
@@ -76,7 +76,7 @@ def assert_sound(folder: Path, stored: list[BlockRecord], budget_bytes: int = 64
 
 
 def assert_none_lost(client: StoreClient, mail: Mailbox, records: list[BlockRecord]) -> list[Any]:
-    """Check that blocks are right, or were evicted; return those that are there."""
+    """Assert that each block is right or was evicted; return the blocks that are stored."""
     loaded = mail.load(records) if records else []
     there = [done for done in loaded if done.ok]
     assert reasons(loaded) <= {"", "missing"}
@@ -337,7 +337,7 @@ def test_a_full_filesystem_takes_new_blocks_expires_and_serves_again(
 
 
 def aged(record: BlockRecord) -> BlockRecord:
-    """The same block, computed after the clock was turned by a day and a minute."""
+    """Return the same block as if computed after the clock was set ahead by a day and a minute."""
     shift = DAY_S + 60
     return replace(
         record,

@@ -21,7 +21,7 @@ def test_a_flood_leaves_another_tenant_its_share_of_the_disk(tmp_path: Path, sal
             put(store, flood[-1])
         store.keep_shares({QUIET: 0.5, FLOOD: 0.5})
         later = flood[0].last_used + 1
-        num_quiet = len(flood) * 2 // 5  # the index takes some of the rest as it grows
+        num_quiet = len(flood) * 2 // 5  # less than half, because the growing index takes room, too
         quiet = [make_record(f"quiet{i}", namespace=QUIET + salt) for i in range(num_quiet)]
         put(store, *quiet)
         for index in range(10 * len(flood)):
@@ -90,7 +90,7 @@ def test_a_tenant_below_its_share_grows_at_the_expense_of_those_without_one(tmp_
             num_full += 1
         store.keep_shares({QUIET: 0.4})
         quiet = [make_record(f"quiet{i}", namespace=QUIET) for i in range(num_full // 4)]
-        for record in quiet:  # each is older than what the flood has stored
+        for record in quiet:  # each was used before the blocks of the flood
             put(store, record)
         assert len(stored_hashes(store, quiet)) == len(quiet)
         store.check()

@@ -1,4 +1,4 @@
-"""Damage of every kind, done to a closed store: found, dropped, counted; nothing else is lost."""
+"""Damaged blocks of a closed store are found, dropped and counted, and no other block is lost."""
 
 import os
 import shutil
@@ -37,9 +37,12 @@ HASHES = [record.block_hash for record in RECORDS]
 
 
 class Victim(NamedTuple):
-    """A block that the damage hit: why it does not load, and what `verify` calls it.
+    """A block that the damage hit.
 
-    A load that only misses, because there is no sound record any more, has no answer of its own.
+    Attributes:
+        on_load: The reason with which a load fails; None if the load is a plain miss, because no
+            sound record is left.
+        on_verify: The reason that `verify` reports.
     """
 
     block_hash: bytes
@@ -48,12 +51,12 @@ class Victim(NamedTuple):
 
 
 class Filled:
-    """A closed store with two chains in two segments, and where its blocks lie."""
+    """A closed store with two chains in two segments, and the places of its blocks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with open_store(path) as store:
-            for records in (SMALL[:1], SMALL[1:], LARGE):  # in two steps: extents stay unused
+            for records in (SMALL[:1], SMALL[1:], LARGE):  # two steps leave some extents unused
                 assert all(put(store, *records))
             self.located = {key: self._must(store.locate(key)) for key in HASHES}
         assert len(segment_files(path)) == 2
@@ -76,7 +79,7 @@ class Filled:
         return [key for key in HASHES if self.file_of(key) == self.file_of(block_hash)]
 
     def entry(self, block_hash: bytes) -> bytes:
-        """An index record, through plain LMDB."""
+        """Return the record of a block in the index, read with plain LMDB."""
         with plain_index(self.path, "blocks") as (txn, blocks):
             return bytes(txn.get(block_hash, db=blocks) or b"")
 
@@ -85,7 +88,7 @@ class Filled:
             txn.put(block_hash, data, db=blocks)
 
     def rewrite(self, block_hash: bytes, **changes: Any) -> None:
-        """Seal a changed record again: no checksum tells that it is wrong."""
+        """Change a record and seal it again, so that its checksum is right."""
         located = decode_record(block_hash, self.entry(block_hash))
         self.put_entry(block_hash, encode_record(located._replace(**changes)))
 
@@ -228,9 +231,9 @@ def an_unknown_codec(store: Filled) -> list[Victim]:
 
 
 def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
-    """Extents are used again meanwhile: the copy holds sound blocks, but not those of the index."""
+    """The copied extents have been used again: their blocks are sound, but not the index's."""
     file, copy = store.file_of(FIRST), store.path.parent / "copy"
-    with open_store(store.path) as opened:  # leaves two extents for whoever comes next
+    with open_store(store.path) as opened:  # the deletion frees the two extents for `again`
         opened.delete([FIRST, OTHER], "request")
         shutil.copyfile(file, copy)
         again = [make_record("small", position, now=1_800_000_001.0) for position in (1, 4)]
@@ -283,7 +286,9 @@ def survivors(victims: list[Victim]) -> list[BlockRecord]:
 
 
 @damages
-def test_a_load_finds_it_drops_the_block_and_counts_it(tmp_path: Path, damage: Damage) -> None:
+def test_a_load_finds_the_damage_drops_the_block_and_counts_it(
+    tmp_path: Path, damage: Damage
+) -> None:
     filled = Filled(tmp_path / "store")
     victims = damage(filled)
     broken = [victim for victim in victims if victim.on_load != ""]
@@ -317,7 +322,9 @@ def test_a_damaged_record_is_a_miss_counted_once_and_gone_with_the_next_sweep(
 
 
 @damages
-def test_the_place_is_used_again_and_the_store_stays_sound(tmp_path: Path, damage: Damage) -> None:
+def test_damaged_blocks_are_stored_again_and_the_store_stays_sound(
+    tmp_path: Path, damage: Damage
+) -> None:
     filled = Filled(tmp_path / "store")
     victims = damage(filled)
     with open_store(filled.path) as store:
@@ -340,7 +347,7 @@ def test_the_place_is_used_again_and_the_store_stays_sound(tmp_path: Path, damag
 
 
 @damages
-def test_verify_finds_and_repairs_it_once(tmp_path: Path, damage: Damage) -> None:
+def test_verify_finds_and_repairs_the_damage_once(tmp_path: Path, damage: Damage) -> None:
     filled = Filled(tmp_path / "store")
     victims = damage(filled)
     expected = Counter(victim.on_verify for victim in victims)
@@ -367,30 +374,29 @@ def test_verify_finds_and_repairs_it_once(tmp_path: Path, damage: Damage) -> Non
 @pytest.mark.parametrize("name", ["expiry", "lru", "namespaces", "segments", "free", "pending"])
 def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) -> None:
     filled = Filled(tmp_path / "store")
-    with open_store(filled.path) as store:  # so that something is free
+    with open_store(filled.path) as store:  # the deletion leaves a free extent
         store.delete([FIRST], "request")
         sweep(store)
     with plain_index(filled.path, name) as (txn, database):
         txn.drop(database, delete=False)
     with open_store(filled.path) as store:
-        is_lost = name == "segments"  # without their extent size no file can be read
         verify(store)
         store.check()
         assert verify(store).bad == 0
         for record in RECORDS:
-            is_there = record.block_hash != FIRST and not is_lost
+            is_there = record.block_hash != FIRST
             assert load(store, record) == (payload_of(record) if is_there else None)
 
 
-EIO_FILE, ENOSPC_FILE = "/proc/self/mem", "/dev/full"  # for what is read or written at address 0
+EIO_FILE, ENOSPC_FILE = "/proc/self/mem", "/dev/full"  # reads or writes at address 0 fail so
 
 
 @contextmanager
 def failing_files(path: Path, cause: str = EIO_FILE) -> Iterator[None]:
-    """Let the system answer with an error on the open segment files."""
+    """Make the system calls on the open segment files fail while the context lasts."""
     descriptors = []
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor that lists this folder
+        with suppress(FileNotFoundError):  # the descriptor by which this folder was listed
             if link.readlink().parent == path / "segments":
                 descriptors.append(int(link.name))
     segments = {fd: os.dup(fd) for fd in descriptors}
@@ -428,7 +434,7 @@ def extent_of(store: BlockStore, record: BlockRecord) -> Extent:
 
 
 def put_into(store: BlockStore, extent: Extent, name: str) -> BlockRecord | None:
-    """Store blocks until one lies in this extent; the others are deleted again."""
+    """Store 20 blocks and delete those outside this extent; return the block in it, if any."""
     tried = [make_record(f"{name} {i}") for i in range(20)]
     found = None
     for record in tried:
@@ -469,7 +475,7 @@ def test_a_block_that_cannot_be_read_is_written_anew_elsewhere(tmp_path: Path) -
         store.check()
         sweep(store)
         store.check()
-    with open_store(path) as store:  # which forgets it: the disk may be another one
+    with open_store(path) as store:  # a new start forgets bad extents: the disk may be new
         store.check()
         assert verify(store).bad == 0
 
@@ -503,7 +509,7 @@ def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> Non
         sweep(store)
     filled.file_of(FIRST).unlink()
     with open_store(filled.path) as store:
-        store.check()  # a free extent was lost with its file
+        store.check()  # the free extent was lost with its file
         assert load(store, SMALL[1]) == "missing_segment"
         sweep(store)
         store.check()

@@ -1,6 +1,6 @@
-"""The store on filesystems that lack something, hand out space in large pieces, or run out of it.
+"""The store on filesystems that lack a call, allocate space in large pieces, or run out of it.
 
-Those that are mounted take root and the tools that make them.
+The tests that mount a filesystem need root and the tools that make it.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ LARGE_PIECES = ["ext4, bigalloc 64 KiB", "xfs, extent size hint of 1 MiB", "tmpf
 
 @pytest.fixture
 def mount(request: pytest.FixtureRequest) -> Iterator[Callable[[Filesystem], Path]]:
-    """Mount filesystems for the time of a test."""
+    """Mounts filesystems for the time of a test."""
     with contextlib.ExitStack() as stack:
 
         def make(wanted: Filesystem, image_bytes: int = 64 << 20) -> Path:
@@ -59,7 +59,7 @@ def refuse(code: int) -> Callable[..., None]:
 
 
 def churn(folder: Path, *sizes: int) -> None:
-    """Store, expire and evict blocks of these sizes, and verify what is left."""
+    """Store, expire and evict blocks of these sizes, and verify the store."""
     clock, stored = FakeClock(), list[BlockRecord]()
     with open_store(folder, clock, budget_bytes=4 << 20) as store:
         for number in range(40):
@@ -101,7 +101,7 @@ def test_zeroes_take_the_place_of_calls_that_are_missing(
     for name in missing:
         monkeypatch.setattr(filesystem, name, refuse(code))
         monkeypatch.setattr(extents, name, refuse(code))
-    # Without holes, space goes to another size only with whole files.
+    # Without holes, space is passed on to another size only by removing whole files.
     churn(tmp_path / "store", 8192, *[50_000] * ("punch_hole" not in missing))
 
 
@@ -125,9 +125,10 @@ def test_a_full_disk_that_cannot_set_space_aside_takes_no_space_for_a_block_that
 
 
 def grow_the_index(folder: Path) -> float:
-    """Fill the budget with large blocks, then take their room with small ones; the largest share.
+    """Fill the budget with large blocks, then replace them by small ones.
 
-    The index grows most where there is no room left.
+    The index grows most when no room is left. Returns the largest share of the budget that was
+    occupied.
     """
     clock, most = FakeClock(), 0
 
@@ -244,7 +245,10 @@ def test_an_error_names_the_file_that_it_came_from(
 def assert_blocks_give_way(
     folder: Path, cause: str, make_room: Callable[[], object], *, can_erase: bool = True
 ) -> None:
-    """New blocks take the place of old ones, where those can be erased; room is used again."""
+    """Assert that new blocks replace old ones on a full disk, and use room that becomes free.
+
+    Blocks are replaced only if their bytes can be erased (`can_erase`).
+    """
     clock, stored = FakeClock(), list[BlockRecord]()
 
     def store_some() -> bool:
@@ -298,7 +302,7 @@ def test_a_quota_that_is_used_up_is_a_full_disk(mount: Callable[[Filesystem, int
     btrfs("subvolume", "create", str(folder))
     folder.chmod(0o700)
     btrfs("qgroup", "limit", "12M", str(folder))
-    # There, nothing can be erased either: even a hole in a file takes some of the quota.
+    # Nothing can be erased on btrfs then, because even a hole in a file takes some of the quota.
     assert_blocks_give_way(
         folder, "quota", lambda: btrfs("quota", "disable", str(disk)), can_erase=False
     )

@@ -1,4 +1,4 @@
-"""What the store refuses to open, what it says, and who may read what it writes."""
+"""Which folders the store refuses and with which message, and who may read the files it writes."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ RECORD = make_record()
 
 
 def tree(path: Path) -> dict[str, tuple[int, int, bytes | str]]:
-    """Everything that lies in a folder: mode, time of the last change, content."""
+    """Return the mode, the time of the last change and the content of everything in a folder."""
     found = {}
     for each in sorted([path, *path.rglob("*")]):
         info = each.lstat()
@@ -33,7 +33,7 @@ def tree(path: Path) -> dict[str, tuple[int, int, bytes | str]]:
 
 
 def refusal(path: Path, kind: type[StorageError] = StorageError, *, create: bool = True) -> str:
-    """Open what must be refused, see that nothing has changed, and answer the message."""
+    """Assert that a folder is refused and nothing in it changes; return the error message."""
     before = tree(path.parent)
     with pytest.raises(StorageError) as error:
         open_store(path, create=create)
@@ -182,7 +182,7 @@ def test_a_folder_or_a_fifo_in_the_place_of_a_file_is_refused(stored: Path, name
 
 
 def refusal_of_a_special_file(path: Path) -> None:
-    """A FIFO must not be opened for reading: that would wait for a writer for ever."""
+    """Assert that a FIFO is refused without opening it, which would wait for a writer for ever."""
     program = f"""
 import signal
 signal.alarm(5)
@@ -213,7 +213,7 @@ def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def live_writer(path: Path) -> tuple[int, str] | None:
-    """Who holds the lock, as the lock's own text names it: (pid, socket); None if nobody does."""
+    """Return the pid and the socket that the lock file names; None if no process holds the lock."""
     if not (path / "lock").exists():
         return None
     with (path / "lock").open() as lock:
@@ -270,7 +270,7 @@ def test_looking_for_a_writer_changes_nothing_and_finds_none_where_no_store_is(
 
 @pytest.fixture(params=[0o000, 0o022, 0o077, 0o777], ids=oct)
 def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
-    """The umask that whoever starts the process happens to have; needs `tmp_path` made before."""
+    """Set a umask, as a process may inherit it. `tmp_path` must be made before, so it is named."""
     before = os.umask(request.param)
     yield
     os.umask(before)
@@ -285,7 +285,7 @@ def test_an_index_that_nobody_flushed_does_not_outlive_the_machines_start(
         put(store, *records)
         killed = lock.read_bytes()
     lock.write_bytes(killed)
-    with open_store(stored) as store:  # the machine is the same
+    with open_store(stored) as store:  # the machine was not started again since
         assert store.lookup([each.block_hash for each in records]) == records
     assert not (stored / "index.bad").exists()
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
@@ -297,7 +297,7 @@ def test_an_index_that_nobody_flushed_does_not_outlive_the_machines_start(
 
 
 @pytest.mark.usefixtures("umask")
-def test_only_the_owner_can_read_it_whatever_the_umask(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_store_whatever_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with open_store(path) as store:
         assert put(store, RECORD, make_record("large", size_bytes=20_480)) == [True, True]
@@ -323,12 +323,12 @@ def test_a_folder_that_others_may_read_is_closed_to_them(stored: Path) -> None:
     with open_store(stored) as store:
         assert load(store, RECORD) == payload_of(RECORD)
     modes = _modes(stored)
-    modes.pop(str(stored / "format.json"))  # says nothing of what is stored
+    modes.pop(str(stored / "format.json"))  # contains nothing about the stored blocks
     assert all(mode == (0o700 if is_folder else 0o600) for is_folder, mode in modes.values())
 
 
 @pytest.mark.parametrize("left", [["format.json.tmp"], ["lock"], ["format.json.tmp", "lock"]])
-def test_a_store_whose_making_was_cut_short_is_made(tmp_path: Path, left: list[str]) -> None:
+def test_a_store_whose_creation_was_cut_short_is_created(tmp_path: Path, left: list[str]) -> None:
     path = tmp_path / "store"
     path.mkdir(mode=0o700)
     for name in left:

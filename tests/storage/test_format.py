@@ -1,4 +1,4 @@
-"""docs/format.md against the files of a real store, read as an outsider would: no code of ours."""
+"""Compares docs/format.md with the files of a real store, read without tieredkv's own code."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def databases(store: Path) -> Databases:
 
 
 def entry_of(record: bytes) -> Any:
-    """Decode what a sealed record says."""
+    """Decode the content of a sealed record."""
     return msgspec.msgpack.decode(record[16:])
 
 

@@ -1,4 +1,4 @@
-"""A filesystem that is really full; makes its own small one, which takes root."""
+"""The store on a filesystem that is really full. It is made and mounted here, which needs root."""
 
 import itertools
 import os
@@ -48,7 +48,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 def fill(disk: Path, clock: FakeClock) -> list[BlockRecord]:
-    """Store until blocks give way, then fill what is left; answer the blocks that are there."""
+    """Store until blocks are evicted, then fill the disk; return the blocks that are stored."""
     stored: list[BlockRecord] = []
     with open_store(disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
         while not store.stats().num_evicted:
@@ -63,7 +63,7 @@ def fill(disk: Path, clock: FakeClock) -> list[BlockRecord]:
 
 
 def fill_up(path: Path) -> None:
-    """Take what others leave free: not one page more for the index."""
+    """Fill the disk with a file, so that not one page is left for the index."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1024))

@@ -72,7 +72,9 @@ def test_every_page_is_there_before_it_is_used_and_progress_says_so() -> None:
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_allocated() -> None:
-    with pytest.raises(StorageError, match=r"needs 1,073,741,824 MiB, but memory.*\n.*host_size"):
+    with pytest.raises(
+        StorageError, match=r"needs 1,073,741,824 MiB, but the memory.*\n.*host_size"
+    ):
         HostArena(1 << 37, PAGE)
 
 
@@ -84,7 +86,7 @@ def test_a_limit_of_address_space_is_named() -> None:
         f"HostArena({(2 << 30) // PAGE}, {PAGE})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "the limit of address space (`ulimit -v`) leaves 1,024 MiB" in done.stderr
+    assert "the limit of address space (`ulimit -v`) allows only 1,024 MiB" in done.stderr
 
 
 @pytest.mark.parametrize(("num_pages", "page_bytes"), [(0, PAGE), (1, 0), (1, 4097), (-1, PAGE)])

@@ -15,14 +15,14 @@ from tieredkv.storage.limits import described
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A stopped store of one block."""
+    """A stopped store with one block."""
     with open_store(tmp_path / "store", Clock()) as opened:
         put(opened, make_record())
     return tmp_path / "store"
 
 
 def df_under(limit: int, value: int, store: Path) -> subprocess.CompletedProcess[str]:
-    """Ask the store under a limit of this process."""
+    """Run `tieredkv df` on the store in a process with this limit."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "tieredkv", "df", "--disk-dir", str(store), "--json"],
         capture_output=True,
@@ -38,7 +38,7 @@ def test_too_little_address_space_for_the_index_is_named(store: Path) -> None:
         1,
         [
             f"error: the index at `{store}/index` is mapped into 64 GiB of address space, "
-            "and the limit of address space (`ulimit -v`) is 20 GiB",
+            "but the limit of address space (`ulimit -v`) is 20 GiB",
             "hint: raise it to 128 GiB or `unlimited`; the map takes no memory",
         ],
     )
@@ -50,18 +50,24 @@ def test_too_small_files_are_named(store: Path) -> None:
         1,
         [
             f"error: the files of `{store}` may become as large as 4 MiB, "
-            "and the limit of the size of a file (`ulimit -f`) is 1 MiB",
+            "but the limit of the size of a file (`ulimit -f`) is 1 MiB",
             "hint: raise it, or set a smaller `disk_size`",
         ],
     )
 
 
 @pytest.mark.parametrize("num_files", [6, 8, 11, 13, 16])
-def test_too_few_open_files_are_named(store: Path, num_files: int) -> None:
+def test_too_few_open_files_are_named(
+    store: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = store.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     found = df_under(resource.RLIMIT_NOFILE, num_files, store)
     assert found.returncode == 1
     assert f"the limit of open files (`ulimit -n`) is {num_files}; raise it" in found.stderr
     assert "Traceback" not in found.stderr and "damaged" not in found.stderr
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_worker_may_open_as_many_files_as_the_hard_limit_lets_it(store: Path) -> None:
@@ -74,7 +80,7 @@ def test_the_worker_may_open_as_many_files_as_the_hard_limit_lets_it(store: Path
     assert text == "Too many open files: the limit of open files (`ulimit -n`) is 11; raise it"
     assert described(OSError(5, "Input/output error")) == "Input/output error"
     code = (
-        "import resource, sys; from tieredkv.storage.worker import raise_file_limit; "
+        "import resource, sys; from tieredkv.storage.limits import raise_file_limit; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 300)); raise_file_limit(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -1,9 +1,12 @@
 import os
 import resource
+import signal
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from tests.fakes import FakeClock
@@ -27,7 +30,8 @@ from tests.storage.blocks import (
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import HEADER_BYTES, Extent
-from tieredkv.storage.index import PAGE_BYTES, IndexTxn
+from tieredkv.storage.index import PAGE_BYTES
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter, TouchItem, chain_id
 from tieredkv.types import BlockRecord
@@ -134,7 +138,7 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
 
 def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    for gap in (1000, 2):  # in one row, every second extent
+    for gap in (1000, 2):  # all in a row; then every second extent
         records = [make_record(f"{gap}", i) for i in range(256)]
         kept = records[gap - 1 :: gap]
         gone = [record for record in records if record not in kept]
@@ -257,7 +261,7 @@ def test_pinned_blocks_give_way_last_in_the_order_in_which_pin_ends(tmp_path: Pa
         for num_left in (3, 2, 1, 0):
             while len(stored_hashes(store, [*kept, touched])) > num_left:
                 clock.advance(1)
-                used = clock.now() + 1e7  # later than every pin
+                used = clock.now() + 1e7  # after the end of every pin
                 put(store, make_record(f"late{used}", last_used=used))
             assert stored_hashes(store, kept) == {each.block_hash for each in kept[:num_left]}
         store.check()
@@ -311,7 +315,7 @@ def test_a_block_larger_than_the_budget_is_refused_with_both_sizes(tmp_path: Pat
         with pytest.raises(StoreFullError, match=r"needs 1052672 bytes .* budget of 1048576"):
             reserve(store, make_record(size_bytes=1 << 20))
         assert put(store, make_record()) == [True]
-    with pytest.raises(StoreFullError, match="raise the disk size"):
+    with pytest.raises(StoreFullError, match="raise `disk_size`"):
         open_store(tmp_path / "t", budget_bytes=10_000)
 
 
@@ -380,7 +384,9 @@ def test_a_failed_write_loses_nothing_that_was_stored(tmp_path: Path) -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            with pytest.raises(StorageError, match=r"File too large|short write"):
+            with pytest.raises(
+                StorageError, match=r"File too large|not all bytes could be written"
+            ):
                 store.write_payload(extent, new, page_with(payload_of(new)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -491,7 +497,7 @@ def test_closing_twice_is_fine_and_frees_the_lock(tmp_path: Path) -> None:
     assert os.listdir(f"/proc/{os.getpid()}/fd")
 
 
-def test_who_still_reads_when_the_store_closes_is_told(tmp_path: Path) -> None:
+def test_a_reader_of_a_store_that_closes_gets_an_error(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         put(store, make_record())
         steps = store.index.looking_over()
@@ -501,10 +507,30 @@ def test_who_still_reads_when_the_store_closes_is_told(tmp_path: Path) -> None:
             list(reading)
 
 
+def test_a_process_that_dies_while_it_opens_the_index_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name in ("one", "other"):
+        if (pid := os.fork()) == 0:
+            monkeypatch.setattr(lmdb, "open", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            open_store(tmp_path / name)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(list(temporary.iterdir())) == 2, "they died while the folder was there"
+    with open_store(tmp_path / "one") as store:
+        assert len(list(temporary.iterdir())) == 1, "another store's folder is not touched"
+        assert put(store, make_record()) == [True]
+    with open_store(tmp_path / "other"):
+        assert list(temporary.iterdir()) == []
+
+
 def test_the_index_does_not_grow_by_what_changes_while_it_is_looked_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow step, beside which blocks come and go: behind a reader no page is used again."""
+    """Blocks come and go during a slow step. LMDB uses no page again that a reader may see."""
 
     def turn_over(times: int) -> None:
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""What befalls a store from outside: its folder tampered with, its clock, its callers stopped."""
+"""Mishaps from outside: a changed folder or index, a clock that is ahead, a stopped caller."""
 
 import os
 import random
@@ -27,7 +27,7 @@ HASHES = [each.block_hash for each in CHAIN]
 
 @pytest.fixture
 def stopped(harness: Harness) -> Harness:
-    """A store with some blocks that nobody serves."""
+    """A store with some blocks, which no worker serves."""
     client = harness.open()
     assert all(done.ok for done in Mailbox(client).store(CHAIN))
     client.close()
@@ -35,7 +35,7 @@ def stopped(harness: Harness) -> Harness:
 
 
 def expect_all(harness: Harness) -> None:
-    """Every block is served, and new ones are taken."""
+    """Assert that every block is served and that new blocks are stored."""
     mail = Mailbox(harness.open())
     for done in mail.load(CHAIN):
         mail.assert_right(done)
@@ -49,7 +49,8 @@ def expect_all(harness: Harness) -> None:
 def test_a_flipped_bit_of_the_last_pages_number_costs_no_block(stopped: Harness, bit: int) -> None:
     index = stopped.folder / "index" / "data.mdb"
     data = bytearray(index.read_bytes())
-    pages = [136, 4096 + 136]  # each page of meta: the number of the last page, the transaction
+    # In both meta pages, the number of the last page stands at this offset, then the transaction's.
+    pages = [136, 4096 + 136]
     newest = max(pages, key=lambda at: struct.unpack_from("<QQ", data, at)[1])
     data[newest + bit // 8] ^= 1 << bit % 8
     index.write_bytes(data)
@@ -57,7 +58,9 @@ def test_a_flipped_bit_of_the_last_pages_number_costs_no_block(stopped: Harness,
     assert index.stat().st_size < 8 << 20
 
 
-def test_verify_answers_for_a_stopped_store_whose_index_ends_the_worker(stopped: Harness) -> None:
+def test_verify_answers_for_a_stopped_store_whose_index_crashes_the_worker(
+    stopped: Harness,
+) -> None:
     os.truncate(stopped.folder / "index" / "data.mdb", 12_288)
     found = StoreControl(stopped.folder).verify()
     assert (found["checked"], found["bad"], found["repaired"]) == (len(CHAIN), 1, 1)
@@ -67,7 +70,7 @@ def test_verify_answers_for_a_stopped_store_whose_index_ends_the_worker(stopped:
 
 
 def swap_pages(index: Path, seed: int) -> None:
-    """Put two pages of an index in each other's place."""
+    """Swap two pages of an index."""
     data = bytearray(index.read_bytes())
     one, other = (
         slice(4096 * page, 4096 * page + 4096)
@@ -94,7 +97,7 @@ def test_an_index_whose_pages_lie_in_each_others_place_is_made_again(
         return all(stored) and all(done.ok for each in chains for done in mail.load(each))
 
     def is_sound() -> bool:
-        with suppress(StorageError):  # the worker may end of it
+        with suppress(StorageError):  # the damage may end the worker
             return bool(StoreControl(harness.folder).verify(repair=False)["bad"] == 0)
         return False
 
@@ -118,7 +121,7 @@ def test_an_index_is_looked_over_while_blocks_come_and_go(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", ["expiry", "lru"])
-def test_a_key_that_is_lost_is_seen_where_all_are_looked_over(tmp_path: Path, order: str) -> None:
+def test_looking_over_the_index_finds_a_lost_key(tmp_path: Path, order: str) -> None:
     path, records = tmp_path / "store", [blocks.make_record("a", each) for each in range(300)]
     with blocks.open_store(path) as store:
         blocks.put(store, *records)
@@ -132,14 +135,14 @@ def test_a_key_that_is_lost_is_seen_where_all_are_looked_over(tmp_path: Path, or
         store.check()
 
 
-def test_verify_answers_where_the_index_ends_a_worker_that_serves(harness: Harness) -> None:
+def test_verify_answers_where_the_index_crashes_a_serving_worker(harness: Harness) -> None:
     mail = Mailbox(client := harness.open(sweep_interval_s=60.0))
     for name in "abcd":
         mail.store(make_chain(name, 60))
     wait_until(lambda: all(done.ok for done in mail.load(make_chain("a", 60))))
     with open(harness.folder / "index" / "data.mdb", "r+b") as index:
         index.seek(2 * 4096)
-        index.write(bytes(8 * 4096))  # pages that every walk comes by
+        index.write(bytes(8 * 4096))  # pages that every walk through the index reads
     with engine_that_says(client, {}):
         assert StoreControl(harness.folder).verify().keys() >= {"checked", "bad", "repaired"}
     wait_until(lambda: all(done.ok for done in mail.store(make_chain("a", 60))))
@@ -188,7 +191,7 @@ def test_a_file_beside_the_store_that_takes_the_budget_empties_nothing(tmp_path:
     with blocks.open_store(path) as store:
         blocks.put(store, record)
     (path / "core").write_bytes(bytes(6 << 20))
-    with pytest.raises(StoreFullError, match="make room there or raise the disk size"):
+    with pytest.raises(StoreFullError, match="remove foreign files or raise"):
         blocks.open_store(path)
     (path / "core").unlink()
     with blocks.open_store(path) as store:
@@ -207,7 +210,7 @@ def test_a_link_in_the_way_of_a_new_index_is_refused(
 ) -> None:
     (tmp_path / "precious").mkdir()
     (stopped.folder / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(StorageError, match="symbolic link or of a wrong kind; remove it"):
+    with pytest.raises(StorageError, match="must be a folder, and no symbolic link; remove it"):
         stopped.open()
     assert (tmp_path / "precious").exists()
 
@@ -248,7 +251,7 @@ def test_two_writers_never_share_a_store_whose_lock_was_removed(harness: Harness
     mail.store(CHAIN)
     first = client.pid
     (harness.folder / "lock").unlink()
-    wait_until(lambda: client.pid not in (None, first))  # ended, and started again
+    wait_until(lambda: client.pid not in (None, first))  # the worker ended and was started again
     with pytest.raises(StorageError, match="in use by process"):
         harness.open()
     for done in mail.load(CHAIN):
@@ -257,7 +260,7 @@ def test_two_writers_never_share_a_store_whose_lock_was_removed(harness: Harness
 
 @pytest.fixture
 def no_umask() -> Iterator[None]:
-    """Whoever makes a folder says its mode alone."""
+    """Set the umask to 0, so that a folder gets exactly the mode that its maker asks for."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -288,13 +291,13 @@ def test_a_block_from_a_clock_that_is_ahead_lives_no_longer(harness: Harness) ->
     assert client.stats().faults == {}
 
 
-# --- who asks -----------------------------------------------------------------------------------
+# --- callers ------------------------------------------------------------------------------------
 
 
 def test_a_command_line_that_is_stopped_holds_no_stopped_store(stopped: Harness) -> None:
     worker = WorkerProcess(stopped.options(create=False), arena=None)
     try:
-        assert worker.channel.receive(10.0)  # it serves, and nobody asks for anything
+        assert worker.channel.receive(10.0)  # the worker serves, and no call comes
         wait_until(lambda: not is_alive(worker.pid))
         expect_all(stopped)
     finally:

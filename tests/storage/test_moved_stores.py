@@ -1,6 +1,7 @@
-"""Folders that no worker left like this: moved, merged, restored from a backup, or only in part.
+"""Stores that were moved, merged, restored from a backup, or copied only in part.
 
-Whatever lies there, a block is served with its own bytes, before its time, or not at all.
+Whatever the folder holds, a block is served with its own bytes and before it expires, or not at
+all.
 """
 
 import os
@@ -32,7 +33,7 @@ DAY_S = 86_400.0
 
 
 class Folders:
-    """Two states of one store, `old` and `new`, and another store, with all their blocks."""
+    """Copies of one store at two times, `old` and `new`, another store, and all their blocks."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.clock = path, FakeClock()
@@ -45,7 +46,7 @@ class Folders:
         with open_store(path / "live", self.clock, budget_bytes=BUDGET) as store:
             put(store, *self.records)
         self.keep("old")
-        self.clock.advance(DAY_S * 3 / 4)  # which the ageing ones do not live to see
+        self.clock.advance(DAY_S * 3 / 4)  # the ageing blocks expire meanwhile
         later = self.clock.now()
         with open_store(path / "live", self.clock, budget_bytes=BUDGET) as store:
             evict(store, EvictFilter(ids=(evicted[0].block_hash.hex(),)))
@@ -63,11 +64,11 @@ class Folders:
             self.records += strangers
 
     def keep(self, name: str) -> None:
-        """Copy the store as it is, as `cp -a` does."""
+        """Copy the live store as it is, as `cp -a` does."""
         shutil.copytree(self.path / "live", self.path / name)
 
     def take(self, index: str, segments: str) -> None:
-        """Put a store together in the place of the live one."""
+        """Replace the live store by the index of one copy and the segments of another."""
         shutil.rmtree(self.path / "live")
         shutil.copytree(self.path / index, self.path / "live")
         shutil.rmtree(self.path / "live" / "segments")
@@ -78,7 +79,7 @@ class Folders:
         shutil.copytree(self.path / name, self.path / "live", dirs_exist_ok=True)
 
     def check_what_is_served(self) -> int:
-        """Open the store, load every block that there ever was, mend it, and use it; count hits."""
+        """Open the live store, load every block, repair the store and use it; return the hits."""
         num_hits = 0
         with open_store(self.path / "live", self.clock, budget_bytes=BUDGET) as store:
             for record in self.records:
@@ -100,13 +101,13 @@ class Folders:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Made once, for tests that copy it."""
+    """The folders, made once; each test copies them."""
     return Folders(tmp_path_factory.mktemp("folders"))
 
 
 @pytest.fixture
 def folders(made: Folders, tmp_path: Path) -> Folders:
-    """Folders of a test's own."""
+    """A copy of the folders for one test."""
     copy = object.__new__(Folders)
     copy.__dict__ |= made.__dict__
     copy.path, copy.clock = tmp_path / "all", FakeClock(made.clock.now())
@@ -151,7 +152,7 @@ def test_a_backup_brings_back_what_was_evicted_and_nothing_that_expired(folders:
     with open_store(folders.path / "old", folders.clock, budget_bytes=BUDGET) as store:
         ageing = [record for record in folders.records if record.expires_at <= folders.clock.now()]
         assert ageing and not stored_hashes(store, ageing)
-        # NOTE: the docs say so: only an eviction after it is one from the backup, too.
+        # NOTE: The docs say so: a backup brings back blocks that were evicted after it was made.
         assert len(stored_hashes(store, folders.evicted)) == len(folders.evicted)
         sweep(store)
         for file in (folders.path / "old" / "segments").iterdir():

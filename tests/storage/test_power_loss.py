@@ -1,4 +1,4 @@
-"""After a power loss the store opens; blocks may be missing, never wrong."""
+"""A store opens after a power loss; blocks may be missing, but never wrong."""
 
 import os
 import random
@@ -22,19 +22,19 @@ SOURCE = Path(__file__).with_name("power_loss.c")
 
 
 class NeverServesError(Exception):
-    """The worker does not come back to stay."""
+    """The worker did not serve again."""
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile what logs the writes."""
+    """The compiled library that logs the writes."""
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler `cc` to build the write log with")
     return compile_shim(tmp_path_factory.mktemp("shim"))
 
 
 def compile_shim(folder: Path) -> Path:
-    """Build what logs the writes; without a compiler, `POWER_LOSS_SHIM` names a built one."""
+    """Compile the library that logs the writes, unless `POWER_LOSS_SHIM` names a compiled one."""
     if built := os.environ.get("POWER_LOSS_SHIM"):
         return Path(built)
     target = folder / "power_loss.so"
@@ -44,7 +44,7 @@ def compile_shim(folder: Path) -> Path:
 
 
 def lose_power(where: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> Counter[str]:
-    """Record one store's life and open what a loss at each of some moments leaves of it."""
+    """Record the life of a store, and open what power losses at random moments leave of it."""
     random_ = random.Random(seed)
     outcome: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(dir=where) as base:
@@ -62,14 +62,17 @@ def lose_power(where: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> 
 
 
 def start_machine_again(folder: Path) -> None:
-    """Have the lock's text name another start of the machine than today's, as it would."""
+    """Make the lock file name another boot of the machine, as after a power loss."""
     if (lock := folder / "lock").exists():
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         lock.write_bytes(lock.read_bytes().replace(boot, bytes(reversed(boot))))
 
 
 def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: str) -> Counter[str]:
-    """Serve the store by a worker and check every block; with `commit` nothing may be lost."""
+    """Serve the store by a worker and check every block.
+
+    With `sync="commit"` no block of `certain` may be missing.
+    """
     outcome: Counter[str] = Counter(opened=1)
     harness = Harness(folder)
     try:
@@ -120,7 +123,7 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
 
 
 def expect_all_usable(outcome: Counter[str]) -> None:
-    """Expect every store to serve again; wrong bytes have failed the test before."""
+    """Assert that every store serves again. Wrong bytes have failed the test earlier."""
     assert not outcome["unusable"], f"of {outcome['opened']} stores"
 
 

@@ -1,4 +1,4 @@
-"""Thousands of random flips, cuts, swaps and older copies: every load is right or a miss."""
+"""After thousands of random flips, cuts, swaps and older copies, every load is right or a miss."""
 
 import os
 import random
@@ -38,15 +38,15 @@ USED_HEADER_BYTES = 256
 
 
 def chain(name: str, *, at: float = START) -> list[BlockRecord]:
-    """One prefix; every third chain has blocks of another size."""
+    """Return the records of a chain. Its name decides which of three sizes its blocks have."""
     size = SIZES_BYTES[sum(name.encode()) % 3]
     return [make_record(name, i, now=at, size_bytes=size) for i in range(CHAIN_LENGTH)]
 
 
 class Base:
-    """A closed store with a past: `now` as it is, `old` as it was some changes ago.
+    """Two copies of a closed store: `now`, and `old`, which is some changes older.
 
-    `versions` has every block that was ever stored, by hash.
+    `versions` has every version of a block that was ever stored, by hash.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ def file_of(store: Path, located: Located) -> Path:
 
 
 def is_right(base: Base, store: BlockStore, block_hash: bytes) -> bool:
-    """Load a block: a version of it that was stored, byte for byte, or a miss."""
+    """Load a block; return whether it is there. Bytes that were never stored fail the test."""
     located = store.locate(block_hash)
     if located is None:
         return False
@@ -100,13 +100,13 @@ def is_right(base: Base, store: BlockStore, block_hash: bytes) -> bool:
 
 
 def is_same(one: BlockRecord, other: BlockRecord) -> bool:
-    """Whether two records are of one version of one block, whatever its uses."""
+    """Return whether two records are of the same version of a block; times of use may differ."""
     names = ("block_hash", "parent_hash", "root", "namespace", "position", "computed_at")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def assert_recovers(base: Base, folder: Path) -> set[bytes]:
-    """Open a damaged store, load everything, repair, use it again; answer what loads."""
+    """Open a damaged store, load all blocks, repair it and use it; return the blocks loaded."""
     with open_store(folder, FakeClock(START + 20)) as store:
         right = {key for key in base.versions if is_right(base, store, key)}
         verify(store)
@@ -258,11 +258,11 @@ def test_random_harm_of_every_kind_at_once_costs_blocks_at_most(base: Base, ram_
         assert_recovers(base, folder)
 
 
-# --- the index, which can end the process that reads it: served by a worker -------------------
+# --- the index, served by a worker because damage can end the process that reads it -----------
 
 
 def serve_damaged(base: Base, harness: Harness) -> None:
-    """Every load is right or a miss, and the tier stores and loads again."""
+    """Assert that every load is right or a miss, and that the tier stores and loads again."""
     client = harness.open(budget_bytes=BUDGET_BYTES)
     mail = Mailbox(client)
 
@@ -295,7 +295,7 @@ def serve_damaged(base: Base, harness: Harness) -> None:
 
 @pytest.fixture
 def served(base: Base, ram_path: Path) -> Iterator[Harness]:
-    """A copy of the store, and a clock that fits it."""
+    """A copy of the store, and a clock at the time of its blocks."""
     harness = Harness(base.copy_to(ram_path / "store"))
     harness.set_clock(START + 20 - time.time())
     yield harness

@@ -1,4 +1,4 @@
-"""The worker's two threads: while one is in the middle of a change, the other answers."""
+"""The front thread of the worker answers while the index thread is in the middle of a change."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError
-from tieredkv.storage import inspection, service
+from tieredkv.storage import inspection, touches
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
@@ -54,7 +54,7 @@ NEW = make_record("new", 0, now=NOW, size_bytes=4096)
 
 
 class Gate:
-    """A failpoint that holds up whoever comes to one label until it is opened."""
+    """A failpoint that holds up the thread that reaches `label` until the gate is opened."""
 
     def __init__(self) -> None:
         self.label: str | None = None
@@ -83,7 +83,7 @@ class Engine:
         self.stats: StoreStats | None = None
 
     def hold_up(self, label: str, message: EngineMessage) -> None:
-        """Send something and wait until the index thread stands at a failpoint."""
+        """Send a message and wait until the index thread is held up at a failpoint."""
         self.gate.label = label
         self.channel.send(message)
         assert self.gate.reached.wait(HANG_S), "the failpoint was never reached"
@@ -124,7 +124,7 @@ def arena() -> Iterator[HostArena]:
 
 @contextmanager
 def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
-    """A store with two blocks, served in this process, with an engine and a gate."""
+    """Serve a store with two blocks in this process; yield the engine's end of its channel."""
     gate = Gate()
     clock = Clock()
     store: BlockStore = open_store(path, clock, failpoint=gate)
@@ -215,12 +215,12 @@ def test_a_deletion_that_the_disk_does_not_take_stays_a_miss_and_is_tried_again(
 def test_touches_that_wait_for_the_disk_are_bounded(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_MAX_TOUCHES", 3)
-    touches = [TouchItem(block_hash=bytes([n]) * 32, last_used=1.0) for n in range(5)]
+    monkeypatch.setattr(touches, "_MAX_TOUCHES", 3)
+    some = [TouchItem(block_hash=bytes([n]) * 32, last_used=1.0) for n in range(5)]
     with serving(tmp_path / "store", arena) as engine:
         engine.hold_up("delete:before", DeleteCall(1, [NEW.block_hash], "test"))
-        engine.channel.send(TouchCall(touches))
-        engine.channel.send(TouchCall(touches[:3]))
+        engine.channel.send(TouchCall(some))
+        engine.channel.send(TouchCall(some[:3]))
         assert engine.load(LentPage(OLD, 0)).ok
         assert engine.stats is not None
         assert engine.stats.num_touches_dropped == 2

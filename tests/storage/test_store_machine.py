@@ -1,4 +1,4 @@
-"""Random lives of a store, compared with a dict: who is stored, with which bytes, until when."""
+"""Compares a store with a dict over random operations: its blocks, their bytes and their expiry."""
 
 import shutil
 import tempfile
@@ -26,9 +26,9 @@ from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]
-SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # two extent sizes
+SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # these need two extent sizes
 CHAIN_BLOCKS = 12
-BUDGETS = [1 << 20, 3 << 19, 16 << 20]  # with the first two, blocks are evicted
+BUDGETS = [1 << 20, 3 << 19, 16 << 20]  # the first two are too small for all blocks
 LIVES_S = [5.0, 3600.0, 86_400.0]
 
 chains = st.sampled_from(CHAINS)
@@ -41,15 +41,16 @@ def hash_of(chain: str, position: int) -> bytes:
 
 
 def used_until(record: BlockRecord) -> tuple[float, int]:
-    """What orders blocks for eviction."""
+    """Return the key by which blocks are ordered for eviction; the smallest goes first."""
     return max(record.last_used, record.pinned_until), -record.position
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`model` holds what must be stored unless it was evicted.
+    """A store, and in `model` the blocks that it must have unless it evicted them.
 
-    A store with room evicts nothing; in a tight one a block may be gone, but never wrong, and what
-    is gone was not used later than what is there, nor nearer to the head of a chain.
+    A store with room evicts nothing. In a small store a block may be gone, but never wrong. A block
+    that is gone was not used later than one that is stored, and of blocks used at the same time it
+    was not nearer to the head of its chain.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         life_s=st.sampled_from(LIVES_S),
     )
     def put(self, chain: str, start: int, count: int, life_s: float) -> None:
-        self._advance(0.001)  # what is stored now was used later than all before
+        self._advance(0.001)  # these blocks are used later than all before them
         now = self.clock.now()
         records = [
             make_record(chain, position, now=now, size_bytes=SIZES[chain], expires_at=now + life_s)
@@ -152,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, picked: list[tuple[str, int]]) -> None:
         hashes = [hash_of(*each) for each in picked]
         there = {each for each in hashes if each in self.model}
-        assert self.store.delete(hashes, "request") >= len(there)  # and the expired ones
+        assert self.store.delete(hashes, "request") >= len(there)  # expired ones count, too
         for block_hash in there:
             del self.model[block_hash]
 
@@ -210,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
         result = verify(self.store)
         assert (result.checked, result.bad) == (len(self.model), 0)
 
-    # --- what holds after each ----------------------------------------------------------------
+    # --- what holds after each rule -----------------------------------------------------------
 
     @invariant()
     def sound(self) -> None:
@@ -225,9 +226,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = {each.block_hash: each for each in found if each is not None}
 
     def _forget_evicted(self, fresh: Mapping[bytes, BlockRecord] | None = None) -> None:
-        """Take over what was evicted: nothing that was used or pinned later than what stayed.
+        """Drop evicted blocks from the model, and check the order in which they were evicted.
 
-        A block that was stored again may have been evicted just before: then it is as `fresh`.
+        None of them may have been used or pinned later than one that stayed. A block that was
+        stored again may have been evicted just before. Its record is then that of `fresh`.
         """
         num_evicted = self.store.stats().num_evicted
         before = dict(self.model)

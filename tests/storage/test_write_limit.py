@@ -54,7 +54,7 @@ def test_writes_that_are_held_back_stop_nothing_else(harness: Harness) -> None:
     stats = client.stats()
     assert (stats.blocks, stats.bytes_write_limit) == (1, 1)
     assert client.pending_pages >= set(range(6)) - {done.page_id}
-    client.close()  # which waits for what was accepted, and is not held back
+    client.close()  # closing waits for accepted stores, without the limit
     assert [done.ok for done in mail.take(PageStored, 5)] == [True] * 5
     with_all = Mailbox(harness.open())
     assert all(with_all.lookup([record.block_hash for record in chain]))

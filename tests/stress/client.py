@@ -1,4 +1,4 @@
-"""A server in a process of its own, and a client of plain sockets that costs almost nothing."""
+"""Runs a server in a process of its own, and sends requests over plain sockets at little cost."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ Prompt = list[int]
 
 
 def prompts_of(num: int, length: int, vocab_size: int, seed: object) -> list[Prompt]:
-    """Return random prompts."""
+    """Return `num` random prompts of `length` tokens each."""
     generator = random.Random(str(seed))
     return [generator.choices(range(vocab_size), k=length) for _ in range(num)]
 
@@ -35,14 +35,14 @@ def serving(model: str, *flags: str) -> Iterator[str]:
 
 
 def served_by(url: str, key: str = "") -> str:
-    """Return the name of a server's model."""
+    """Return the name of the model that a server serves."""
     headers = {"x-api-key": key} if key else {}
     name: str = httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"]
     return name
 
 
 def request_of(url: str, model: str, prompt: Prompt, num_tokens: int, key: str = "") -> bytes:
-    """Return the bytes that ask for a stream."""
+    """Return the bytes of an HTTP request for a streamed completion."""
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": num_tokens}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()

@@ -1,6 +1,7 @@
-"""Connects the threads of the soak with the store's client: which thread waits for which page.
+"""Connects the threads of the soak with the store's client.
 
-This module knows pages, jobs and the worker's life. It does not know which answers are right.
+This module knows which thread waits for which page or lookup, and when a worker starts. It does not
+know which answers are right.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ _COUNTERS = ("num_stored", "num_expired", "num_evicted", "bytes_written", "bytes
 
 
 class Gate:
-    """Threads pass while it is open; who shuts it waits until none is inside."""
+    """Lets threads in while it is open. A thread that shuts it waits until nobody is inside."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -37,7 +38,7 @@ class Gate:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Be inside for a moment."""
+        """Be inside while the context lasts; wait first until the gate is open."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_shut == 0)
             self._num_inside += 1
@@ -50,7 +51,7 @@ class Gate:
 
     @contextlib.contextmanager
     def shut(self) -> Iterator[None]:
-        """Keep everybody out for a moment; it may be shut several times over."""
+        """Keep all threads out while the context lasts. Several threads may shut it at once."""
         with self._changed:
             self._num_shut += 1
             self._changed.wait_for(lambda: self._num_inside == 0)
@@ -63,10 +64,14 @@ class Gate:
 
 
 class Courier:
-    """One client, opened again after each stop, and a thread that hands its events around.
+    """Holds the store's client, and passes the client's events on to the threads that wait.
 
-    `tally` and `faults` are sums over the lives of all workers, as far as the last figures that
-    each sent.
+    The client is closed and opened again when the soak restarts the worker.
+
+    Attributes:
+        tally, faults: Counters of all workers together. Each worker is counted up to the last
+            figures that it sent.
+        num_starts: How many workers have started to serve.
     """
 
     def __init__(self, options: StoreOptions, pages_each: int, num_users: int, page_bytes: int):
@@ -74,7 +79,7 @@ class Courier:
         self.arena = HostArena(pages_each * num_users, page_bytes)
         self.tally: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.num_starts = 0  # of workers that served
+        self.num_starts = 0
         self._pages_each = pages_each
         self._inboxes: list[queue.SimpleQueue[PageLoaded | PageStored]] = [
             queue.SimpleQueue() for _ in range(num_users)
@@ -93,20 +98,20 @@ class Courier:
         """Start a worker.
 
         Raises:
-            StorageError: what it refused with.
+            StorageError: The worker refuses the store.
         """
         self._client = StoreClient(self.options, self.arena, wake=self._wake.set)
         self.num_starts += 1
 
     def close(self) -> None:
-        """Stop the worker; everybody must be outside."""
+        """Stop the worker. No thread may be inside the gate."""
         if self._client is not None:
             self._client.close()
             self._take_events(self._client)
             self._client = None
 
     def end(self) -> None:
-        """Stop for good."""
+        """Stop the worker and the thread, and free the arena."""
         self.close()
         self._is_over = True
         self._wake.set()
@@ -115,36 +120,36 @@ class Courier:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a client, with a worker or without."""
+        """Whether there is a client, whether or not its worker runs."""
         return self._client is not None
 
     @property
     def pid(self) -> int | None:
-        """The worker's, while one serves."""
+        """The process id of the worker; None while no worker serves."""
         return self._client.pid if self._client is not None else None
 
     @property
     def client(self) -> StoreClient:
-        """The one that is open; use it inside the gate, or with the gate shut."""
+        """The open client. Use it inside the gate, or while the gate is shut."""
         assert self._client is not None, "no client is open"
         return self._client
 
     def pages_of(self, user: int) -> range:
-        """The pages that one thread may lend."""
+        """Return the ids of the pages that belong to one thread."""
         return range(user * self._pages_each, (user + 1) * self._pages_each)
 
     def store(self, user: int, pages: Sequence[LentPage]) -> list[PageStored]:
-        """Store, and wait for every page."""
+        """Store blocks from these pages, and wait for the answer to each."""
         self.client.store(pages)
         return [done for done in self._wait(user, len(pages)) if isinstance(done, PageStored)]
 
     def load(self, user: int, pages: Sequence[LentPage]) -> list[PageLoaded]:
-        """Load, and wait for every page."""
+        """Load blocks into these pages, and wait for the answer to each."""
         self.client.load(pages)
         return [done for done in self._wait(user, len(pages)) if isinstance(done, PageLoaded)]
 
     def lookup(self, hashes: Sequence[bytes]) -> list[bool] | None:
-        """Ask which blocks are there; None if the worker died meanwhile or none is up."""
+        """Return which blocks are stored; None if the worker died meanwhile or none serves."""
         pid = self.pid
         job = self.client.lookup(hashes)
         with self._answered:
@@ -193,11 +198,12 @@ class Courier:
     def _add(self, sums: Counter[str], now: dict[str, int]) -> None:
         for name, count in now.items():
             before = self._seen.get(name, 0)
-            sums[name] += count - before if count >= before else count  # less: another worker's
+            # A counter that is smaller than before comes from a new worker.
+            sums[name] += count - before if count >= before else count
             self._seen[name] = count
 
 
 def kill(pid: int) -> None:
-    """End a worker as a power cut of its process would."""
+    """Kill a worker with SIGKILL; it may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 9)

@@ -1,11 +1,11 @@
-"""Kills and power losses by the thousand: what a store acknowledged is there, and no byte is wrong.
+"""Kills stores by the thousand, cuts their power, and checks that no block is lost or wrong.
 
 `python -m tests.stress.crashes --shards 16 --kills 1000 --cuts 1000 --json OUT`
 
-Half of the kills are `kill -9` at labelled points of the write path, half hit the real worker at
-random times under load at capacity. Every store that is left is opened, read and verified. Shards
-run at the same time, each with a seed of its own; the last line sums them up. Exit 1 if anything
-was lost or wrong.
+Half of the kills end a process at labelled points of the write path. The other half are `kill -9`
+of the real worker at random times, while a store at capacity is under load. Each store is then
+opened, read and verified. Shards run at the same time, each with a seed of its own. The last line
+is JSON with the sums of all shards. The exit code is 1 if anything was lost or wrong.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.storage.test_crash import survive_kills
 from tests.storage.test_crash_points import DIED, assert_whole, count_labels, run_until
 from tests.storage.test_power_loss import compile_shim, lose_power
 
-ROUNDS = 32  # kills of one store, cuts of one recording
+ROUNDS = 32  # kills of the same store, and power losses in the same recording
 MEMORY_BYTES = 4 << 30
 FIGURES = (
     "kills",
@@ -44,7 +44,7 @@ FIGURES = (
 
 
 def kill_at_labels(count: int, seed: int, folder: Path) -> Counter[str]:
-    """Kill processes at labelled points and look at what they leave."""
+    """Kill processes at labelled points, and check the stores that they leave."""
     reached = count_labels(folder / "counted")
     random_, counted = random.Random(seed), Counter[str]()
     for number in range(count):
@@ -68,7 +68,7 @@ def kill_worker(count: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
-    """Lose the power at random moments, every other seed without flushes."""
+    """Simulate power losses at random moments; odd seeds use `sync="none"`."""
     outcome = lose_power(folder, shim, ("commit", "none")[seed % 2], seed, count)
     assert not outcome["unusable"], "a store does not serve again"
     names = {"opened": "cuts", "certain": "blocks acknowledged", "right": "blocks verified"}
@@ -76,7 +76,7 @@ def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def run_shard(kills: int, cuts: int, seed: int, folder: str) -> dict[str, Any]:
-    """One shard's part, in this process; what fails is counted, and the rest goes on."""
+    """Run one shard in this process. A failure is counted, and the other trials still run."""
     counted, failures = Counter[str](), list[str]()
 
     def attempt(trial: Callable[[Path], Counter[str]], where: str) -> None:
@@ -89,7 +89,8 @@ def run_shard(kills: int, cuts: int, seed: int, folder: str) -> dict[str, Any]:
 
     has_room = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MEMORY_BYTES
     memory = "/dev/shm" if has_room else folder
-    attempt(partial(kill_at_labels, kills // 2, seed), memory)  # forks: no thread yet
+    # NOTE: This trial forks, so it must run before any thread is started.
+    attempt(partial(kill_at_labels, kills // 2, seed), memory)
     for number, count in enumerate(_rounds(kills - kills // 2)):
         attempt(partial(kill_worker, count, seed + number), folder)
     if cuts:
@@ -104,13 +105,19 @@ def _rounds(total: int) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all shards, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("shards", 1), ("kills", 1000), ("cuts", 1000), ("seed", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where kills happen")
-    parser.add_argument("--json", help="write the figures there")
-    parser.add_argument("--shard", action="store_true", help="be one")
+    """Run all shards, or with `--shard` a single one; return the exit code."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    for name, default, what in (
+        ("shards", 1, "processes that run at the same time"),
+        ("kills", 1000, "kills of all shards together"),
+        ("cuts", 1000, "power losses of all shards together"),
+        ("seed", 1, "seed of the random choices"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="folder for the stores")
+    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--shard", action="store_true", help="run one shard in this process")
     given = parser.parse_args(arguments)
     logging.disable()
     if given.shard:

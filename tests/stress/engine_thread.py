@@ -1,15 +1,16 @@
-"""Measures the time that the engine's thread spends on a long prompt before and beside kernels.
+"""Measures how long the engine's thread works on a long prompt, without the kernels.
 
     python -m tests.stress.engine_thread --prompt-tokens 32768 --cached-blocks 10000,100000
 
-The scheduler and the tiered cache are the real ones. Blocks have only a few bytes, so that the work
-on hashes, blocks and tables is measured. A prompt is measured in each state:
+The scheduler and the tiered cache are the real ones. Blocks have only a few bytes, so that only the
+work on hashes, blocks and tables is measured. A prompt is measured in each state:
 
     none      no block of it is cached
     device    all of it is in VRAM
     host      all of it is in host memory
 
-A shorter prompt is then looked up in VRAM among more and more other blocks, for the cost of a hash.
+Then a shorter prompt is looked up in VRAM beside more and more other blocks. This gives the time of
+a lookup per block hash.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ def run(
     cached_blocks: list[int],
     repeats: int,
 ) -> Row:
-    """Measure a prompt in each state at each block size; a hit beside so many cached blocks."""
+    """Measure every state at each block size, and a hit beside each number of cached blocks."""
     sizes, rows = block_sizes, list[Row]()
     cases = [(size, 0) for size in sizes] + [(sizes[0], count) for count in cached_blocks]
     for block_size, count in tracked(progress, "measuring", cases):
@@ -86,14 +87,14 @@ def _expected(state: str, num_tokens: int) -> dict[str, int]:
 
 
 class NoCopies(BlockCopier):
-    """Leaves the bytes where they are: what moving them costs is `bench transfer`'s to tell."""
+    """Copies no bytes, because `bench transfer` measures the time of copies."""
 
     def _copy(self, *_: object) -> None:
         pass
 
 
 class _Host:
-    """A scheduler over pools of tiny blocks."""
+    """A scheduler and a tiered cache with pools of tiny blocks."""
 
     def __init__(self, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
         memory = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
@@ -120,11 +121,11 @@ class _Host:
         self.random = random.Random(0)
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Return tokens that were never seen."""
+        """Return new random tokens."""
         return self.random.choices(range(VOCAB_SIZE), k=num_tokens)
 
     def serve(self, token_ids: list[int]) -> Row:
-        """Serve a prompt to its first token; return milliseconds of each part, and its tiers."""
+        """Serve a prompt to its first token; return the ms of each part, and its tokens by tier."""
         marks = [time.perf_counter()]
         hashes = chain_hashes(ROOT, token_ids, self.block_size)
         marks.append(time.perf_counter())
@@ -159,7 +160,7 @@ class _Host:
 
 
 def _measure_states(num_tokens: int, block_size: int, repeats: int) -> list[Row]:
-    """Measure a prompt in each state; medians of the repeats."""
+    """Measure a prompt in each state; return the medians of the repeats."""
     num_full = num_tokens // block_size * block_size
     host = _Host(2 * num_tokens // block_size + 2, block_size, num_tokens + block_size)
     runs: dict[str, list[Row]] = {"none": [], "device": [], "host": []}
@@ -176,7 +177,7 @@ def _measure_states(num_tokens: int, block_size: int, repeats: int) -> list[Row]
 
 
 def _measure_filled(num_blocks: int, block_size: int, repeats: int) -> Row:
-    """Measure what a hit in VRAM costs a hash, when so many blocks are cached."""
+    """Measure the time per hash of a hit in VRAM while so many blocks are cached."""
     prompt_blocks = min(FILLED_PROMPT_BLOCKS, num_blocks)
     num_tokens = prompt_blocks * block_size
     host = _Host(num_blocks + 2, block_size, num_tokens + block_size)
@@ -193,7 +194,7 @@ def _measure_filled(num_blocks: int, block_size: int, repeats: int) -> Row:
 
 
 def _row(state: str, num_tokens: int, block_size: int, runs: list[Row]) -> Row:
-    """Return medians, and the tiers of a run that is not what the state says, if there is one."""
+    """Return the medians; `by_tier` is that of a run which does not fit the state, if any."""
     expected = _expected(state, num_tokens)
     wrong = [run["by_tier"] for run in runs if run["by_tier"] != expected]
     times = {
@@ -208,13 +209,21 @@ def _counts(_context: object, _option: object, text: str) -> list[int]:
 
 
 @click.command()
-@click.option("--prompt-tokens", default=131_072, show_default=True)
-@click.option("--block-sizes", default="16,64", callback=_counts, show_default=True)
-@click.option("--cached-blocks", default="10000,100000,1000000", callback=_counts)
-@click.option("--repeats", default=5, show_default=True, help="Behind a median.")
-@click.option("--commit", help="Commit to report, for a tree without its history.")
+@click.option("--prompt-tokens", default=131_072, show_default=True, help="Tokens of the prompt.")
+@click.option(
+    "--block-sizes", default="16,64", callback=_counts, show_default=True, help="Tokens per block."
+)
+@click.option(
+    "--cached-blocks",
+    default="10000,100000,1000000",
+    callback=_counts,
+    show_default=True,
+    help="Numbers of cached blocks beside which a hit is measured.",
+)
+@click.option("--repeats", default=5, show_default=True, help="Runs per figure (the median).")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(commit: str | None, **options: Any) -> None:
-    """Measure, and print JSON."""
+    """Measure how long the engine's thread works on a long prompt; print JSON."""
     click.echo(
         json.dumps(
             raw.head(commit, "python -m tests.stress.engine_thread")

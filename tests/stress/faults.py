@@ -1,6 +1,7 @@
-"""Damages the files of a store from outside: flipped bits, cut files, older copies.
+"""Damages the files of a store from outside: it flips bits, cuts files and puts back older copies.
 
-This module knows files and offsets. It does not know which block lies where, or who serves it.
+This module knows files and offsets. It does not know where a block lies or which process serves the
+store.
 """
 
 import os
@@ -17,7 +18,7 @@ KINDS = ("segment-flips", "segment-cuts", "old-segments", *INDEX_KINDS)
 
 
 class Faults:
-    """Does damage to one store and says how much."""
+    """Damages the files of one store."""
 
     def __init__(self, store: Path, seed: int) -> None:
         self._store = store
@@ -25,7 +26,7 @@ class Faults:
         self._copy: tuple[Path, int, bytes] | None = None
 
     def inject(self, kind: str) -> int:
-        """Do one kind of damage; answers how many bits, files or pages it changed, 0 if none."""
+        """Do one kind of damage; return how many bits, files or pages were changed."""
         act: Callable[[], int] = {
             "segment-flips": lambda: self._flip(self._segment(), self._random.randint(1, 16)),
             "index-flips": lambda: self._flip(self._index, self._random.randint(1, 8)),
@@ -39,7 +40,7 @@ class Faults:
             return 0
 
     def copy(self) -> None:
-        """Remember what a segment holds now, 64 MiB of it at most, for `old-segments`."""
+        """Copy the present content of a segment, 64 MiB of it at most, for `old-segments`."""
         try:
             path = self._segment()
             with path.open("rb") as file:
@@ -55,7 +56,7 @@ class Faults:
         return self._store / "index" / "data.mdb"
 
     def _segment(self) -> Path:
-        """Choose a segment, the larger the likelier.
+        """Choose a segment; a larger one is chosen more often.
 
         Raises:
             FileNotFoundError: there is none.
@@ -66,7 +67,7 @@ class Faults:
         return self._random.choices(list(sizes), list(sizes.values()))[0]
 
     def _flip(self, path: Path, count: int) -> int:
-        """Flip bits, of pages that hold something: a hole would be filled by it, and grow."""
+        """Flip bits in pages that are not zero; a write into a hole would make the file grow."""
         done = 0
         fd = os.open(path, os.O_RDWR)
         try:
@@ -87,13 +88,13 @@ class Faults:
         return done
 
     def _cut(self, path: Path, share: float) -> int:
-        """Cut a file to a share of its length; the index to whole pages."""
+        """Cut a file to a share of its length, in whole pages."""
         size = path.stat().st_size
         os.truncate(path, int(size * share) // _PAGE * _PAGE)
         return int(size > 0)
 
     def _put_back(self) -> int:
-        """Replace a segment, or 64 MiB of it, by what it held at an earlier moment."""
+        """Put the content that `copy` has taken back into its segment."""
         if self._copy is None:
             return 0
         path, start, old = self._copy
@@ -113,6 +114,6 @@ class Faults:
 
 
 def _let_go(fd: int) -> None:
-    """Have nothing of a file in the page cache that is written back over later bytes."""
+    """Drop a file from the page cache, so that no page of it is written back over later bytes."""
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

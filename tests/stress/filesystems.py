@@ -1,12 +1,13 @@
-"""Measures how much of its budget the disk tier takes up on each filesystem, and that it works.
+"""Measures on each filesystem how much of its budget the disk tier occupies, and that it works.
 
+\b
     python -m tests.stress.filesystems --seconds 20 --json docs/results/filesystems-2-cores.json
 
-Each filesystem is made in an image and mounted through a loop device, which takes root and the
-tools that make it; one that cannot be mounted here is named with the reason. A store is flooded
-with small blocks of many sizes, which are evicted, deleted and expire; the whole folder is measured
-by `st_blocks`, as `du` does, on a thread of its own and at every labelled step of every change. At
-the end the store is opened again and all of it is verified.
+Each filesystem is made in an image and mounted through a loop device. This needs root and the tools
+that make the filesystem; one that cannot be mounted is listed with the reason. A store is flooded
+with small blocks of many sizes, which are evicted, deleted and expire. The space that the whole
+folder occupies is measured by `st_blocks`, as `du` does, on a thread of its own and at every
+labelled step of every change. At the end the store is opened again and all of it is verified.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ SIZES = (1024, 9_000, 30_000, 60_000, 100_000)
 
 
 class Sampler:
-    """Keeps the most that a folder ever occupied."""
+    """Records the largest space that a folder has occupied."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,7 +44,7 @@ class Sampler:
         self.most_bytes = self.num_samples = 0
 
     def sample(self, _label: str = "") -> None:
-        """Measure now; a file may come or go meanwhile."""
+        """Measure now; the sample is dropped if a file is removed meanwhile."""
         with contextlib.suppress(FileNotFoundError):
             blocks = [os.lstat(self._folder).st_blocks]
             for folder, folders, files in os.walk(self._folder):
@@ -66,7 +67,7 @@ class Sampler:
 
 
 def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: int) -> Any:
-    """Store, evict, delete and expire blocks; return the row of figures."""
+    """Store, evict, delete and expire blocks; return the figures of the run."""
     rng, clock, stored = random.Random(seed), FakeClock(), list[BlockRecord]()
     options: dict[str, Any] = {"budget_bytes": budget_bytes, "sync": sync}
     num_refused, until = 0, time.monotonic() + seconds
@@ -129,12 +130,12 @@ def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: i
 
 
 @click.command(help=__doc__)
-@click.option("--only", multiple=True, help="A filesystem by its name; all by default.")
-@click.option("--seconds", default=20.0, help="Of one flood.")
-@click.option("--budget", default="24MiB")
-@click.option("--seed", default=0)
-@click.option("--commit")
-@click.option("--json", "report", type=click.Path(path_type=Path))
+@click.option("--only", multiple=True, help="Name of a filesystem to measure; all by default.")
+@click.option("--seconds", default=20.0, show_default=True, help="Length of each flood.")
+@click.option("--budget", default="24MiB", show_default=True, help="Budget of the store.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random choices.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
+@click.option("--json", "report", type=click.Path(path_type=Path), help="File for the figures.")
 def main(
     only: tuple[str, ...],
     seconds: float,

@@ -1,16 +1,18 @@
-"""Measures what a tenant that floods the server costs another, who asks little.
+"""Measures how much a tenant that floods the server delays a tenant that sends few requests.
 
+\b
     python -m tests.stress.flood --model random:llama-3.1-8b --quiet-tokens 4096 --flood-tokens 6000
 
-The quiet one asks for the same prompt, which VRAM has, again and again; the others are clients of
-another tenant that send new prompts of so many tokens without end and want one token of each. All
-are plain sockets, the flood's in a process of its own. Parts:
+The quiet tenant sends the same prompt again and again; its blocks are cached in VRAM. The flood is
+several clients of another tenant. They send new prompts without a pause and ask for one token each.
+All clients use plain sockets, and those of the flood run in a process of their own. Parts:
 
-    alone    the flood, before the quiet one has asked for anything: prompts a second
-    quiet    the quiet one alone: TTFT in ms
-    beside   both: TTFT of the quiet one, prompts a second of the flood
+\b
+    alone    only the flood, before the first request of the quiet tenant: prompts per second
+    quiet    only the quiet tenant: TTFT in ms
+    beside   both at once: TTFT of the quiet tenant, prompts per second of the flood
 
-The last two take turns.
+The parts `quiet` and `beside` alternate.
 """
 
 import asyncio
@@ -30,11 +32,11 @@ from tests.stress.client import prompts_of, request_of, served_by, serving, stre
 from tieredkv.bench import raw
 
 QUIET, FLOOD = "sk-quiet", "sk-flood"
-VOCABULARY = 256  # every model has as many
+VOCABULARY = 256  # every model has at least as many tokens
 
 
 def flood(url: str, model: str, length: int, num_clients: int, until: float, seed: int) -> int:
-    """Send prompts until a time; return how many were answered before it."""
+    """Send prompts until a moment; return how many were answered before it."""
 
     def requests(client: int) -> Iterator[bytes]:
         for index in itertools.count():
@@ -48,19 +50,21 @@ def flood(url: str, model: str, length: int, num_clients: int, until: float, see
         firsts = [stream_one(url, requests(client)) for client in range(num_clients)]
         return sum(len(each) for each in await asyncio.gather(*firsts))
 
-    return asyncio.run(send()) - num_clients  # their last ones end behind it
+    return asyncio.run(send()) - num_clients  # each client's last prompt ends after that moment
 
 
 @click.command(help=__doc__)
-@click.option("--model", default="tiny-random")
-@click.option("--quiet-tokens", default=1024)
-@click.option("--flood-tokens", default=1532)
-@click.option("--clients", default=4)
-@click.option("--seconds", default=10.0, help="Of a part.")
-@click.option("--rounds", default=3)
-@click.option("--think-ms", default=0.0, help="Between an answer and the next request.")
-@click.option("--block-size", default=16)
-@click.option("--commit")
+@click.option("--model", default="tiny-random", show_default=True, help="As for `serve`.")
+@click.option("--quiet-tokens", default=1024, show_default=True, help="Tokens of the quiet prompt.")
+@click.option("--flood-tokens", default=1532, show_default=True, help="Tokens of a flood prompt.")
+@click.option("--clients", default=4, show_default=True, help="Clients of the flood.")
+@click.option("--seconds", default=10.0, show_default=True, help="Length of a part.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds of `quiet` and `beside`.")
+@click.option(
+    "--think-ms", default=0.0, show_default=True, help="Pause of the quiet tenant after an answer."
+)
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a block.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(model: str, block_size: int, commit: str | None, **told: Any) -> None:
     length, think_s = told["quiet_tokens"], told["think_ms"] / 1e3
     flags = ("--api-key", QUIET, "--api-key", FLOOD, "--block-size", str(block_size))
@@ -69,7 +73,7 @@ def main(model: str, block_size: int, commit: str | None, **told: Any) -> None:
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
         serving(model, *flags) as url,
     ):
-        pool.submit(abs, 0).result()  # its start is no part of a figure
+        pool.submit(abs, 0).result()  # start the process before the measurement
         name = served_by(url, QUIET)
         [prompt] = prompts_of(1, length, VOCABULARY, "quiet")
         one = request_of(url, name, prompt, 1, QUIET)

@@ -1,16 +1,22 @@
-"""Sends bodies that are made to cost much, and measures what they cost everybody else.
+"""Sends request bodies that are made to be expensive, and measures how much they delay others.
 
+\b
     python -m tests.stress.hostile_bodies --commit "$(git rev-parse HEAD)"
 
-Each body is as long as the server takes, and so many clients send it at once, again and again,
-while another one asks `/health` every 20 ms. At the end the server is told to stop amid the worst
-of them. The last line is JSON:
+Each body is as long as the server takes, and so many clients of one tenant send it at once, again
+and again. Meanwhile another client asks `/health` every 20 ms, and one of another tenant sends a
+short prompt and wants one token, again and again. At the end the server is told to stop amid the
+worst of the bodies. With `--busy-loops`, so many processes that only compute run beside all that.
+The last line is JSON:
 
-    health_ms    the slowest answer of `/health` while each body came, first of all `nothing`, which
-                 tells how busy the machine is otherwise
-    drain_s      from SIGTERM to the line in the log that says that draining has begun
-    grown_bytes  memory of the server's process after the last body, beside that before the first
-    bars         250 ms, 1 s and 100 MiB, and whether each is kept
+    health_ms      the slowest answer of `/health` while each body came, first of all `nothing`,
+                   which tells how busy the machine is otherwise
+    other_tenant   how long the other tenant's prompts took beside nothing and beside all bodies,
+                   and the status of each answer
+    drain_s        from SIGTERM to the line in the log that says that draining has begun
+    resident_bytes memory of the server's process after each body
+    grown_bytes    the same some seconds after the last body, beside that before the first
+    bars           250 ms, 1 s and 100 MiB, and whether each is kept
 
 The model is small, but its tokenizer has a vocabulary of 150,000 tokens and its context is long.
 """
@@ -20,9 +26,12 @@ import contextlib
 import json
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +54,12 @@ TEMPLATE = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in 
 {{- '\n' + c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
 {{- '<|im_start|>assistant\n' }}"""
 HEALTH_BAR_MS, DRAIN_BAR_S, GROWN_BAR_BYTES = 250.0, 1.0, 100 << 20
+HOSTILE, OTHER = ({"x-api-key": key} for key in ("sk-hostile", "sk-other"))
+KEYS = [flag for key in (HOSTILE, OTHER) for flag in ("--api-key", *key.values())]
 
 
 def big_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a large vocabulary of syllables, without training."""
+    """Make a tokenizer with a large vocabulary of syllables without training it."""
     drawn, letters = random.Random(0), "etaoinshrdlucmfwypvbgkjqxz"
     names = bytes_to_unicode()  # type: ignore[no-untyped-call]
     vocab = {name: i for i, name in enumerate(names.values())}
@@ -87,7 +98,7 @@ def big_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def save_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
-    """Write a checkpoint that is small but for its vocabulary."""
+    """Write a checkpoint that is small except for its vocabulary."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -282,31 +293,47 @@ BODIES: dict[str, Body] = {
 
 
 def body_of(name: str, size: int, model: str) -> tuple[str, bytes]:
-    """Return a path and a body for a model."""
+    """Return the path and the body of a request to a model."""
     path, body = BODIES[name](size - len(model))
     named = f'"model":"{model}"'.encode()
     return path, body.replace(b'"model":"m"', named, 1).replace(b'"model": "m"', named, 1)
 
 
-class Health:
-    """Asks `/health` all the time; `worst_ms` since it was read last."""
+class Asker:
+    """Sends the same request all the time; `taken_ms` and `statuses` since they were read last."""
 
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self.worst_ms = 0.0
+    def __init__(self, server: Server, method: str, path: str, body: bytes = b"") -> None:
+        self._root, self._method, self._path, self._body = server.root, method, path, body
+        self._taken_ms: list[float] = []
+        self.statuses: Counter[str] = Counter()
 
     async def ask(self) -> None:
-        async with httpx.AsyncClient(base_url=self._root, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=self._root, timeout=120, headers=OTHER) as client:
             while True:
-                begin = time.perf_counter()
+                begin, status = time.perf_counter(), "none"
                 with contextlib.suppress(httpx.HTTPError):
-                    await client.get("/health")
-                self.worst_ms = max(self.worst_ms, 1e3 * (time.perf_counter() - begin))
+                    answer = await client.request(self._method, self._path, content=self._body)
+                    status = str(answer.status_code)
+                self._taken_ms.append(1e3 * (time.perf_counter() - begin))
+                self.statuses[status] += 1
                 await asyncio.sleep(0.02)
 
-    def take(self) -> float:
-        worst, self.worst_ms = self.worst_ms, 0.0
-        return round(worst, 1)
+    def take(self) -> list[float]:
+        taken, self._taken_ms = self._taken_ms, []
+        return taken
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep so many processes busy."""
+    words = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(words) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def resident_bytes(pid: int) -> int:
@@ -316,11 +343,12 @@ def resident_bytes(pid: int) -> int:
 
 
 async def trickle(root: str, size: int) -> int:
-    """Send a body in chunks of one byte, as fast as they are taken."""
+    """Send a body in chunks of one byte, as fast as the server reads; return the status or 0."""
     host, port = root.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n"
-    writer.write(head.encode())
+    names = {"Host": host, "Transfer-Encoding": "chunked"} | HOSTILE
+    lines = [f"POST {CHAT} HTTP/1.1", *(f"{name}: {value}" for name, value in names.items())]
+    writer.write("\r\n".join([*lines, "\r\n"]).encode())
     with contextlib.suppress(ConnectionError):
         for _ in range(size // 10_000):
             writer.write(b"1\r\n \r\n" * 10_000)
@@ -334,22 +362,25 @@ async def trickle(root: str, size: int) -> int:
 
 async def attack(
     server: Server, model: str, names: list[str], size: int, clients: int, seconds: float
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Send each body for some seconds, and return what it cost."""
-    pid = server.pids["server"]
-    health, rows = Health(server.root), list[dict[str, Any]]()
-    asking = asyncio.create_task(health.ask())
-    limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=server.root, timeout=300, limits=limits) as client:
+    pid, rows, beside_ms = server.pids["server"], list[dict[str, Any]](), list[float]()
+    prompt = {"model": model, "prompt": prose(1000), "max_tokens": 1}
+    health = Asker(server, "GET", "/health")
+    other = Asker(server, "POST", COMPLETE, json.dumps(prompt).encode())
+    asking = [asyncio.create_task(asker.ask()) for asker in (health, other)]
+    limits: dict[str, Any] = {"limits": httpx.Limits(max_connections=clients), "timeout": 300}
+    async with httpx.AsyncClient(base_url=server.root, headers=HOSTILE, **limits) as client:
         await asyncio.sleep(1.0)
-        health.take()
+        health.take(), other.take()
         await asyncio.sleep(10 * seconds)
-        click.echo(f"{'nothing':28} {0:>9} B  /health {(idle_ms := health.take()):7.1f} ms")
+        alone_ms, idle_ms = other.take(), round(max(health.take()), 1)
+        click.echo(f"{'nothing':28} {0:>9} B  /health {idle_ms:7.1f} ms")
         rows.append({"body": "nothing", "health_ms": idle_ms})
         for name in names:
             path, body = body_of(name, size, model) if name in BODIES else (CHAT, b"")
             await asyncio.sleep(0.2)  # making the body has held up who asks `/health`, too
-            health.take()
+            health.take(), other.take()
             end, answers, told = time.perf_counter() + seconds, list[float](), set[str]()
 
             async def send() -> None:
@@ -363,11 +394,14 @@ async def attack(
                     answers.append(time.perf_counter() - begin)  # noqa: B023
 
             await asyncio.gather(*(send() for _ in range(clients)))
+            of_other_ms = other.take()
+            beside_ms += of_other_ms
             rows.append(
                 {
                     "body": name,
                     "bytes": len(body),
-                    "health_ms": health.take(),
+                    "health_ms": round(max(health.take(), default=1e3 * seconds), 1),
+                    "other_tenant_ms": round(max(of_other_ms, default=1e3 * seconds), 1),
                     "answers": len(answers),
                     "slowest_s": round(max(answers), 2),
                     "resident_bytes": resident_bytes(pid),
@@ -377,16 +411,23 @@ async def attack(
             row = rows[-1]
             click.echo(
                 f"{name:28} {row['bytes']:>9} B  /health {row['health_ms']:7.1f} ms  "
+                f"other {row['other_tenant_ms']:7.1f} ms  "
                 f"{row['answers']:3} answers, slowest {row['slowest_s']:6.2f} s  "
                 f"{row['resident_bytes'] >> 20:5} MiB  {row['told'][:60]}"
             )
-    asking.cancel()
-    return rows
+    for task in asking:
+        task.cancel()
+    arms = {"alone": alone_ms, "beside": beside_ms}
+    taken = [raw.percentiles_ms(arm, of_arm, (50, 99)) for arm, of_arm in arms.items()]
+    longest = {f"{arm}_max_ms": max(of_arm) for arm, of_arm in arms.items()}
+    figures = {key: round(it, 1) for each in (*taken, longest) for key, it in each.items()}
+    counts = {f"{arm}_answers": len(of_arm) for arm, of_arm in arms.items()}
+    return {"other_tenant": figures | counts | {"statuses": other.statuses}, "rows": rows}
 
 
 async def drained(server: Server, model: str, names: list[str], size: int, clients: int) -> float:
     """Tell the server to stop amid bodies, and return the seconds until it began."""
-    async with httpx.AsyncClient(base_url=server.root, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=server.root, timeout=300, headers=HOSTILE) as client:
 
         async def send(name: str) -> None:
             path, body = body_of(name, size, model)
@@ -397,7 +438,7 @@ async def drained(server: Server, model: str, names: list[str], size: int, clien
         await asyncio.sleep(0.5)
         begin = time.perf_counter()
         server.process.send_signal(signal.SIGTERM)
-        while "stopping: streams end" not in server.log:
+        while "stopping: open requests are ended" not in server.log:
             await asyncio.sleep(0.005)
         took = time.perf_counter() - begin
         await asyncio.gather(*tasks)
@@ -409,6 +450,7 @@ async def drained(server: Server, model: str, names: list[str], size: int, clien
 @click.option("--vocab-size", default=150_000)
 @click.option("--clients", default=2, help="That send one body at once.")
 @click.option("--seconds", default=3.0, help="For which each body is sent.")
+@click.option("--busy-loops", default=0, help="Processes that only compute, beside all else.")
 @click.option("--only", multiple=True, help="Send only these bodies.")
 @click.option("--skip", multiple=True, help="Leave these bodies out.")
 @click.option("--commit")
@@ -416,16 +458,17 @@ def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **tol
     names = [*only] or [*BODIES, "chunks of one byte"]
     names = [name for name in names if name not in skip]
     size = (1 << 20) + 32 * told["max_model_len"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, busy_loops(told["busy_loops"]):
         model = Path(folder) / "m"
         save_model(model, told["vocab_size"], told["max_model_len"])
-        with running(Path(folder), "--device-size", "256MiB", model=str(model)) as server:
+        with running(Path(folder), "--device-size", "256MiB", *KEYS, model=str(model)) as server:
             path, body = body_of("prose", 20_000, str(model))
-            httpx.post(server.root + path, content=body, timeout=300)
+            httpx.post(server.root + path, content=body, timeout=300, headers=HOSTILE)
             before = resident_bytes(server.pids["server"])
-            rows = asyncio.run(
+            cost = asyncio.run(
                 attack(server, str(model), names, size, told["clients"], told["seconds"])
             )
+            rows = cost["rows"]
             time.sleep(3.0)
             grown = resident_bytes(server.pids["server"]) - before
             slow = sorted(rows[1:], key=lambda row: row["slowest_s"])
@@ -441,6 +484,7 @@ def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **tol
         "grown_bytes": [GROWN_BAR_BYTES, grown <= GROWN_BAR_BYTES],
     }
     figures = {"health_ms": health_ms, "drain_s": round(drain_s, 3), "grown_bytes": grown}
+    figures["other_tenant"] = cost["other_tenant"]
     ending = {"exit_code": exit_code, "ended_s": round(ended_s, 2)}
     click.echo(json.dumps(figures))
     head = raw.head(commit, "python -m tests.stress.hostile_bodies")

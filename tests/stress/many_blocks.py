@@ -1,11 +1,12 @@
-"""Measures what an operator's verbs cost on a store of a million small blocks.
+"""Measures how long the operator's commands take on a store of a million small blocks.
 
+\b
     python -m tests.stress.many_blocks --dir /nvme --blocks 1000000
 
-Ten tenants have conversations, each tenant's from the same 64 blocks on. The store is filled in
-this process; then a worker serves it and each verb is a process of its own, as an operator runs it.
-Meanwhile this process looks blocks up and notes how long it waits. Prints JSON; needs 10 GB for a
-million blocks.
+Ten tenants have conversations, and those of one tenant share their first 64 blocks. The store is
+filled in this process. Then a worker serves it, and each command runs in a process of its own, as
+an operator would run it. Meanwhile this process looks blocks up and measures how long that takes.
+The result is printed as JSON. A million blocks need 10 GB.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ EXTENT_BYTES = 8192
 
 
 def records(num_blocks: int, chain_length: int, now: float) -> Iterator[BlockRecord]:
-    """Conversations of tenants; those of one tenant go on from the same blocks."""
+    """Yield the records of conversations; those of one tenant share their first blocks."""
     ages = itertools.count()
 
     def record(parent: bytes, name: str, tenant: int, position: int) -> BlockRecord:
@@ -80,7 +81,7 @@ def records(num_blocks: int, chain_length: int, now: float) -> Iterator[BlockRec
 
 
 def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, Any]]:
-    """Fill a store, as its worker does; blocks a second of each tenth."""
+    """Fill a store as its worker does; return the blocks per second of each tenth."""
     options = StoreOptions(
         path=str(folder), budget_bytes=int(1.5 * num_blocks * EXTENT_BYTES) + (1 << 30), sync="none"
     )
@@ -104,7 +105,7 @@ def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, An
 
 
 class Lookups:
-    """Looks the same blocks up again and again on a thread, as an engine whose RAM is empty."""
+    """Looks up the same blocks again and again on a thread, as an engine with empty RAM does."""
 
     def __init__(self, client: StoreClient, hashes: list[bytes]) -> None:
         self._client, self._hashes = client, hashes
@@ -127,7 +128,7 @@ class Lookups:
         return isinstance(event, LookupDone)
 
     def taken_ms(self) -> dict[str, float]:
-        """Percentiles since the last call."""
+        """Return percentiles of the lookup times since the last call."""
         taken, self._taken_ms = self._taken_ms, []
         p50, p99 = np.percentile(taken, [50, 99]) if taken else (0.0, 0.0)
         return {"n": len(taken), "p50": float(p50), "p99": float(p99), "max": max(taken, default=0)}
@@ -138,14 +139,14 @@ class Lookups:
 
 
 def memory_MiB(pid: int) -> dict[str, float]:
-    """What a process has in memory: of its own, and of files such as the index."""
+    """Return the resident memory of a process: its own, and that of mapped files (the index)."""
     rows = (row.split() for row in Path(f"/proc/{pid}/status").read_text().splitlines())
     sizes = {row[0]: int(row[1]) / 1024 for row in rows if row[0] in ("RssAnon:", "RssFile:")}
     return {"own": sizes["RssAnon:"], "files": sizes["RssFile:"]}
 
 
-def run(folder: Path, *words: str) -> dict[str, Any]:
-    """Run a verb as an operator does: how long it took, and what it answered."""
+def run(folder: Path, *words: str, lookups: Lookups | None = None) -> dict[str, Any]:
+    """Run a verb as an operator does: how long it took, what it answered, and lookups beside it."""
     command = [sys.executable, "-P", "-m", "tieredkv", *words, "--disk-dir", str(folder), "--json"]
     start = time.perf_counter()
     with tempfile.TemporaryFile() as out:
@@ -156,10 +157,12 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
                 first_s = time.perf_counter() - start
             time.sleep(0.01)
         seconds = time.perf_counter() - start
+        # Before the answer is decoded, since that holds up the thread that looks blocks up.
+        beside = {} if lookups is None else {"lookup_ms": lookups.taken_ms()}
         out.seek(0)
         answer = json.loads(out.read())
     chains = answer.pop("chains", None)
-    found = {"seconds": seconds, "first_output_s": first_s, "exit": process.returncode}
+    found = {"seconds": seconds, "first_output_s": first_s, "exit": process.returncode} | beside
     if chains is not None:
         return found | {"chains": len(chains), "ids": [each["id"] for each in chains[:2000]]}
     return found | {k: v for k, v in answer.items() if isinstance(v, int | dict) and k != "disk"}
@@ -167,7 +170,7 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[StoreClient, dict[str, Any]]]:
-    """Have a worker serve the store; how long its start took and what it read for it."""
+    """Serve the store by a worker; yield its client, and its start time and memory use."""
     arena, start = HostArena(64, 4096), time.perf_counter()
     client = StoreClient(StoreOptions(path=str(folder), sync="none"), arena)
     seconds = time.perf_counter() - start
@@ -177,7 +180,7 @@ def serving(folder: Path) -> Iterator[tuple[StoreClient, dict[str, Any]]]:
 
 
 def measure(folder: Path, *, verifies: bool) -> dict[str, Any]:
-    """Run each verb on the live and on the stopped store."""
+    """Measure commands on the served and on the stopped store, and the rebuilding of its index."""
     report: dict[str, Any] = {}
     some = [record.block_hash for record in itertools.islice(records(2000, 20, 0.0), 256)]
     with serving(folder) as (client, start):
@@ -188,8 +191,7 @@ def measure(folder: Path, *, verifies: bool) -> dict[str, Any]:
 
             def live(name: str, *words: str) -> dict[str, Any]:
                 lookups.taken_ms()
-                found = run(folder, *words)
-                found |= {"lookup_ms": lookups.taken_ms(), "worker_MiB": memory_MiB(pid)}
+                found = run(folder, *words, lookups=lookups) | {"worker_MiB": memory_MiB(pid)}
                 report[name] = {key: value for key, value in found.items() if key != "ids"}
                 click.echo(f"{name}: {report[name]}", err=True)
                 return found
@@ -215,11 +217,13 @@ def measure(folder: Path, *, verifies: bool) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--dir", "where", type=click.Path(path_type=Path), required=True)
-@click.option("--blocks", default=1_000_000, show_default=True)
-@click.option("--chain-length", default=20, show_default=True, help="Of a tenant's conversation.")
-@click.option("--verify/--no-verify", default=True, show_default=True)
-@click.option("--commit")
+@click.option(
+    "--dir", "where", type=click.Path(path_type=Path), required=True, help="Folder on the disk."
+)
+@click.option("--blocks", default=1_000_000, show_default=True, help="Number of blocks to store.")
+@click.option("--chain-length", default=20, show_default=True, help="Blocks of a conversation.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Measure `verify` too.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(where: Path, blocks: int, chain_length: int, verify: bool, commit: str | None) -> None:
     report = raw.head(commit, "python -m tests.stress.many_blocks")
     report |= {"blocks": blocks, "chain_length": chain_length, "load": os.getloadavg()[0]}

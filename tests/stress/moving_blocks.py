@@ -1,11 +1,12 @@
-"""Measures what block moves between VRAM and host memory cost the running requests.
+"""Measures how much moving blocks between VRAM and host memory slows down the running requests.
 
     python -m tests.stress.moving_blocks --model random:llama-3.1-8b --promotion 32768
 
---demotion   runs a workload in VRAM for a quarter of it, in pairs with and without the host tier
+--demotion   runs a workload with VRAM for a quarter of it, in pairs with and without the host tier
 --promotion  promotes a prefix from host memory while 8 requests decode; measures their ITL
 
-A problem is reported if two requests load one prefix twice, or a cancelled one keeps its share.
+A problem is reported if two requests load the same prefix twice, or if a cancelled request still
+holds blocks.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ def run(
     repeats: int = 15,
     tokens: int = 200,
 ) -> Row:
-    """Measure what the options tell, demotion in an engine with little VRAM."""
+    """Measure demotion, promotion or both; demotion in an engine with little VRAM."""
     settings = settings | {"policies": (*DEFAULT_POLICIES, DEVICE_ONLY)}
     report = begin(settings)
     report["raw"]["h2d_GBps"] = raw.h2d_GBps()
@@ -62,7 +63,7 @@ def run(
         with contextlib.closing(Moving(told, report, progress, room)) as moving:
             moving.promotion(promotion, tokens, tracked(progress, "promotion", range(repeats)))
         del moving
-        gc.collect()  # its pool
+        gc.collect()  # free its pool in VRAM
     if demotion:
         workload = parse_workload(demotion)
         room = workload.num_tokens
@@ -73,10 +74,10 @@ def run(
 
 
 class Moving(Bench):
-    """An engine, and what is measured while its blocks move."""
+    """An engine, and the measurements while its blocks move."""
 
     def demotion(self, workload: Workload, pairs: int, progress: Progress) -> None:
-        """Serve a workload with demotion and without it, in pairs of changing order."""
+        """Serve a workload with and without demotion, in pairs whose order alternates."""
         runs: dict[str, list[Row]] = {mode: [] for mode in RETENTIONS}
         for pair in tracked(progress, "pairs", range(pairs + 1)):  # the first warms up
             for mode in sorted(runs, reverse=pair % 2 == 0):
@@ -114,7 +115,7 @@ class Moving(Bench):
             began = self.run_until(partial(self.have, decoding, 0))
             came = self.run_until(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
             loading = []
-            for prompt in two:  # as the engine's process takes them: so many tokens a step
+            for prompt in two:  # one request per step, as the engine's process takes them
                 loading.append(self.submit(prompt, 1))
                 self.step()
             ended = self.run_until(partial(self.has_loaded, before))
@@ -144,18 +145,18 @@ class Moving(Bench):
             self.report["problems"].append("a cancelled request still holds blocks")
 
     def run_until(self, holds: Callable[[], bool]) -> float:
-        """Step until something holds; return when that was."""
+        """Step until a condition holds; return the moment."""
         while self.core.has_work and not holds():
             self.step()
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Cancel what runs, and wait until nothing moves."""
+        """Cancel all requests, and wait until no block moves."""
         self.core.abort_all()
         self.run()
 
     def serve_counted(self, mode: str, workload: Workload) -> Row:
-        """Serve a workload with the host tier or without, and count what it has moved."""
+        """Serve a workload with or without the host tier, and count the bytes that moved."""
         self.settle()
         before = self.counts()
         row = self.serve(f"tiers {mode}", workload, RETENTIONS[mode])
@@ -164,27 +165,27 @@ class Moving(Bench):
         return {**row, "demoted_GBps": moved / row["wall_s"] / 1e9, "allocation_waits": waits}
 
     def gaps_ms(self, ids: Sequence[str], start: float, end: float) -> list[float]:
-        """Return the times between two tokens of a request, of which the second came in a span."""
+        """Return the times between two tokens of a request, if the second came within a span."""
         pairs = (pair for name in ids for pair in itertools.pairwise(self.times[name]))
         return [(late - early) * 1e3 for early, late in pairs if start < late <= end]
 
     def to_host(self) -> None:
-        """Cancel what runs and empty the device tier."""
+        """Cancel all requests and demote all blocks of the device tier."""
         self.settle()
         if not self.core.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
-            raise TieredKVError("Not everything could be demoted to host memory; see the log")
+            raise TieredKVError("not every block could be demoted to host memory; see the log")
 
     def have(self, ids: Sequence[str], count: int) -> bool:
-        """Return whether each of some requests has more tokens than that."""
+        """Return whether each of these requests has more than `count` tokens."""
         return all(len(self.times[name]) > count for name in ids)
 
     def has_loaded(self, before: Row) -> bool:
-        """Return whether blocks have come up and none is on its way any longer."""
+        """Return whether blocks were promoted and no copy is pending any more."""
         has_begun = self.since(before, "promoted_host_blocks") > 0
         return has_begun and not self.core.tiers.transfer.has_pending
 
     def counts(self) -> Row:
-        """Return the cache's counters, and what requests and copies hold in each RAM tier."""
+        """Return the cache's counters, and as `held` the blocks in use in each RAM tier."""
         stats: Row = self.core.tier_stats()
         return {**stats["counters"], "held": [stats[t]["blocks_used"] for t in ("device", "host")]}
 
@@ -195,15 +196,15 @@ class Moving(Bench):
 
 @click.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
-@click.option("--pairs", default=7, show_default=True, help="Demotion on and off.")
-@click.option("--promotion", default=0, help="Tokens that come up, e.g. 32768.")
-@click.option("--repeats", default=15, show_default=True, help="Of the promotion.")
-@click.option("--tokens", default=200, show_default=True, help="Gaps that count as quiet.")
-@click.option("--commit", help="Commit to report, for a tree without its history.")
+@click.option("--demotion", help="Workload of the demotion part, e.g. 64x2048+64; else skipped.")
+@click.option("--pairs", default=7, show_default=True, help="Pairs of runs of the demotion part.")
+@click.option("--promotion", default=0, help="Tokens of the promoted prefix; 0 skips that part.")
+@click.option("--repeats", default=15, show_default=True, help="Runs of the promotion part.")
+@click.option("--tokens", default=200, show_default=True, help="Tokens decoded before a promotion.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 def main(loaded: LoadedSettings, commit: str | None, **options: Any) -> None:
-    """Measure, and print JSON."""
+    """Measure how much moving blocks slows down running requests; print JSON."""
     report = run(loaded.given(), terminal_progress(), **options)
     click.echo(json.dumps(raw.head(commit, "python -m tests.stress.moving_blocks") | report))
     sys.exit(1 if report["problems"] else 0)

@@ -1,7 +1,8 @@
-"""Promises of the store to the soak: which blocks must exist, and which may never return.
+"""Tracks what the store has promised to the soak, and judges the store's answers by it.
 
-This module knows acknowledgements, deadlines and the order of eviction. It does not call the store:
-it is given the store's answers, and reports which of them are wrong.
+This module knows which blocks the store has acknowledged, when they expire and in which order they
+may be evicted. It does not call the store. The soak passes it the store's answers, and it reports
+those that are wrong.
 """
 
 import bisect
@@ -25,24 +26,24 @@ Bytes = npt.NDArray[np.uint8]
 CHAIN_BLOCKS = 16
 EQUAL_BYTES = 256 << 10
 UNEQUAL_BYTES = (16 << 10, 128 << 10)
-SHORT_SHARE = 0.3  # of the chains
+SHORT_SHARE = 0.3  # share of chains whose blocks live only for SHORT_S
 SHORT_S = (1.0, 10.0)
 DAY_S = 86_400.0
 SHORT_POLICY = "seconds"
 POLICIES = ("24h", SHORT_POLICY)
 _NUM_NAMESPACES = 3
-_CLOCK_SLACK_S = 0.1  # the store's clock may be ahead of ours by what an earlier worker saw
-_ORDER_S = 1e-5  # the order of eviction knows microseconds
+_CLOCK_SLACK_S = 0.1  # the store's clock goes on from an earlier worker's, which may be ahead
+_ORDER_S = 1e-5  # the store orders evictions by times in microseconds
 _PATTERN_WORDS = 1 << 18
 
 
 class Promise(NamedTuple):
-    """One acknowledged store.
+    """One store of a block that the store has acknowledged.
 
     Attributes:
-        sent_at: also the block's `last_used` in the store, or less than it.
-        is_certain: False after its index was made again: its place in the order of eviction is
-            not known any more.
+        sent_at: When the block was sent; its `last_used` in the store is this time or later.
+        is_certain: False once the index was rebuilt. The block's place in the order of eviction is
+            then unknown.
     """
 
     sent_at: float
@@ -56,11 +57,12 @@ class Block:
     """One block of the working set.
 
     Attributes:
-        promise: the last acknowledged store, until something took the block away.
-        last_use: the latest that the store may know of.
-        deadline: the latest `expires_at` that the store may know of; it only grows.
-        is_taken: by whoever stores or deletes it now.
-        is_unanswered: a later store of it ended without a yes, so nobody knows.
+        promise: The last acknowledged store; None once the block may have left the store.
+        last_use: The latest time of use that the store may know of.
+        deadline: The latest `expires_at` that the store may know of; it never decreases.
+        is_taken: Whether a thread is storing or deleting the block now.
+        is_unanswered: Whether the latest store of the block was not acknowledged, so that it is
+            unknown whether the store has it.
     """
 
     identity: BlockRecord
@@ -73,7 +75,7 @@ class Block:
 
 
 class AuditResult(NamedTuple):
-    """What became of the promised blocks: there, or gone by a cause, or gone without one."""
+    """How many promised blocks are present, expired or evicted, and which were lost."""
 
     present: int
     expired: int
@@ -82,10 +84,10 @@ class AuditResult(NamedTuple):
 
 
 class Payloads:
-    """The one right payload of each block, from its hash: bfloat16 noise, as caches hold it.
+    """Computes the one right payload of each block from its hash: bfloat16 noise, like real KV.
 
-    The exponents are those of a Gaussian, so that compression has something to do. Each mantissa
-    byte is XORed with the hash, so that no two blocks share a word at the same place.
+    The numbers are normally distributed, so their exponents can be compressed. The mantissa bytes
+    are XORed with bytes of the hash, so two blocks differ in practically every word.
     """
 
     def __init__(self, seed: int) -> None:
@@ -95,7 +97,7 @@ class Payloads:
         self._pattern = np.concatenate([words, words])
 
     def of(self, block: BlockRecord) -> Bytes:
-        """All bytes of a block."""
+        """Return all bytes of a block."""
         num_words = -(-block.size_bytes // 8)
         start = int.from_bytes(block.block_hash[:4], "big") % _PATTERN_WORDS
         key = np.frombuffer(block.block_hash[8:16], np.uint64)[0] & np.uint64(0x00FF00FF00FF00FF)
@@ -104,10 +106,12 @@ class Payloads:
 
 
 class Promises:
-    """The working set and its promises; any thread may call every method.
+    """The working set and its promises. Any thread may call every method.
 
     Args:
-        num_bytes: of all blocks; half of them in blocks of equal size, half in unequal ones.
+        seed: Determines the chains and the random choices.
+        num_bytes: Size of all blocks together. Blocks of equal size take half of it, and blocks of
+            unequal sizes the other half.
     """
 
     def __init__(self, seed: int, num_bytes: int) -> None:
@@ -126,9 +130,9 @@ class Promises:
         self._of = {block.identity.block_hash: block for block in self.blocks}
         self._recent: deque[Block] = deque(maxlen=max(16, len(self.blocks) // 8))
         self._short: deque[Block] = deque(maxlen=256)
-        self.is_damaged = False  # by us, so that blocks may be missing, though never wrong
+        self.is_damaged = False  # by the soak: blocks may then be missing, but never wrong
         self.counts: Counter[str] = Counter()
-        self.faults: list[str] = []  # what broke, for people
+        self.faults: list[str] = []  # a message for each broken promise, up to 100
 
     def _make_chain(self, name: str, is_equal: bool) -> list[Block]:
         namespace = _digest(f"tenant {self._random.randrange(_NUM_NAMESPACES)}")
@@ -157,12 +161,12 @@ class Promises:
         return self._of[block_hash]
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to a figure of the report."""
+        """Add to a counter of the report."""
         with self._lock:
             self.counts[name] += by
 
     def blame(self, name: str, what: str) -> None:
-        """Count something that must never happen."""
+        """Count a violation, and keep a message about it."""
         with self._lock:
             self._blame(name, what)
 
@@ -171,10 +175,10 @@ class Promises:
         if len(self.faults) < 100:
             self.faults.append(f"{name}: {what}")
 
-    # --- choosing ----------------------------------------------------------------------------
+    # --- choosing blocks ---------------------------------------------------------------------
 
     def take(self, count: int) -> list[Block]:
-        """Take blocks to store or delete: a run of one chain, those that nobody else has."""
+        """Take consecutive blocks of a chain to store or delete, except those already taken."""
         with self._lock:
             chain = self._random.choice(self.chains)
             start = self._random.randrange(len(chain))
@@ -184,13 +188,13 @@ class Promises:
         return taken
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Undo `take`."""
+        """Give back blocks that `take` returned."""
         with self._lock:
             for block in blocks:
                 block.is_taken = False
 
     def to_read(self, count: int) -> list[Block]:
-        """Choose blocks to load: most of them stored lately, some just expired."""
+        """Choose blocks to load: most were stored recently, and some have just expired."""
         with self._lock:
             die = self._random.random()
             pool: Sequence[Block] = self.blocks
@@ -203,10 +207,10 @@ class Promises:
             chosen = [self._random.choice(pool) for _ in range(count)]
         return list({id(block): block for block in chosen}.values())
 
-    # --- what is sent, and what came of it ---------------------------------------------------
+    # --- what is sent to the store, and what it answers --------------------------------------
 
     def sending(self, blocks: Sequence[Block]) -> list[BlockRecord]:
-        """Answer the records of blocks that are computed now, by one request, and stored next."""
+        """Return the records with which one request stores these blocks, computed now."""
         now = time.time()
         with self._lock:
             for block in blocks:
@@ -215,7 +219,7 @@ class Promises:
         return [_at(block, now) for block in blocks]
 
     def stored(self, block: Block, record: BlockRecord, reason: str) -> None:
-        """Take the answer to a store; `reason` is why it failed."""
+        """Note the answer to a store; `reason` says why it failed, or is empty."""
         with self._lock:
             self.counts[f"store {reason}" if reason else "blocks_stored"] += 1
             block.is_unanswered = bool(reason)
@@ -229,7 +233,7 @@ class Promises:
                 self._blame("store_errors", f"block {_name(block)}: {reason}")
 
     def touching(self, block: Block) -> TouchItem:
-        """Answer a use of a block that is sent next, with a claim if it is a short one."""
+        """Return the touch to send for a block; for a short-lived one it extends the life too."""
         now = time.time()
         with self._lock:
             block.last_use = max(block.last_use, now)
@@ -239,22 +243,23 @@ class Promises:
             return TouchItem(block.identity.block_hash, now, now + block.ttl_s, SHORT_POLICY)
 
     def deleted(self, blocks: Sequence[Block]) -> None:
-        """Expect nothing of these blocks any more."""
+        """Note that these blocks are deleted: the store need not have them any more."""
         with self._lock:
             for block in blocks:
                 block.promise = None
 
     def evicted_unused(self, unused_since: float) -> None:
-        """Expect nothing of blocks whose last use may be as long ago."""
+        """Note an eviction of blocks not used since `unused_since`: they need not be there."""
         with self._lock:
             for block in self.blocks:
                 if block.promise is not None and block.promise.sent_at <= unused_since:
                     block.promise = None
 
     def loaded(self, block: Block, asked_at: float, reason: str, is_right: bool) -> None:
-        """Take the answer to a load that was asked for at `asked_at`."""
+        """Note the answer to a load that was asked for at `asked_at`."""
         with self._lock:
-            # NOTE: read now, not when it was asked for: a store since then may have set it later.
+            # NOTE: The deadline is read now, because a store since the load was asked for may have
+            # moved it to a later time.
             is_late = asked_at >= block.deadline
             self.counts["asked_after_deadline"] += is_late
             if reason:
@@ -273,25 +278,25 @@ class Promises:
                 )
 
     def found_expired(self, block: Block, asked_at: float) -> None:
-        """Take a lookup's word that a block is there."""
+        """Note that a lookup asked for at `asked_at` has found a block."""
         with self._lock:
             if asked_at >= block.deadline:
                 self._blame("expired_served", f"block {_name(block)}, by a lookup")
 
-    # --- looking at all of it ----------------------------------------------------------------
+    # --- the whole store ---------------------------------------------------------------------
 
     def promised(self) -> list[Block]:
-        """List what was acknowledged and is not known to be gone."""
+        """List the blocks that were acknowledged and are not known to have left the store."""
         with self._lock:
             return [block for block in self.blocks if block.promise is not None]
 
     def audit(self, blocks: Sequence[Block], is_there: Sequence[bool]) -> AuditResult:
-        """Judge what a store has of the promised blocks while nobody uses it.
+        """Judge which of the promised blocks a store has, while nobody uses the store.
 
-        A block may be missing that has expired, or that was evicted. Blocks are evicted in the
-        order of their last use, so one that is missing without a cause betrays itself: another
-        was in the store before it was sent, was used before it for the last time, and is still
-        there.
+        A block may be missing because it has expired or was evicted. Blocks are evicted in the
+        order of their last use. So a missing block was lost, and not evicted, if another block is
+        still present that had been stored before the missing one was sent and was last used
+        before that, too.
         """
         now = time.time() + _CLOCK_SLACK_S
         expired, evicted, lost = 0, 0, []
@@ -319,21 +324,21 @@ class Promises:
         return AuditResult(sum(is_there), expired, evicted, lost)
 
     def index_was_made_again(self) -> None:
-        """Forget in which order blocks would be evicted: headers know less than the index did."""
+        """Forget the order of eviction: the extents' headers do not hold the latest uses."""
         with self._lock:
             for block in self.blocks:
                 if block.promise is not None:
                     block.promise = block.promise._replace(is_certain=False)
 
     def forget_all(self) -> None:
-        """Start with an empty store."""
+        """Note that the store was emptied."""
         with self._lock:
             for block in self.blocks:
                 block.promise = None
 
 
 class _Spared:
-    """Blocks that are still there, by their last use: what eviction would have taken first."""
+    """The blocks that are still present, ordered by their last use, as eviction would be."""
 
     def __init__(self, present: Sequence[Block]) -> None:
         rows = sorted(
@@ -342,13 +347,13 @@ class _Spared:
             if block.promise is not None and block.promise.is_certain and not block.is_unanswered
         )
         self._last_uses = [last_use for last_use, _ in rows]
-        self._first_acks: list[float] = []  # the earliest of all that were used as long ago
+        self._first_acks: list[float] = []  # earliest `acked_at` of this row and those before it
         for _, acked_at in rows:
             earliest = self._first_acks[-1] if self._first_acks else acked_at
             self._first_acks.append(min(earliest, acked_at))
 
     def has_older_than(self, promise: Promise) -> bool:
-        """Whether a block is there that would have been evicted before this one."""
+        """Return whether a block is present that would have been evicted before this one."""
         count = bisect.bisect_left(self._last_uses, promise.sent_at - _ORDER_S)
         return count > 0 and self._first_acks[count - 1] <= promise.sent_at
 

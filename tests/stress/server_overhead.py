@@ -1,15 +1,25 @@
-"""Measures what HTTP, text and the process between cost over the bare engine.
+"""Measures how much the HTTP server costs over the bare engine.
 
+\b
     python -m tests.stress.server_overhead --model random:llama-3.1-8b --requests 128
 
-The engine runs in a process of its own in both arms. `bare` speaks to it over the socket that the
-server uses and makes no text; `server` is `tieredkv serve`, another process, spoken to over HTTP
-with streams, by clients of plain sockets in processes of their own. Parts:
+Two arms are compared. In both, the engine runs in a process of its own:
 
-    ttft         one request at a time, a prompt of so many tokens that VRAM has: p50 in ms
-    throughput   so many requests at once: tokens a second from the first to the last of them
+\b
+    bare         this process speaks to the engine over the socket that the server uses; no text is
+                 made of the tokens
+    server       `tieredkv serve` runs in another process; clients in processes of their own stream
+                 from it over HTTP
 
-The arms take turns, so that a drift of the machine meets both.
+Two figures are measured in each arm:
+
+\b
+    ttft         time to the first token of a prompt that is cached in VRAM, one request at a time:
+                 p50 in ms
+    throughput   output tokens per second of many requests at once
+
+The bare engine is measured before and after the server, so that a machine that becomes faster or
+slower meanwhile affects both arms.
 """
 
 import asyncio
@@ -33,7 +43,7 @@ from tieredkv.types import ignore_progress
 
 
 async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, name: str) -> float:
-    """Return the seconds to the first token; the request runs to its end."""
+    """Serve a request to its end; return the seconds to its first token."""
     queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
     start, first = time.perf_counter(), 0.0
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
@@ -50,7 +60,7 @@ async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, nam
 
 
 def http_load(url: str, requests: list[bytes]) -> tuple[float, float]:
-    """Send requests at once; return begin and end. It runs in a process of its own."""
+    """Send requests at once; return when they began and ended. Runs in a process of its own."""
 
     async def send() -> None:
         await asyncio.gather(*(stream_one(url, [each]) for each in requests))
@@ -61,7 +71,7 @@ def http_load(url: str, requests: list[bytes]) -> tuple[float, float]:
 
 
 class Arms:
-    """Both arms over one model and one set of settings."""
+    """The two arms, which use the same model and settings."""
 
     def __init__(self, settings: dict[str, Any], told: dict[str, Any]) -> None:
         self.settings, self.told = settings, told
@@ -115,20 +125,20 @@ class Arms:
 
 
 @click.command(help=__doc__)
-@click.option("--model", default="tiny-random")
-@click.option("--prompt-tokens", default=1024)
-@click.option("--requests", default=128)
-@click.option("--output-tokens", default=256)
-@click.option("--clients", default=4)
-@click.option("--repeats", default=5)
-@click.option("--block-size", default=16)
-@click.option("--once", is_flag=True, help="Leave out the second turn of the bare engine.")
-@click.option("--commit")
+@click.option("--model", default="tiny-random", show_default=True, help="As for `serve`.")
+@click.option("--prompt-tokens", default=1024, show_default=True, help="Tokens of the TTFT prompt.")
+@click.option("--requests", default=128, show_default=True, help="Requests at once (throughput).")
+@click.option("--output-tokens", default=256, show_default=True, help="Tokens of each request.")
+@click.option("--clients", default=4, show_default=True, help="Client processes of the server arm.")
+@click.option("--repeats", default=5, show_default=True, help="Runs; 4 times as many of TTFT.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a block.")
+@click.option("--once", is_flag=True, help="Measure the bare engine only before the server.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(model: str, block_size: int, commit: str | None, once: bool, **told: Any) -> None:
     settings = {"model": model, "block_size": block_size, "host_size": 1 << 30}
     arms = Arms(settings, told)
     with ProcessPoolExecutor(told["clients"], mp_context=get_context("spawn")) as pool:
-        list(pool.map(abs, range(told["clients"])))  # their start is no part of a figure
+        list(pool.map(abs, range(told["clients"])))  # start the processes before the measurement
         bare = asyncio.run(arms.bare())
         server = arms.server(bare["vocab_size"], pool)
         if not once:

@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 NUM_WRITERS, NUM_READERS = 3, 3
 PAGES_EACH = 16
-WORKING_SETS = 3  # bytes of all blocks, as a multiple of the budget
+WORKING_SETS = 3  # size of all blocks together, as a multiple of the budget
 VERIFY_LIMIT_S = 180.0
 BACK_LIMIT_S = 30.0
 AUDIT_BLOCKS = 4096
 DELETE_LIMIT_S = 2.0
 _SPARE_BYTES = 256 << 20
-DELETE_SHARE = 0.03  # of what writers do
+DELETE_SHARE = 0.03  # of the writers' operations
 MUST_BE_ZERO = (
     "wrong_bytes_served",
     "expired_served",
@@ -67,7 +67,7 @@ MUST_BE_ZERO = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to do, for how long, and how often; seconds are means of random intervals."""
+    """The settings of a run. Each `*_every_s` is the mean of random intervals."""
 
     folder: Path
     seconds: float
@@ -84,7 +84,7 @@ class Settings:
 
 
 class Soak:
-    """One run: threads that use the store, and this one, which does everything that hurts."""
+    """One run: other threads use the store, and the calling thread kills, damages and checks it."""
 
     def __init__(self, settings: Settings, tell: Callable[[str], None]) -> None:
         self.settings = settings
@@ -94,14 +94,14 @@ class Soak:
         self.promises = Promises(settings.seed, WORKING_SETS * settings.disk_bytes)
         self.trace = Trace()
         self.injected: Counter[str] = Counter()
-        self.changed: Counter[str] = Counter()  # bits, files or pages, by kind of damage
-        self.found: Counter[str] = Counter()  # by verify, by reason
-        self.stop = threading.Event()  # set it to end the run early
+        self.changed: Counter[str] = Counter()  # bits, files or pages changed, by kind of damage
+        self.found: Counter[str] = Counter()  # findings of `verify`, by reason
+        self.stop = threading.Event()  # set from outside to end the run early
         self._payloads = Payloads(settings.seed)
         self._faults = Faults(self.store, settings.seed)
         self._gate = Gate()
         self._is_over = threading.Event()
-        self._asked_starts = 0  # of workers, by us
+        self._asked_starts = 0  # starts of workers that the soak itself has caused
         options = StoreOptions(
             path=str(self.store),
             budget_bytes=settings.disk_bytes,
@@ -118,7 +118,7 @@ class Soak:
         self.end: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Soak for as long as was asked, or until `stop`; then see what is left."""
+        """Run for the time in the settings, or until `stop` is set; then check the whole store."""
         self.trace.started = time.monotonic()
         self._open()
         users = [
@@ -150,14 +150,14 @@ class Soak:
             try:
                 with self._gate.passing():
                     is_served = act(user)
-            except Exception as error:  # a bug of the client's, or of ours
+            except Exception as error:  # a bug in the client or in the soak
                 self.promises.blame("driver_errors", repr(error))
                 is_served = False
             if not is_served:
                 time.sleep(0.05)
 
     def _write(self, user: int) -> bool:
-        """Store a run of a chain, as a request that computed it does, or delete one."""
+        """Store or delete consecutive blocks of a chain; return False if that failed."""
         blocks = self.promises.take(PAGES_EACH)
         try:
             if blocks and random.random() < DELETE_SHARE:
@@ -177,7 +177,7 @@ class Soak:
             self.promises.release(blocks)
 
     def _delete(self, blocks: list[Block]) -> bool:
-        """Delete blocks; the same worker must not find them any more."""
+        """Delete blocks. The same worker must then not find them any more."""
         hashes = [block.identity.block_hash for block in blocks]
         pid = self.courier.pid
         self.promises.deleted(blocks)
@@ -197,7 +197,7 @@ class Soak:
         return True
 
     def _read(self, user: int) -> bool:
-        """Look blocks up, load those that are there and some that are not, use some of them."""
+        """Look blocks up, load those that are found and some others, and touch some of them."""
         blocks = self.promises.to_read(PAGES_EACH)
         looked_at = time.time()
         found = self.courier.lookup([block.identity.block_hash for block in blocks])
@@ -239,10 +239,10 @@ class Soak:
     def _page(self, page_id: int, size_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return np.frombuffer(self.courier.arena.page(page_id)[:size_bytes], np.uint8)
 
-    # --- what hurts --------------------------------------------------------------------------
+    # --- kills, damage and checks ------------------------------------------------------------
 
     def _hurt(self) -> None:
-        """Do one thing after the other, each at random times of its own, until time is up."""
+        """Kill, damage and check the store at random times until the time is over."""
         settings = self.settings
         kinds = [kind for kind in settings.kinds if kind in KINDS]
         deeds: list[tuple[float, Callable[[], None]]] = [
@@ -271,7 +271,7 @@ class Soak:
             due[first] = self.trace.now + self._random.expovariate(1 / every_s)
 
     def _kill(self) -> None:
-        """Kill the worker; everything it acknowledged must be there when it is back."""
+        """Kill the worker; its successor must have every block that was acknowledged."""
         if (pid := self.courier.pid) is None:
             return
         self._note("kills")
@@ -281,7 +281,7 @@ class Soak:
             self._audit()
 
     def _restart(self) -> None:
-        """Stop the worker properly, as a server does, and start another."""
+        """Stop the worker in an orderly way, as a server does, and start another."""
         self._note("restarts")
         with self._gate.shut():
             self.courier.close()
@@ -289,7 +289,7 @@ class Soak:
         self._audit()
 
     def _verify_at_random(self) -> None:
-        """Verify what nobody damaged; sometimes the worker is killed meanwhile."""
+        """Verify the store while it is not damaged; sometimes kill the worker meanwhile."""
         pid, killer = self.courier.pid, None
         if "kills" in self.settings.kinds and self._random.random() < 0.25 and pid is not None:
             self._note("kills")
@@ -307,7 +307,7 @@ class Soak:
             self._audit()
 
     def _evict(self) -> None:
-        """Evict as an operator does: what is unused for long, or a few chains; look around too."""
+        """Evict the blocks unused longest or a few chains, and list the rest, as an operator."""
         self._note("evictions")
         with self._gate.shut():
             promised = self.promises.promised()
@@ -337,14 +337,15 @@ class Soak:
                 self.promises.deleted([block for chain in chains for block in chain])
 
     def _damage(self, kind: str) -> None:
-        """Damage the files, let everybody run into it, then repair until nothing is found."""
+        """Damage the files while the store is used; then verify until nothing bad is found."""
         if kind == "old-segments":
             self._faults.copy()
             time.sleep(self.settings.after_fault_s)
         self.promises.is_damaged = True
         is_stopped = kind == "old-segments" or self._random.random() < 0.5
         if is_stopped:
-            # NOTE: an older copy fills holes, which nobody can undo before the store is opened.
+            # NOTE: An older copy of the segments fills their holes, so the files may be above the
+            # budget until the store is opened. The sampler does not look during that time.
             looks = self._sampler.paused() if kind == "old-segments" else contextlib.nullcontext()
             with self._gate.shut(), looks:
                 self.courier.close()
@@ -367,17 +368,17 @@ class Soak:
             self.changed[kind] += amount
 
     def _repair(self, *, is_index: bool) -> None:
-        """Verify until nothing is found, then see which blocks it cost.
+        """Verify until nothing bad is found; then check which blocks were lost.
 
-        A damaged index may hide its damage from a verify in pages that nobody reads yet, so after
-        one the index is made again from the extents.
+        A damaged index may have damage in pages that `verify` does not read. So after damage to the
+        index it is rebuilt from the extents.
         """
         if self._is_back():
             self._verify_until_clean(is_index)
         if self._is_back():
             self._audit()
-        time.sleep(0.2)  # the last start is known to everybody
-        self._asked_starts = self.courier.num_starts  # whatever died of the damage
+        time.sleep(0.2)  # until the courier has counted the last start
+        self._asked_starts = self.courier.num_starts  # workers may die of the damage
         self.promises.is_damaged = False
 
     def _verify_until_clean(self, is_index: bool) -> None:
@@ -396,7 +397,7 @@ class Soak:
             self.promises.index_was_made_again()
 
     def _verify(self) -> int | None:
-        """Verify with repair; answers how much was bad, None if there is no answer."""
+        """Verify with repair; return the number of findings, or None without an answer."""
         deadline = time.monotonic() + VERIFY_LIMIT_S
 
         def check_time(_done: int, _total: int) -> None:
@@ -424,7 +425,7 @@ class Soak:
         self.injected[what] += 1
 
     def _open(self) -> None:
-        """Start the worker; a store that is refused is reported and begun anew."""
+        """Start the worker; if it refuses the store, report that and start with an empty one."""
         self._asked_starts += 1
         try:
             self.courier.open()
@@ -445,7 +446,10 @@ class Soak:
             self._open()
 
     def _is_back(self, other_than: int | None = None) -> bool:
-        """Wait until a worker serves; a tier that stays away is reported and begun anew."""
+        """Wait until a worker other than `other_than` serves.
+
+        If none serves in time, that is reported, an empty store is started and False is returned.
+        """
         deadline = time.monotonic() + BACK_LIMIT_S
         while self.courier.pid in (None, other_than):
             if time.monotonic() > deadline:
@@ -456,7 +460,7 @@ class Soak:
         return True
 
     def _audit(self) -> None:
-        """Look every promised block up while nobody changes anything."""
+        """Look up every promised block while no other thread uses the store."""
         with self._gate.shut():
             blocks = self.promises.promised()
             hashes = [block.identity.block_hash for block in blocks]
@@ -480,8 +484,8 @@ class Soak:
     # --- the end -----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Audit, verify, stop and start once more: everything must still be there."""
-        if not self.courier.is_open:  # something broke in between
+        """Audit, verify and restart the store once more: every block must still be there."""
+        if not self.courier.is_open:  # an exception came while the store was closed
             self._open()
         if self.promises.is_damaged:
             self._repair(is_index=True)
@@ -489,7 +493,7 @@ class Soak:
             self._audit()
         self._is_over.set()
         with self._gate.shut():
-            pass  # the last answers have come
+            pass  # every thread has its last answer now
         self._verify_at_the_end()
         self._restart()
         with contextlib.suppress(TieredKVError):
@@ -519,8 +523,8 @@ class Soak:
         )
 
     def report(self) -> dict[str, Any]:
-        """Everything that was counted; `must_be_zero` decides the exit code."""
-        from tieredkv.bench import raw  # it needs torch, and seconds
+        """Return all figures as JSON; `must_be_zero` decides the exit code."""
+        from tieredkv.bench import raw  # imports torch, which takes seconds
 
         counts, tally = self.promises.counts, self.courier.tally
         named = {*MUST_BE_ZERO, "bytes_in", "bytes_out"}
@@ -563,23 +567,63 @@ def _parse_kinds(_context: object, _option: object, text: str) -> tuple[str, ...
 
 
 @click.command()
-@click.option("--minutes", type=click.FloatRange(min=0.05), default=20.0, show_default=True)
-@click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), required=True)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.05),
+    default=20.0,
+    show_default=True,
+    help="How long to soak.",
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder in which the store's folder is made.",
+)
 @click.option("--disk-size", default="2GiB", show_default=True, help="The store's budget.")
-@click.option("--seed", default=1, show_default=True, help="Another seed, another run.")
-@click.option("--sync", type=click.Choice(["commit", "none"]), default="commit", show_default=True)
+@click.option("--seed", default=1, show_default=True, help="Seed of blocks and random choices.")
+@click.option(
+    "--sync",
+    type=click.Choice(["commit", "none"]),
+    default="commit",
+    show_default=True,
+    help="As `--disk-sync` of `serve`.",
+)
 @click.option(
     "--faults",
     "kinds",
     callback=_parse_kinds,
     default=",".join(("kills", *KINDS)),
     show_default=True,
-    help="What is done to the store.",
+    help="Kinds of faults to inject, separated by commas.",
 )
-@click.option("--kill-every", "kill_every_s", default=5.0, show_default=True, help="Seconds.")
-@click.option("--fault-every", "fault_every_s", default=20.0, show_default=True, help="Seconds.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--kill-every",
+    "kill_every_s",
+    default=5.0,
+    show_default=True,
+    help="Mean seconds between two kills of the worker.",
+)
+@click.option(
+    "--fault-every",
+    "fault_every_s",
+    default=20.0,
+    show_default=True,
+    help="Mean seconds between two faults.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write the report to.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="PNG file for a plot of the occupied space over time.",
+)
 def main(
     minutes: float,
     folder: Path,
@@ -588,7 +632,10 @@ def main(
     plot_path: Path | None,
     **options: Any,
 ) -> None:
-    """Soak a store in a new folder under --dir, which is removed again; Ctrl-C ends it early."""
+    """Soak a store in a new folder under --dir. The folder is removed at the end.
+
+    Ctrl-C ends the run early; the store is still checked and the report printed.
+    """
     try:
         plots.check(plot_path)
         settings = Settings(
@@ -609,7 +656,7 @@ def main(
         soak = Soak(settings, lambda line: click.echo(line, err=True))
 
         def end_early(number: int, _frame: object) -> None:
-            click.echo("ending; again to end at once, without a report", err=True)
+            click.echo("ending; press Ctrl-C again to end at once without a report", err=True)
             soak.stop.set()
             signal.signal(number, signal.default_int_handler)
 

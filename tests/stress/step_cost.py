@@ -5,8 +5,10 @@
 The scheduler and the tiered cache are the real ones. Blocks have only a few bytes and the store's
 worker is a fake, so that the work on queues is measured. Each row has the number of entries in one
 queue, and the median and longest time of a step with them. Times are processor time of the thread,
-so that other processes do not count. The same steps with few entries are listed for comparison. A
-step that costs more with more entries delays the next token of every stream.
+so that other processes do not count. That clock still counts interrupts and what the hypervisor
+takes away, so each case is measured several times over, with the same blocks, and the least time of
+each step counts. The same steps with few entries are listed for comparison. A step that costs more
+with more entries delays the next token of every stream.
 """
 
 import gc
@@ -54,11 +56,11 @@ PARAMS = SamplingParams(max_tokens=64, temperature=0.0)
 
 Row = dict[str, Any]
 Steps = Iterator[Callable[[], object]]
-"""Yields, once what waits is in its queue, the steps that are to be measured."""
+"""The iterator of a case. It first fills its queue, and then yields each step to be measured."""
 
 
 class _Worker(StoreClient):
-    """A store's worker that ends what it was lent only when it is told to."""
+    """A fake worker of a store. It finishes stores only in `write`, and never finishes a load."""
 
     def __init__(self) -> None:
         self.shares: dict[bytes, float] = {}
@@ -74,7 +76,7 @@ class _Worker(StoreClient):
         pass
 
     def store(self, pages: Sequence[LentPage]) -> None:
-        msgspec.msgpack.encode(StoreCall(list(pages), self.shares))  # as what is sent is
+        msgspec.msgpack.encode(StoreCall(list(pages), self.shares))  # the real client does it, too
         self.lent += pages
 
     def touch(self, items: Sequence[TouchItem]) -> None:
@@ -100,7 +102,7 @@ class _Worker(StoreClient):
 
 
 class _Clock(Clock):
-    """A clock that is moved by hand."""
+    """A clock that moves only when `moment` is changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class _Clock(Clock):
 
 
 class _Engine:
-    """A scheduler over pools of tiny blocks, beside a store."""
+    """A scheduler and a tiered cache with pools of tiny blocks and a fake store."""
 
     def __init__(
         self, num_blocks: int, *, num_pages: int | None = None, is_write_behind: bool = False
@@ -142,20 +144,20 @@ class _Engine:
         )
 
     def step(self) -> None:
-        """Do what a step does in the cache, when nothing else is there to do."""
+        """Do what a step of the engine does in the cache if no request needs anything."""
         self.cache.poll()
         self.cache.pump()
 
     def chain(self, num_blocks: int) -> list[BlockHash]:
-        """Return hashes that were never seen."""
+        """Return new random hashes."""
         return [BlockHash(self.random.randbytes(32)) for _ in range(num_blocks)]
 
     def prefix(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
-        """Return a new chain, not asked for yet."""
+        """Return the prefix of a request with a new chain; the cache does not know it yet."""
         return Prefix(ROOT, tenant, self.chain(num_blocks), claims=kept_by(retention))
 
     def compute(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
-        """Compute a new chain, which stays in use; prompts that are not on disk are not asked."""
+        """Compute a new chain that stays in use. The disk is not asked for it."""
         prefix = self.prefix(num_blocks, retention, tenant)
         prefix.records.update(dict.fromkeys(prefix.hashes))
         for _ in range(100_000):
@@ -169,13 +171,13 @@ class _Engine:
         return prefix
 
     def fill(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> None:
-        """Compute chains of so many blocks in all, which nobody uses any longer."""
+        """Compute and release chains of so many blocks in all."""
         for _ in range(num_blocks // PROMPT_BLOCKS):
             self.cache.release(self.compute(PROMPT_BLOCKS, retention, tenant))
             self.step()
 
     def request(self, number: int, tenant: str = "", num_tokens: int = 64) -> Request:
-        """Return a request with a prompt of its own."""
+        """Return a request with a new chain."""
         asked = EngineRequest(
             request_id=str(number),
             prompt_token_ids=list(range(num_tokens)),
@@ -188,7 +190,7 @@ class _Engine:
 
 
 def _owed_to_a_stuck_worker(entries: int) -> Steps:
-    """`write_behind` owes the disk so many blocks, and the worker finishes none."""
+    """So many blocks wait to be written behind to disk, and the worker finishes none."""
     engine = _Engine(2 * entries, num_pages=2 * entries, is_write_behind=True)
     engine.fill(entries)
     before = -1
@@ -200,7 +202,7 @@ def _owed_to_a_stuck_worker(entries: int) -> Steps:
 
 
 def _owed_to_a_busy_worker(entries: int) -> Steps:
-    """`write_behind` owes the disk so many blocks, and the worker writes 32 a step."""
+    """So many blocks wait to be written behind to disk, and the worker writes 32 a step."""
     engine = _Engine(2 * entries, num_pages=2 * entries, is_write_behind=True)
     engine.fill(entries)
     engine.step()
@@ -210,7 +212,7 @@ def _owed_to_a_busy_worker(entries: int) -> Steps:
 
 
 def _owed_beside_a_smaller_host(entries: int) -> Steps:
-    """As before, where host memory holds a quarter of them."""
+    """As with a busy worker, but host memory holds only a quarter of the blocks."""
     engine = _Engine(2 * entries, num_pages=entries // 4, is_write_behind=True)
     engine.fill(entries)
     engine.step()
@@ -220,7 +222,7 @@ def _owed_beside_a_smaller_host(entries: int) -> Steps:
 
 
 def _noted(entries: int) -> Steps:
-    """8,192 computed blocks are noted, after as many others as the pool has blocks."""
+    """The cache notes 8,192 computed blocks after others have filled the pool."""
     engine = _Engine(entries, is_write_behind=True)
     engine.fill(entries)
     now = engine.clock.now()
@@ -234,7 +236,7 @@ def _noted(entries: int) -> Steps:
 
 
 def _host_is_full(entries: int) -> Steps:
-    """Host memory is full of blocks that are owed to the disk; a stream takes a block a step."""
+    """Host memory is full of blocks to be written to disk; a stream takes a block every step."""
     engine = _Engine(entries)
     engine.fill(4 * entries)
     stream = engine.compute(1)
@@ -251,7 +253,7 @@ def _host_is_full(entries: int) -> Steps:
 
 
 def _nothing_can_go(entries: int) -> Steps:
-    """Every page of host memory is owed to a worker that finishes none; VRAM wants more of them."""
+    """All host memory waits for a worker that finishes nothing, and VRAM has more to demote."""
     engine = _Engine(2 * entries, num_pages=entries)
     engine.fill(entries)
     for _ in range(64):
@@ -269,7 +271,10 @@ def _nothing_can_go(entries: int) -> Steps:
 
 
 def _blocks_of_floors(entries: int) -> Steps:
-    """All that could be evicted is of another tenant's floor; a stream wants a block."""
+    """A stream wants a block, but every block that could be evicted is in another tenant's floor.
+
+    The floor is the share of a tier that is reserved for a tenant.
+    """
     engine = _Engine(entries)
     owner, other = b"owner...", b"other..."
     engine.tiers.give_shares({owner: 1.0})
@@ -280,7 +285,7 @@ def _blocks_of_floors(entries: int) -> Steps:
 
 
 def _passing_through(entries: int) -> Steps:
-    """Prompts of 512 blocks pass through pools that so many others fill."""
+    """New prompts of 512 blocks each take the place of older blocks in full pools."""
     engine = _Engine(entries)
     engine.fill(4 * entries, "in_memory")
     while True:
@@ -288,7 +293,7 @@ def _passing_through(entries: int) -> Steps:
 
 
 def _end_together(entries: int) -> Steps:
-    """So many blocks expire at one moment."""
+    """So many blocks expire at the same moment."""
     while True:
         engine = _Engine(entries)
         engine.fill(entries, "in_memory")
@@ -298,7 +303,7 @@ def _end_together(entries: int) -> Steps:
 
 
 def _worker_restarts(entries: int) -> Steps:
-    """Another worker has taken over from one that died."""
+    """A new worker has replaced one that died."""
     engine = _Engine(entries)
     engine.fill(entries)
     while True:
@@ -307,7 +312,7 @@ def _worker_restarts(entries: int) -> Steps:
 
 
 def _late_reads(entries: int) -> Steps:
-    """Requests wait for so many blocks from disk; others end."""
+    """Requests wait for so many blocks from disk, while other requests end."""
     engine = _Engine(2 * entries, num_pages=64)
     now = engine.clock.now()
     for _ in range(entries // PROMPT_BLOCKS):
@@ -346,12 +351,12 @@ def _record(block_hash: BlockHash, now: float) -> BlockRecord:
 
 
 def _requests_wait(entries: int) -> Steps:
-    """So many requests of one tenant wait; one is cancelled, one comes, one is taken out."""
+    """So many requests of one tenant wait. A step cancels one, adds one and takes one to run."""
     yield from _wait_of(entries, num_tenants=1)
 
 
 def _tenants_wait(entries: int) -> Steps:
-    """So many requests of 4,096 tenants wait; again one is cancelled, one comes, one is taken."""
+    """So many requests of 4,096 tenants wait. A step cancels one, adds one and takes one to run."""
     yield from _wait_of(entries, num_tenants=4096)
 
 
@@ -375,7 +380,7 @@ def _wait_of(entries: int, num_tenants: int) -> Steps:
 
 
 def _lookups_wait(entries: int) -> Steps:
-    """The disk has not answered so many lookups; one more request arrives."""
+    """So many lookups wait for the disk's answer. A step adds one more request."""
     engine = _Engine(4096)
     for _ in range(entries):
         engine.cache.arrive(engine.prefix(4))
@@ -401,12 +406,15 @@ CASES: dict[str, Callable[[int], Steps]] = {
 }
 
 
-def run(progress: Progress, *, entries: int, steps: int, only: str = "") -> list[Row]:
-    """Measure so many steps of each case beside so many entries."""
+def run(progress: Progress, *, entries: int, steps: int, repeats: int, only: str = "") -> list[Row]:
+    """Measure so many steps of each case beside so many entries, so many times over."""
     rows = []
     for name, case in tracked(progress, "measuring", list(CASES.items())):
         if only in name:
-            few_ms, many_ms = (_measure(case, count, steps) for count in (FEW, entries))
+            few_ms, many_ms = (
+                list(map(min, *(_measure(case, count, steps) for _ in range(repeats))))
+                for count in (FEW, entries)
+            )
             figures = {"median_ms": statistics.median(many_ms), "max_ms": max(many_ms)}
             beside_few = {"few": FEW, "few_median_ms": statistics.median(few_ms)}
             rows.append({"queue": name, "entries": entries, "steps": steps} | figures | beside_few)
@@ -414,11 +422,11 @@ def run(progress: Progress, *, entries: int, steps: int, only: str = "") -> list
 
 
 def _measure(case: Callable[[int], Steps], entries: int, steps: int) -> list[float]:
-    """Return milliseconds of so many steps of a case."""
+    """Return the milliseconds of each of so many steps of a case."""
     times_ms, beside = list[float](), case(entries)
     for number in range(steps):
         step = next(beside)
-        if not number:  # as the engine does
+        if not number:  # the engine does the same after its start
             gc.collect()
             gc.freeze()
         start = time.thread_time()
@@ -431,10 +439,11 @@ def _measure(case: Callable[[int], Steps], entries: int, steps: int) -> list[flo
 @click.command()
 @click.option("--entries", default=32_768, show_default=True, help="In each queue.")
 @click.option("--steps", default=100, show_default=True, help="Measured steps of each case.")
+@click.option("--repeats", default=3, show_default=True, help="Of each case; at least two.")
 @click.option("--only", default="", help="Part of the name of the cases to be measured.")
 @click.option("--commit", help="Commit to report, for a tree without its history.")
 def main(commit: str | None, **options: Any) -> None:
-    """Measure, and print JSON."""
+    """Measure the cost of a step of the engine's thread beside long queues; print JSON."""
     head = raw.head(commit, "python -m tests.stress.step_cost")
     click.echo(json.dumps(head | {"rows": run(terminal_progress(), **options)}))
 

@@ -1,4 +1,4 @@
-"""A store survives a thousand kills and a thousand power losses, run in parallel on all cores."""
+"""A store survives a thousand kills and a thousand power losses, which run on all cores at once."""
 
 import json
 import os

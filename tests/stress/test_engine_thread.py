@@ -1,4 +1,4 @@
-"""The measurement of the engine's thread finds its prompts in the tiers that it names."""
+"""The measurement of the engine's thread finds each prompt in the tier that its row names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The measurement of moving blocks moves them if tiers are on, and a shared prefix only once."""
+"""The measurement moves blocks only while the tiers are on, and promotes a shared prefix once."""
 
 import pytest
 

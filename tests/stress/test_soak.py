@@ -48,7 +48,7 @@ def test_a_soak_of_ten_seconds_ended_by_ctrl_c_finds_nothing_wrong(tmp_path: Pat
 
 
 class _Sabotaged(Soak):
-    """Does behind the soak's back, instead of a kill, what a broken store would do."""
+    """A soak whose store breaks its promises: instead of kills, it loses blocks and grows."""
 
     def _kill(self) -> None:
         latest = sorted(self.promises.promised(), key=lambda block: block.last_use)[-50:]
@@ -94,7 +94,7 @@ def _stored(promises: Promises, blocks: list[Block]) -> None:
     for block in blocks:
         (record,) = promises.sending([block])
         promises.stored(block, record, "")
-        time.sleep(0.0001)  # the order of eviction knows microseconds
+        time.sleep(0.0001)  # the store orders evictions by times in microseconds
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def _lasting(promises: Promises, count: int) -> list[Block]:
     return [block for block in promises.blocks if block.ttl_s == DAY_S][:count]
 
 
-def test_what_was_used_longest_ago_may_be_missing_and_nothing_else(promises: Promises) -> None:
+def test_only_the_blocks_unused_longest_may_be_missing(promises: Promises) -> None:
     blocks = _lasting(promises, 10)
     _stored(promises, blocks)
     result = promises.audit(blocks, [False] * 3 + [True] * 7)

@@ -1,6 +1,6 @@
-"""Records the space that a store's files occupy over time, and the events in that time.
+"""Records how much space a store's files occupy over time, and what was done to the store when.
 
-This module knows folders and seconds. It does not know what a store is.
+This module measures a folder and draws the plot. It does not know what the files contain.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ SAMPLE_S = 0.05
 
 @dataclass(slots=True)
 class Trace:
-    """What the plot shows; times are seconds since the start."""
+    """The data of the plot. Times are in seconds since the start."""
 
     started: float = field(default_factory=time.monotonic)
     sizes: list[tuple[float, int]] = field(default_factory=list)
@@ -32,12 +32,12 @@ class Trace:
         return time.monotonic() - self.started
 
     def mark(self, what: str) -> None:
-        """Remember when something was done to the store."""
+        """Record that something is done to the store now."""
         self.marks.append((self.now, what))
 
 
 class Sampler(threading.Thread):
-    """Looks every 50 ms at what the files occupy, but while damage is done to a stopped store."""
+    """Measures every 50 ms how much space the files occupy, except while it is paused."""
 
     def __init__(self, folder: Path, budget_bytes: int, trace: Trace, promises: Promises) -> None:
         super().__init__(name="soak-sampler", daemon=True)
@@ -73,7 +73,11 @@ class Sampler(threading.Thread):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away: what we write into the files is not the store's doing until it has opened."""
+        """Do not measure while the context lasts.
+
+        The soak damages a stopped store in this context. What it writes into the files does not
+        count against the budget before the store has opened.
+        """
         with self._looking:
             self._is_paused = True
         try:
@@ -82,10 +86,11 @@ class Sampler(threading.Thread):
             self._is_paused = False
 
     def _look(self) -> dict[str, int]:
-        """What each file occupies. One look takes a while, so a sum above the budget is no proof.
+        """Return how much space each file and folder occupies.
 
-        Space that moves from a file seen to one not seen yet counts twice; it is believed when two
-        looks in a row agree on every file, else the look with the least sum is.
+        One look takes a while, and space that moves during it from a file already seen to one not
+        yet seen is counted twice. So a sum above the budget counts only if two looks in a row agree
+        on every file. Otherwise the look with the smallest sum is returned.
         """
         sizes = least = file_sizes(self._folder)
         for _ in range(10):
@@ -100,7 +105,7 @@ class Sampler(threading.Thread):
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """What each file and folder occupies."""
+    """Return how many bytes each file and folder below a folder occupies, by path."""
     sizes = {}
     for parent, folders, files in os.walk(folder):
         for name in (".", *folders, *files) if parent == str(folder) else (*folders, *files):
@@ -111,7 +116,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def draw(path: Path, trace: Trace, budget_bytes: int) -> None:
-    """Draw the file size over time against the budget, with what was done to the store."""
+    """Draw the occupied space over time, the budget, and the times of kills and damage."""
     figure = importlib.import_module("matplotlib.figure").Figure((12, 5), layout="constrained")
     axes = figure.subplots()
     times, sizes = zip(*(trace.sizes or [(0.0, 0)]), strict=True)

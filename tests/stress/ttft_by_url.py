@@ -1,17 +1,20 @@
-"""Measures the time to the first token of any server that speaks OpenAI's completions, by tier.
+"""Measures the time to the first token, by tier, of any server with OpenAI's completions API.
 
+\b
     python -m tests.stress.ttft_by_url --url http://localhost:8000 --prefix-tokens 8192,32768
 
-The server is already running: tieredkv, vLLM or another one. Prompts are random token ids, a prefix
-and 64 further ids, one request at a time, one token asked for. Arms, in this order for each prefix:
+The server must already run; it may be tieredkv, vLLM or another one. A prompt is a prefix of random
+token ids and 64 further ids. One request is sent at a time, and it asks for one token. The arms are
+measured in this order for each length of a prefix:
 
+\b
     cold    the prefix was never sent before
     device  the prefix was sent a moment ago
-    host    the prefix was sent, then other prompts of `--flood-tokens` ids in all, which must be
-            more than VRAM holds and fewer than host memory holds
+    host    the prefix was sent, and after it other prompts of `--flood-tokens` ids in all, which
+            must be more than VRAM holds and fewer than host memory holds
 
-`cached_tokens` is what the server's `usage` says of the measured request. A row that should have
-been a hit and was not is listed in `problems`, and the exit code is 1.
+`cached_tokens` is what the server reports in the `usage` of the measured request. If a request that
+should have been a hit was a miss, it is listed in `problems` and the exit code is 1.
 """
 
 import itertools
@@ -67,7 +70,7 @@ class Server:
 
 
 def measure(server: Server, arm: str, length: int, flood_tokens: int) -> tuple[float, int]:
-    """Measure one request of an arm with a prefix of its own."""
+    """Measure one request of an arm with a new prefix."""
     prefix = server.new_prompt(length)
     if arm != "cold":
         server.ttft(prefix)
@@ -77,14 +80,18 @@ def measure(server: Server, arm: str, length: int, flood_tokens: int) -> tuple[f
 
 
 @click.command(help=__doc__)
-@click.option("--url", required=True)
-@click.option("--server", "name", required=True, help="What it is, its version and its flags.")
-@click.option("--prefix-tokens", default="2048,8192,32768")
-@click.option("--arms", default=",".join(ARMS))
-@click.option("--flood-tokens", default=262_144)
-@click.option("--vocab-size", default=128_000)
-@click.option("--repeats", default=5)
-@click.option("--commit")
+@click.option("--url", required=True, help="URL of the server, without `/v1`.")
+@click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
+@click.option(
+    "--prefix-tokens", default="2048,8192,32768", show_default=True, help="Lengths of the prefix."
+)
+@click.option("--arms", default=",".join(ARMS), show_default=True, help="Arms to measure.")
+@click.option(
+    "--flood-tokens", default=262_144, show_default=True, help="Tokens sent before a `host` hit."
+)
+@click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
+@click.option("--repeats", default=5, show_default=True, help="Requests per arm and length.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str,
     name: str,

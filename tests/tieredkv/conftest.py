@@ -1,4 +1,4 @@
-"""What several tests of the server need."""
+"""Fixtures that several tests of the server use."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from tieredkv.server.chat import Tokenization
 
 @pytest.fixture(scope="module")
 def tokenization() -> Tokenization:
-    """The small model's tokenizer, as the server uses it."""
+    """Return the small model's tokenizer, as the server uses it."""
     return Tokenization(load_tokenizer("tiny-random"))

@@ -1,4 +1,4 @@
-"""What `cache_control` comes to: how much of a prompt is kept, for how long, where hits end."""
+"""The effect of `cache_control`: how much of a prompt is kept, how long, and where hits end."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def text(words: str, ttl: str | None = None) -> dict[str, Any]:
 
 
 def head(tokenization: Tokenization, asked: Asked, end: int) -> str:
-    """Return the prompt's text up to a number of tokens."""
+    """Return the text of the prompt's first `end` tokens."""
     return str(tokenization.tokenizer.decode(asked.prompts[0][:end]))
 
 
@@ -75,7 +75,7 @@ def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokeni
     assert claim.retention == "5m" and head(tokenization, asked, claim.end_token)[-4:] == "\ntwo"
     asked = ask(tokenization, text("one"), text("two", "5m"), cache_control=control)
     assert [claim.retention for claim in asked.plan.claims] == ["5m"]
-    with pytest.raises(RequestError, match=r"cache_control\.ttl: must be that of the last block's"):
+    with pytest.raises(RequestError, match=r"cache_control\.ttl: must equal the last block's"):
         ask(tokenization, text("one"), text("two", "1h"), cache_control=control)
 
 
@@ -115,7 +115,7 @@ def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Toke
         ask(tokenization, text("one", "1h"), rules=rules)
 
 
-def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenization) -> None:
+def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokenization) -> None:
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
     fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
     fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
@@ -173,7 +173,7 @@ def test_what_a_model_has_thought_is_not_in_the_prompt(tokenization: Tokenizatio
         asked = ask(tokenization, messages=turns, thinking=thinking)
         told.append((asked.prompts, asked.plan.claims))
     assert told[0] == told[1]
-    with pytest.raises(RequestError, match=r"^messages\.0\.content\.1: only assistant turns"):
+    with pytest.raises(RequestError, match=r"^messages\.0\.content\.1: thinking blocks are only"):
         ask(tokenization, text("hi"), thoughts[0])
     said = [{**thoughts[0], "cache_control": {"type": "ephemeral"}}, text("one")]
     with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
@@ -214,7 +214,7 @@ def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say(
 
 def test_results_are_counted_as_the_messages_that_they_become(tokenization: Tokenization) -> None:
     results = [block("tool_result", tool_use_id="1", content="a") for _ in range(16_385)]
-    with pytest.raises(RequestError, match="16384 turns and tool results at most"):
+    with pytest.raises(RequestError, match="at most 16384 turns and tool results"):
         ask(tokenization, *results)
 
 

@@ -1,4 +1,4 @@
-"""The application over an engine that says what the test wants: late first tokens, and bounds."""
+"""The application over a stand-in for the engine: late first tokens, errors and limits."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 class Engine:
-    """Takes requests; `say` is asked for their outputs, `pause_s` after they came."""
+    """Stands in for the engine; answers each request with `say` after `pause_s` seconds."""
 
     info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, worker_pid=None)
     is_alive, pid, stats = True, 1, dict[str, Any]()
@@ -53,7 +53,7 @@ class Engine:
         asyncio.get_running_loop().call_later(self._pause_s, take, output)
 
     def abort(self, request_id: str) -> None:
-        """Nothing to release."""
+        """Do nothing; no request holds anything."""
 
 
 def ask(
@@ -66,7 +66,7 @@ def ask(
     num_times: int = 1,
     key: str | None = None,
 ) -> httpx.Response:
-    """Return the whole answer, to a stream where no other body is given; of several the last."""
+    """Send a body, by default for a stream, `num_times`; return the last answer as a whole."""
     keys = Keys(settings=settings, is_strict=False, is_local=True)
     api = build_app(Api(settings, engine, tokenization, keys))  # type: ignore[arg-type]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -136,7 +136,7 @@ def test_the_log_says_once_which_field_has_no_effect(
         told = ask(Engine(0.0, answered), tokenization, "/v1/completions", body, num_times=2)
     assert told.status_code == 200
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"`{name}` of /v1/completions has no effect on this server"
+        f"the field `{name}` of /v1/completions has no effect on this server"
         for name in ("service_tier", "user")
     ]
 
@@ -174,7 +174,7 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     tokenization: Tokenization, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "PING_S", 0.02)
-    ping = ""  # and no comment, which clients that read lines take for JSON
+    ping = ""  # not a comment, because clients that read lines would parse it as JSON
     if path == "/v1/messages":
         ping = 'event: ping\ndata: {"type":"ping"}'
     good = ask(Engine(0.5, answered), tokenization, path)
@@ -182,7 +182,7 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     assert (good.status_code, head) == (200, ping)
     events = [each.partition("data: ")[2] for each in others if each not in (ping, "")]
     first, *_ = [json.loads(event) for event in events if event != "[DONE]"]
-    if path == "/v1/messages":  # told as late as its usage is known
+    if path == "/v1/messages":  # it is sent once its usage is known
         assert first["message"]["usage"]["cache_creation_input_tokens"] == 1
     assert "A" in good.text
     bad = ask(Engine(0.5, refused), tokenization, path)
@@ -221,7 +221,7 @@ def test_the_tokens_of_a_conversation_go_with_the_templates_arguments(
 def test_one_refused_answer_of_several_refuses_all(
     tokenization: Tokenization, is_stream: bool
 ) -> None:
-    """The others' tokens come with the refusal, before anybody has looked."""
+    """The other answers' tokens arrive together with the refusal, before any is read."""
     says = iter([refused, answered, answered])
     engine = Engine(0.0, lambda request_id: next(says)(request_id))
     body = {"model": "m", "prompt": "hi", "n": 3, "stream": is_stream}
@@ -230,7 +230,9 @@ def test_one_refused_answer_of_several_refuses_all(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_who_has_no_key_is_told_how_to_give_one(tokenization: Tokenization, path: str) -> None:
+def test_a_request_without_a_key_is_told_how_to_give_one(
+    tokenization: Tokenization, path: str
+) -> None:
     settings = Settings(api_keys=("k",))
     response = ask(Engine(0.0, answered), tokenization, path, settings=settings)
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
@@ -267,7 +269,7 @@ def test_only_tokens_of_the_vocabulary_have_a_text(tokenization: Tokenization) -
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
 
 
-def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:
+def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
     metrics = Metrics(Settings(), Engine(0.0, answered))  # type: ignore[arg-type]
     for i in range(MAX_LABEL_SETS_OF_TENANT):
         assert metrics.labels_of("flood", {"route": f"r{i}"}) == (f"r{i}", "")
@@ -282,7 +284,7 @@ def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:
 @pytest.mark.parametrize("verb", ["ls", "verify"])
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
-    with pytest.raises(RequestError, match=f"`{verb}` is for the disk tier") as caught:
+    with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
         asyncio.run(carry_out(verb, {}, Settings(), engine))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
     assert asyncio.run(carry_out("df", {}, Settings(), engine)) == {"writer_pid": None}
@@ -305,7 +307,7 @@ def test_a_body_longer_than_the_setting_is_refused_and_the_setting_is_named(
     assert told.status_code == 200
 
 
-def test_what_a_client_that_left_has_asked_is_not_worked_on(
+def test_work_for_a_client_that_left_is_stopped(
     tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, stopped = asyncio.Event(), threading.Event()

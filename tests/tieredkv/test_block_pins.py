@@ -1,4 +1,4 @@
-"""Pins: memory that a copy still reads is not reused, whoever lets go of the block."""
+"""A block that a copy still reads is not reused, even after its last release."""
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.types import BlockHash

@@ -1,3 +1,5 @@
+"""The block pool: allocation, eviction, sharing, recency, pins and its own check."""
+
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -30,7 +32,7 @@ def take(pool: BlockPool, count: int) -> list[Block]:
 
 
 def fill(pool: BlockPool, *names: str) -> list[Block]:
-    """Put a chain into the pool, head first; its blocks are ready and in use."""
+    """Insert a chain of ready blocks that are in use; its head is inserted first."""
     chain = take(pool, len(names))
     for block, text in zip(chain, names, strict=True):
         assert pool.insert(block, name(text)) is block
@@ -39,7 +41,7 @@ def fill(pool: BlockPool, *names: str) -> list[Block]:
 
 
 def keep(pool: BlockPool, *names: str) -> list[Block]:
-    """Put a chain into the pool, head first, that nobody uses any longer."""
+    """Insert a chain of ready blocks that are no longer in use; its head is inserted first."""
     chain = fill(pool, *names)
     pool.release(reversed(chain))
     return chain
@@ -101,7 +103,7 @@ def test_one_allocation_takes_empty_blocks_and_then_the_oldest_cached_ones(
     assert evicted == [(3, name("a3"))]
 
 
-def test_a_block_that_held_nothing_whole_is_reused_before_cached_ones(pool: BlockPool) -> None:
+def test_a_partial_block_is_reused_before_cached_ones(pool: BlockPool) -> None:
     private = take(pool, 2)
     keep(pool, "a0", "a1", "a2", "a3")
     pool.release(private)
@@ -124,9 +126,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing(
     assert ids(take(pool, 5)) == [3, 4, 5, 1, 0]
 
 
-def test_what_can_evict_refuses_keeps_its_place_and_order(
-    pool: BlockPool, evicted: Evicted
-) -> None:
+def test_blocks_that_can_evict_refuses_keep_their_order(pool: BlockPool, evicted: Evicted) -> None:
     keep(pool, "a0", "a1", "a2", "a3", "a4", "a5")
     pool.can_evict = lambda block: block.block_id not in (5, 3)
     taken = pool.allocate(2)
@@ -163,13 +163,13 @@ def test_a_block_that_was_refused_is_asked_about_again_only_when_something_has_c
         return block.block_id not in dirty
 
     pool.can_evict = can_evict
-    keep(pool, *map(str, reversed(range(100))))  # the oldest has the id 99
+    keep(pool, *map(str, reversed(range(100))))  # the oldest block has id 99
     dirty = {99 - i for i in range(90)}
     assert ids(take(pool, 5)) == [9, 8, 7, 6, 5]
     assert len(asked) == 95
     asked.clear()
     assert ids(take(pool, 2)) == [4, 3] == asked
-    for block_id in (50, 60):  # their copies were made, the younger one first
+    for block_id in (50, 60):  # both were copied, the younger one first
         dirty.discard(block_id)
         pool.look_again(name(99 - block_id))
     assert asked == [4, 3, 50, 60]
@@ -185,7 +185,7 @@ def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
     pool = BlockPool(8)
     is_copied: set[int] = set()
     pool.can_evict = lambda block: block.block_id in is_copied
-    keep(pool, *"abcdefgh")  # the oldest has the id 7
+    keep(pool, *"abcdefgh")  # the oldest block has id 7
     assert ids(pool.dirty(3)) == [7, 6, 5]
     assert ids(pool.dirty(3, at_most=2)) == [7, 6]
     for block in pool.dirty(2):
@@ -203,7 +203,7 @@ def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
     assert ids(take(pool, 2)) == [7, 6]
 
 
-def test_what_a_floor_keeps_is_passed_over_once_and_keeps_its_place() -> None:
+def test_blocks_that_a_floor_keeps_are_passed_over_once_and_keep_their_place() -> None:
     pool = BlockPool(40)
     asked: list[int] = []
 
@@ -453,14 +453,14 @@ def block_in_use(pool: BlockPool) -> Block:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lose_a_user, "has 0 users and a wrong place"),
-        (gain_a_user, "has 1 users and a wrong place"),
-        (count_below_zero, "has -1 users and a wrong place"),
-        (lose_readiness, "evictable but was never filled"),
+        (lose_a_user, "has ref_count 0 and"),
+        (gain_a_user, "has ref_count 1 and"),
+        (count_below_zero, "has ref_count -1 and"),
+        (lose_readiness, "can be evicted, but was never filled"),
         (lose_a_hash, "in the wrong part of the free list"),
         (gain_another_hash, "not in the index under its hash"),
         (gain_a_hash_of_another, "not in the index under its hash"),
-        (lose_the_hash_of_a_used_block, "1 hashed blocks, 2 in the index"),
+        (lose_the_hash_of_a_used_block, "1 blocks have a hash, but 2 are in the index"),
     ],
 )
 def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None], message: str) -> None:
@@ -474,7 +474,7 @@ def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None], message
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """Drive a pool and an obvious model of it, lists in the order of eviction, side by side."""
+    """Compare a pool with a simple model of it: lists in the order of eviction."""
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
@@ -503,7 +503,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.give_back(block_id)
 
     def give_back(self, block_id: int) -> None:
-        if not self.pins.get(block_id):  # else it comes back with its last pin
+        if not self.pins.get(block_id):  # a pinned block becomes empty after its last unpin
             self.ready.discard(block_id)
             self.empty.append(block_id)
 
@@ -535,7 +535,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         block_id = data.draw(st.sampled_from(self.used()))
         owners = [i for i, known in self.hashes.items() if known == name(text)]
         if not owners and block_id in self.hashes:
-            return  # the caller's own mistake, which the pool asserts against
+            return  # an error of the caller, for which the pool has an assertion
         there = self.pool.insert(self.blocks[block_id], name(text))
         assert there.block_id == (owners or [block_id])[0]
         self.hashes[there.block_id] = name(text)

@@ -1,4 +1,4 @@
-"""Bodies that would cost more to read than they are worth, and what is worth reading."""
+"""Bodies that are too costly to decode are refused, and harmless ones are not."""
 
 import json
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ def chat(*messages: object, is_strict: bool = False, **fields: Any) -> ChatReque
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (b'{"a":[' + b"[],{}," * 40_000 + b"1]}", "80002 arrays and objects, .* more than 65536"),
-        (b'{"a":[' + b"1," * 300_000 + b"1]}", "300001 values, .* more than 262144"),
+        (b'{"a":[' + b"[],{}," * 40_000 + b"1]}", "80002 arrays and objects; at most 65536"),
+        (b'{"a":[' + b"1," * 300_000 + b"1]}", "300001 values; at most 262144"),
         (
             b"{" + b",".join(b'"%d":1' % i for i in range(140_000)) + b"}",
-            "140000 members of objects, .* more than 131072",
+            "140000 members of objects; at most 131072",
         ),
     ],
 )
@@ -56,7 +56,7 @@ JSON = st.recursive(
 
 
 @given(value=JSON)
-def test_the_shape_of_a_text_is_that_of_what_it_says(
+def test_the_shape_of_a_body_is_that_of_its_decoded_value(
     monkeypatch_module: pytest.MonkeyPatch, value: Any
 ) -> None:
     def count(value: Any) -> tuple[int, int, int]:
@@ -75,7 +75,7 @@ def test_the_shape_of_a_text_is_that_of_what_it_says(
 
 @pytest.fixture(scope="module")
 def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    """Scan in steps so short that texts go on from one to the next."""
+    """Scan in steps so short that strings reach from one step into the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tieredkv.fields._SCAN_BYTES", 5)
         yield patch
@@ -88,7 +88,7 @@ def test_arguments_of_calls_are_counted_before_they_are_decoded() -> None:
         chat({"role": "assistant", "content": "", "tool_calls": [call]})
 
 
-def test_a_key_or_value_as_long_as_a_body_is_not_told_in_whole() -> None:
+def test_a_refusal_shortens_a_long_key_or_value() -> None:
     for fields in ({"k" * 10**6: 1}, {"service_tier": "v" * 10**6}, {"metadata": {"k": {"v": 1}}}):
         with pytest.raises(RequestError) as caught:
             chat(is_strict=True, **fields)

@@ -1,4 +1,4 @@
-"""What the RAM tiers hold and until when."""
+"""The catalog knows what the RAM tiers hold and until when."""
 
 import hashlib
 
@@ -71,7 +71,7 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
     assert catalog.due(NOW + 1100) == [second]
 
 
-def test_what_is_due_at_once_is_told_a_few_at_a_time_and_all_of_it_once() -> None:
+def test_entries_due_at_once_are_named_a_few_at_a_time_and_each_once() -> None:
     catalog = make_catalog()
     entries = catalog.add_all([make_entry(number) for number in range(10)])
     assert catalog.due(NOW + 600, 4) == entries[:4] and catalog.is_behind
@@ -154,7 +154,7 @@ def test_only_claims_that_allow_the_disk_open_it() -> None:
     assert catalog.disk_deadline(entry, NOW + DAY_S) is None
 
 
-def test_the_disk_is_told_of_a_retention_that_it_may_have() -> None:
+def test_a_record_for_the_disk_names_a_retention_that_allows_the_disk() -> None:
     week = RetentionPolicy(
         name="week in RAM",
         idle_s=7 * DAY_S,
@@ -192,9 +192,9 @@ def test_check_finds_an_entry_under_another_key() -> None:
         catalog.check()
 
 
-def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_other() -> None:
+def test_a_block_names_the_chains_through_it_less_what_others_share() -> None:
     catalog = make_catalog()
-    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # 0-1-2 is shared by 3 and by 4-5
+    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # two chains, to 3 and to 5, share 0-1-2
     for number in range(6):
         entry = make_entry(number)
         entry.position = number
@@ -228,7 +228,7 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
 def test_an_id_names_a_chain_by_its_last_block_or_by_its_first_where_that_is_gone() -> None:
     catalog = make_catalog()
     hashes = [BlockHash(hashlib.sha256(b"%d" % number).digest()) for number in range(6)]
-    for number, parent in ((1, 0), (2, 1), (3, 2), (4, 1), (5, 4)):  # 0 is on disk only
+    for number, parent in ((1, 0), (2, 1), (3, 2), (4, 1), (5, 4)):  # block 0 is on disk only
         entry = make_entry(number)
         entry.block_hash, entry.parent_hash, entry.position = hashes[number], hashes[parent], number
         catalog.add(entry)

@@ -1,6 +1,6 @@
-"""Where the marks of a conversation are among its tokens, whatever the template does to its texts.
+"""Marks of a conversation are found among its tokens, whatever the template does to the texts.
 
-The tokenizer has one token a byte, so the tokens before a mark spell what is before it.
+The tokenizer has one token per byte, so the tokens before a mark are the text before it.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ LLAMA_3 = """{{ '<|bos|>' }}{% if tools %}{{ 'system' }}{% for t in tools %}{{
 {% endfor %}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' +
 m['content'] | trim + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{
 '<|im_start|>assistant\n\n' }}{% endif %}"""
-"""Written after Llama 3's."""
+"""A template in the style of Llama 3."""
 
 TOOLS_BEHIND_SYSTEM = """{{ messages[0]['content'] }}{% for t in tools or [] %}{{ t | tojson }}{%
 endfor %}{{ '#' }}{% for m in messages[1:] %}{{ '<' + m['content'] + '>' }}{% endfor %}"""
-"""Tools stand behind the system message, as with Qwen."""
+"""A template that puts the tools after the system message, as Qwen does."""
 
 LAST_FIRST = "{{ messages[-1]['content'] }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-"""The last text comes first, too."""
+"""A template that writes the last text twice: first of all and in its place."""
 
 LENGTHS = (
     "{% for m in messages %}{{ '<' + m['content'] + '>' }}{{ m['content'] | length }}{% endfor %}"
 )
-"""Says how long a text is, which a sign in it changes."""
+"""A template that writes the length of each text, which a sign in the text changes."""
 
 NO_EARLY_TEXT = "{% for m in messages %}{{ '<' + m['content'].split('---')[-1] + '>' }}{% endfor %}"
-"""Drops what is thought aloud, as with reasoning models."""
+"""A template that drops the reasoning before `---`, as for reasoning models."""
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"b": 1, "a": "é"}}}
 OTHER = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
@@ -95,7 +95,9 @@ def test_a_mark_on_a_tool_is_at_its_end(tokenization: Tokenization, template: st
     assert ("You help" in first) == is_system_first
 
 
-def test_tools_that_the_template_ignores_end_nowhere(tokenization: Tokenization) -> None:
+def test_tools_that_the_template_ignores_are_marked_at_the_start(
+    tokenization: Tokenization,
+) -> None:
     tokenization.tokenizer.chat_template = LAST_FIRST
     assert heads(tokenization, [(TOOLS, 0)], tools=[TOOL]) == [""]
 
@@ -125,7 +127,7 @@ def test_a_part_that_is_dropped_is_marked_at_the_end_of_its_message(
     assert heads(tokenization, [(0, 0), (0, 2)], messages) == ["<\nsaid>", "<\nsaid"]
 
 
-def test_a_text_may_hold_the_signs_itself(tokenization: Tokenization) -> None:
+def test_a_text_may_hold_the_characters_used_as_signs(tokenization: Tokenization) -> None:
     messages = [{"role": "user", "content": ["a\U000f0000", "b"]}, TALK[3]]
     first, _ = heads(tokenization, [(0, 0), (1, 0)], messages)
     assert first.endswith("a\U000f0000")
@@ -150,7 +152,7 @@ def test_tools_that_are_nested_too_deep_are_refused(is_canonical: bool) -> None:
         tokenization.encode_chat(TALK, {"tools": [deep]})
 
 
-def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
+def test_only_the_last_marks_are_found_where_each_is_looked_for_alone(
     tokenization: Tokenization,
 ) -> None:
     tokenization.tokenizer.chat_template = LENGTHS
@@ -163,38 +165,38 @@ def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ range(10 ** 9) | list }}", "breaks a limit of its sandbox: Range too big"),
-        ("{{ 'x' * 10 ** 12 }}", "breaks a limit of its sandbox: it makes a text or list longer"),
+        ("{{ range(10 ** 9) | list }}", "exceeds a limit of its sandbox: Range too big"),
+        ("{{ 'x' * 10 ** 12 }}", "exceeds a limit of its sandbox: it makes a text or list longer"),
         (
             "{{ 2 ** (messages | length * 100000) }}",
-            "breaks a limit of its sandbox: it makes a number that is too",
+            "exceeds a limit of its sandbox: it makes a number that is too",
         ),
-        ("{{ 1 // 0 }}", "breaks a limit of its sandbox"),
+        ("{{ 1 // 0 }}", "exceeds a limit of its sandbox"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "breaks a limit of its sandbox: it takes more than 1000000 rounds of its loops",
+            "exceeds a limit of its sandbox: its loops take more than 1000000 rounds.",
         ),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
             "{{ f(60) }}",
-            "breaks a limit of its sandbox: it takes more than 1000000 rounds",
+            "exceeds a limit of its sandbox: its loops take more than 1000000 rounds",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render these messages"),
         (
             "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
             "{% endfor %}",
-            "breaks a limit of its sandbox: it makes a text or list longer",
+            "exceeds a limit of its sandbox: it makes a text or list longer",
         ),
         (
             "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
             "{% endfor %}",
-            "breaks a limit of its sandbox: it makes a text or list longer",
+            "exceeds a limit of its sandbox: it makes a text or list longer",
         ),
         (
             "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
-            "breaks a limit of its sandbox: it makes a text or list longer",
+            "exceeds a limit of its sandbox: it makes a text or list longer",
         ),
-        ("{{ ''.__class__.__mro__ }}", "breaks a limit of its sandbox"),
+        ("{{ ''.__class__.__mro__ }}", "exceeds a limit of its sandbox"),
         ("{% for %}", "cannot be used"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The command line: its exit codes, its one line an error, its JSON, in real processes."""
+"""The command line in real processes: exit codes, one-line errors and JSON."""
 
 import json
 import os
@@ -35,7 +35,7 @@ VERBS = ["serve", "generate", "bench ttft", "df", "ls", "evict", "verify", "doct
 
 
 def tieredkv(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does, in a pipe."""
+    """Run the command line in a process of its own, with pipes."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "tieredkv", *arguments],
         input=stdin,
@@ -108,13 +108,13 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["nope"], "error: No such command 'nope'."),
         (["serve"], "error: Missing argument 'MODEL'."),
         (["df"], "error: Missing option '--disk-dir'."),
-        (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder."),
+        (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder; give the"),
         (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
         (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
         (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --ns, --older-than"),
         (
             ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
-            "error: --all does not go together with another",
+            "error: --all cannot be combined with an ID",
         ),
         (["evict", "--disk-dir", ".", "--older-than", "soon"], "error: `soon` is not a duration"),
         (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
@@ -198,7 +198,7 @@ def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     result = tieredkv("doctor", "--disk-dir", str(tmp_path))
     assert result.returncode == 1
-    assert "chmod 700" in result.stdout
+    assert "is writable by others; run `chmod go-w" in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(folder: Path, verb: str, *arguments: str) -> dict[str, object]:
-    """Run a verb on a store with --json, which must succeed."""
+    """Run a verb on a store with --json; it must succeed. Return its answer."""
     result = tieredkv(verb, "--disk-dir", str(folder), *arguments, "--json")
     assert result.returncode == 0, result.stderr
     answer: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
@@ -264,7 +264,7 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert (planned["evicted_blocks"], planned["dry_run"]) == (20, True)
     refused = tieredkv("evict", "--disk-dir", str(stored), "--all")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: Nobody is there to confirm; give -y.")
+    assert refused.stderr.startswith("error: There is no terminal to confirm on; give -y")
     unknown = tieredkv("evict", "--disk-dir", str(stored), "abcdef", "-y")
     assert unknown.returncode == 1
     assert "no chain has the id `abcdef`" in unknown.stderr
@@ -300,12 +300,12 @@ def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Pa
             stderr=subprocess.PIPE,
         )
         assert process.stdout is not None
-        assert len(process.stdout.read(1000)) == 1000  # the pipe is too small for the rest
+        assert len(process.stdout.read(1000)) == 1000  # the rest does not fit into the pipe
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
         assert (process.returncode, told.strip()) == (130, b"")
         with open_store(path, Clock(), budget_bytes=None):
-            pass  # nobody else has it
+            pass  # no other process holds the store
 
 
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:

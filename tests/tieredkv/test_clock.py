@@ -1,3 +1,5 @@
+"""The clock follows the wall clock but never runs backwards."""
+
 import os
 import threading
 import time
@@ -19,7 +21,7 @@ def offset_file(tmp_path: Path) -> Path:
 
 
 def after_check(clock: Clock) -> float:
-    """Return the time once the clock had to look at its offset file again."""
+    """Wait until the clock must read its offset file again, and return its time."""
     time.sleep(OFFSET_CHECK_S * 1.5)
     return clock.now()
 

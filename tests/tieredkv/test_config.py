@@ -1,3 +1,5 @@
+"""Settings: their sources and precedence, how values are read, and what is refused."""
+
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -208,7 +210,7 @@ def test_the_clock_offset_file_comes_from_its_variable_only() -> None:
     variable = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
     assert from_environment(**{variable: "/f"}).clock_offset_file == "/f"
     assert from_environment(**{variable: ""}).clock_offset_file is None
-    with pytest.raises(ConfigError, match="Unknown setting `clock_offset_file`"):
+    with pytest.raises(ConfigError, match="unknown setting `clock_offset_file`"):
         from_arguments(clock_offset_file="/f")
 
 
@@ -271,8 +273,8 @@ def test_the_clock_offset_file_comes_from_its_variable_only() -> None:
         ("api_keys", 5, "`api_keys` is not a list of texts"),
         ("api_keys", ["a", 1], "`api_keys` is not a list of texts"),
         ("model", ["m"], "`model`: `['m']` is not a text"),
-        ("policies", "24h", "`policies` = `24h` must be retention policies"),
-        ("policies", (), "`policies` = `()` must be retention policies"),
+        ("policies", "24h", "`policies` = `24h` must be a list of at least one"),
+        ("policies", (), "`policies` = `()` must be a list of at least one"),
         ("policies", (MONTH, MONTH), "two policies are called `30d`"),
     ],
 )
@@ -300,22 +302,28 @@ def test_a_malformed_variable_is_named() -> None:
 def test_an_unknown_argument_is_answered_with_the_nearest_setting(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_arguments(**{name: 1})
-    assert str(error.value) == f"Unknown setting `{name}`; did you mean `{nearest}`?"
+    assert str(error.value) == f"unknown setting `{name}`; did you mean `{nearest}`?"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[cache]\nblocksize = 16", "unknown key `cache.blocksize`; did you mean `block_size`?"),
-        ("[server]\nzzz = 1", "unknown key `server.zzz`; known are host, port, allowed_hosts"),
+        (
+            "[server]\nzzz = 1",
+            "unknown key `server.zzz`; known names are host, port, allowed_hosts",
+        ),
         ("[cache]\nport = 1", "unknown key `cache.port`; it belongs to section `server`"),
         ("[cach]\nblock_size = 16", "unknown section `cach`; did you mean `cache`?"),
-        ("[zzz]", "unknown section `zzz`; known are model, cache, scheduler, server, retention"),
+        (
+            "[zzz]",
+            "unknown section `zzz`; known names are model, cache, scheduler, server, retention",
+        ),
         (
             "block_size = 16",
-            "`block_size` stands outside of a section; it belongs to section `cache`",
+            "`block_size` is outside of any section; it belongs to section `cache`",
         ),
-        ("blok_size = 16", "`blok_size` stands outside of a section; did you mean `block_size`?"),
+        ("blok_size = 16", "`blok_size` is outside of any section; did you mean `block_size`?"),
         ("cache = 5", "`cache` must be one table"),
         ("[[cache]]\nblock_size = 16", "`cache` must be one table"),
         ("retention = '24h'", "`retention` must be one table"),
@@ -342,9 +350,9 @@ def test_a_bad_file_is_answered_with_its_path_the_key_and_the_way_out(
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Cannot read `.*absent.toml`: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read `.*absent.toml`: No such file"):
         load_settings(environ={}, config_path=tmp_path / "absent.toml")
-    with pytest.raises(ConfigError, match=r"Cannot read `.*`: Is a directory"):
+    with pytest.raises(ConfigError, match=r"cannot read `.*`: Is a directory"):
         load_settings(environ={}, config_path=tmp_path)
 
 
@@ -373,8 +381,11 @@ def test_a_further_policy_needs_a_whole_row_and_can_then_be_chosen(load_toml: Lo
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("[retention.x]\nidle = '5m'\ntiers = ['device']", "`retention.x` lacks `absolute`"),
-        ("[retention.x]", "`retention.x` lacks `idle`"),
+        (
+            "[retention.x]\nidle = '5m'\ntiers = ['device']",
+            "`retention.x` must have the key `absolute`",
+        ),
+        ("[retention.x]", "`retention.x` must have the key `idle`"),
         (
             "[retention.24h]\nidel = '5m'",
             "`retention.24h`: unknown key `idel`; did you mean `idle`?",
@@ -383,13 +394,13 @@ def test_a_further_policy_needs_a_whole_row_and_can_then_be_chosen(load_toml: Lo
         ("[retention.24h]\nidle = 'x'", "`retention.24h.idle`: `x` is not a duration"),
         ("[retention.24h]\nidle = true", "`retention.24h.idle`: `True` is not a duration"),
         ("[retention.24h]\nabsolute = inf", "`retention.24h.absolute`: `inf` is not a duration"),
-        ("[retention.24h]\nidle = 0", "`retention.24h.idle` = 0.0 must be above 0s"),
+        ("[retention.24h]\nidle = 0", "`retention.24h.idle` = 0.0 must be above 0 s"),
         ("[retention.in_memory]\nidle = '2h'", "`retention.in_memory.idle` = 2h is longer than"),
         ("[retention.24h]\ntiers = 'disk'", "`retention.24h.tiers`: `disk` is not a list of tiers"),
         ("[retention.24h]\ntiers = 5", "`5` is not a list of tiers, which are device, host, disk"),
         ("[retention.24h]\ntiers = ['ram']", "`['ram']` is not a list of tiers"),
-        ("[retention.24h]\ntiers = ['host']", "`retention.24h.tiers` must name `device`"),
-        ("[retention.24h]\ntiers = ['device', 'disk']", "names `disk` without `host`"),
+        ("[retention.24h]\ntiers = ['host']", "`retention.24h.tiers` must include `device`"),
+        ("[retention.24h]\ntiers = ['device', 'disk']", "so it must include `host`"),
         (
             "[retention.in-memory]\nidle = 1\nabsolute = 1\ntiers = ['device']",
             "`retention.in-memory` is another spelling of `retention.in_memory`",

@@ -1,4 +1,4 @@
-"""Connections that last too long, close too early or speak no HTTP, on a real socket."""
+"""Connections on a real socket that last too long, close too early or do not speak HTTP."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ BODY = b'{"model": "m", "prompt": "a", "max_tokens": 1}'
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 TIMES = {"HEADERS_TIMEOUT_S": 1.0, "WRITE_TIMEOUT_S": 1.0, "LINGER_S": 1.0}
 HANG_S = 30
-"""What no answer takes on the busiest machine."""
+"""Longer than any answer takes on the busiest machine."""
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def listening(tokenization: Tokenization, **settings: Any) -> Iterator[tuple[int
 
 @pytest.fixture
 def port(tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Serve with short times."""
+    """Serve with short timeouts; yield the port."""
     for name, seconds in TIMES.items():
         monkeypatch.setattr(connections, name, seconds)
     with listening(tokenization) as (port, _):
@@ -69,12 +69,12 @@ def connect(port: int) -> socket.socket:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Return what comes until the other side has closed in an orderly way."""
+    """Return all bytes up to the orderly close of the other side."""
     return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
 def exchange(port: int, *sent: bytes) -> bytes:
-    """Send one piece after the other, and return all that comes back."""
+    """Send the pieces one after the other, and return everything that comes back."""
     with connect(port) as sock:
         for piece in sent:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -83,7 +83,7 @@ def exchange(port: int, *sent: bytes) -> bytes:
 
 
 def head_of(answer: bytes) -> tuple[int, dict[str, str]]:
-    """Return status and headers of the first answer."""
+    """Return the status and headers of the first answer."""
     status, *lines = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")
     return int(status.split()[1]), dict(line.split(": ", 1) for line in lines)
 
@@ -193,7 +193,7 @@ def test_connections_are_bounded_and_the_longest_idle_one_makes_room(
     with contextlib.ExitStack() as stack:
         head = f"{HEAD}Content-Length: {len(BODY)}\r\n\r\n".encode()
         busy = stack.enter_context(connect(port))
-        busy.sendall(head + BODY[:9])  # this one has a request in hand
+        busy.sendall(head + BODY[:9])  # this connection has a request in progress
         time.sleep(0.2)
         idle = [stack.enter_context(connect(port)) for _ in range(5 * MAX_OPEN)]
         assert is_up(port)
@@ -336,7 +336,7 @@ def test_chunks_may_be_small_but_not_tiny(port: int) -> None:
     assert send(1, 400_000)[0] == 400
 
 
-def test_what_is_refused_before_it_is_a_request_has_an_id_and_a_code(port: int) -> None:
+def test_a_refusal_before_a_request_is_parsed_has_an_id_and_a_code(port: int) -> None:
     long = b"GET / HTTP/1.1\r\nx: " + b"y" * 99_999
     for sent, status, code in ((b"zz\r\n\r\n", 400, None), (long, 431, "headers_too_large")):
         answer = exchange(port, sent)
@@ -346,7 +346,7 @@ def test_what_is_refused_before_it_is_a_request_has_an_id_and_a_code(port: int) 
 
 
 @pytest.mark.parametrize("path", ["/health/", "/v1/completions/", "/metrics/", "//evil.example/"])
-def test_nobody_is_sent_to_where_the_host_header_says(path: str, port: int) -> None:
+def test_no_redirect_goes_where_the_host_header_says(path: str, port: int) -> None:
     for method in ("GET", "POST"):
         request = f"{method} {path} HTTP/1.0\r\nHost: evil.example\r\nx-api-key: {KEY}\r\n\r\n"
         status, headers = head_of(exchange(port, request.encode()))
@@ -356,7 +356,7 @@ def test_nobody_is_sent_to_where_the_host_header_says(path: str, port: int) -> N
 def stop_while(
     tokenization: Tokenization, sent: bytes, is_there: Callable[[uvicorn.Server], bool]
 ) -> bytes:
-    """Tell a server to stop while a connection has sent so much, and return what it is told."""
+    """Stop a server after a connection has sent `sent`, and return what the client receives."""
     with listening(tokenization) as (port, server), connect(port) as sock:
         sock.sendall(sent)
         wait_until(lambda: is_there(server), "it has not arrived")
@@ -364,7 +364,7 @@ def stop_while(
         return read_all(sock)
 
 
-def test_a_body_that_is_under_way_at_the_end_is_refused(
+def test_a_body_that_is_arriving_at_shutdown_is_refused(
     tokenization: Tokenization, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = HEAD.encode() + b"Content-Length: 99\r\n\r\n{"

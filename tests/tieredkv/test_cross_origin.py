@@ -1,4 +1,4 @@
-"""Web pages of other origins may ask nothing, but for what the operator has allowed."""
+"""Web pages of other origins may use nothing except what the operator has allowed."""
 
 import asyncio
 from typing import Any, cast
@@ -82,7 +82,7 @@ def test_a_page_can_read_why_it_was_refused(tokenization: Tokenization) -> None:
 
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
-def test_no_page_may_use_what_is_the_operators(
+def test_no_page_may_use_the_operators_routes(
     path: str, origins: tuple[str, ...], tokenization: Tokenization
 ) -> None:
     for method in ("OPTIONS", "GET", "POST"):
@@ -98,7 +98,7 @@ def test_other_pages_stay_out(origin: str, tokenization: Tokenization) -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_page_whose_name_was_made_to_mean_this_machine_reads_nothing(
+def test_a_page_whose_name_was_rebound_to_this_machine_reads_nothing(
     tokenization: Tokenization,
 ) -> None:
     evil = "http://evil.example"

@@ -1,4 +1,4 @@
-"""What a step must read by `bench decode`: the weights that its tokens use."""
+"""The bytes that a step must read, as `bench decode` counts them: the weights in use."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_of_a_mixture_only_the_experts_that_tokens_use_are_read(
 ) -> None:
     changes = {num_experts: 8, "num_experts_per_tok": used, "moe_intermediate_size": WIDTH}
     mixture = weights(model_type, **changes)
-    shared = ATTENTION + NORMS + besides + LAYERS * 8 * HIDDEN  # the router is of every expert
+    shared = ATTENTION + NORMS + besides + LAYERS * 8 * HIDDEN  # the router knows all experts
     assert mixture.per_token == shared + used * EXPERT
     assert mixture.read_by(1) == pytest.approx(shared + HEAD + used * EXPERT)
     two = 8 * (1 - (1 - used / 8) ** 2)

@@ -1,4 +1,4 @@
-"""Blocks on their way down: reserves, writes, drains, and what a failing disk costs."""
+"""Demotion of blocks: reserves, writes, drains, and the cost of a failing disk."""
 
 import time
 
@@ -40,7 +40,7 @@ def test_blocks_in_use_are_copied_ahead_where_running_requests_hold_nearly_all()
     assert rig.run("a", 6) == rig.run("b", 8) == 0, "nothing was lost"
 
 
-def test_what_is_touched_often_pushes_nothing_else_out_of_what_is_copied_ahead() -> None:
+def test_touching_blocks_often_keeps_no_others_from_being_copied_ahead() -> None:
     rig = Rig(num_blocks=16, num_pages=32, reserve=4)
     rig.compute(rig.start("a", 8))
     second = rig.start("b", 6)
@@ -109,7 +109,7 @@ def test_a_step_starts_no_more_writes_behind_than_follow_from_what_was_computed(
     rig.check_nothing_is_held()
 
 
-def test_nobody_looks_at_what_is_owed_while_the_worker_is_stuck(
+def test_blocks_owed_to_the_disk_are_not_scanned_while_the_worker_is_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig(num_blocks=256, num_pages=128, is_write_behind=True)
@@ -314,7 +314,7 @@ def test_flush_works_through_an_arena_smaller_than_vram(to: Tier) -> None:
     rig.check_nothing_is_held()
 
 
-def test_flush_leaves_what_a_request_uses_and_says_so_by_its_result() -> None:
+def test_flush_leaves_the_blocks_that_a_request_uses() -> None:
     rig = Rig()
     user = rig.start("a", 2)
     rig.compute(user)

@@ -1,4 +1,4 @@
-"""What is said of the difference between two requests, of which only digests are kept."""
+"""How the difference between two requests is described, when only their digests are kept."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from tieredkv.types import Tier
 
 LONG = "A prefix that is worth to be kept. " * 20
 TODAY = "Today is 2026-11-20. "
-PASSING = "a request id, number or time near the top"
-NEAR_TOP = "something near the top, and nothing behind it"
+PASSING = "an id, number or time near its start differs"
+NEAR_TOP = "only something near its start differs"
 
 
 def seen(system: str, description: str | None = None, num_tokens: int = 100) -> Seen:
@@ -39,7 +39,7 @@ def detail(old: Seen, new: Seen) -> str | None:
         ("Request abc. " + LONG, "Request xyz now. " + LONG, NEAR_TOP),
     ],
 )
-def test_what_changes_near_the_top_is_found_where_it_is_put_in_too(
+def test_a_value_near_the_top_is_named_where_it_was_changed_added_or_removed(
     old: str, new: str, why: str
 ) -> None:
     expected = f"message 0 changed: {why} (segment 0, about token 0)"
@@ -48,7 +48,7 @@ def test_what_changes_near_the_top_is_found_where_it_is_put_in_too(
     assert told is not None and told.startswith(f"message 0 changed: {why} (segment 1, ")
 
 
-def test_what_stands_behind_a_removed_tool_has_not_changed() -> None:
+def test_messages_after_a_removed_tool_have_not_changed() -> None:
     assert detail(seen(LONG, "Look"), seen(LONG)) == "a tool was removed (segment 0, about token 0)"
 
 
@@ -76,7 +76,7 @@ def test_tools_that_come_go_or_move_are_told_from_those_that_change(
     assert told is not None and told.startswith(what)
 
 
-def test_of_requests_alike_the_one_whose_blocks_could_be_used_is_compared_with() -> None:
+def test_a_request_is_compared_with_one_whose_blocks_it_could_use() -> None:
     usage = RequestUsage(prompt_tokens=100, miss_reason="never_seen")
     old = seen(TODAY + LONG, "Look")
     others = old._replace(settings={"namespace": 1})
@@ -84,12 +84,12 @@ def test_of_requests_alike_the_one_whose_blocks_could_be_used_is_compared_with()
     assert told["detail"].startswith(f"message 0 changed: {PASSING} (segment 1, ")
 
 
-def test_another_text_is_like_nothing() -> None:
+def test_a_request_with_another_text_is_compared_with_nothing() -> None:
     assert detail(seen(LONG), seen(LONG[: len(LONG) // 2] + "other" * 40)) is None
     assert detail(seen("You help."), seen("You translate.")) is None
 
 
-def test_another_description_is_no_number_or_time() -> None:
+def test_a_changed_tool_description_is_not_taken_for_a_number_or_time() -> None:
     def why(old: str, new: str) -> str:
         found = Diagnosis(seen(LONG, new), (), "id", seen(LONG, old)).compare(
             RequestUsage(prompt_tokens=9)
@@ -102,7 +102,7 @@ def test_another_description_is_no_number_or_time() -> None:
     assert why("As of 19:00", "As of 20:13") == f"tool `f` changed: {PASSING}"
 
 
-def test_what_was_reused_could_be() -> None:
+def test_a_difference_is_placed_behind_the_tokens_that_were_reused() -> None:
     by_tier = {Tier.DEVICE: 64, Tier.HOST: 0, Tier.DISK: 0}
     usage = RequestUsage(prompt_tokens=100, cached_tokens_by_tier=by_tier, miss_reason="never_seen")
     old = seen(LONG, "d1")

@@ -1,4 +1,4 @@
-"""An engine that is stopped, hangs or goes on, as the server learns of it."""
+"""The server notices when the engine is stopped, hangs or goes on."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ def test_a_stopped_engine_is_told_of_and_so_is_that_it_goes_on(
             assert engine.trouble is None
             os.kill(engine.pid, signal.SIGSTOP)
             await until(lambda: engine.trouble is not None)
-            told = "said nothing for 3 s; its process is stopped by a signal"
+            told = "not reported for 3 s; its process is stopped by a signal"
             assert told in str(engine.trouble)
             os.kill(engine.pid, signal.SIGCONT)
             await until(lambda: engine.trouble is None)
@@ -68,13 +68,13 @@ def test_a_stopped_engine_is_told_of_and_so_is_that_it_goes_on(
 
 
 class StuckCore:
-    """Stands for the engine; its first step lasts until `go_on` is set."""
+    """Stands in for the engine; its first step lasts until `go_on` is set."""
 
     go_on = threading.Event()
     info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
 
     def __init__(self, _settings: Settings, *, progress: Any) -> None:
-        """Load nothing."""
+        """Do nothing; no model is loaded."""
 
     def step(self) -> list[TokenOutput]:
         assert self.go_on.wait(HANG_S)
@@ -87,19 +87,19 @@ class StuckCore:
         return {}
 
     def wake(self) -> None:
-        """Nobody waits for long."""
+        """Do nothing; `wait` is short."""
 
     def abort_all(self) -> None:
-        """Nothing runs."""
+        """Do nothing; no request runs."""
 
     def close(self, *, progress: Any) -> None:
-        """Nothing is held."""
+        """Do nothing; nothing is held."""
 
 
 def test_the_engine_says_how_long_its_step_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "EngineCore", StuckCore)
     monkeypatch.setattr(engine_process, "BEAT_INTERVAL_S", 0.1)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # only of a main thread
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # works in the main thread only
     ours, theirs = socket.socketpair()
     decoder: Any = msgspec.msgpack.Decoder(ToServer)
     server = FrameChannel[ToServer](ours, decoder)

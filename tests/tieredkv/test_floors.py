@@ -1,4 +1,4 @@
-"""No tenant is pushed below its floor in VRAM and host memory, and nobody is stuck for it."""
+"""No tenant is evicted below its floor in VRAM or host memory, and no request gets stuck."""
 
 import pytest
 
@@ -10,13 +10,13 @@ from tieredkv.types import Tier
 
 
 def flood(rig: Rig, *, num_blocks: int, retention: str = "24h") -> None:
-    """Serve one tenant's chains of four blocks, so many in all."""
+    """Serve chains of four blocks, `num_blocks` in all, of one tenant."""
     for index in range(num_blocks // 4):
         rig.run(f"flood/{index}", 4, retention)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8])
-def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_vram(length: int) -> None:
+def test_blocks_within_a_tenants_floor_outlive_a_flood_in_vram(length: int) -> None:
     rig = Rig(num_blocks=16, num_pages=8, has_store=False)
     rig.run("quiet/a", length, "in_memory")
     flood(rig, num_blocks=160, retention="in_memory")
@@ -27,7 +27,7 @@ def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_vram(length: int
     rig.check_nothing_is_held()
 
 
-def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_host_memory() -> None:
+def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
     rig.run("quiet/a", 8)
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())

@@ -1,3 +1,5 @@
+"""Block hashes, roots and namespaces are equal only if all their ingredients are."""
+
 import hashlib
 import os
 import struct
@@ -328,7 +330,7 @@ def test_token_ids_hash_alike_in_any_sequence(make: Callable[[range], Any]) -> N
 
 @pytest.mark.parametrize("salt", ["", "x" * 129])
 def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
-    with pytest.raises(RequestError, match=f"1 to 128 characters, it has {len(salt)}") as error:
+    with pytest.raises(RequestError, match=f"1 to 128 characters, but has {len(salt)}") as error:
         namespace_digest("tenant", salt)
     assert (error.value.param, error.value.code) == ("cache_salt", "invalid_value")
 

@@ -1,4 +1,4 @@
-"""Files of keys that are as they must be, and those that are not; names that a server goes by."""
+"""Key files, valid and invalid, and the host names that a server answers to."""
 
 import hashlib
 import os
@@ -43,11 +43,11 @@ def digest_of(key: str) -> str:
         ('[a]\nkey = "sk-s"\n[b]\nkey = " "', "`b` has a key that is blank"),
         ('[a]\nkey = "\\u00a0"', "`a` has a key that is blank"),
         ('[a]\nkey = "sk-s\\n"', "`a` has a key that is blank or has blanks around it"),
-        ('[a]\nkey = ""', "`a` needs one of `key` and `key_sha256`"),
+        ('[a]\nkey = ""', "`a` must have either `key` or `key_sha256`"),
         (f'[a]\nkey_sha256 = "{digest_of("")}"', "`a` has a key that is blank"),
-        ('[a]\nkey = "sk-s"\nshare = "sk-s"', "is not a file of keys"),
-        ('a = "sk-s"', "is not a file of keys"),
-        ('[a]\nkey = "sk-s', "is not a file of keys"),
+        ('[a]\nkey = "sk-s"\nshare = "sk-s"', "cannot be read as a file of keys"),
+        ('a = "sk-s"', "cannot be read as a file of keys"),
+        ('[a]\nkey = "sk-s', "cannot be read as a file of keys"),
     ],
 )
 def test_a_bad_file_is_refused_by_its_table_and_never_shows_a_key(
@@ -68,7 +68,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
     for path, told in (
         (pipe, "is not a regular file"),
         (Path("/dev/zero"), "is not a regular file"),
-        (tmp_path, "is not a"),
+        (tmp_path, "Is a directory"),
         (large, f"has {MAX_FILE_BYTES + 1} bytes"),
         (tmp_path / "none", "No such file"),
     ):
@@ -79,7 +79,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
     assert keys_of(link).tenant({"x-api-key": "sk-a"}) == digest_of("sk-a")
 
 
-def test_reading_changes_nothing_until_it_is_adopted(tmp_path: Path) -> None:
+def test_a_file_that_was_read_has_no_effect_until_it_is_adopted(tmp_path: Path) -> None:
     path = write(tmp_path, '[a]\nkey = "sk-a"\nshare = 0.5')
     keys, old, new = keys_of(path), {"x-api-key": "sk-a"}, {"x-api-key": "sk-b"}
     write(tmp_path, '[b]\nkey = "sk-b"\nadmin = true')
@@ -143,13 +143,13 @@ def test_a_probe_may_leave_the_host_out_but_not_give_another() -> None:
         keys.check_host("/health", {"host": "evil.example"})
 
 
-def test_the_address_that_was_chosen_is_a_name_too() -> None:
+def test_the_configured_address_is_an_allowed_host() -> None:
     keys_of(None, host="127.0.0.7").check_host("/version", {"host": "127.0.0.7:80"})
     keys_of(None, host="::1").check_host("/version", {"host": "[::1]:80"})
 
 
 @pytest.mark.parametrize("settings", [{"api_keys": ("sk-a",)}, {"is_local": False}])
-def test_any_host_may_be_named_where_others_can_ask_anyway(settings: dict[str, Any]) -> None:
+def test_any_host_may_be_named_with_keys_or_on_an_open_address(settings: dict[str, Any]) -> None:
     for host in (*LOCAL, *FOREIGN):
         keys_of(None, **settings).check_host("/version", {"host": host})
 
@@ -160,7 +160,7 @@ def test_allowed_hosts_hold_wherever_they_are_given(settings: dict[str, Any]) ->
     for host in ("kv.example.com", "kv.example.com:443", "[2001:DB8::1]:8000", *LOCAL):
         keys.check_host("/version", {"host": host})
     for host in FOREIGN:
-        with pytest.raises(RequestError, match="is not accepted: use"):
+        with pytest.raises(RequestError, match=r"is not accepted\. Use"):
             keys.check_host("/version", {"host": host})
     keys_of(None, allowed_hosts=("*",), **settings).check_host("/version", {"host": "any"})
 

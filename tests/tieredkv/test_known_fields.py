@@ -1,4 +1,4 @@
-"""Nothing that changes an answer is ignored, but for the few fields that docs/server.md names."""
+"""No field that changes an answer is ignored, except the few named in docs/server.md."""
 
 import asyncio
 import re
@@ -67,7 +67,7 @@ def take(kind: type[ApiRequest], rules: Rules = RULES, **fields: Any) -> ApiRequ
 
 
 def refusal(kind: type[ApiRequest], **fields: Any) -> RequestError:
-    """Return why a body with these fields is refused, by a lenient and by a strict server."""
+    """Return the error for these fields, which a lenient and a strict server both refuse."""
     for rules in (STRICT, RULES):
         with pytest.raises(RequestError) as caught:
             take(kind, rules, **fields)
@@ -359,7 +359,7 @@ def test_usage_is_in_every_chunk_where_it_is_wanted_and_counts_what_was_told() -
     tokenizer = load_tokenizer("tiny-random")
     answers = [Answer(EngineRequest(params=SamplingParams()), tokenizer) for _ in range(2)]
     for answer in answers:
-        answer.usage, answer.token_ids = RequestUsage(prompt_tokens=3), [97] * 5  # ahead of pieces
+        answer.usage, answer.token_ids = RequestUsage(prompt_tokens=3), [97] * 5  # more than sent
 
     async def pieces() -> AsyncIterator[Piece]:
         for index, num_tokens in ((0, 1), (1, 2), (0, 5), (1, 5)):

@@ -1,4 +1,4 @@
-"""Connections that would stay for ever, and bodies that are too many, on a real HTTP server."""
+"""Limits of a real HTTP server on endless connections and on bodies held in memory."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ seen: list[str] = []
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Count a body, or send more than any buffer holds until the client is gone."""
+    """Return the size of a body, or send without end until the client is gone."""
     if scope["path"] == "/count":
         size, more = 0, True
         while more:
@@ -30,7 +30,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         await JSONResponse(size)(scope, receive, send)
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await receive()  # there is no body
+    await receive()  # the empty body
     gone = asyncio.ensure_future(receive())
     while not gone.done():
         await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
@@ -39,13 +39,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def refuse(_request: Any, error: Exception) -> Response:
-    """Answer as the server does."""
+    """Refuse a request as the server does."""
     return JSONResponse({"error": str(error)}, getattr(error, "status", 500))
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Serve with short times and small sizes."""
+    """Serve with short timeouts and small limits; yield the port."""
     monkeypatch.setattr(connections, "HEADERS_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connections, "WRITE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 1000)
@@ -66,7 +66,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Wait for the other side to close."""
+    """Wait for data or the end of a connection; return whether it has ended."""
     sock.settimeout(HANG_S)
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1) == b""
@@ -158,10 +158,10 @@ def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch
         await stuck
 
     asyncio.run(run())
-    assert told == [(429, 21)]  # the last one took 40 s, and two are in hand
+    assert told == [(429, 21)]  # the last answer took 40 s, and two requests share the time
 
 
-def test_what_is_no_http_is_refused_with_a_request_id(port: int) -> None:
+def test_bytes_that_are_not_http_are_refused_with_a_request_id(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(b"nonsense\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(1000), b"")).lower()

@@ -1,4 +1,4 @@
-"""Encoded piece by piece, from memory or not, a text has the ids that it has in one go."""
+"""A text encoded in pieces, remembered or not, has the same ids as when encoded whole."""
 
 import contextlib
 import re
@@ -112,7 +112,7 @@ def test_pieces_have_the_ids_of_the_whole_text(kind: str, added: str, texts: lis
 
 @contextlib.contextmanager
 def short_chunks() -> Iterator[None]:
-    """Cut pieces of a few words."""
+    """Shrink the sizes so that texts are cut after a few words."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in (("CHUNK", 16), ("BATCH", 40), ("WINDOW", 24), ("SCAN", 7)):
             patch.setattr(pieces, f"{name}_CHARACTERS", size)
@@ -186,7 +186,7 @@ def test_a_trie_finds_what_the_longest_alternative_first_does(texts: list[str], 
     assert found == [match.span() for match in plain.finditer(text) if match[0] in texts]
 
 
-def test_what_is_kept_is_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_pieces_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = PieceEncoder(tokenizer_of("byte level", "llama"))
     monkeypatch.setattr(pieces, "MAX_CHARACTERS_IN_ALL", 10 * pieces.PIECE_CHARACTERS)
     for i in range(100):
@@ -196,9 +196,7 @@ def test_what_is_kept_is_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(map(len, encoder._kept.values())) < 10
 
 
-def test_what_was_encoded_is_not_encoded_again_but_for_another_namespace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_piece_is_encoded_once_per_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = PieceEncoder(tokenizer_of("byte level", "llama"))
     encoded: list[str] = []
 

@@ -1,11 +1,11 @@
-"""Pinned blocks in the pools, in the cache and on the way to disk and back."""
+"""Pins of blocks in the pools, in the cache, and on the way to disk and back."""
 
 import pytest
 
-from tests.fake_store import START, Rig, chain_of
+from tests.fake_store import DAY_S, START, Rig, chain_of
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
 HOUR_S = 3600.0
@@ -14,7 +14,7 @@ HOUR_S = 3600.0
 def pinned_run(
     rig: Rig, name: str, length: int, *, pin_s: float = 1800.0, retention: str = "24h"
 ) -> int:
-    """Serve a request whose blocks are all claimed and pinned; count what it computed."""
+    """Serve a request whose blocks are all claimed and pinned; return how many it computed."""
     prefix = rig.prefix(name, length, retention)
     until = rig.clock.now() + pin_s
     prefix.claims = [BlockClaim(length, frozenset({retention}), until), *prefix.claims]
@@ -35,7 +35,7 @@ def hashes(*names: str) -> list[BlockHash]:
 
 
 def filled_pool(pinned: set[BlockHash], *names: str) -> BlockPool:
-    """A pool of blocks that nobody uses, the first released the oldest."""
+    """Return a full pool of unused blocks; the first name is the oldest block."""
     pool = BlockPool(len(names))
     pool.pinned = pinned
     for block_hash in hashes(*names):
@@ -101,7 +101,7 @@ def test_a_pinned_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> Non
     assert order(pool) == "d"
 
 
-def test_what_a_floor_keeps_of_the_pinned_does_not_hide_what_may_be_taken() -> None:
+def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() -> None:
     pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
     pool.drop(hashes("a")[0])
     [block] = pool.allocate(1) or []
@@ -246,6 +246,24 @@ def test_pin_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
     assert [item.pinned_until for item in rig.store.touched] == [START + 60]
 
 
+def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
+    disk = frozenset(Tier)
+    week = RetentionPolicy(name="week", idle_s=7 * DAY_S, absolute_s=7 * DAY_S, tiers=disk)
+    rig = Rig(is_write_behind=True, policies=(*DEFAULT_POLICIES, week))
+    rig.store.is_held = True
+    rig.run_without_disk("kept", 2)
+    rig.turn(3)
+    assert len(rig.store.jobs) == 2
+    prefix = rig.prefix("kept", 2)
+    prefix.records.update(dict.fromkeys(prefix.hashes))
+    prefix.claims = [BlockClaim(1, frozenset({"week"})), *prefix.claims]
+    serve(rig, prefix)
+    rig.store.is_held = False
+    rig.turn(2)
+    [item] = rig.store.touched
+    assert (item.expires_at, item.retention) == (START + 7 * DAY_S, "week")
+
+
 def test_each_block_lives_by_the_claims_that_cover_it() -> None:
     rig = Rig(policies=DEFAULT_POLICIES)
     prefix = rig.prefix("mixed", 4, "in_memory")
@@ -268,7 +286,7 @@ def test_each_block_lives_by_the_claims_that_cover_it() -> None:
 
 
 def read(rig: Rig, name: str, length: int, ends: list[int] | None) -> tuple[int, Prefix]:
-    """Serve a request that may read up to these ends; return what it computed."""
+    """Serve a request whose hit may end at `ends`; return how many blocks it computed."""
     prefix = rig.prefix(name, length)
     prefix.read_ends = ends
     return serve(rig, prefix), prefix
@@ -318,7 +336,7 @@ def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() ->
     rig.check_nothing_is_held()
 
 
-def test_what_was_computed_again_is_claimed_and_pinned_too() -> None:
+def test_blocks_computed_again_are_claimed_and_pinned_too() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("chain", 4)
     prefix = rig.prefix("chain", 4)
@@ -333,7 +351,7 @@ def test_what_was_computed_again_is_claimed_and_pinned_too() -> None:
 # --- policies
 
 
-def test_the_policies_of_ttls_are_there_but_cannot_be_named() -> None:
+def test_the_policies_of_ttls_exist_but_cannot_be_named() -> None:
     policies = RetentionPolicies()
     for name, idle_s in (("5m", 300.0), ("1h", HOUR_S)):
         policy = policies.get(name, is_any=True)

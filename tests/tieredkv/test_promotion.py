@@ -1,4 +1,4 @@
-"""Blocks on their way up: loans, late answers, caps."""
+"""Promotion of blocks: pages on loan, late answers and limits."""
 
 from tests.fake_store import Rig, chain_of
 from tests.waiting import deadline
@@ -7,7 +7,7 @@ from tieredkv.types import Tier
 
 
 def admitted_from_disk(rig: Rig, name: str, length: int) -> Prefix:
-    """A request whose blocks are being read by a store that holds still."""
+    """Return an admitted request whose blocks are being read; the store does not answer yet."""
     rig.store.put(name, length)
     rig.store.is_held = True
     prefix = rig.queue(name, length)
@@ -36,7 +36,7 @@ def test_copies_between_tiers_are_timed() -> None:
     assert rig.run("a", 3) == 0
     moves = rig.tiers.counters.move_seconds
     assert {between: count for between, (count, _) in moves.items()} == {
-        "device,host": 1,  # three blocks at once
+        "device,host": 1,  # one copy of three blocks
         "host,disk": 3,
         "disk,host": 3,
         "host,device": 1,

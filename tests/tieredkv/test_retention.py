@@ -1,3 +1,5 @@
+"""Retention policies: deadlines, claims and the names of policies."""
+
 import math
 from itertools import pairwise
 
@@ -73,7 +75,7 @@ def test_a_later_claim_does_not_make_a_block_younger() -> None:
     )
 
 
-def test_only_a_claim_that_has_the_disk_gives_a_disk_deadline() -> None:
+def test_only_a_claim_that_allows_the_disk_gives_a_disk_deadline() -> None:
     policies = RetentionPolicies()
     assert policies.disk_deadline({"in_memory"}, COMPUTED, COMPUTED) is None
     assert policies.disk_deadline(set(), COMPUTED, COMPUTED) is None
@@ -135,7 +137,7 @@ def test_the_longest_claim_is_the_one_that_keeps_the_block(claims: set[str], nam
 
 
 @pytest.mark.parametrize("ram_absolute_s", [24 * HOUR, 48 * HOUR])
-def test_the_longest_claim_of_a_block_on_disk_is_one_that_may_be_there(
+def test_the_longest_claim_of_a_block_on_disk_is_one_that_allows_the_disk(
     ram_absolute_s: float,
 ) -> None:
     ram = make_policy("in_memory", ram_absolute_s, ram_absolute_s)
@@ -198,9 +200,9 @@ def test_an_idle_limit_beyond_the_absolute_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        (frozenset[Tier](), "must name `device`"),
-        (frozenset({Tier.HOST, Tier.DISK}), "must name `device`"),
-        (frozenset({Tier.DEVICE, Tier.DISK}), "names `disk` without `host`"),
+        (frozenset[Tier](), "must include `device`"),
+        (frozenset({Tier.HOST, Tier.DISK}), "must include `device`"),
+        (frozenset({Tier.DEVICE, Tier.DISK}), "includes `disk`, so it must include `host`"),
     ],
 )
 def test_tiers_that_blocks_cannot_pass_through_are_refused(
@@ -210,6 +212,6 @@ def test_tiers_that_blocks_cannot_pass_through_are_refused(
         make_policy(tiers=tiers)
 
 
-def test_an_alias_cannot_be_a_policy_for_nobody_could_choose_it() -> None:
+def test_a_policy_cannot_have_the_name_of_an_alias() -> None:
     with pytest.raises(ConfigError, match=r"`retention.in-memory` .* `retention.in_memory`"):
         make_policy("in-memory")

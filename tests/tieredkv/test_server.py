@@ -1,4 +1,4 @@
-"""What the server accepts, what it refuses and in which words; no engine is needed for it."""
+"""What the server accepts, what it refuses and in which words, tested without an engine."""
 
 import contextlib
 import re
@@ -380,7 +380,7 @@ def test_a_prompt_that_leaves_room_for_what_is_wanted_is_served() -> None:
 
 
 PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [
-    # What a request says of caching, the breakpoints' lifetimes; claims, and what may be kept.
+    # The cache fields, the lifetimes of breakpoints; the claims, and how many tokens are cached.
     ({}, [], [], None),
     ({"prompt_cache_retention": "24h"}, [], [], None),
     ({"prompt_cache_options": {}}, [], [(WHOLE, "in_memory", 1800)], None),
@@ -417,7 +417,7 @@ PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int |
 
 
 @pytest.mark.parametrize(("fields", "ttls", "claims", "cacheable"), PLANS)
-def test_what_a_request_says_of_caching_becomes_a_plan(
+def test_the_cache_fields_of_a_request_become_a_plan(
     fields: dict[str, Any],
     ttls: list[Any],
     claims: list[tuple[int, str, float]],
@@ -432,7 +432,7 @@ def test_what_a_request_says_of_caching_becomes_a_plan(
     messages = [{"role": "user", "content": [part]} for part in parts or [{**PART}]]
     asked = read(ResponsesRequest, {"model": "m", "input": messages, **fields}, RULES.refuses)
     asked.check(RULES)
-    # No more are followed than a request can write.
+    # Only the last four breakpoints count, as many as a request may write.
     plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))][-4:])
     assert [(it.end_token, it.retention, it.pin_s) for it in plan.claims] == claims
     assert plan.cacheable_tokens == cacheable
@@ -442,7 +442,7 @@ def test_what_a_request_says_of_caching_becomes_a_plan(
 PART = {"type": "input_text", "text": "a"}
 
 
-def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported() -> None:
+def test_a_lifetime_that_no_policy_reaches_is_refused_with_the_supported_ones() -> None:
     body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
     only_memory = Settings(disk_dir="kv", max_retention="in_memory")
     without_disk = replace(TWENTY_FOUR_HOURS, tiers=IN_MEMORY.tiers)
@@ -518,7 +518,7 @@ def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
         read(requests.ChatRequest, body, RULES.refuses)
 
 
-def test_items_that_come_back_to_a_strict_server_are_told_but_for_thoughts() -> None:
+def test_items_sent_back_to_a_strict_server_are_used_except_reasoning() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     answer = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
     items: list[dict[str, Any]] = [
@@ -554,7 +554,7 @@ def test_a_part_of_an_answer_has_no_breakpoint(part: dict[str, Any]) -> None:
         ask(prompt_cache_breakpoint=MARK)
 
 
-def test_the_refused_lifetime_of_a_breakpoint_is_called_what_it_is() -> None:
+def test_a_refused_lifetime_of_a_breakpoint_names_its_own_field() -> None:
     rules, mark = Rules(Settings()), {"prompt_cache_breakpoint": MARK | {"ttl": "12h"}}
     output = {"type": "function_call_output", "call_id": "c", "output": [PART, PART | mark]}
     turns = [USER, {"type": "function_call", "call_id": "c", "name": "f"}, output]
@@ -642,7 +642,7 @@ def test_offsets_of_tokens_are_places_in_the_text() -> None:
     expected = [0, 1, 1, 2, 2, 3, 4, 5, 5]
     assert [shape.logprobs(first, i)["text_offset"] for i in (0, 1)] == [expected] * 2
     last = [TokenLogprob(token_id=id, logprob=-1.0) for id in b"\x83!"]
-    told = [shape.logprobs([token], 1) for token in last]  # piece by piece
+    told = [shape.logprobs([token], 1) for token in last]  # one token at a time
     assert [each["text_offset"] for each in told] == [[5], [6]]
 
 
@@ -653,13 +653,13 @@ def test_different_tokens_have_different_names_though_none_has_a_text() -> None:
     assert told == {"bytes:\\xc3": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xf0": -3.0}
 
 
-def test_what_the_tokenizer_puts_before_a_text_begins_where_it_does() -> None:
+def test_a_token_put_before_a_text_starts_where_the_text_starts() -> None:
     ids = [256, *b"ab"]
     for text, starts in (("ab", [0, 0, 1]), ("<|bos|>ab", [0, 7, 8])):
         assert TOKENIZATION.starts(ids, text) == starts
 
 
-def test_bytes_of_other_vocabularies_are_told_too() -> None:
+def test_tokens_of_byte_fallback_report_their_bytes() -> None:
     vocabulary = {"<0xC3>": 0, "<0xA9>": 1, "a": 2, "\N{REPLACEMENT CHARACTER}": 3}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
     decoders = tokenizers.decoders
@@ -678,7 +678,9 @@ def test_bytes_of_other_vocabularies_are_told_too() -> None:
         ("{{ messages | dictsort }}", "template cannot render these messages"),
     ],
 )
-def test_what_a_chat_template_cannot_do_is_said(template: str | None, sentence: str) -> None:
+def test_a_missing_or_failing_chat_template_is_a_request_error(
+    template: str | None, sentence: str
+) -> None:
     tokenizer = load_tokenizer("tiny-random")
     tokenizer.chat_template = template
     tokenization = Tokenization(tokenizer)
@@ -701,7 +703,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     with bind(Settings(port=0), allows_open_access=False) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"Cannot listen on 127\.0\.0\.1:{port}: Address"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address"):
             bind(Settings(port=port), allows_open_access=False)
 
 

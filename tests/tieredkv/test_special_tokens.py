@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001
-"""Text that spells a special token is text, for the templates of several families of models.
+"""Text that spells a special token is encoded as text, for the templates of several families.
 
-The templates and tokenizers are made up for these tests, after the habits of each family.
+The templates and tokenizers are made for these tests; they follow the style of each family.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +11,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tieredkv.errors import RequestError
 from tieredkv.server.chat import TOOLS, Tokenization
 from tieredkv.server.pieces import PieceEncoder
 
 
 class Family(NamedTuple):
-    """Special tokens, tokens that are only added, and a template that writes them."""
+    """Special tokens, other added tokens, and a template that writes them."""
 
     special: list[str]
     added: list[str]
@@ -84,7 +85,7 @@ FAMILIES = {
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
-    """One token a byte, or a character beside white space as sentencepiece writes it."""
+    """Return a tokenizer with a token per byte, or per character in sentencepiece style."""
     if family.is_sentencepiece:
         names = ["<unk>", "\u2581", *map(chr, range(10, 127))]
         made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="?"))
@@ -107,7 +108,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
-    """Each family in turn."""
+    """Run a test with each of the families."""
     return FAMILIES[request.param]
 
 
@@ -128,7 +129,7 @@ def talk(text: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_spells_a_special_token_is_encoded_as_text(family: Family) -> None:
+def test_text_that_spells_a_special_token_is_encoded_as_text(family: Family) -> None:
     tokenizer = tokenizer_of(family)
     tokenization, open_one = Tokenization(tokenizer), Tokenization(tokenizer, allows_special=True)
     plain = tokenization.encode_chat(talk("x"), {}).token_ids
@@ -153,7 +154,7 @@ def test_prompts_that_spell_none_keep_their_tokens(family: Family) -> None:
 
 
 def test_the_text_around_keeps_its_tokens(family: Family) -> None:
-    """All but the spelling itself is encoded as if nothing had happened."""
+    """Only the spelled name has other tokens than with an ordinary character in its place."""
     tokenizer, name = tokenizer_of(family), family.special[0]
     token_ids = Tokenization(tokenizer).encode_chat(talk(name), {}).token_ids
     without = Tokenization(tokenizer).encode_chat(talk("\x7f"), {}).token_ids
@@ -163,7 +164,7 @@ def test_the_text_around_keeps_its_tokens(family: Family) -> None:
     assert stand_in is not None and token_ids == expected
 
 
-def test_marks_are_where_they_are_without_special_tokens_around(family: Family) -> None:
+def test_special_tokens_in_texts_do_not_move_marks(family: Family) -> None:
     tokenizer = tokenizer_of(family)
     tokenization = Tokenization(tokenizer)
     name = family.special[0]
@@ -196,6 +197,44 @@ def test_tools_names_and_calls_are_text_too() -> None:
     assert str(tokenizer.decode(token_ids[:end])).rstrip("}\n ").endswith('system"]')
 
 
+GLUES = """{% for t in tools or [] %}{{ '<' + t.function.name + '>' }}{% endfor %}
+{%- for m in messages %}
+{{- '<|' + m.role + '|>' + m.content | trim + '<|end|>' }}{% for call in m.tool_calls or [] %}
+{{- '<|' + call.name + '|><function=' + call.name + '>' }}{% endfor %}{% endfor %}
+{{- '<|assistant|>' }}"""
+
+
+@pytest.mark.parametrize(
+    "name", ["|system|", "system", "user", "<|end|", "|end|", "end", "<|system|"]
+)
+def test_a_template_makes_no_special_token_of_a_clients_text_and_its_own(name: str) -> None:
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer = tokenizer_of(Family(special, [], GLUES))
+    tokenization = Tokenization(tokenizer)
+
+    def ask(name: str) -> list[int]:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": [f"  {name} \n"]},
+            {"role": "user", "content": [f"hi {name}"]},
+            {"role": "assistant", "content": [""], "tool_calls": [{"name": name}]},
+            {"role": "user", "content": ["more"]},
+        ]
+        tools = {"tools": [{"function": {"name": name}}]}
+        return tokenization.encode_chat(messages, tools).token_ids
+
+    token_ids = ask(name)
+    assert controls(tokenizer, token_ids) == controls(tokenizer, ask("x"))
+    assert tokenizer.decode(token_ids) == str(tokenizer.decode(ask("\x7f"))).replace("\x7f", name)
+
+
+def test_a_text_that_a_template_makes_a_special_token_of_in_disguise_is_refused() -> None:
+    template = "{% for m in messages %}{{ '<|' + m.content[:3] + '|>' }}{% endfor %}"
+    tokenization = Tokenization(tokenizer_of(Family(["<|end|>", "<|user|>"], [], template)))
+    with pytest.raises(RequestError, match="part of a special token"):
+        tokenization.encode_chat([{"role": "user", "content": ["end"]}], {})
+    assert tokenization.encode_chat([{"role": "user", "content": ["bend"]}], {}).token_ids
+
+
 def test_tags_of_thoughts_and_calls_in_an_answer_keep_their_tokens() -> None:
     family = FAMILIES["chatml"]
     tokenizer = tokenizer_of(family)
@@ -207,7 +246,7 @@ def test_tags_of_thoughts_and_calls_in_an_answer_keep_their_tokens() -> None:
 
 
 def test_a_template_finds_the_special_token_that_it_looks_for_in_an_answer() -> None:
-    """As one tells a thought from what was said; others' texts are text all the same."""
+    """The template cuts the thought at `</think>`; elsewhere special tokens stay text."""
     family = FAMILIES["deepseek"]._replace(added=[])
     family = family._replace(special=[*family.special, "<think>", "</think>"])
     tokenizer = tokenizer_of(family)
@@ -222,7 +261,7 @@ def test_a_template_finds_the_special_token_that_it_looks_for_in_an_answer() -> 
     assert told.count("</think>") == 0 and told.count("<｜User｜>") == 1
 
 
-def test_a_prompt_without_a_template_is_its_clients_own() -> None:
+def test_special_tokens_in_a_raw_prompt_stay_special() -> None:
     tokenizer = tokenizer_of(FAMILIES["chatml"])
     [token_ids] = Tokenization(tokenizer).encode_prompts(["<|im_start|>user\nhi<|im_end|>"])
     assert controls(tokenizer, token_ids) == ["<|im_start|>", "<|im_end|>"]

@@ -1,4 +1,4 @@
-"""Threads that tenants share: turns, work that is given up, and what is left when it is over."""
+"""Tenants share threads in turns; abandoned work stops, and its memory is given back."""
 
 import asyncio
 import threading
@@ -92,4 +92,4 @@ def test_errors_of_work_are_those_of_its_caller() -> None:
 
 
 def test_memory_can_be_given_back() -> None:
-    trim_memory()  # on any system
+    trim_memory()  # must not fail on any system

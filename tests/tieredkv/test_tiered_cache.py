@@ -1,4 +1,4 @@
-"""What a request sees of the tiers, from its arrival to its end."""
+"""The tiered cache as a request uses it, from its arrival to its end."""
 
 import pytest
 
@@ -117,7 +117,7 @@ def test_a_lookup_that_gets_no_answer_is_a_miss_and_only_the_first_waits(
     assert rig.tiers.counters.load_failures == {"lookup_timeout": 1}
 
 
-# Cancelling: exactly what it held, at every stage.
+# Cancelling, at every stage.
 
 
 @pytest.mark.parametrize("stage", ["looking up", "prefetching", "admitted", "reading", "copying"])
@@ -168,7 +168,7 @@ def test_cancelling_the_request_that_computes_leaves_its_work_to_the_others() ->
     rig.check_nothing_is_held()
 
 
-# Recency, pin, room.
+# Recency, pins and room.
 
 
 def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
@@ -261,7 +261,7 @@ def test_queued_requests_are_pinned_in_order_up_to_half_of_the_pool() -> None:
     rig.check_nothing_is_held()
 
 
-def test_what_two_queued_requests_want_is_pinned_until_both_are_gone() -> None:
+def test_blocks_that_two_queued_requests_want_are_pinned_until_both_are_gone() -> None:
     rig = Rig(num_blocks=16, has_store=False)
     rig.run("a", 4)
     first, second = rig.queue("a", 4), rig.queue("a", 4)
@@ -385,7 +385,7 @@ def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.Mon
         if rig.admit(big):
             return True
         one = rig.prefix("one", 0)
-        if rig.cache.extend(one):  # small allocations go on succeeding
+        if rig.cache.extend(one):  # small allocations still succeed
             rig.cache.release(one)
         rig.turn()
         return False
@@ -481,7 +481,7 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
     rig.check_nothing_is_held()
 
 
-def test_what_is_computed_while_the_old_copy_expires_goes_with_it_and_is_then_as_new() -> None:
+def test_a_block_computed_while_its_old_copy_expires_expires_with_it() -> None:
     rig = Rig(restore="compute", has_store=False)
     rig.run("a", 1, "in_memory")
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
@@ -614,7 +614,7 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
     assert len(rig.tiers.catalog.entries()) == 2
 
 
-def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
+def test_blocks_that_a_new_worker_may_have_lost_are_written_again() -> None:
     rig = Rig()
     rig.run("a", 4)
     assert rig.cache.demoter.drain(deadline=deadline()) == 0
@@ -628,7 +628,7 @@ def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
 
 def test_a_new_worker_does_not_lengthen_a_life() -> None:
     rig = Rig()
-    rig.store.put("a", 2, retention="7d")  # of a policy that is configured no longer
+    rig.store.put("a", 2, retention="7d")  # by a policy that is no longer configured
     assert rig.finish(rig.start("a", 2, "in_memory")) == 0
     rig.clock.moment += 700
     assert rig.finish(rig.start("a", 2, "in_memory")) == 0, "the disk's word counted"

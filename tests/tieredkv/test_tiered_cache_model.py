@@ -1,4 +1,4 @@
-"""Random lives of requests over tiny tiers: nothing leaks, nothing hangs, no byte is wrong."""
+"""Random sequences of requests over tiny tiers: nothing leaks or hangs, no byte is wrong."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
     """Requests arrive, are admitted, compute, finish and are cancelled in any order.
 
     Reads, writes, copies and answers complete in any order, late, or with a failure; the clock
-    moves; operators evict. In the end everything completes and nothing may be held.
+    moves; operators evict. At the end everything completes and nothing may be held.
     """
 
     def __init__(self) -> None:
@@ -140,14 +140,14 @@ class TieredCacheMachine(RuleBasedStateMachine):
                 self.rig.verify(prefix)
 
     def teardown(self) -> None:
-        tiered.PATIENCE_S = 1e9  # when all completes, nobody needs to be dropped
+        tiered.PATIENCE_S = 1e9  # everything completes now, so no block needs to be dropped
         try:
             self.complete_all()
         finally:
             tiered.PATIENCE_S = self.patience_s
 
     def complete_all(self) -> None:
-        """Let everything arrive, and serve every request that is left."""
+        """Let all reads and copies complete, and serve every request that is left."""
         if not hasattr(self, "rig"):
             return
         self.rig.store.is_held = self.rig.transfer.is_held = False

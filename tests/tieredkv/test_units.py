@@ -1,3 +1,5 @@
+"""Sizes and durations as people write them, read and printed."""
+
 from typing import Any
 
 import pytest

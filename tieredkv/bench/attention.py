@@ -51,7 +51,10 @@ def run(
         rows.append(_measure(name, paged, limits, repeats))
         del paged  # frees the pool before the next
     bad = [r for r in rows if not r["relative_error"] <= MAX_ERROR[model.dtype]]  # NaN is bad too
-    problems = [f"{row['case']}: relative error {row['relative_error']:.1e}" for row in bad]
+    most = f"at most {MAX_ERROR[model.dtype]:.1e} is allowed"
+    problems = [
+        f"{r['case']}: the relative error is {r['relative_error']:.1e}; {most}" for r in bad
+    ]
     report = {"shape": shape, "dtype": model.dtype, "block_size": block_size}
     return {**report, "raw": limits, "rows": rows, "problems": problems}
 
@@ -67,7 +70,8 @@ def _lens(case: str) -> list[tuple[int, int]]:
     if match := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?", case):
         lens = np.geomspace(int(match[2]), int(match[3] or match[2]), int(match[1])).tolist()
         return [(1, round(context)) for context in (*lens[1::2], *lens[::2])]
-    raise ConfigError(f"`{case}` is no case; write one such as 8192+24576, 64x4096, 64x128..16384")
+    examples = "8192+24576, 64x4096 or 64x128..16384"
+    raise ConfigError(f"`{case}` is not a case; write one such as {examples}")
 
 
 class _Paged:

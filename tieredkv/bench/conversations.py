@@ -101,7 +101,9 @@ class Client:
             self.model = (await self._http.get("/v1/models")).json()["data"][0]["id"]
             counted = (await self._http.post("/tokenize", json=letters)).json()["count"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            raise TieredKVError(f"`{self._http.base_url}` does not answer: {error!r}") from None
+            what = f"`{self._http.base_url}` does not answer"
+            hint = "hint: start a server, and give its URL without /v1"
+            raise TieredKVError(f"{what}: {error!r}\n{hint}") from None
         self._chars_a_token = CALIBRATION_CHARS / counted
 
     async def measure(self, rate: float, retention: str) -> Row:
@@ -150,7 +152,7 @@ class Client:
         except httpx.HTTPError as error:
             turn.error = f"{type(error).__name__}: {error}"
         if not (turn.error or turn.chunk_times):
-            turn.error = "an answer without text"
+            turn.error = "the answer had no text"
         return turn
 
     def _text(self, generator: random.Random, num_tokens: int) -> str:

@@ -103,7 +103,8 @@ def parse_workload(text: str) -> Workload:
     """Read a workload such as `128x1024+256`: requests x prompt tokens + output tokens."""
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text)
     if match is None or match[3] == "1":
-        raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256 (+2 at least)")
+        way_out = "write one such as 128x1024+256, with at least 2 output tokens"
+        raise ConfigError(f"`{text}` is not a workload; {way_out}")
     return Workload(*map(int, match.groups()))
 
 
@@ -220,7 +221,7 @@ class Bench:
         outputs, now = self.core.step(), time.perf_counter()
         for output in outputs:
             if output.finish_reason == "error":
-                raise TieredKVError(f"A request failed: {output.error}")
+                raise TieredKVError(f"a request failed: {output.error}")
             self.times[output.request_id] += [now] * len(output.token_ids)
         if self.core.has_work:
             self.core.wait(0.01)

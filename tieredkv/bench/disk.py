@@ -35,7 +35,8 @@ from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import INDEX, SEGMENTS
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import Index, SegmentState
+from tieredkv.storage.index import Index
+from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
 from tieredkv.storage.worker_messages import (
     LentPage,
@@ -75,13 +76,13 @@ def run(
     """
     size, budget = parse_bytes(block_bytes), parse_bytes(disk_size)
     if size < 1 or size % PAGE_ALIGNMENT_BYTES:
-        raise ConfigError(f"`block_bytes` = `{block_bytes}` is no multiple of 4 KiB")
+        raise ConfigError(f"`block_bytes` = `{block_bytes}` must be a multiple of 4 KiB")
     if budget < (least := minimum_budget_bytes(size) + 16 * extent_bytes_for(size)):
-        raise ConfigError(f"`disk_size` = `{disk_size}` is below {format_bytes(least)}")
+        raise ConfigError(f"`disk_size` = `{disk_size}` must be at least {format_bytes(least)}")
     needed = 2 * budget + sum(index_blocks) * INDEX_BYTES
     if needed > (free := shutil.disk_usage(folder).free):
-        what = f"`{folder}` has {format_bytes(free)} free and needs {format_bytes(needed)}"
-        raise ConfigError(f"{what}\nhint: a smaller `--disk-size` or fewer `--index-blocks`")
+        what = f"`{folder}` has {format_bytes(free)} free, but {format_bytes(needed)} are needed"
+        raise ConfigError(f"{what}\nhint: give a smaller `--disk-size` or fewer `--index-blocks`")
     with (
         closing(HostArena(min(max(64, ARENA_BYTES // size), budget // size // 4), size)) as arena,
         tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=folder) as made,
@@ -93,7 +94,8 @@ def run(
         row["growth"] = row["hit_us"] / indexes[0]["hit_us"]
     found = rows[0]["own_amplification"] or rows[0]["amplification"] or 0.0
     if found > MAX_AMPLIFICATION * extent_bytes_for(size) / size:
-        disk.problems.append(f"read: more than {MAX_AMPLIFICATION} times the extents asked for")
+        what = f"read: the disk read more than {MAX_AMPLIFICATION} times the bytes of the extents"
+        disk.problems.append(what)
     block = np.random.default_rng(0).bytes(ARENA_BYTES)  # more than processor caches hold
     limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in rows}
     limits["checksum_GBps"] = len(block) / raw.median_s(partial(payload_checksum, block)) / 1e9
@@ -143,7 +145,7 @@ class _Disk:
         rows = [_row("read", "scattered", reads)]
         rows += [_row("write", f"sync {sync}", writes[i::2]) for i, sync in enumerate(SYNCS)]
         if rows[0]["amplification"] is None:
-            self.facts["counter"] = "none: no byte came from a disk"
+            self.facts["counter"] = "none, because no byte came from a disk"
         return rows
 
     def measure_index(self, count: int) -> Row:
@@ -192,7 +194,8 @@ class _Disk:
             found = lookup(hashes)
             times.append((time.perf_counter() - start) * 1e6 / len(hashes))
             if len(found) != right:
-                self.problems.append(f"index: a lookup did not find {right} hashes")
+                found_instead = f"{len(found)} hashes instead of {right}"
+                self.problems.append(f"index: a lookup found {found_instead}")
         return times
 
     def _serve(self, **changes: Any) -> StoreClient:
@@ -243,10 +246,10 @@ class _Disk:
                     free.append(event.page_id)
                     is_right = is_store or bool(np.all(words[STAMPED] == number + 1))
                     if not (event.ok and is_right):
-                        faults.append(event.reason or "the bytes differ")
+                        faults.append(event.reason or "the bytes are not those that were stored")
         after, num_bytes = raw.counters(self._folder, pid), len(numbers) * self._arena.page_bytes
         spent = {name: (after[name] - before[name]) / num_bytes for name in after}
-        self.problems += [f"{verb}: {it}, {faults.count(it)} blocks" for it in sorted(set(faults))]
+        self.problems += [f"{verb}: {it} ({faults.count(it)} blocks)" for it in sorted(set(faults))]
         name = "write" if is_store else "read"
         sample = {"amplification": spent[name], "own_amplification": spent[f"own_{name}"]}
         return {"GBps": 1e-9 / spent["s"], "core_s_per_GB": 1e9 * spent["core_s"]} | sample

@@ -21,7 +21,7 @@ def check(path: Path | None) -> None:
     try:
         canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     except ImportError as error:
-        hint = "pip install 'tieredkv[plot]'"
+        hint = "run `pip install 'tieredkv[plot]'`"
         raise ConfigError(f"`--plot` needs matplotlib: {error}\nhint: {hint}") from error
     if path.suffix[1:] not in canvas.get_supported_filetypes() or not path.parent.is_dir():
         raise ConfigError(f"`--plot` = `{path}` must be a .png, .svg or .pdf in an existing folder")

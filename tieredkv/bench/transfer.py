@@ -37,7 +37,7 @@ def run(progress: Progress, *, block_size_bytes: list[int], total: str, repeats:
     """Measure each block size in each direction; a row holds medians of the repeats."""
     sizes, total_bytes = block_size_bytes, parse_bytes(total)
     if min(sizes) < 1 or total_bytes < 2 * max(sizes):
-        raise ConfigError(f"`total` = `{total}` must hold two blocks of each size")
+        raise ConfigError(f"`total` = `{total}` must hold at least two blocks of each size")
     rows = list[Row]()
     for size in tracked(progress, "measuring", sizes):
         with contextlib.ExitStack() as stack:
@@ -46,7 +46,7 @@ def run(progress: Progress, *, block_size_bytes: list[int], total: str, repeats:
     limits = {
         name: max(r["raw_GBps"] for r in rows if r["direction"] == name) for name in DIRECTIONS
     }
-    problems = [f"the bytes differ: {row}" for row in rows if not row["bytes_equal"]]
+    problems = [f"the copied bytes differ: {row}" for row in rows if not row["bytes_equal"]]
     return {"raw": limits, "rows": rows, "problems": problems}
 
 

@@ -53,7 +53,7 @@ DEMOTE_TIMEOUT_S = 300.0
 PROBLEMS = {
     "tokens_equal_cold": "the output tokens differ from the cold ones",
     "kv_bytes_equal": "the KV bytes differ from the computed ones",
-    "is_from_claimed_tier": "the tokens came from {by_tier}",
+    "is_from_claimed_tier": "the cached tokens came from another tier: {by_tier}",
 }
 COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "ttft_ms.p50", "ttft_ms.min", "speedup")
 COLUMNS += ("cached_tokens", "loaded_GBps", "tokens_equal_cold", "kv_bytes_equal")
@@ -98,7 +98,7 @@ def measure(
                 demote_all(llm, TIER_OF_ARM[arm])
                 sample = serve_once(llm, prompt)
                 if arm == "cold" and sample.kv_digest is None:
-                    what = f"A prefix of {length} tokens does not stay in VRAM"
+                    what = f"a prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 samples.setdefault((arm, length), []).append(sample)
             demote_all(llm, last)
@@ -114,7 +114,8 @@ def make_prompt(llm: LLM, length: int, repeat: int) -> list[int]:
 
 def demote_all(llm: LLM, tier: str | None) -> None:
     if tier in ("host", "disk") and not llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
-        raise TieredKVError(f"Not everything could be demoted to {tier}; see the log")
+        what = f"not every block could be demoted to {tier} within {DEMOTE_TIMEOUT_S:g} s"
+        raise TieredKVError(f"{what}; see the log")
 
 
 def serve_once(llm: LLM, prompt: list[int]) -> Sample:
@@ -190,7 +191,8 @@ def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
-            raise TieredKVError("A measuring process ended before it answered") from error
+            what = "a measuring process ended before it answered; see the log"
+            raise TieredKVError(what) from error
 
 
 def tier_sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:
@@ -201,9 +203,9 @@ def tier_sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int)
     """
     prefix, room = max(lengths), max_len - SUFFIX_TOKENS - OUTPUT_TOKENS
     if prefix > room:
-        beside = f"{SUFFIX_TOKENS} more and {OUTPUT_TOKENS} of an answer"
-        what = f"A prefix of {prefix} tokens with {beside} does not fit"
-        raise ConfigError(f"{what} {max_len} tokens, the model's most; use {room}")
+        beside = f"{SUFFIX_TOKENS} further prompt tokens and {OUTPUT_TOKENS} output tokens"
+        what = f"a prefix of {prefix} tokens with {beside} exceeds the model's {max_len} tokens"
+        raise ConfigError(f"{what}; use a prefix of at most {room} tokens")
     longest = prefix + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
     return {
         "device_size": max(MIN_RAM_BYTES, 2 * longest * token_bytes),

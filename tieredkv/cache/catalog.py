@@ -420,17 +420,17 @@ class Catalog:
             queued.update(dict.fromkeys(hashes, float(second)))
         in_seconds = [each for hashes in self._queued.values() for each in hashes]
         if len(set(in_seconds)) < len(in_seconds) or not self._entries.keys() >= set(in_seconds):
-            raise IntegrityError("a block is queued to expire twice, or has no entry")
+            raise IntegrityError("a block is queued twice to expire, or it has no entry")
         for block_hash, entry in self._entries.items():
             if entry.block_hash != block_hash:
                 raise IntegrityError(
-                    f"entry {entry.block_hash.hex()[:12]} stands under another key"
+                    f"entry {entry.block_hash.hex()[:12]} is stored under another key"
                 )
             has_begun = self._begun is not None and entry.queued_second == self._begun_second
             if not has_begun and queued.get(block_hash, float("inf")) > self.deadline(entry):
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
-            raise IntegrityError("`pinned` is not what the entries say")
+            raise IntegrityError("`pinned` differs from the pins of the entries")
 
 
 def _starting_with(hashes: Sequence[str], digits: str) -> list[BlockHash]:

@@ -181,11 +181,10 @@ class Demoter:
             tiers.store.delete([entry.block_hash], "evicted")
         else:
             tiers.counters.demoted_disk_blocks += 1
-            entry.disk_expires_at = record.expires_at
-            item = catalog.touch_item(entry, tiers.clock.now())
-            told = record.expires_at, record.pinned_until
-            if (entry.disk_expires_at, entry.pinned_until) != told:  # claimed meanwhile
-                tiers.store.touch([item])
+            entry.disk_expires_at, now = record.expires_at, tiers.clock.now()
+            until = catalog.disk_deadline(entry, now) or 0.0
+            if until > record.expires_at or entry.pinned_until != record.pinned_until:
+                tiers.store.touch([catalog.touch_item(entry, now)])  # claimed meanwhile
         tiers.host.unpin(page)
 
     def drop_oldest(self, num_blocks: int) -> None:
@@ -229,15 +228,22 @@ class Demoter:
                 time.sleep(POLL_S)
         return True
 
-    def drain(self, *, deadline: float, progress: Progress = ignore_progress) -> int:
+    def drain(
+        self,
+        *,
+        deadline: float,
+        progress: Progress = ignore_progress,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> int:
         """Write all blocks that are owed to the disk: the newest chains first, each from its head.
 
         Args:
             deadline: monotonic time at which to stop.
             progress: told how many blocks are written or given up.
+            meanwhile: called again and again, and may drop blocks.
 
         Returns:
-            How many blocks were not written.
+            How many blocks were not written; blocks that were dropped meanwhile do not count.
         """
         entries = self._tiers.catalog.entries()
         for entry in entries:
@@ -257,6 +263,7 @@ class Demoter:
             is_over = not owed
             while not self.is_idle and time.monotonic() < deadline:
                 self._poll()
+                meanwhile()
                 self._write_behind(2 * self._write_cap)
                 is_moving = self._num_copying or self._writing
                 if not is_moving:  # pages whose turn is later fill the host tier
@@ -265,7 +272,10 @@ class Demoter:
                 progress("writing to disk", max(0, len(entries) - num_left), len(entries))
                 time.sleep(POLL_S)
         self._is_draining = False
-        return sum(not entry.is_on_disk for entry in entries)
+        held = (self._tiers.catalog.get(entry.block_hash) for entry in entries)
+        return sum(
+            now is entry and not entry.is_on_disk for now, entry in zip(held, entries, strict=True)
+        )
 
     def refusals(self) -> Counter[str]:
         """Count by reason the blocks in RAM that the disk should keep and the store refused."""
@@ -277,9 +287,11 @@ class Demoter:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         for block_hash, write in self._writing.items():
             if write.page.pin_count < 1:
-                raise IntegrityError(f"page of {block_hash.hex()[:12]} is written but not pinned")
+                what = f"the page of {block_hash.hex()[:12]} is being written"
+                raise IntegrityError(f"{what}, but it is not pinned")
         if len(self._writing) > self._write_cap:
-            raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
+            what = f"{len(self._writing)} pages are being written"
+            raise IntegrityError(f"{what}, but at most {self._write_cap} may be")
 
     def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM has the block and its eviction there would lose it."""

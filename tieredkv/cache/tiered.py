@@ -390,7 +390,10 @@ class TieredCache:
         self.demoter.check()
         for entry in tiers.catalog.entries():
             if not tiers.is_in_ram(entry.block_hash):
-                raise IntegrityError(f"entry {entry.block_hash.hex()[:12]} is in no RAM tier")
+                name = entry.block_hash.hex()[:12]
+                raise IntegrityError(
+                    f"the block of entry {name} is neither in VRAM nor in host memory"
+                )
         for pool in tiers.pools.values():
             for block in pool.evictable():
                 if tiers.catalog.get(block.block_hash) is None:

@@ -55,7 +55,7 @@ def _software() -> Iterator[Finding]:
         try:
             yield name, "ok", metadata.version(name)
         except metadata.PackageNotFoundError:  # only Triton may be missing
-            yield name, "warn", "is not installed"
+            yield name, "warn", "is not installed; it is needed to run on a GPU"
     import torch
 
     if not torch.cuda.is_available():
@@ -67,16 +67,17 @@ def _software() -> Iterator[Finding]:
 
 
 def _memory(host_size: int) -> Iterator[Finding]:
-    needed = f"`host_size` is {format_bytes(host_size)}"
+    needed = f"`host_size` = {format_bytes(host_size)}"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield "memory that may be locked", "ok", "unlimited"
     else:
-        detail = f"{format_bytes(locked)}; {needed} (see `ulimit -l`)"
-        yield "memory that may be locked", "ok" if locked >= host_size else "warn", detail
+        status = "ok" if locked >= host_size else "warn"
+        detail = f"{format_bytes(locked)} (`ulimit -l`), for {needed}"
+        yield "memory that may be locked", status, detail
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     status = "ok" if host_size < total else "fail"
-    yield "host memory", status, f"{format_bytes(total)}; {needed}"
+    yield "host memory", status, f"{format_bytes(total)}, for {needed}"
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -85,15 +86,20 @@ def _disk(folder: Path) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory(prefix=".tieredkv-doctor-", dir=folder) as probe:
             filesystem = Filesystem.explore(probe)
     except OSError as error:
-        yield "disk folder", "fail", f"cannot write to `{folder}`: {error.strerror}"
+        what = f"cannot write to `{folder}`: {error.strerror}; choose another folder"
+        yield "disk folder", "fail", what
         return
     mode = info.st_mode & 0o7777
     if info.st_uid != os.getuid():
-        yield "permissions", "fail", f"`{folder}` belongs to user {info.st_uid}"
+        what = f"`{folder}` belongs to uid {info.st_uid}, but this process runs as {os.getuid()}"
+        yield "permissions", "fail", f"{what}; `chown` it or choose another folder"
     elif mode & 0o022:
-        yield "permissions", "fail", f"{mode:04o}: others can write; chmod 700 `{folder}`"
+        what = f"{mode:04o}: `{folder}` is writable by others"
+        yield "permissions", "fail", f"{what}; run `chmod go-w {folder}`"
+    elif mode != 0o700:
+        yield "permissions", "warn", f"{mode:04o}; a server will set it to 0700"
     else:
-        yield "permissions", "ok" if mode == 0o700 else "warn", f"{mode:04o}"
+        yield "permissions", "ok", f"{mode:04o}"
     if (folder / MARKER).exists():
         yield _store(folder)
     free = shutil.disk_usage(folder).free
@@ -102,7 +108,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield _call(call)
     step = filesystem.growth_bytes
     if step > LARGE_STEP_BYTES:
-        detail = f"files grow by {format_bytes(step)} at once, so a small `disk_size` holds little"
+        what = f"files grow by {format_bytes(step)} at once"
+        detail = f"{what}, so a small `disk_size` holds few blocks"
         yield "space", "warn", detail
 
 
@@ -121,7 +128,8 @@ def _call(call: Call) -> Finding:
         return call.name, "ok", "works"
     why = os.strerror(call.error.errno or 0)
     if call.is_refused:
-        return call.name, "fail", f"fails ({why}): the store needs it {call.purpose}"
+        what = f"fails ({why}), and the store needs it {call.purpose}; choose another folder"
+        return call.name, "fail", what
     if call.works:
-        return call.name, "warn", f"could not be tried to its end: {why}"
+        return call.name, "warn", f"could not be tested completely: {why}"
     return call.name, "warn", f"is not supported here ({why}): {call.without}"

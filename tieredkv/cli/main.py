@@ -7,6 +7,7 @@ A verb imports slow modules only when it runs, so that help is instant.
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -68,6 +69,18 @@ def cli(context: click.Context) -> None:
 verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config]
 for command in (*verbs, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
+
+
+def run() -> NoReturn:
+    """Run the command line of this process, and end the process at once.
+
+    The interpreter would take up to a second to take apart what torch has loaded, and some
+    extension modules print complaints while it does.
+    """
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,9 @@
 """`tieredkv serve` and `tieredkv generate`: run a model behind HTTP or in this process."""
 
+import gc
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +12,9 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
+
+if TYPE_CHECKING:
+    from tieredkv.engine.answer import Answer
 
 LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
 
@@ -44,10 +49,14 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
         raise usage_error("Missing argument 'MODEL'.")
     set_up_logging(log_level)
     if loaded.settings.clock_offset_file:
-        turned = f"the clock is turned by `{loaded.settings.clock_offset_file}`, for tests only"
+        turned = f"`{loaded.settings.clock_offset_file}` shifts the clock, which is for tests only"
         click.echo(f"WARNING: {CLOCK_OFFSET_VARIABLE} is set: {turned}", err=True)
+    gc.disable()  # what is imported stays, and is never looked through for garbage
     from tieredkv.engine.engine_messages import EngineInfo
     from tieredkv.server.run import Server
+
+    gc.freeze()
+    gc.enable()
 
     def on_ready(url: str, info: EngineInfo) -> None:
         click.echo(f"tieredkv: serving `{info.model}` at {url}/v1", err=True)
@@ -89,7 +98,8 @@ def generate(
 ) -> None:
     """Continue each PROMPT with MODEL in this process, without a server.
 
-    Without a PROMPT, the text on standard input is continued.
+    Without a PROMPT, the text on standard input is continued. The exit code is 1 if blocks that
+    were promised to the disk could not be stored.
 
     \b
     Examples:
@@ -105,6 +115,10 @@ def generate(
     params = tieredkv.SamplingParams(**options)
     with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
+        _print_answers(answers, loaded.settings.model, as_json=as_json)  # before a long close
+
+
+def _print_answers(answers: "Sequence[Answer]", model: str | None, *, as_json: bool) -> None:
     outputs: list[dict[str, Any]] = [
         {
             "text": answer.text,
@@ -121,9 +135,9 @@ def generate(
         for answer in answers
     ]
     if as_json:
-        print_json({"model": loaded.settings.model, "outputs": outputs})
+        print_json({"model": model, "outputs": outputs})
         return
     for output in outputs:
         click.echo(output["text"])
         told = as_text(output["usage"])
-        click.echo(f"[{told}, first after {output['ttft_ms']:.0f} ms]", err=True)
+        click.echo(f"[{told}, first token after {output['ttft_ms']:.0f} ms]", err=True)

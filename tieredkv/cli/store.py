@@ -32,7 +32,7 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
         if folder is None:
             raise usage_error("Missing option '--disk-dir'.")
         if not Path(folder).is_dir():
-            raise usage_error(f"`{folder}` is not a folder.")
+            raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
         return verb(StoreControl(folder, clock_offset_file=clock_offset_file), **options)
 
     return click.command()(settings_options("disk_dir")(answering(ask)))
@@ -57,10 +57,10 @@ def df(store: StoreControl) -> Answer:
     if (disk := answer["disk"])["is_compressing"]:
         ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
-        speed = f"a thread packs {packs}/s and unpacks {unpacks}/s"
+        speed = f"a thread compresses {packs}/s and decompresses {unpacks}/s"
         lines.append(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
     writer = answer.get("writer_pid")
-    lines.append(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
+    lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
     return Answer(answer, rows, lines, texts=1)
 
 
@@ -130,16 +130,18 @@ def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
     if wanted == nothing:
         raise usage_error("Say what to evict: an ID, --ns, --older-than or --all.")
     if wanted.all and wanted != replace(nothing, all=True):
-        raise usage_error("--all does not go together with another choice.")
+        raise usage_error("--all cannot be combined with an ID, --ns or --older-than.")
     if not (yes or wanted.dry_run):
         if not sys.stdin.isatty():
-            raise usage_error("Nobody is there to confirm; give -y.")
+            raise usage_error(
+                "There is no terminal to confirm on; give -y to evict without asking."
+            )
         click.confirm("Evict these blocks from every tier?", abort=True, err=True)
     answer = store.evict(wanted)
     for unknown in answer["unknown_ids"]:
         is_short = len(unknown) < MIN_ID_DIGITS
-        hint = f"\nhint: an id needs at least {MIN_ID_DIGITS} digits" if is_short else ""
-        click.echo(f"error: no chain has the id `{unknown}`{hint}", err=True)
+        hint = f"an id needs at least {MIN_ID_DIGITS} digits" if is_short else "`ls` lists the ids"
+        click.echo(f"error: no chain has the id `{unknown}`\nhint: {hint}", err=True)
     verb, freed = "evicted", format_bytes(answer["freed_bytes"])
     if wanted.dry_run:
         verb, answer = "would evict", {**answer, "dry_run": True}

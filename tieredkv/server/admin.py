@@ -33,7 +33,7 @@ async def respond(verb: str, body: Json, settings: Settings, engine: EngineClien
         return JSONResponse(await carry_out(verb, body, settings, engine))
     limit = body.get("limit")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise RequestError("`limit` must be a whole number of at least 1", param="limit")
+        raise RequestError("`limit` must be a whole number of at least 1.", param="limit")
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     pages = store.ls(limit)
     try:
@@ -51,14 +51,15 @@ async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineCli
         RequestError: the verb or a field is unknown, or the store cannot be asked.
     """
     if verb not in ("df", "ls", "evict", "verify"):
-        raise RequestError(f"There is no verb `{verb}`", code="unknown_url", status=404)
+        text = f"There is no verb `{verb}`; the verbs are df, ls, evict and verify."
+        raise RequestError(text, code="unknown_url", status=404)
     if settings.disk_dir is None:
         if verb == "df":
             return {**engine.stats, "writer_pid": None}
         if verb == "evict":
             return await engine.evict(_wanted_blocks(body))
-        text = f"`{verb}` is for the disk tier, and there is none: `disk_dir` is not set."
-        hint = "`df` tells what VRAM and host memory hold; `evict` and a restart empty them."
+        text = f"`{verb}` needs the disk tier, and there is none, since `disk_dir` is not set."
+        hint = "`df` shows what VRAM and host memory hold, and `evict` empties them."
         raise RequestError(f"{text} {hint}", code="no_disk_tier", status=409)
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     try:
@@ -84,6 +85,6 @@ def _wanted_blocks(body: Json) -> EvictFilter:
     except msgspec.ValidationError as error:
         raise RequestError(str(error), code="store") from None
     if wanted == WantedBlocks(dry_run=wanted.dry_run):
-        text = "nothing says which blocks to evict; all of them must be asked for"
+        text = "Say which blocks to evict: `ids`, `namespace_prefix`, `older_than_s` or `all`."
         raise RequestError(text, code="store")
     return wanted

@@ -229,13 +229,13 @@ class Conversation(ApiRequest, Marked):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
                     if len(messages) == MAX_MESSAGES:
-                        text = f"there may be {MAX_MESSAGES} turns and tool results at most"
+                        text = f"at most {MAX_MESSAGES} turns and tool results are allowed"
                         raise RequestError(f"messages: {text}")
                     messages.append({"role": "tool" if is_result else role, "content": []})
                 if block.type in _THOUGHTS:
                     if role != "assistant":
                         raise RequestError(
-                            f"{path}.{j}: only assistant turns have {block.type} blocks"
+                            f"{path}.{j}: {block.type} blocks are only allowed in assistant turns"
                         )
                     continue
                 message = messages[-1]
@@ -255,9 +255,7 @@ class Conversation(ApiRequest, Marked):
         last = max((i for i, place in enumerate(places) if not place.is_empty), default=None)
         if last is not None and self.ttl:
             if places[last].ttl not in ("", self.ttl):
-                text = (
-                    f"must be that of the last block's cache_control, which is {places[last].ttl}"
-                )
+                text = f"must equal the last block's cache_control.ttl, which is {places[last].ttl}"
                 raise RequestError(f"cache_control.ttl: {text}")
             places[last] = places[last]._replace(ttl=self.ttl)
         return messages, places

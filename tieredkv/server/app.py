@@ -73,8 +73,8 @@ CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", 
 """Paths outside of `/v1/` that pages of `cors_origins` may call; never `/admin` or `/metrics`."""
 
 _HTTP_ERRORS = {
-    404: ("Unknown request URL: {} {}", "unknown_url"),
-    405: ("Not allowed to {} on {}", "method_not_supported"),
+    404: ("Unknown request URL: {} {}.", "unknown_url"),
+    405: ("Not allowed to {} on {}.", "method_not_supported"),
 }
 Endpoint = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
@@ -219,7 +219,7 @@ class Api:
         body.check(rules)
         given = {name for name, value in parsed.items() if value is not None}
         for name in (given & kind.without_effect) - self._told:
-            logger.info("`%s` of %s has no effect on this server", name, scope["path"])
+            logger.info("the field `%s` of %s has no effect on this server", name, scope["path"])
             self._told.add(name)
         # Requests that cannot share blocks must not share encoded pieces, either.
         salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
@@ -344,7 +344,7 @@ async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[by
 
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error handlers."""
-    description = msgspec.json.encode(describe())
+    description = _description()
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
@@ -387,6 +387,12 @@ async def _wait_until_gone(request: Request) -> None:
         pass
 
 
+@functools.cache
+def _description() -> bytes:
+    """Return the OpenAPI document as JSON; it is the same for every server."""
+    return msgspec.json.encode(describe())
+
+
 def describe() -> Json:
     """Return the OpenAPI document of the `POST` routes, made from their request types."""
     schemas: Json = {}
@@ -423,7 +429,7 @@ async def refuse(request: Request, error: Exception) -> Response:
             text = text.format(request.method, request.scope["path"])
             error = RequestError(text, code=code, status=status)
         case _:
-            text = "The server had an error while processing your request"
+            text = "The server had an error while processing your request."
             error = RequestError(text, status=500)
     if not request.scope["path"].startswith("/v1/messages"):
         return JSONResponse(openai_body(error), error.status, headers)

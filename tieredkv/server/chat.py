@@ -5,9 +5,10 @@ so the callers decide in which thread it runs.
 
 Messages and tools are text, even where they spell a special token such as `<|im_end|>`. Before the
 template is rendered, a guard is put into each such spelling. After rendering, the guards are taken
-out again, and each spelling that had one is encoded as text. The ends of marked parts are found in
-the same way, with signs of their own. Prompts of `/v1/completions` are not guarded: they have no
-template, so that their special tokens are the client's to write.
+out again, and each spelling that had one is encoded as text. The same holds for a special token
+that a template would put together from a text of the client and one of its own. The ends of marked
+parts are found in the same way, with signs of their own. Prompts of `/v1/completions` are not
+guarded: they have no template, so that their special tokens are the client's to write.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -138,6 +139,7 @@ class Tokenization:
         self._has_canonical_tools = has_canonical_tools
         self._max_model_len = max_model_len
         self._encoder = PieceEncoder(tokenizer)
+        self._allows_special = allows_special
         special = () if allows_special else self._encoder.special
         self._special_but = functools.lru_cache(4)(
             lambda looked_for: Trie(it for it in special if it not in looked_for)
@@ -207,11 +209,10 @@ class Tokenization:
         signs = Signs()
         try:
             arguments = self._printed(arguments)
-            guarded = self._guarded(messages, arguments, signs)
+            rendered, guarded = self._render_guarded(messages, arguments, signs)
         except RecursionError:
             what = "The model's chat template cannot render these messages."
             raise RequestError(what, param="messages", code="invalid_value") from None
-        rendered = self._render(*guarded)
         text, guards = signs.take_out_guards(rendered)
         limit = self._max_model_len if is_bounded else None
         with _refusing_long(field, limit):
@@ -254,17 +255,50 @@ class Tokenization:
             ids = self._encoder.encode(text, self._namespace, limit=limit, stop=self._stop).ids
         return [*first, *ids, *last]
 
+    def _render_guarded(
+        self, messages: Messages, arguments: Arguments, signs: Signs
+    ) -> tuple[str, tuple[Messages, Arguments]]:
+        """Render with guards, and return the rendered text and what it was rendered from.
+
+        A template may join a text of the client and one of its own to a special token, as with
+        `<function=` + name + `>`, where the name is `<|im_end|`. So texts that may have become a
+        part of a special token get guards at their ends, and a second rendering shows if they have.
+
+        Raises:
+            RequestError: there is such a text, and the template writes something else around it
+                because of the guards.
+        """
+        guarded = self._guarded(messages, arguments, signs)
+        rendered = self._render(*guarded)
+        text, guards = signs.take_out_guards(rendered)
+        controls = [] if self._allows_special else self._encoder.controls(text, guards)
+        fence = _fence(set(controls), signs.guard)
+        fenced = [{**_mapped(fence, each), "role": each["role"]} for each in guarded[0]]
+        others = fenced, {name: _mapped(fence, each) for name, each in guarded[1].items()}
+        if others == guarded:
+            return rendered, guarded
+        rendered_again = self._render(*others)
+        text_again, guards = signs.take_out_guards(rendered_again)
+        if self._encoder.controls(text_again, guards) == controls:  # all are the template's own
+            return rendered, guarded
+        if text_again == text:
+            return rendered_again, others
+        what = "A text of this request would become a part of a special token of the model."
+        raise RequestError(what, param="messages", code="invalid_value")
+
     def _guarded(
         self, messages: Messages, arguments: Arguments, signs: Signs
-    ) -> tuple[Messages, Arguments]:
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return messages and arguments with a guard in each special token that a text spells.
 
         A token that the template itself looks for, such as `</think>`, gets no guard in messages of
         the assistant, because the template has to find it there.
         """
         looked_for = self._template(arguments).looked_for & {*self._encoder.special}
-        of_clients = functools.partial(_guarded, self._special_but(frozenset()), signs.guard)
-        of_answers = functools.partial(_guarded, self._special_but(looked_for), signs.guard)
+        of_clients, of_answers = (
+            functools.partial(_mapped, _guard(self._special_but(but), signs.guard))
+            for but in (frozenset[str](), looked_for)
+        )
         guarded = []
         for message in messages:
             self._stop.check()
@@ -387,18 +421,45 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] |
     return None
 
 
-def _guarded(special: Trie, guard: str, value: Any) -> Any:
-    """Return a JSON value with a guard after the first letter of each special token."""
+def _guard(special: Trie, guard: str) -> Callable[[str], str]:
+    """Return a function that puts a guard after the first letter of each special token."""
+
+    def put(text: str) -> str:
+        starts = [start + 1 for start, _ in special.find(text)]
+        spans = itertools.pairwise([0, *starts, len(text)])
+        return guard.join(text[a:b] for a, b in spans) if starts else text
+
+    return put
+
+
+def _fence(special: Collection[str], guard: str) -> Callable[[str], str]:
+    """Return a function that puts guards around a text that can be a part of a special token.
+
+    The guards are put inside of white space around the text, which templates often strip.
+    """
+    heads = tuple({token[:end] for token in special for end in range(1, len(token))})
+    tails = tuple({token[start:] for token in special for start in range(1, len(token))})
+
+    def put(text: str) -> str:
+        core = text.strip()
+        is_part = core and any(core in token for token in special)
+        if not (is_part or core.startswith(tails) or core.endswith(heads)):
+            return text
+        before, after = text.split(core, 1)
+        return f"{before}{guard}{core}{guard}{after}"
+
+    return put
+
+
+def _mapped(put: Callable[[str], str], value: Any) -> Any:
+    """Return a JSON value with every text replaced by what `put` makes of it."""
     match value:
         case str():
-            starts = [start + 1 for start, _ in special.find(value)]
-            spans = itertools.pairwise([0, *starts, len(value)])
-            return guard.join(value[a:b] for a, b in spans) if starts else value
+            return put(value)
         case Mapping():
-            guard_each = functools.partial(_guarded, special, guard)
-            return {guard_each(key): guard_each(each) for key, each in value.items()}
+            return {_mapped(put, key): _mapped(put, each) for key, each in value.items()}
         case list() | tuple():
-            return [_guarded(special, guard, each) for each in value]
+            return [_mapped(put, each) for each in value]
     return value
 
 

@@ -52,13 +52,13 @@ _spent = _Spent()
 def _count_round() -> None:
     _spent.num_rounds += 1
     if _spent.num_rounds > MAX_ROUNDS:
-        raise SecurityError(f"it takes more than {MAX_ROUNDS} rounds of its loops")
+        raise SecurityError(f"its loops take more than {MAX_ROUNDS} rounds.")
     _spent.stop.check()
 
 
 def _check_length(length: int) -> None:
     if length > MAX_CHARACTERS:
-        raise SecurityError(f"it makes a text or list longer than {MAX_CHARACTERS}")
+        raise SecurityError(f"it makes a text or list longer than {MAX_CHARACTERS}.")
 
 
 def _concat(values: Sequence[Any]) -> str:
@@ -113,7 +113,7 @@ class ChatTemplate:
                         _check_length(len(many) * times)
             elif operator == "**" and isinstance(left, int) and isinstance(right, int):
                 if left.bit_length() * right > MAX_POWER_BITS:
-                    raise SecurityError("it makes a number that is too large")
+                    raise SecurityError("it makes a number that is too large.")
             elif isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
                 _check_length(len(left) + len(right))
             return binary(context, operator, left, right)
@@ -141,7 +141,7 @@ class ChatTemplate:
                 length += len(text)
                 _check_length(length)
         except _LIMITS as error:
-            why = f"breaks a limit of its sandbox: {str(error) or type(error).__name__}"
+            why = f"exceeds a limit of its sandbox: {str(error) or type(error).__name__}"
         except jinja2.TemplateError as error:
             why = f"refuses these messages: {error.message or type(error).__name__}"
         except _FAULTS:

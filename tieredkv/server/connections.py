@@ -5,7 +5,6 @@ It knows bytes, timers and sockets; what a request asks for is known to the appl
 
 import asyncio
 import logging
-import resource
 import sys
 import time
 import uuid
@@ -21,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from tieredkv.errors import RequestError
 from tieredkv.server.limits import ID_HEADERS
 from tieredkv.server.openai_answers import openai_body
+from tieredkv.storage.limits import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,8 @@ _CODES = {431: "headers_too_large", 503: "shutting_down"}
 def max_connections(max_requests: int) -> int:
     """Return how many connections to hold, after raising the limit of open files to allow it."""
     wanted = max_requests + NUM_IDLE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted + NUM_OTHER_DESCRIPTORS:
-        soft = min(wanted + NUM_OTHER_DESCRIPTORS, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(wanted, soft - NUM_OTHER_DESCRIPTORS))
+    num_files = raise_file_limit(wanted + NUM_OTHER_DESCRIPTORS)
+    return max(1, min(wanted, num_files - NUM_OTHER_DESCRIPTORS))
 
 
 class Connections:
@@ -86,7 +83,7 @@ class Connections:
             now = time.monotonic()
             if now - self._warned_at >= WARNING_INTERVAL_S:
                 self._warned_at = now
-                text = "%d connections are open: each new one closes the longest idle one"
+                text = "%d connections are open; each new one closes the one that is idle longest"
                 logger.warning(text, self._max_open)
             self.remove(longest := next(iter(self._waiting)))
             longest.transport.abort()
@@ -153,7 +150,7 @@ class TimedConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._cancel("headers")
             if self._num_received - len(self.cycle.body) > MAX_FRAMING_BYTES:
-                self._refuse(400, "The chunks of the request body are too small")
+                self._refuse(400, "The chunks of the request body are too small.")
         elif "headers" not in self._timers:
             self._abort_in("headers", HEADERS_TIMEOUT_S)
 
@@ -179,7 +176,7 @@ class TimedConnection(H11Protocol):
         """Refuse what is not HTTP, with the status that the parser names."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         if status == 431:
-            msg = "The headers are longer than the server accepts"
+            msg = "The headers are longer than the server accepts."
         self._refuse(status, msg)
 
     def shutdown(self) -> None:
@@ -187,7 +184,7 @@ class TimedConnection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         elif self.cycle.more_body:
-            self._refuse(503, "The server is shutting down")
+            self._refuse(503, "The server is shutting down.")
         else:
             self.cycle.keep_alive = False
 

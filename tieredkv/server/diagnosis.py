@@ -131,9 +131,9 @@ class Seen(NamedTuple):
         is_first = now.kind != "tools" and (not index or self.segments[index - 1].kind == "tools")
         is_alike = bool(self.tails & other.tails)
         if now.canonical == before.canonical:
-            return f"{now.name} changed: another order of JSON keys", True
+            return f"{now.name} changed: its JSON keys are in another order", True
         if now.masked == before.masked:
-            return f"{now.name} changed: a request id, number or time near the top", True
+            return f"{now.name} changed: an id, number or time near its start differs", True
         if has_moved and is_kept:
             return "the tools are in another order", True
         if before.kind == "tools" and (has_moved or now.kind != "tools"):
@@ -141,7 +141,7 @@ class Seen(NamedTuple):
         if now.kind == "tools" and (is_kept or before.kind != "tools"):
             return f"{now.name} was added", is_kept or is_alike
         if is_first and is_alike:
-            return f"{now.name} changed: something near the top, and nothing behind it", True
+            return f"{now.name} changed: only something near its start differs", True
         return f"{now.name} changed", False
 
     def num_common(self, other: "Seen") -> int:

@@ -70,8 +70,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
-        engine, stdout = "tieredkv.engine.engine_process", sys.stderr.fileno()
-        self._process, sock = start_process(engine, stdout=stdout)
+        self._process, sock = start_process("tieredkv.engine", stdout=sys.stderr.fileno())
         self.pid = self._process.pid
         self._channel = FrameChannel(sock, _decoder)
         self._ended = asyncio.Event()
@@ -110,7 +109,7 @@ class EngineClient:
             return "The engine has died"
         if self._silent_s >= SILENCE_LIMIT_S:
             state = _state_of(self.pid)
-            return f"The engine has said nothing for {self._silent_s:.0f} s; its process {state}"
+            return f"The engine has not reported for {self._silent_s:.0f} s; its process {state}"
         if self._step_s >= STEP_LIMIT_S:
             return f"The engine has been in one step for {self._step_s:.0f} s"
         return None
@@ -175,7 +174,7 @@ class EngineClient:
         exit_code = await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
         if self.has_died:
             told = describe_exit(exit_code)
-            logger.error("the engine has died: %s; the server ends with exit code 1", told)
+            logger.error("the engine has died (%s); the server ends with exit code 1", told)
         return exit_code
 
     def _tell(self, message: messages.ToEngine) -> None:
@@ -188,9 +187,9 @@ class EngineClient:
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         trouble = self.trouble
         if trouble and not self._was_stuck:
-            logger.error("%s; /health says so until it goes on", trouble)
+            logger.error("%s; /health reports this until the engine recovers", trouble)
         elif self._was_stuck and not trouble:
-            logger.warning("the engine goes on")
+            logger.warning("the engine has recovered")
         self._was_stuck = bool(trouble)
 
     def _stop_ticking(self) -> None:
@@ -204,7 +203,7 @@ class EngineClient:
                 self._take(message)
         except (EOFError, StorageError) as error:
             if isinstance(error, StorageError):
-                logger.error("the engine sent %s", error)
+                logger.error("the engine sent invalid data: %s", error)
             self._mark_dead()
 
     def _take(self, message: ToServer) -> None:
@@ -239,7 +238,7 @@ class EngineClient:
             self._ready.set_exception(TieredKVError("the engine died while it was starting"))
         elif not (self._is_stopping or self._ready.exception()):
             self.has_died = True
-            logger.error("the engine has died: its requests fail and the server ends")
+            logger.error("the engine has died; its requests fail and the server ends")
         self._end_requests(_death_of)
         for answer in self._evictions.values():
             if not answer.done():
@@ -255,7 +254,7 @@ class EngineClient:
 
 
 def _death() -> RequestError:
-    text = "The engine has died and the server ends"
+    text = "The engine has died, so the server ends; retry later."
     return RequestError(text, code="engine_dead", status=503)
 
 
@@ -273,7 +272,7 @@ def _state_of(pid: int) -> str:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "is gone"
-    stopped = "is stopped by a signal; SIGCONT continues it"
+    stopped = "is stopped by a signal, and SIGCONT continues it"
     waits = "waits in the kernel, for a disk or the GPU's driver"
     return {"T": stopped, "t": "is stopped by a debugger", "D": waits}.get(state, "does not answer")
 
@@ -284,9 +283,9 @@ STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}
 def error_of(output: TokenOutput) -> RequestError:
     """Return what an output that ended with "error" or "abort" means to the caller."""
     if output.finish_reason == "abort":
-        return RequestError("The server is shutting down", code="shutting_down", status=503)
+        return RequestError("The server is shutting down.", code="shutting_down", status=503)
     status = STATUS_OF_CODE.get(output.error_code or "", 400)
-    text = output.error or "The request failed"
+    text = output.error or "The request failed."
     error = RequestError(text, code=output.error_code, status=status)
     error.retry_after_s = output.retry_after_s
     return error

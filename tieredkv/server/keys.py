@@ -92,7 +92,7 @@ class Keys:
         for table, key in by_table.items():
             digest = key.key_sha256 or _digest(key.key)
             if digest in keys:
-                told = f"`{table}` has the same key as {tables[digest]}"
+                told = f"`{table}` has the same key as {tables[digest]}; remove one of them"
                 raise ConfigError(f"`{settings.api_keys_file}`: {told}")
             keys[digest], tables[digest] = key, f"`{table}`"
             _check_retention(settings, table, key)
@@ -140,8 +140,8 @@ class Keys:
         if _PORT.sub("", host.lower()) in self._hosts or (path == "/health" and not host):
             return
         why = "is not accepted" if allowed else "is not accepted by a server without API keys"
-        hint = "use localhost, or have the operator add the name to `allowed_hosts`"
-        text = f"The Host header `{host[:200]}` {why}: {hint} (--allowed-host)."
+        hint = "Use localhost, or have the operator add the name to `allowed_hosts`"
+        text = f"The Host header `{host[:200]}` {why}. {hint} (--allowed-host)."
         raise RequestError(text, code="host_not_allowed", status=403)
 
     def rules(self, tenant: str) -> Rules:
@@ -161,7 +161,7 @@ class Keys:
         elif (
             self._access.rules or not self.is_local or "origin" in headers
         ):  # the latter from a web page
-            text = "This is off: set an admin key, with --admin-key or in the file of keys."
+            text = "The admin API is off: set an admin key with --admin-key or in the file of keys."
             raise RequestError(text, code="admin_off", status=403)
 
     def check_metrics(self, headers: Mapping[str, str]) -> None:
@@ -191,15 +191,15 @@ def _read_file(path: str) -> dict[str, Key]:
                 raise ConfigError(text)
             keys = msgspec.toml.decode(file.read(MAX_FILE_BYTES), type=dict[str, Key])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{path}` is not a file of keys: {error}") from error
+        raise ConfigError(f"`{path}` cannot be read as a file of keys: {error}") from error
     if not keys:
-        raise ConfigError(f"`{path}` holds no key")
+        raise ConfigError(f"`{path}` holds no key; add a table with `key` or `key_sha256`")
     if (mode := status.st_mode & 0o777) & 0o077:
         hint = f"hint: run `chmod go= {path}`"
-        raise ConfigError(f"`{path}` holds keys and is open to others ({mode:04o})\n{hint}")
+        raise ConfigError(f"`{path}` holds keys, but others can use it (mode {mode:04o})\n{hint}")
     for table, key in keys.items():
         if bool(key.key) == bool(key.key_sha256):
-            raise ConfigError(f"`{path}`: `{table}` needs one of `key` and `key_sha256`")
+            raise ConfigError(f"`{path}`: `{table}` must have either `key` or `key_sha256`")
         if key.key != key.key.strip() or key.key_sha256 == _digest(""):
             text = "has a key that is blank or has blanks around it, which no client can send"
             raise ConfigError(f"`{path}`: `{table}` {text}")

@@ -79,7 +79,7 @@ class Limits:
             self._bytes[tenant] += size
             _check_size(held[tenant], self.max_body_bytes)
             if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
-                raise self._too_much("holds too many bytes of requests", tenant)
+                raise self._too_much("holds too many bytes of unfinished requests", tenant)
             return message
 
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
@@ -91,7 +91,7 @@ class Limits:
                 counted[tenant] = 1
                 self._requests += counted
                 if _is_too_much(self._requests, tenant, self.max_requests):
-                    raise self._too_much("has too many requests in hand", tenant)
+                    raise self._too_much("has too many unfinished requests", tenant)
             await self.app(scope, receive_counted, send_with_id)
             if "is_answered" in scope:
                 self._took_s = time.perf_counter() - scope["arrived_at"]

@@ -193,6 +193,7 @@ class PieceEncoder:
             self.special = sorted(it.content for it in added.values() if it.special and it.content)
         else:
             self.special = sorted(set(getattr(tokenizer, "all_special_tokens", ())))
+        self._special = Trie(self.special)
         raw = [token for token in added.values() if token.content and not token.normalized]
         # Texts are not cut before tokens whose match depends on the text to their left.
         self._raw = Trie(token.content for token in raw)
@@ -251,6 +252,11 @@ class PieceEncoder:
             return counts[index] + (count(index).before(within) if within else 0)
 
         return Encoding(list(itertools.chain.from_iterable(parts)), num_before, stop)
+
+    def controls(self, text: str, guards: Sequence[int]) -> list[str]:
+        """Return the special tokens in a text in their order, but for those around guards."""
+        found = self._special.find(text)
+        return [text[start:end] for start, end in found if not _is_guarded(guards, start, end)]
 
     def _parts(
         self,

@@ -57,7 +57,7 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
         raise ConfigError(f"`host` = `{host}` is not an address of this machine: {error}") from None
     if not (is_local(address) or settings.api_keys or settings.api_keys_file or allows_open_access):
         raise ConfigError(
-            f"`host` = `{host}` can be reached by others and no API key is set\n"
+            f"`host` = `{host}` can be reached by others, and no API key is set\n"
             "hint: give --api-key, or --allow-open-access if something else keeps others out"
         )
     sock = socket.socket(family, kind, protocol)
@@ -66,7 +66,7 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        what = f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+        what = f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
         raise ConfigError(f"{what}\nhint: choose another --port") from None
     return sock
 
@@ -133,7 +133,7 @@ class Server:
         def on_signal(number: int) -> None:
             signals.append(number)
             if len(signals) == 1:
-                logger.info("stopping: streams end, then what was promised is written to disk")
+                logger.info("stopping: open requests are ended, then promised blocks are written")
                 self._end()
             elif task is not None:
                 task.cancel()
@@ -150,7 +150,7 @@ class Server:
                     keys.adopt(await asyncio.to_thread(keys.read))
                     engine.give_shares(keys.shares)
                 except ConfigError as error:
-                    logger.error("the keys stay as they were: %s", error)
+                    logger.error("the new keys are refused and the old ones stay valid: %s", error)
 
         reloading, reloads = asyncio.Lock(), set[asyncio.Task[None]]()
 

@@ -30,7 +30,7 @@ class TokenizeRequest(PlainRequest):
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the token ids and, if wanted, the tokens as the vocabulary spells them."""
         if (self.prompt is None) != bool(self.messages):
-            text = "Either 'prompt' or 'messages' is needed, and not both."
+            text = "Either 'prompt' or 'messages' must be given, but not both."
             raise RequestError(text, param="prompt", code="invalid_value")
         if self.prompt is not None:
             how = {"add_special_tokens": self.add_special_tokens, "is_bounded": False}

@@ -1,0 +1,33 @@
+"""The event loop of one thread of the worker.
+
+It knows descriptors and calls, and nothing of a store.
+"""
+
+import os
+import selectors
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+
+class Loop:
+    """The event loop of one thread: descriptors, and calls that other threads hand to it."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        heed_poke = partial(os.eventfd_read, self._poke_fd)
+        self.selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
+
+    def hand(self, call: Callable[[], object]) -> None:
+        """Have this loop's thread run `call`, in the order handed; any thread may call this."""
+        self._calls.append(call)
+        os.eventfd_write(self._poke_fd, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for events or calls, at most `timeout_s`, and handle them."""
+        for key, _ in self.selector.select(timeout_s):
+            key.data()
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
