@@ -1,4 +1,3 @@
-import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.control_server import Caller, ControlServer
 from tieredkv.storage.results import ChainInfo
@@ -150,19 +149,20 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
-    num_answered = itertools.count()
+    answered: list[ControlCall] = []
 
     def answer(call: ControlCall, caller: Caller) -> dict[str, Any]:
-        next(num_answered)
+        answered.append(call)
         return {"text": "x" * 100_000}
 
     with closing(ControlServer(str(tmp_path), answer)), closing(_connect(tmp_path)) as channel:
         with suppress(EOFError):
             for _ in range(1000):
                 channel.send(ControlCall("df"))
-            for thread in [each for each in threading.enumerate() if "_converse" in each.name]:
-                thread.join(HANG_S)
-        assert next(num_answered) < 100
+        wait_until(lambda: bool(answered), "nothing is answered")  # by a thread that has started
+        for thread in [each for each in threading.enumerate() if "_converse" in each.name]:
+            thread.join(HANG_S)
+        assert len(answered) < 100
 
 
 def test_pages_arrive_in_order_before_the_result(tmp_path: Path) -> None:
