@@ -295,7 +295,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert (result.returncode, result.stdout) == (2, "")
     assert "needs matplotlib: it is not here" in result.stderr
-    assert "hint: pip install 'tieredkv[plot]'" in result.stderr
+    assert "hint: run `pip install 'tieredkv[plot]'`" in result.stderr
 
 
 TIERS_OFF = """
