@@ -29,7 +29,7 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Progress, Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.codec import expiry_of
+from tieredkv.storage.codec import decode_record, expiry_of
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.worker_messages import (
     ControlRequest,
@@ -227,7 +227,19 @@ class TieredCache:
             for claim, part in prefix.by_claim(hashed)
             for index in part
         ]
+        for entry in entries if prefix.records else ():
+            self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash))
         self.demoter.note_computed(self.tiers.catalog.add_all(entries))
+
+    def _note_copy_on_disk(self, entry: Entry, record: bytes | None) -> None:
+        """Count a block that was computed, though the disk has it, as the copy on disk.
+
+        It is not written again, and it is as old as the copy.
+        """
+        if record and self._is_alive(entry.block_hash, record):
+            known = decode_record(entry.block_hash, record).record
+            entry.computed_at = min(entry.computed_at, known.computed_at)
+            entry.disk_expires_at = known.expires_at
 
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
