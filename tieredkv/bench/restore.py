@@ -51,7 +51,14 @@ RAW_THREADS = (4, 16, 32)
 RAW_BYTES = 512 << 20
 ARMS = ("cold", "load", "planned", "device")
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
-COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "read_limit", "ttft_ms.p50", "ttft_ms.min", "raw_GBps")
+COLUMNS: tuple[str, ...] = (
+    "arm",
+    "prefix_tokens",
+    "read_limit",
+    "ttft_ms.p50",
+    "ttft_ms.min",
+    "raw_GBps",
+)
 COLUMNS += ("over_cold", "over_better", "over_ideal", "loaded_tokens", "load_GBps")
 COLUMNS += ("tokens_equal_cold", "kv_bytes_equal")
 PLOTTED = ("ttft_ms.p50",)

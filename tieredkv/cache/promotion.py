@@ -15,6 +15,7 @@ restore.
 Called by the engine's thread only.
 """
 
+import logging
 import sys
 import time
 from bisect import bisect_left, insort
@@ -35,6 +36,8 @@ from tieredkv.hashing import num_shared
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.worker_messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
+
+logger = logging.getLogger(__name__)
 
 MAX_READS = 128
 """Queued reads that one step may start or drop; the next step continues with the others."""
@@ -449,10 +452,20 @@ class Promoter:
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
         )
-        for restore, split in zip(restores, splits, strict=True):
+        for demand, restore, split in zip(demands, restores, splits, strict=True):
             if restore is None:
                 continue
             restore.split = split.block
+            if logger.isEnabledFor(logging.DEBUG):
+                text = "plan: from %d compute to %d in %.1f ms, load %d + %d of %d in %.1f ms; busy %.1f ms, links %s"
+                told = (demand.begin, split.block * tiers.block_size, 1e3 * split.compute_s)
+                told += (
+                    len(restore.in_host),
+                    len(restore.on_disk),
+                    len(restore.reading),
+                    1e3 * split.load_s,
+                )
+                logger.debug(text, *told, 1e3 * busy_s, links)
             if tiers.restore == "load":
                 restore.split = restore.first
         self._probe(now)
