@@ -54,6 +54,11 @@ logger = logging.getLogger(__name__)
 
 TRANSFER_POLL_S = 0.00005
 LINK_POLL_S = 0.0005
+ISSUE_AHEAD_S = 0.015
+"""While blocks are being loaded, a step is issued so long before the device has computed the last
+one: later than it could be, since issuing a long step keeps the engine's thread from the links.
+"""
+
 PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
 MOST_CPU_TOKENS = 256
@@ -93,7 +98,7 @@ class EngineCore:
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
         self._is_closed = False
-        self._is_issued = self._is_stalled = False
+        self._is_issued = self._is_stalled = self._is_early = False
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
         with contextlib.ExitStack() as stack:
             self._build(settings, progress, stack)
@@ -271,14 +276,17 @@ class EngineCore:
             return self._take_outputs()
         self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
+        self.scheduler.busy_s = self._timer.busy_s()
+        self._is_early = self.cache.is_restoring and self.scheduler.busy_s > ISSUE_AHEAD_S
+        if self._is_early:  # what to compute next is decided when more has been loaded
+            self.cache.pump()
+            return self._take_outputs()
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
         if must_see or self.scheduler.is_short or self.on_logits:  # else it runs ahead
             self._collect()
-        self.scheduler.busy_s = self._timer.busy_s()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
-        self._serve_links()
         self._collect()
         self._launched = launched
         self.cache.pump()
@@ -288,6 +296,10 @@ class EngineCore:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
+        if self._is_early:
+            self._wake.wait(LINK_POLL_S)
+            self._wake.clear()
+            return
         is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
         if is_stepping or self.cache.has_more:
             return
@@ -494,18 +506,6 @@ class EngineCore:
             if not request.touched_at:
                 self._touch(request)
         return launched
-
-    def _serve_links(self) -> None:
-        """While blocks are on their way, keep the links busy until the step before has ended.
-
-        The device has the next step already. The one after it is chosen when the next one begins.
-        """
-        while self.cache.is_restoring and self._timer.num_pending > 1:
-            self._wake.wait(LINK_POLL_S)
-            self._wake.clear()
-            self.cache.poll()
-            self.cache.pump()
-            self._timer.poll()
 
     def _collect(self) -> None:
         """Take in the tokens of the step that was issued before, if there is one."""

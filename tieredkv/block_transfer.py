@@ -163,12 +163,13 @@ class BlockTransfer(Generic[Tag]):
             seconds = pending.seconds
             if pending.began is not None and pending.event is not None:
                 seconds = pending.began.elapsed_time(pending.event) / 1e3
-            self._promoted_bytes += pending.num_bytes
-            self._promoted_s += seconds
+            if pending.num_bytes >= MIN_SPLIT_BYTES:  # less is a measurement of latency
+                self._promoted_bytes += pending.num_bytes
+                self._promoted_s += seconds
         return [pending.tag for pending in promoted], [pending.tag for pending in demoted]
 
     def take_measured(self) -> tuple[int, float]:
-        """Return the bytes promoted since the last call, and for how many seconds they moved."""
+        """Return the bytes of large promotions since the last call, and how long they moved."""
         measured = self._promoted_bytes, self._promoted_s
         self._promoted_bytes, self._promoted_s = 0, 0.0
         return measured

@@ -32,6 +32,10 @@ class LinkLoad(NamedTuple):
     indices: Sequence[int]
     queued: Sequence[int] = ()
 
+    def __repr__(self) -> str:
+        ends = f"{self.indices[0]}..{self.indices[-1]}" if self.indices else "none"
+        return f"link {self.link}: {len(self.indices)} blocks, {ends}, {len(self.queued)} queued"
+
 
 class Demand(NamedTuple):
     """What one request still needs.

@@ -457,15 +457,7 @@ class Promoter:
                 continue
             restore.split = split.block
             if logger.isEnabledFor(logging.DEBUG):
-                text = "plan: from %d compute to %d in %.1f ms, load %d + %d of %d in %.1f ms; busy %.1f ms, links %s"
-                told = (demand.begin, split.block * tiers.block_size, 1e3 * split.compute_s)
-                told += (
-                    len(restore.in_host),
-                    len(restore.on_disk),
-                    len(restore.reading),
-                    1e3 * split.load_s,
-                )
-                logger.debug(text, *told, 1e3 * busy_s, links)
+                logger.debug("plan %s -> %s; device busy %.4f s; %s", demand, split, busy_s, links)
             if tiers.restore == "load":
                 restore.split = restore.first
         self._probe(now)

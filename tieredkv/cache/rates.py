@@ -48,6 +48,7 @@ class LinkRate:
     _busy_s: float = 0.0
     _moved_at: float = 0.0
     _num_moved: int = 0
+    _learnt_s: float = 0.0
     _allowed: float = 0.0
     _allowed_at: float = -math.inf
 
@@ -91,8 +92,8 @@ class LinkRate:
         measured = num_bytes / max(seconds, 1e-9)
         if measured >= 0.9 * self.limit:
             return
-        is_first = self.learnt_at == -math.inf
-        weight = 1.0 if is_first else 1 - math.exp(-seconds / MEMORY_S)
+        self._learnt_s += seconds
+        weight = max(1 - math.exp(-seconds / MEMORY_S), seconds / self._learnt_s)
         # The mean of the seconds a byte takes: a slow second must not vanish beside fast ones.
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight / measured)
         self.learnt_at = now
