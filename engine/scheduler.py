@@ -163,7 +163,8 @@ class Scheduler:
         """
         self.is_short = False
         # Long chunks are computed a little faster, and no other request waits for their end.
-        is_alone = len(self.running) + len(self.waiting) == 1
+        # While blocks are being loaded, what to compute next should be decided more often.
+        is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_restoring
         budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []

@@ -14,9 +14,13 @@ This module knows seconds and bytes. It does not know blocks' contents, tiers, o
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.rates import ComputeSeconds
+
+MIN_GAIN = 1.08
+"""Loading is begun if computing everything at once would take longer by this factor."""
 
 
 class LinkLoad(NamedTuple):
@@ -32,6 +36,11 @@ class LinkLoad(NamedTuple):
     indices: Sequence[int]
     queued: Sequence[int] = ()
 
+    @property
+    def end(self) -> int:
+        """Index behind the last block of both."""
+        return max((each[-1] + 1 for each in (self.indices, self.queued) if each), default=0)
+
     def __repr__(self) -> str:
         ends = f"{self.indices[0]}..{self.indices[-1]}" if self.indices else "none"
         return f"link {self.link}: {len(self.indices)} blocks, {ends}, {len(self.queued)} queued"
@@ -44,11 +53,13 @@ class Demand(NamedTuple):
         begin: first token that is not computed.
         end: number of tokens of the request.
         loads: blocks that links may load.
+        is_begun: whether something was loaded already, so that the plan is not a new one.
     """
 
     begin: int
     end: int
     loads: Sequence[LinkLoad] = ()
+    is_begun: bool = False
 
 
 class LinkState(NamedTuple):
@@ -84,71 +95,79 @@ class Split(NamedTuple):
         return max(self.compute_s, self.load_s)
 
 
-def plan(
-    demands: Sequence[Demand],
-    links: Sequence[LinkState],
-    compute: ComputeSeconds,
-    *,
-    block_size: int,
-    block_bytes: int,
-    busy_s: float = 0.0,
-    least_tokens: int = 1,
-) -> list[Split]:
-    """Divide the prefixes of requests between the device and the links.
+@dataclass(slots=True)
+class Planner:
+    """Divides the prefixes of requests between the device and the links.
 
-    Args:
-        demands: what the requests need, in the order in which they are served.
+    Attributes:
         links: the links.
         compute: predicts the device's time for a stretch of tokens.
         block_size: tokens a block.
         block_bytes: bytes a block.
         busy_s: seconds for which the device is busy with what it was given.
         least_tokens: a step with fewer tokens costs hardly less, so that none is planned.
-
-    Returns:
-        One split for each demand. Without anything to load, all is computed.
     """
-    free_s = [link.busy_bytes / link.bytes_per_s for link in links]
-    splits = []
-    for demand in demands:
-        first = -(-demand.begin // block_size)
-        ends = (
-            indices[-1] + 1
-            for load in demand.loads
-            for indices in (load.indices, load.queued)
-            if indices
-        )
-        last = max(first, max(ends, default=first))
 
-        def load_s(split: int, demand: Demand = demand) -> float:
-            """Return when all blocks from `split` on have arrived."""
-            arrivals = [0.0]
-            for load in demand.loads:
-                link = links[load.link]
-                if count := _num_from(load.indices, split):
-                    move_s = count * block_bytes / link.bytes_per_s
-                    arrivals.append(free_s[load.link] + move_s + link.latency_s)
-                if count := _num_from(load.queued, split):
-                    queue_s = link.busy_bytes / link.bytes_per_s
-                    arrivals.append(queue_s * count / len(load.queued) + link.latency_s)
-            return max(arrivals)
+    links: Sequence[LinkState]
+    compute: ComputeSeconds
+    block_size: int
+    block_bytes: int
+    busy_s: float = 0.0
+    least_tokens: int = 1
+    _free_s: list[float] = field(init=False)
 
-        def compute_s(split: int, demand: Demand = demand, busy_s: float = busy_s) -> float:
+    def __post_init__(self) -> None:
+        self._free_s = [link.busy_bytes / link.bytes_per_s for link in self.links]
+
+    def split(self, demand: Demand) -> Split:
+        """Divide the next request's prefix; the following ones find device and links busier.
+
+        Without anything to load, all is computed.
+        """
+        size, begin, end = self.block_size, demand.begin, demand.end
+        first = -(-begin // size)
+        last = max(first, 0, *(each.end for each in demand.loads))
+        rest_s = self.compute(last * size, end)
+        gain = 1.0 if demand.is_begun else MIN_GAIN
+
+        def compute_s(split: int) -> float:
             """Return when the device has computed the tokens before `split`."""
-            return busy_s + compute(demand.begin, min(split * block_size, demand.end))
+            return self.busy_s + self.compute(begin, min(split * size, end))
 
-        least = min(last, first - (-least_tokens // block_size))
-        candidates = range(least, last + 1)
-        crossing = least + bisect_left(candidates, True, key=lambda m: compute_s(m) >= load_s(m))
-        around = {first, *(min(max(each, least), last) for each in (crossing - 1, crossing))}
-        block = min(sorted(around), key=lambda m: max(compute_s(m), load_s(m)))
-        splits.append(Split(block, compute_s(block), load_s(block)))
+        def whole_s(split: int) -> float:
+            """Return when the last token is computed; without loads it needs no step of its own."""
+            if split == last:
+                return self.busy_s + self.compute(begin, end)
+            return gain * (max(compute_s(split), self._load_s(demand, split)) + rest_s)
+
+        least = min(last, first - (-self.least_tokens // size))
+        crossing = least + bisect_left(
+            range(least, last + 1), True, key=lambda m: compute_s(m) >= self._load_s(demand, m)
+        )
+        candidates = {first, max(least, crossing - 1), min(crossing, last), last}
+        block = min(sorted(candidates), key=whole_s)
+        split = Split(block, compute_s(block), self._load_s(demand, block))
         for load in demand.loads:
-            num_bytes = _num_from(load.indices, block) * block_bytes
-            free_s[load.link] += num_bytes / links[load.link].bytes_per_s
-        busy_s += compute(demand.begin, min(block * block_size, demand.end))
-        busy_s += compute(last * block_size, demand.end)
-    return splits
+            self._free_s[load.link] += self._move_s(load, block)
+        self.busy_s = split.compute_s + rest_s
+        return split
+
+    def _load_s(self, demand: Demand, split: int) -> float:
+        """Return when all blocks from `split` on have arrived."""
+        arrivals = [0.0]
+        for load in demand.loads:
+            link = self.links[load.link]
+            if move_s := self._move_s(load, split):
+                arrivals.append(self._free_s[load.link] + move_s + link.latency_s)
+            if count := _num_from(load.queued, split):
+                queue_s = link.busy_bytes / link.bytes_per_s
+                arrivals.append(queue_s * count / len(load.queued) + link.latency_s)
+        return max(arrivals)
+
+    def _move_s(self, load: LinkLoad, split: int) -> float:
+        """Return how long a link moves what it is to be given from `split` on."""
+        num_bytes = _num_from(load.indices, split) * self.block_bytes
+        return num_bytes / self.links[load.link].bytes_per_s
 
 
 def _num_from(indices: Sequence[int], first: int) -> int:

@@ -27,7 +27,7 @@ import msgspec
 
 from tieredkv.block_pool import Block
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.plan import Demand, LinkLoad, LinkState, plan
+from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S
 from tieredkv.cache.tiers import Tiers, count_failure
@@ -47,6 +47,9 @@ MAX_QUEUED_S = 0.05
 
 MIN_READS = 32
 """Reads that the worker may hold at any rate, so that its threads are busy."""
+
+READ_LATENCY_S = 0.003
+"""From the end of a read until its block is in VRAM and a step can use it."""
 
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
@@ -86,6 +89,7 @@ class _Restore:
             request is queued.
         split: blocks before it are computed; blocks from it on are left to the links.
         probe_from: blocks from it on are read even if the plan computes them.
+        is_begun: whether a read or a copy was started.
     """
 
     prefix: Prefix
@@ -97,6 +101,7 @@ class _Restore:
     give_up_at: float = float("inf")
     split: int = 0
     probe_from: int = sys.maxsize
+    is_begun: bool = False
 
     @property
     def first(self) -> int:
@@ -230,7 +235,8 @@ class Promoter:
             shared = [num_shared(prefix.hashes, each.prefix.hashes) for each in restores if each]
             num_covered = max(shared, default=0) * self._tiers.block_size
             begin = max(num_computed, min(num_covered, num_tokens))
-            demands.append(Demand(begin, num_tokens, restore.loads if restore else ()))
+            loads = restore.loads if restore else ()
+            demands.append(Demand(begin, num_tokens, loads, bool(restore and restore.is_begun)))
             restores.append(restore)
         planned = [each for each in restores if each and self._restores.get(each.prefix) is each]
         self._order = planned + [it for it in self._restores.values() if it not in planned]
@@ -277,7 +283,7 @@ class Promoter:
             while restore.in_host and restore.in_host[-1] >= restore.split and restore.is_admitted:
                 if self._num_copying >= most_copies:
                     break
-                index = restore.in_host.pop()
+                index, restore.is_begun = restore.in_host.pop(), True
                 page = restore.pages.pop(index)
                 self._copy_if_wanted(page, restore.prefix.hashes[index])
                 self._tiers.host.release([page])
@@ -294,7 +300,7 @@ class Promoter:
                     if not self._begin(restore, items):
                         break
                     num_left -= 1
-                index = restore.on_disk.pop()
+                index, restore.is_begun = restore.on_disk.pop(), True
                 if restore.prefix.hashes[index] in self._reads:
                     insort(restore.reading, index)
         if items:
@@ -441,10 +447,9 @@ class Promoter:
             disk = NO_ROOM_BYTES_PER_S
         links = [
             LinkState(up, self._num_copying * tiers.block_bytes),
-            LinkState(disk, tiers.read_rate.num_bytes),
+            LinkState(disk, tiers.read_rate.num_bytes, READ_LATENCY_S),
         ]
-        splits = plan(
-            demands,
+        planner = Planner(
             links,
             tiers.compute_rate.seconds,
             block_size=tiers.block_size,
@@ -452,7 +457,8 @@ class Promoter:
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
         )
-        for demand, restore, split in zip(demands, restores, splits, strict=True):
+        for demand, restore in zip(demands, restores, strict=True):
+            split = planner.split(demand)
             if restore is None:
                 continue
             restore.split = split.block

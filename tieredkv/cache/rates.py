@@ -94,8 +94,7 @@ class LinkRate:
             return
         self._learnt_s += seconds
         weight = max(1 - math.exp(-seconds / MEMORY_S), seconds / self._learnt_s)
-        # The mean of the seconds a byte takes: a slow second must not vanish beside fast ones.
-        self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight / measured)
+        self.bytes_per_s += weight * (measured - self.bytes_per_s)
         self.learnt_at = now
 
     def effective(self, now: float) -> float:
