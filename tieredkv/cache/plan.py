@@ -67,12 +67,12 @@ class LinkState(NamedTuple):
 
     Attributes:
         bytes_per_s: its rate.
-        busy_bytes: bytes that it was given and that have not arrived.
+        busy_s: seconds until what it was given so far has arrived.
         latency_s: seconds from the arrival of the last byte until it can be used.
     """
 
     bytes_per_s: float
-    busy_bytes: float = 0.0
+    busy_s: float = 0.0
     latency_s: float = 0.0
 
 
@@ -117,7 +117,7 @@ class Planner:
     _free_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._free_s = [link.busy_bytes / link.bytes_per_s for link in self.links]
+        self._free_s = [link.busy_s for link in self.links]
 
     def split(self, demand: Demand) -> Split:
         """Divide the next request's prefix; the following ones find device and links busier.
@@ -160,8 +160,7 @@ class Planner:
             if move_s := self._move_s(load, split):
                 arrivals.append(self._free_s[load.link] + move_s + link.latency_s)
             if count := _num_from(load.queued, split):
-                queue_s = link.busy_bytes / link.bytes_per_s
-                arrivals.append(queue_s * count / len(load.queued) + link.latency_s)
+                arrivals.append(link.busy_s * count / len(load.queued) + link.latency_s)
         return max(arrivals)
 
     def _move_s(self, load: LinkLoad, split: int) -> float:

@@ -446,8 +446,8 @@ class Promoter:
         if self._is_short:
             disk = NO_ROOM_BYTES_PER_S
         links = [
-            LinkState(up, self._num_copying * tiers.block_bytes),
-            LinkState(disk, tiers.read_rate.num_bytes, READ_LATENCY_S),
+            LinkState(up, self._num_copying * tiers.block_bytes / up),
+            LinkState(disk, tiers.read_rate.busy_s(now), READ_LATENCY_S),
         ]
         planner = Planner(
             links,

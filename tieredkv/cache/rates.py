@@ -8,10 +8,10 @@ Called by the engine's thread only.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 MIN_WINDOW_S = 0.02
 """A shorter busy time is no measurement: it would be one of latency."""
@@ -105,6 +105,14 @@ class LinkRate:
             rate = min(rate, self.num_bytes / idle_s)
         return rate
 
+    def busy_s(self, now: float) -> float:
+        """Return for how long the link is busy with what is under way.
+
+        What is overdue is expected to take as long again as it is overdue already.
+        """
+        left_s = self.num_bytes / min(self.bytes_per_s, self.limit) - (now - self._moved_at)
+        return abs(left_s) if self.num_bytes else 0.0
+
     def is_stale(self, now: float) -> bool:
         """Whether the rate was not measured for `PROBE_S`."""
         return now - self.learnt_at >= PROBE_S
@@ -113,27 +121,48 @@ class LinkRate:
 _PRIOR = np.array([2e-3, 2e-5, 1e-10])
 """Seconds a step, a token and a pair of tokens that is attended to, before any measurement."""
 
-_SCALE = np.array([1.0, 1e3, 1e7])
-_FORGET = 0.97
-_TRUST = 1e-3  # the weight of the prior beside measurements
+_TRUST = 1e-3
+"""Weight of the first assumption beside one measured kind of step."""
+
+_NEW_SHARE = 0.25
+"""Share of the last step in the mean of its kind."""
+
+_HALF_LIFE = 200
+"""Steps after which a kind that was not seen again has half of its weight."""
 
 
-@dataclass(slots=True)
+class _Kind(NamedTuple):
+    """Steps of about the same size and position: their means, and the number of the last one."""
+
+    num_tokens: float
+    num_pairs: float
+    seconds: float
+    last: int
+
+
 class ComputeRate:
     """Learns how long the device takes for a prompt's tokens, as a function of their positions.
 
     The time of a step is modelled as `a + b * tokens + c * pairs`, where each token is paired with
     every token before it. The coefficients are fitted to measured steps by least squares of the
-    relative error; older steps weigh less.
+    relative error. Steps are gathered by size and position, so that many steps of one kind do not
+    hide what is known of others.
 
     Attributes:
         chunk: the most tokens of one step.
     """
 
-    chunk: int
-    _moments: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))
-    _targets: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
-    _fitted: tuple[float, float, float] | None = None
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self._kinds: dict[tuple[int, int], _Kind] = {}
+        self._num_learnt = 0
+        self._fitted: tuple[float, float, float] | None = None
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of a step that takes twice as long as one with hardly any."""
+        a, b, _ = self._fitted or self._fit()
+        return max(1, min(self.chunk, int(a / b))) if b else 1
 
     def learn(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         """Take in a measured step.
@@ -143,9 +172,14 @@ class ComputeRate:
             num_pairs: pairs of a computed token and a token before it.
             seconds: how long the device took.
         """
-        row = np.array([1.0, num_tokens, num_pairs]) / _SCALE / max(seconds, 1e-6)
-        self._moments = _FORGET * self._moments + np.outer(row, row)
-        self._targets = _FORGET * self._targets + row
+        self._num_learnt += 1
+        key = num_tokens.bit_length(), int(num_pairs / num_tokens).bit_length()
+        new = _Kind(num_tokens, num_pairs, max(seconds, 1e-6), self._num_learnt)
+        known = self._kinds.get(key, new)
+        means = (
+            was + _NEW_SHARE * (now - was) for was, now in zip(known[:3], new[:3], strict=True)
+        )
+        self._kinds[key] = _Kind(*means, self._num_learnt)
         self._fitted = None
 
     def seconds(self, begin: int, end: int) -> float:
@@ -157,31 +191,30 @@ class ComputeRate:
         num_steps = -(-num_tokens // self.chunk)
         return a * num_steps + b * num_tokens + c * pairs(begin, end)
 
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of a step that takes twice as long as one with hardly any."""
-        a, b, _ = self._fitted or self._fit()
-        return max(1, min(self.chunk, int(a / b))) if b else 1
-
     def step_seconds(self, num_tokens: int, num_pairs: float) -> float:
         """Return how long a step takes."""
         a, b, c = self._fitted or self._fit()
         return a + b * num_tokens + c * num_pairs
 
     def _fit(self) -> tuple[float, float, float]:
-        prior = _PRIOR * _SCALE
-        trust = np.diag(_TRUST / prior**2)
+        kinds = self._kinds.values()
+        # In units of the first assumption, so that the equations are well conditioned.
+        rows = (
+            np.array([[1.0, it.num_tokens, it.num_pairs] for it in kinds]).reshape(-1, 3) * _PRIOR
+        )
+        rows /= np.array([it.seconds for it in kinds]).reshape(-1, 1)
+        weights = np.array([0.5 ** ((self._num_learnt - it.last) / _HALF_LIFE) for it in kinds])
+        moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(3)
+        targets = rows.T @ weights + _TRUST
         free = [0, 1, 2]
         while True:  # coefficients cannot be negative: leave out those that would be
-            at = np.ix_(free, free)
-            target = (self._targets + trust @ prior)[free]
-            fitted = np.linalg.solve((self._moments + trust)[at], target)
+            fitted = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
             if (fitted >= 0).all():
                 break
             free = [each for each, it in zip(free, fitted, strict=True) if it > 0]
         whole = np.zeros(3)
         whole[free] = fitted
-        a, b, c = (whole / _SCALE).tolist()
+        a, b, c = (whole * _PRIOR).tolist()
         self._fitted = a, b, c
         return self._fitted
 

@@ -1,0 +1,154 @@
+"""The planner: numbers in, a split out."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredkv.cache.plan import MIN_GAIN, Demand, LinkLoad, LinkState, Planner, Split
+
+SIZE = 16
+BLOCK_BYTES = 2 << 20
+
+
+def seconds(begin: int, end: int) -> float:
+    """Return the time that a GPU takes for the shapes of an 8B model, about."""
+    return 2e-3 + 2e-5 * (end - begin) + 6e-10 * (end**2 - begin**2) / 2 if end > begin else 0.0
+
+
+def planner(*links: LinkState, busy_s: float = 0.0, least_tokens: int = 128) -> Planner:
+    return Planner(links, seconds, SIZE, BLOCK_BYTES, busy_s, least_tokens)
+
+
+def on_disk(num_blocks: int, *, first: int = 0, suffix: int = 64) -> Demand:
+    """Return a request whose blocks from `first` on are on disk, with some new tokens behind."""
+    end = num_blocks * SIZE + suffix
+    return Demand(first * SIZE, end, (LinkLoad(0, range(first, num_blocks)),))
+
+
+def time_of(demand: Demand, split: int, link: LinkState, busy_s: float = 0.0) -> float:
+    """Return when the last token is computed if the blocks from `split` on are loaded."""
+    (load,) = demand.loads
+    last = load.indices[-1] + 1
+    if split == last:
+        return busy_s + seconds(demand.begin, demand.end)
+    load_s = link.busy_s + (last - split) * BLOCK_BYTES / link.bytes_per_s + link.latency_s
+    compute_s = busy_s + seconds(demand.begin, split * SIZE)
+    return max(load_s, compute_s) + seconds(last * SIZE, demand.end)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 8, 100, 513, 2048])
+@pytest.mark.parametrize("GBps", [0.001, 0.3, 1.0, 2.7, 7.0, 60.0, 1e6])
+@pytest.mark.parametrize("busy_s", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("queue_s", [0.0, 0.05])
+def test_no_split_that_may_be_chosen_is_better_than_the_chosen_one(
+    num_blocks: int, GBps: float, busy_s: float, queue_s: float
+) -> None:
+    link = LinkState(GBps * 1e9, queue_s)
+    demand = on_disk(num_blocks)._replace(is_begun=True)
+    split = planner(link, busy_s=busy_s).split(demand)
+    allowed = [0, *range(min(num_blocks, 8), num_blocks + 1)]
+    best = min(time_of(demand, each, link, busy_s) for each in allowed)
+    assert split.block in allowed
+    assert time_of(demand, split.block, link, busy_s) == pytest.approx(best)
+
+
+def test_a_very_fast_link_loads_everything_and_a_very_slow_one_nothing() -> None:
+    assert planner(LinkState(1e12)).split(on_disk(2048)).block == 0
+    assert planner(LinkState(1e5)).split(on_disk(2048)).block == 2048
+
+
+def test_head_and_tail_arrive_together() -> None:
+    split = planner(LinkState(2.7e9)).split(on_disk(2048))
+    assert 0 < split.block < 2048
+    assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
+    assert split.ready_s < 0.6 * seconds(0, 2048 * SIZE)
+
+
+def test_without_anything_to_load_all_is_computed() -> None:
+    split = planner(LinkState(2e9)).split(Demand(100, 1000))
+    assert split == Split(7, seconds(100, 112), 0.0)
+
+
+def test_what_a_stopped_link_was_given_is_computed() -> None:
+    load = LinkLoad(0, [], queued=range(2000, 2048))
+    demand = Demand(2000 * SIZE, 2049 * SIZE, (load,), is_begun=True)
+    assert planner(LinkState(1e9, busy_s=10.0)).split(demand).block == 2048
+    assert planner(LinkState(1e9, busy_s=0.005)).split(demand).block == 2000
+
+
+def test_no_step_of_a_few_tokens_is_planned() -> None:
+    for GBps in (1.0, 2.0, 2.5, 3.0, 4.0, 10.0, 30.0, 100.0):
+        for num_blocks in (10, 50, 100):
+            demand = on_disk(num_blocks)._replace(is_begun=True)
+            block = planner(LinkState(GBps * 1e9)).split(demand).block
+            assert block == 0 or block * SIZE >= 128, (GBps, num_blocks)
+
+
+def test_loading_begins_only_where_it_gains_enough() -> None:
+    for num_blocks in range(1, 400, 7):
+        link, demand = LinkState(2e9), on_disk(num_blocks)
+        split = planner(link).split(demand)
+        gain = seconds(0, demand.end) / time_of(demand, split.block, link)
+        assert split.block == num_blocks or gain >= MIN_GAIN
+
+
+def test_requests_in_a_row_find_the_device_and_the_link_busy() -> None:
+    crowd = planner(LinkState(2.7e9))
+    splits = [crowd.split(on_disk(2560, suffix=500)) for _ in range(8)]
+    for split in splits:
+        assert split.compute_s == pytest.approx(split.load_s, rel=0.1)
+    gaps = [later.ready_s - before.ready_s for before, later in itertools.pairwise(splits)]
+    alone = planner(LinkState(2.7e9)).split(on_disk(2560, suffix=500))
+    assert max(gaps) < 1.1 * alone.ready_s, "the crowd gets no less than each would alone"
+    assert sum(gaps) < 0.6 * 7 * seconds(0, 2560 * SIZE)
+
+
+def test_a_request_behind_a_long_prompt_is_loaded_meanwhile() -> None:
+    crowd = planner(LinkState(2.7e9))
+    crowd.split(Demand(0, 65_536))
+    assert crowd.split(on_disk(1024)).block == 0
+
+
+def test_two_links_load_what_each_has() -> None:
+    loads = LinkLoad(0, range(500)), LinkLoad(1, range(500, 2048))
+    demand = Demand(0, 2049 * SIZE, loads)
+    links = LinkState(50e9), LinkState(2.7e9)
+    split = Planner(links, seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(demand)
+    assert split.block > 500
+    assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
+
+
+@given(
+    begin=st.integers(0, 40_000),
+    indices=st.sets(st.integers(0, 3000), max_size=300),
+    queued=st.sets(st.integers(0, 3000), max_size=50),
+    suffix=st.integers(1, 5000),
+    bytes_per_s=st.floats(1.0, 1e15),
+    link_s=st.floats(0, 1e6),
+    busy_s=st.floats(0, 1e3),
+    least_tokens=st.integers(1, 10_000),
+    is_begun=st.booleans(),
+)
+def test_any_numbers_give_a_split_within_the_request(
+    begin: int,
+    indices: set[int],
+    queued: set[int],
+    suffix: int,
+    bytes_per_s: float,
+    link_s: float,
+    busy_s: float,
+    least_tokens: int,
+    is_begun: bool,
+) -> None:
+    first = -(-begin // SIZE)
+    load = LinkLoad(0, sorted(indices - queued), sorted(queued))
+    end = max(begin, load.end * SIZE) + suffix
+    demand = Demand(begin, end, (load,), is_begun)
+    split = planner(LinkState(bytes_per_s, link_s), busy_s=busy_s, least_tokens=least_tokens).split(
+        demand
+    )
+    assert first <= split.block <= max(first, load.end)
+    assert math.isfinite(split.ready_s) and split.ready_s >= 0

@@ -1,0 +1,162 @@
+"""Rates that are learnt from moves and steps."""
+
+import math
+import random
+
+import pytest
+
+from tieredkv.cache.rates import MIN_WINDOW_S, PROBE_S, ComputeRate, LinkRate, pairs
+
+MIB = 1 << 20
+
+
+def run(
+    rate: LinkRate, bytes_per_s: float, seconds: float, begin: float, *, depth: int = 32
+) -> float:
+    """Keep a link of this rate busy with `depth` moves of 2 MiB; return the time at the end."""
+    now, each_s = begin, 2 * MIB / bytes_per_s
+    for _ in range(depth):
+        rate.begin(2 * MIB, now)
+    while now < begin + seconds:
+        now += each_s
+        rate.end(2 * MIB, now)
+        rate.begin(2 * MIB, now)
+    for _ in range(depth):
+        now += each_s
+        rate.end(2 * MIB, now)
+    return now
+
+
+def test_the_first_moves_correct_the_first_assumption() -> None:
+    rate = LinkRate(2e9)
+    run(rate, 5e9, 0.2, 100.0)
+    assert rate.bytes_per_s == pytest.approx(5e9, rel=0.01)
+
+
+def test_a_slow_beginning_does_not_last() -> None:
+    rate = LinkRate(2e9)
+    now = run(rate, 0.2e9, 0.02, 100.0, depth=1)
+    run(rate, 2.5e9, 0.5, now)
+    assert rate.bytes_per_s > 2.2e9
+
+
+def test_a_link_that_becomes_slow_is_believed_within_a_second() -> None:
+    rate = LinkRate(2e9)
+    now = run(rate, 3e9, 5.0, 0.0)
+    run(rate, 0.3e9, 1.0, now)
+    assert rate.bytes_per_s < 0.8e9
+
+
+def test_a_time_without_anything_to_move_teaches_nothing() -> None:
+    rate = LinkRate(2e9)
+    now = 0.0
+    for _ in range(50):
+        now = 10.0 + run(rate, 3e9, 0.05, now)
+    assert rate.bytes_per_s == pytest.approx(3e9, rel=0.01)
+
+
+def test_short_busy_times_add_up_to_a_measurement() -> None:
+    rate, now = LinkRate(2e9), 0.0
+    for _ in range(100):
+        rate.begin(2 * MIB, now)
+        now += 2 * MIB / 4e9
+        rate.end(2 * MIB, now)
+        now += 1.0
+    assert rate.bytes_per_s == pytest.approx(4e9, rel=0.01)
+
+
+def test_moves_that_fail_are_no_fast_ones() -> None:
+    rate, now = LinkRate(2e9), 0.0
+    for _ in range(1000):
+        rate.begin(2 * MIB, now)
+        now += 1e-4
+        rate.end(2 * MIB, now, teaches=False)
+    assert rate.bytes_per_s == 2e9 and rate.learnt_at == -math.inf
+
+
+def test_a_link_that_stops_is_told_as_slower_and_slower() -> None:
+    rate = LinkRate(2e9)
+    rate.begin(100 * MIB, 0.0)
+    told = [rate.effective(now) for now in (0.0, 0.1, 1.0, 10.0)]
+    assert told[0] == 2e9
+    assert told == sorted(told, reverse=True) and told[-1] < 20e6
+    assert rate.busy_s(10.0) > 9.0, "it is not expected to go on soon"
+    rate.end(100 * MIB, 10.1)
+    assert rate.busy_s(10.1) == 0.0
+
+
+def test_a_queue_gets_shorter_while_it_is_waited_for() -> None:
+    rate = LinkRate(1e9)
+    rate.begin(100_000_000, 5.0)
+    assert rate.busy_s(5.0) == pytest.approx(0.1)
+    assert rate.busy_s(5.08) == pytest.approx(0.02)
+
+
+def test_a_limit_caps_what_is_told_and_teaches_nothing() -> None:
+    rate = LinkRate(3e9)
+    rate.limit = 1e9
+    run(rate, 1e9, 1.0, 0.0)
+    assert rate.effective(2.0) == 1e9
+    rate.limit = math.inf
+    assert rate.effective(2.0) == 3e9
+
+
+@pytest.mark.parametrize("limit", [1e6, 0.5e9, 2e9])
+def test_a_limit_lets_through_no_more_than_it_says(limit: float) -> None:
+    rate, now, num_bytes = LinkRate(3e9, limit=limit), 0.0, 0
+    while now < 10.0:
+        while rate.admits(2 * MIB, now):
+            num_bytes += 2 * MIB
+        now += 0.001
+    assert num_bytes <= limit * 10.0 + max(2 * MIB, 0.02 * limit)
+    assert num_bytes >= 0.9 * limit * 10.0 - 2 * MIB
+
+
+def test_a_rate_is_stale_until_it_is_measured_and_again_some_time_later() -> None:
+    rate = LinkRate(2e9)
+    assert rate.is_stale(0.0)
+    now = run(rate, 3e9, 2 * MIN_WINDOW_S, 0.0)
+    assert not rate.is_stale(now)
+    assert rate.is_stale(now + PROBE_S)
+
+
+# Computing.
+
+
+def true_s(num_tokens: int, num_pairs: float) -> float:
+    return 3e-3 + 2.2e-5 * num_tokens + 5e-10 * num_pairs
+
+
+def test_measured_steps_are_predicted() -> None:
+    rate, draw = ComputeRate(8192), random.Random(0)
+    for _ in range(50):
+        begin, count = draw.randrange(0, 60_000), draw.choice([64, 256, 512, 2048, 8192])
+        num_pairs = pairs(begin, begin + count)
+        rate.learn(count, num_pairs, draw.uniform(0.97, 1.03) * true_s(count, num_pairs))
+    for begin, count in ((0, 8192), (32_768, 8192), (0, 512), (60_000, 2048)):
+        expected = true_s(count, pairs(begin, begin + count))
+        assert rate.seconds(begin, begin + count) == pytest.approx(expected, rel=0.1)
+
+
+def test_every_step_of_a_long_prompt_has_its_fixed_cost() -> None:
+    rate = ComputeRate(1000)
+    for count in (100, 500, 1000):
+        rate.learn(count, 0.0, 0.01 + 1e-5 * count)
+    assert rate.seconds(0, 10_000) == pytest.approx(10 * 0.01 + 0.1, rel=0.05)
+    assert rate.seconds(50, 50) == 0.0
+
+
+def test_no_coefficient_is_negative_whatever_was_measured() -> None:
+    rate, draw = ComputeRate(8192), random.Random(1)
+    for _ in range(300):
+        rate.learn(draw.randrange(64, 8192), draw.uniform(0, 1e9), draw.uniform(1e-5, 10.0))
+        times = [rate.seconds(0, end) for end in range(0, 100_000, 5000)]
+        assert times == sorted(times) and math.isfinite(times[-1])
+
+
+def test_a_device_that_becomes_slower_is_believed() -> None:
+    rate = ComputeRate(8192)
+    for factor in (1.0, 3.0):
+        for count in (512, 2048, 8192) * 40:
+            rate.learn(count, pairs(0, count), factor * true_s(count, pairs(0, count)))
+    assert rate.seconds(0, 8192) == pytest.approx(3 * true_s(8192, pairs(0, 8192)), rel=0.1)
