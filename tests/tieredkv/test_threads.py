@@ -1,12 +1,15 @@
 """Tenants share threads in turns; abandoned work stops, and its memory is given back."""
 
 import asyncio
+import ctypes
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from tieredkv.server.threads import FairThreads, Stop, StoppedError, trim_memory
+from tieredkv.server.threads import NUM_ARENAS, FairThreads, Stop, StoppedError, trim_memory
 
 
 def test_a_tenant_never_holds_the_last_thread() -> None:
@@ -89,6 +92,42 @@ def test_errors_of_work_are_those_of_its_caller() -> None:
         threads.close()
 
     asyncio.run(run())
+
+
+GROWN = """
+import ctypes, threading
+from tieredkv.server.threads import bound_arenas
+{setting}
+
+def allocate() -> None:
+    kept.append(ctypes.create_string_buffer(100_000))
+    both.wait()
+
+kept, both = [], threading.Barrier(8)
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc = ctypes.CDLL(None)
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+libc.fdopen.restype = ctypes.c_void_p
+libc.fdopen.argtypes = [ctypes.c_int, ctypes.c_char_p]
+libc.fflush.argtypes = [ctypes.c_void_p]
+stream = libc.fdopen(1, b"w")
+libc.malloc_info(0, stream)
+libc.fflush(stream)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="this is not glibc")
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_threads_share_two_arenas_of_memory(is_bound: bool) -> None:
+    code = GROWN.format(setting="bound_arenas()" if is_bound else "")
+    words = [sys.executable, "-P", "-c", code]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    num_arenas = told.count("<heap nr=")
+    assert num_arenas <= NUM_ARENAS if is_bound else num_arenas > NUM_ARENAS
 
 
 def test_memory_can_be_given_back() -> None:

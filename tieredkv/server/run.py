@@ -27,6 +27,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_connections
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
+from tieredkv.server.threads import bound_arenas
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Server:
             TieredKVError: it cannot start; nothing stored was changed.
         """
         self.settings.check_server()
+        bound_arenas()
         with bind(self.settings, allows_open_access=self.allows_open_access) as sock:
             local = is_local(sock.getsockname())
             keys = Keys(settings=self.settings, is_strict=self.is_strict, is_local=local)

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 NUM_THREADS = 4
+NUM_ARENAS = 2
+_M_ARENA_MAX = -8  # the parameter's number in <malloc.h> of glibc
 TRIM_AFTER_S = 1.0
 
 Result = TypeVar("Result")
@@ -128,6 +130,17 @@ class FairThreads:
         if not self._running:
             with contextlib.suppress(RuntimeError):  # the threads have just been closed
                 loop.run_in_executor(self._executor, trim_memory)
+
+
+def bound_arenas() -> None:
+    """Have glibc allocate from few arenas; call it before threads are started.
+
+    By default each thread gets an arena of its own, and what is still allocated in one keeps the
+    memory around it from being returned.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, NUM_ARENAS)
 
 
 def trim_memory() -> None:
