@@ -20,9 +20,9 @@ import msgspec
 import torch
 import xxhash
 
-from tieredkv.block_pool import BlockPool
-from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.tiered import TieredCache
@@ -162,7 +162,7 @@ class EngineCore:
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),
             catalog=Catalog(self._policies),
-            transfer=BlockTransfer[Any](copier, early_bytes=early_bytes),
+            transfer=DeviceLink[Any](copier, early_bytes=early_bytes),
             store=store,
             clock=Clock(settings.clock_offset_file),
             block_bytes=spec.block_bytes,

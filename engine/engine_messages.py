@@ -13,8 +13,8 @@ from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.storage.results import EvictFilter
-from tieredkv.storage.worker_messages import Refused
 from tieredkv.types import Tier
+from tieredkv.wire.process import Refused
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="start"):

@@ -23,8 +23,8 @@ from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import BlocksLostError, RequestError, StorageError, TieredKVError
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
-from tieredkv.storage.worker_messages import Refused
+from tieredkv.wire.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.wire.process import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Copies of blocks between the device pool and the host arena, and pinning of the arena.
 
-This module knows addresses and sizes only. `tieredkv.block_transfer` decides which block goes to
+This module knows addresses and sizes only. `tieredkv.cache.device_link` decides which block goes to
 which page, and when either may be reused.
 """
 

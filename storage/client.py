@@ -24,6 +24,7 @@ from tieredkv.storage.limits import described
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
 from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
+from tieredkv.wire.process import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -384,7 +385,7 @@ class StoreClient:
                 for block_hash in self._deletions.pop(job, []):
                     if self._undeleted.get(block_hash, (_UNSENT, ""))[0] == job:
                         del self._undeleted[block_hash]
-            case messages.Refused(kind, text):
+            case Refused(kind, text):
                 self._refused = named(kind, text)
             case messages.IndexSetAside(text):
                 self._index = "as_it_is"

@@ -25,13 +25,14 @@ from tieredkv.errors import (
     named,
 )
 from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
+from tieredkv.wire.channel import FrameChannel, Incoming
+from tieredkv.wire.process import Refused
 
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""
@@ -175,7 +176,7 @@ class StoreControl:
         try:
             while not is_up:
                 for message in self._next(worker.channel):
-                    if isinstance(message, messages.Refused):
+                    if isinstance(message, Refused):
                         refused = named(message.kind, message.message)
                     is_up |= isinstance(message, messages.WorkerUp)
             with _connect(folder_fd) as connection:
@@ -208,7 +209,7 @@ class StoreControl:
         with contextlib.suppress(EOFError, StorageError):
             while received := worker.channel.receive(self._answer_timeout_s):
                 for message in received:
-                    if isinstance(message, messages.Refused):
+                    if isinstance(message, Refused):
                         refused = named(message.kind, message.message)
         return refused
 
@@ -228,7 +229,7 @@ class StoreControl:
                         yield chains
                     case messages.ControlResult(body):
                         return body
-                    case messages.Refused(kind, text):
+                    case Refused(kind, text):
                         raise named(kind, text)
 
     def _next(self, channel: FrameChannel[Incoming]) -> list[Incoming]:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
-from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.storage.folder import SOCKET
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo
@@ -28,6 +27,7 @@ from tieredkv.storage.worker_messages import (
     ControlResult,
     refusal,
 )
+from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The host arena: block-sized pages of shared memory that two processes and a GPU can reach.
 
 This module knows sizes, alignment and how much memory the machine has left. It does not know
-which page holds which block (`tieredkv.block_pool` does), nor whether a GPU has registered the
+which page holds which block (`tieredkv.cache.pool` does), nor whether a GPU has registered the
 memory.
 """
 

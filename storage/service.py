@@ -38,7 +38,6 @@ from tieredkv.errors import (
 )
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.allocator import TXN_BLOCKS
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import Extent, Located, corrupt, decode_record
 from tieredkv.storage.compression import Packed, extent_bytes_of
 from tieredkv.storage.control_server import ControlServer
@@ -50,6 +49,7 @@ from tieredkv.storage.touches import GatheredTouches
 from tieredkv.storage.verbs import Verbs
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
 from tieredkv.types import BlockRecord
+from tieredkv.wire.channel import FrameChannel
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, CorruptIndexError, StorageError, StoreFailedError
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import check_pages
@@ -33,6 +32,7 @@ from tieredkv.storage.worker_process import (
     EXIT_REFUSED,
     EXIT_UNEXPLAINED,
 )
+from tieredkv.wire.channel import FrameChannel
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The messages between the engine, the store worker and the command line.
 
-Each message is one tagged struct, framed by `tieredkv.storage.channel`. This module knows only the
+Each message is one tagged struct, framed by `tieredkv.wire.channel`. This module knows only the
 shapes of messages. The modules `worker`, `client` and `control` know who answers what, and when.
 """
 
@@ -11,6 +11,7 @@ import msgspec
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
 from tieredkv.storage.results import ChainInfo, EvictFilter, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
+from tieredkv.wire.process import Refused
 
 # --- Nouns -----------------------------------------------------------------------------------
 
@@ -196,13 +197,6 @@ class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside
     """The damaged index was renamed, as the engine wanted; `text` is for the operator."""
 
     text: str
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The reason why a worker ends, or why it does not do what it was asked to do."""
-
-    kind: str
-    message: str
 
 
 class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):

@@ -4,21 +4,17 @@ This module knows how the process is launched and reaped, and what its end tells
 does not know what is sent over the channel.
 """
 
-import logging
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from typing import NamedTuple
 
 import msgspec
 
-from tieredkv.config import child_environment
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.worker_messages import IndexStart, Launch, StoreOptions, WorkerMessage
+from tieredkv.wire.channel import FrameChannel
+from tieredkv.wire.process import bury, describe_exit, start_process
 
 EXIT_FAILED = 1
 """The worker told its channel why it cannot go on: a cause outside the index."""
@@ -39,47 +35,7 @@ _INNERMOST_FRAME = re.compile(rb'most recent call first.*\n  File "(.*)", line (
 _INDEX_MODULES = tuple(  # all that calls LMDB
     os.fsencode(os.path.join("storage", name)) for name in ("index.py", "index_txn.py")
 )
-logger = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
-
-
-def start_process(
-    module: str, *fds: int, stdout: int = subprocess.DEVNULL
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a module of this package in a session of its own, joined to this process by sockets.
-
-    Args:
-        module: name of the module; its one argument is the descriptor of its end of the pair.
-        fds: further descriptors that the new process inherits.
-        stdout: where the output of the new process goes.
-    """
-    ours, theirs = socket.socketpair()
-    try:
-        # NOTE: with -P a `random.py` in the current folder cannot shadow the standard library.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            pass_fds=[theirs.fileno(), *fds],
-            start_new_session=True,
-            env=child_environment(),
-        )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    return process, ours
-
-
-def bury(process: subprocess.Popen[bytes], grace_s: float) -> int:
-    """Wait until a process is dead and reaped, and return its exit code; kill it if it lingers."""
-    try:
-        return process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        logger.error("process %d did not end in time and is killed", process.pid)
-        process.kill()
-        return process.wait()
 
 
 class WorkerEnd(NamedTuple):
@@ -143,13 +99,6 @@ class WorkerProcess:
         stack = os.pread(self._stack_fd, _MAX_STACK_BYTES, 0)
         os.close(self._stack_fd)
         return judge_end(returncode, stack)
-
-
-def describe_exit(returncode: int) -> str:
-    """Return in words how a process ended."""
-    if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
-    return f"exit code {returncode}"
 
 
 def judge_end(returncode: int, stack: bytes) -> WorkerEnd:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from tests.waiting import wait_until
-from tieredkv.block_pool import Block, BlockPool
-from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.promotion import Progress
 from tieredkv.cache.tiered import TieredCache
@@ -228,7 +228,7 @@ class FakeStore(StoreClient):
         self.check()
 
 
-class FakeTransfer(BlockTransfer[Any]):
+class FakeDeviceLink(DeviceLink[Any]):
     """Copies that move their bytes only when they complete, which a test can delay."""
 
     def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
@@ -280,7 +280,7 @@ class Rig:
         self.device_bytes = torch.full((num_blocks, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.arena_bytes = torch.full((num_pages, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.store = FakeStore(self.arena_bytes, self.clock)
-        self.transfer = FakeTransfer(self.device_bytes, self.arena_bytes)
+        self.transfer = FakeDeviceLink(self.device_bytes, self.arena_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),

@@ -24,11 +24,11 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
-from tieredkv.storage.channel import MAX_QUEUED_BYTES
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.wire.channel import MAX_QUEUED_BYTES
 
 
 def raw_bytes(folder: Path) -> bytes:

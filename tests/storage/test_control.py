@@ -28,11 +28,11 @@ from tests.storage.conftest import (
 )
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError, StoreUnreachableError
-from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl, chains_document
 from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlRequest
+from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
 
 @contextmanager

@@ -9,16 +9,11 @@ import msgspec
 import pytest
 
 from tests.waiting import HANG_S, wait_until
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.control_server import Caller, ControlServer
 from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.worker_messages import (
-    ControlCall,
-    ControlPage,
-    ControlReply,
-    ControlResult,
-    Refused,
-)
+from tieredkv.storage.worker_messages import ControlCall, ControlPage, ControlReply, ControlResult
+from tieredkv.wire.channel import FrameChannel
+from tieredkv.wire.process import Refused
 
 _decoder = msgspec.msgpack.Decoder(ControlReply)
 

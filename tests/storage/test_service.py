@@ -19,7 +19,6 @@ from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.storage import inspection, touches
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.control_server import socket_address
@@ -47,6 +46,7 @@ from tieredkv.storage.worker_messages import (
     TouchCall,
     WorkerMessage,
 )
+from tieredkv.wire.channel import FrameChannel
 
 NOW = Clock().now()
 OLD, OLDER = (make_record("old", n, now=NOW, size_bytes=4096) for n in (0, 1))

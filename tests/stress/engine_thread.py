@@ -27,9 +27,9 @@ import torch
 from tests.fake_store import kept_by
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.block_pool import BlockPool
-from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -102,7 +102,7 @@ class _Host:
             device=BlockPool(num_blocks),
             host=BlockPool(num_blocks),
             catalog=Catalog(RetentionPolicies()),
-            transfer=BlockTransfer[Any](NoCopies(memory, memory)),
+            transfer=DeviceLink[Any](NoCopies(memory, memory)),
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,

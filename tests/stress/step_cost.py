@@ -29,9 +29,9 @@ from tests.fake_store import DAY_S, kept_by
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.block_pool import BlockPool
-from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -126,7 +126,7 @@ class _Engine:
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),
             catalog=Catalog(RetentionPolicies()),
-            transfer=BlockTransfer[Any](NoCopies(device, host)),
+            transfer=DeviceLink[Any](NoCopies(device, host)),
             store=self.worker,
             clock=self.clock,
             block_bytes=BLOCK_BYTES,

@@ -1,6 +1,6 @@
 """A block that a copy still reads is not reused, even after its last release."""
 
-from tieredkv.block_pool import BlockPool
+from tieredkv.cache.pool import BlockPool
 from tieredkv.types import BlockHash
 
 

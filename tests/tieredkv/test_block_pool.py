@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tieredkv.block_pool import Block, BlockPool
+from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 

@@ -20,8 +20,8 @@ from tieredkv.engine.engine_process import EngineProcess
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.server import engine_client
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.types import ignore_progress
+from tieredkv.wire.channel import FrameChannel
 
 HANG_S = 60
 SMALL = Settings(model="tiny-random", device_size=8 << 20, host_size=8 << 20)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fake_store import DAY_S, START, Rig, chain_of
-from tieredkv.block_pool import BlockPool
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier

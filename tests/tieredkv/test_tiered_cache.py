@@ -4,8 +4,8 @@ import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
-from tieredkv.block_pool import Block
 from tieredkv.cache import tiered
+from tieredkv.cache.pool import Block
 from tieredkv.types import BlockHash, Tier
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.device_link import DeviceLink
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.host import HostArena
@@ -66,7 +66,7 @@ class _Memories:
             pinned = register_pinned(*extent, page_bytes=block_bytes, progress=lambda *_: None)
             stack.callback(pinned.close)
         self.pool = torch.zeros(count, block_bytes, dtype=torch.uint8, device=device)
-        self._transfer = BlockTransfer[None](BlockCopier(self.pool, self.pages))
+        self._transfer = DeviceLink[None](BlockCopier(self.pool, self.pages))
         generator = torch.Generator().manual_seed(0)
         orders = [torch.randperm(count, generator=generator) for _ in range(2)]
         self.order = torch.stack(orders, dim=1)  # [count, (page_id, block_id)]

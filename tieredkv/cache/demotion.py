@@ -15,8 +15,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.worker_messages import LentPage, PageStored

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tieredkv.block_pool import Block
+from tieredkv.cache.pool import Block
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 

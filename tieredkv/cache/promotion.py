@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from tieredkv.block_pool import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner
+from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S
 from tieredkv.cache.tiers import Tiers, count_failure

@@ -174,12 +174,13 @@ class ComputeRate:
         """
         self._num_learnt += 1
         key = num_tokens.bit_length(), int(num_pairs / num_tokens).bit_length()
-        new = _Kind(num_tokens, num_pairs, max(seconds, 1e-6), self._num_learnt)
-        known = self._kinds.get(key, new)
-        means = (
-            was + _NEW_SHARE * (now - was) for was, now in zip(known[:3], new[:3], strict=True)
+        new = (num_tokens, num_pairs, max(seconds, 1e-6))
+        known = self._kinds.get(key)
+        tokens, num, took = (
+            was + _NEW_SHARE * (now - was)
+            for was, now in zip(known[:3] if known else new, new, strict=True)
         )
-        self._kinds[key] = _Kind(*means, self._num_learnt)
+        self._kinds[key] = _Kind(tokens, num, took, self._num_learnt)
         self._fitted = None
 
     def seconds(self, begin: int, end: int) -> float:

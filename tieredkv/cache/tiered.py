@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from tieredkv.block_pool import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Progress, Promoter
 from tieredkv.cache.tiers import Tiers

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tieredkv.block_pool import Block, BlockPool
-from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import ComputeRate, LinkRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
@@ -90,7 +90,7 @@ class Tiers:
     device: BlockPool
     host: BlockPool
     catalog: Catalog
-    transfer: BlockTransfer[Any]
+    transfer: DeviceLink[Any]
     store: StoreClient | None
     clock: Clock
     block_bytes: int

@@ -19,11 +19,10 @@ from tieredkv.config import Settings
 from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.results import EvictFilter
-from tieredkv.storage.worker_messages import Refused
-from tieredkv.storage.worker_process import bury, describe_exit, start_process
 from tieredkv.types import Progress
+from tieredkv.wire.channel import FrameChannel
+from tieredkv.wire.process import Refused, bury, describe_exit, start_process
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
+from tieredkv.cache.eviction import Block, EvictionOrder, remove
 from tieredkv.errors import IntegrityError
-from tieredkv.eviction_order import Block, EvictionOrder, remove
 from tieredkv.types import BlockHash
 
 __all__ = ["Block", "BlockPool"]

@@ -44,7 +44,7 @@ class _Pending(NamedTuple, Generic[Tag]):
     seconds: float = 0.0
 
 
-class BlockTransfer(Generic[Tag]):
+class DeviceLink(Generic[Tag]):
     """Moves blocks both ways without stalling the compute stream.
 
     On CUDA each direction has a stream of its own. A copy first waits for the work that the compute

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.device_link import DeviceLink
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 
@@ -12,12 +12,12 @@ BLOCK_BYTES = 1 << 16
 
 def make_transfer(
     device: torch.device, num_blocks: int = 4
-) -> tuple[BlockTransfer[str], torch.Tensor, torch.Tensor]:
+) -> tuple[DeviceLink[str], torch.Tensor, torch.Tensor]:
     blocks = torch.zeros((num_blocks, BLOCK_BYTES), dtype=torch.uint8, device=device)
     arena = torch.zeros((num_blocks, BLOCK_BYTES), dtype=torch.uint8)
     if device.type == "cuda":
         arena = arena.pin_memory()
-    return BlockTransfer[str](BlockCopier(blocks, arena)), blocks, arena
+    return DeviceLink[str](BlockCopier(blocks, arena)), blocks, arena
 
 
 def test_bytes_arrive_and_each_tag_comes_back_once_in_order() -> None:

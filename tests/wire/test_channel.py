@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.worker_messages import EngineMessage, LookupCall
+from tieredkv.wire.channel import FrameChannel
 
 _decoder = msgspec.msgpack.Decoder(EngineMessage)
 

@@ -1,0 +1,1 @@
+"""What any two processes of this package share: frames over a socket, starting and ending."""
