@@ -47,7 +47,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.types import DTYPE_BYTES, BlockHash, Progress, Tier, ignore_progress
+from tieredkv.types import DTYPE_BYTES, BlockHash, BlockId, PageId, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ one: later than it could be, since issuing a long step keeps the engine's thread
 
 PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
+MEASURED_BYTES = 256 << 20
 MOST_CPU_TOKENS = 256
 """Tokens of the largest step that is timed at the start on a CPU."""
 
@@ -206,6 +207,21 @@ class EngineCore:
                 self._timer.end([row], teaches=teaches)
         self._runner.synchronize()
         self._timer.poll()
+        self._measure_link()
+
+    def _measure_link(self) -> None:
+        """Copy pages that hold nothing yet into blocks that hold nothing yet, to time the link."""
+        tiers = self.tiers
+        count = min(
+            tiers.host.num_blocks, tiers.device.num_blocks, MEASURED_BYTES // tiers.block_bytes
+        )
+        for _ in range(2):  # the first copy warms up
+            tiers.transfer.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
+            tiers.transfer.synchronize()
+            tiers.transfer.poll()
+        num_bytes, seconds = tiers.transfer.take_measured()
+        if num_bytes and seconds:
+            tiers.up_rate.learn(num_bytes, seconds, time.monotonic())
 
     @property
     def info(self) -> EngineInfo:

@@ -42,8 +42,13 @@ logger = logging.getLogger(__name__)
 MAX_READS = 128
 """Queued reads that one step may start or drop; the next step continues with the others."""
 
-MAX_QUEUED_S = 0.05
-"""How much a link is given ahead, in seconds at its rate; the rest is held back for the plan."""
+MAX_READ_S = 0.05
+"""How much the disk is given ahead, in seconds at its rate; the rest is held back for the plan."""
+
+MAX_COPY_S = 0.25
+"""The same for copies to VRAM. They are fast, and the first layers of all that is copied at once
+are copied first, so that a step may begin before the others have arrived.
+"""
 
 MIN_READS = 32
 """Reads that the worker may hold at any rate, so that its threads are busy."""
@@ -277,8 +282,10 @@ class Promoter:
         items: list[LentPage] = []
         num_left, self._is_short, self.has_more = MAX_READS, False, False
         now = time.monotonic()
-        most_copies = self._most_queued(self._tiers.up_rate.effective(now))
-        most_reads = max(MIN_READS, self._most_queued(self._tiers.read_rate.effective(now)))
+        most_copies = self._most_queued(MAX_COPY_S * self._tiers.up_rate.effective(now))
+        most_reads = max(
+            MIN_READS, self._most_queued(MAX_READ_S * self._tiers.read_rate.effective(now))
+        )
         for restore in self._order:
             while restore.in_host and restore.in_host[-1] >= restore.split and restore.is_admitted:
                 if self._num_copying >= most_copies:
@@ -369,9 +376,9 @@ class Promoter:
 
     # Inside
 
-    def _most_queued(self, bytes_per_s: float) -> int:
+    def _most_queued(self, num_bytes: float) -> int:
         """Return how many blocks a link may be given ahead."""
-        return max(1, int(MAX_QUEUED_S * bytes_per_s / self._tiers.block_bytes))
+        return max(1, int(num_bytes / self._tiers.block_bytes))
 
     def _hold_pages(self, restore: _Restore, indices: Iterable[int]) -> None:
         host, hashes = self._tiers.host, restore.prefix.hashes
