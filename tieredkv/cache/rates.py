@@ -19,6 +19,9 @@ MIN_WINDOW_S = 0.02
 MEMORY_S = 0.5
 """Busy seconds after which a measurement has lost most of its weight."""
 
+FIRST_S = 0.1
+"""The first assumption weighs as much as a measurement of so many seconds."""
+
 BURST_S = 0.02
 """A limit lets through at most what it allows in this time, at once."""
 
@@ -48,7 +51,7 @@ class LinkRate:
     _busy_s: float = 0.0
     _moved_at: float = 0.0
     _num_moved: int = 0
-    _learnt_s: float = 0.0
+    _learnt_s: float = FIRST_S
     _allowed: float = 0.0
     _allowed_at: float = -math.inf
 
