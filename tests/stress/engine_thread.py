@@ -106,6 +106,8 @@ class _Host:
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,
+            block_size=block_size,
+            restore="load",
             device_reserve_blocks=1,
         )
         self.cache = TieredCache(self.tiers)
