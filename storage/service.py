@@ -48,6 +48,7 @@ from tieredkv.storage.results import TouchItem
 from tieredkv.storage.touches import GatheredTouches
 from tieredkv.storage.verbs import Verbs
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
+from tieredkv.storage.write_share import WriteShare
 from tieredkv.types import BlockRecord
 from tieredkv.wire.channel import FrameChannel
 
@@ -62,6 +63,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item", BlockRecord, TouchItem)
 _TICK_S = 0.5  # how often to check for what sends no event: a lost parent, silent clients
 _FORGOTTEN_S = 3.0  # a worker that a command line started ends after this time without a request
+_POLL_S = 0.002  # how often writes look whether reads have earned them a share
 _PAUSES = 25  # each pause while the index is checked lasts this many times the step before it
 _OVER = object()
 
@@ -122,6 +124,7 @@ class StoreService:
         self._readers = ThreadPoolExecutor(self._options.num_readers)
         self._loads: deque[LentPage] = deque()
         self._num_reading = 0
+        self._share = WriteShare()  # noted by the front thread, asked by the index thread
         self._loaded: list[PageLoaded] = []
         self._doomed: Counter[bytes] = Counter()
         self._is_closing = False  # no new work is taken; stores under way are finished
@@ -269,6 +272,7 @@ class StoreService:
                 self._end_load(page, "missing")
                 continue
             if _identity(task.located.record) == _identity(wanted):
+                self._share.note_read(0)
                 self._readers.submit(self._move, task)
             else:  # this block must be dropped, or the right one could never take its place
                 what = "its record describes another block"
@@ -284,6 +288,7 @@ class StoreService:
         if reason == "evicted":  # the block may also have moved since it was located: look again
             self._loads.append(task.page)
         else:
+            self._share.note_read(task.page.record.size_bytes)
             self._end_load(task.page, reason, None if reason else task.located.record)
 
     def _end_load(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
@@ -334,7 +339,7 @@ class StoreService:
         if self._written:
             waits_s.append(self._written_since + _MAX_GROUP_AGE_S - now)
         if self._reserved and not self._num_writing:
-            waits_s.append(self._store.write_limit.wait_s())
+            waits_s.append(max(self._store.write_limit.wait_s(), min(self._share.wait_s, _POLL_S)))
         return max(0.0, min(waits_s))
 
     def _change(self, message: messages.EngineMessage) -> None:
@@ -398,21 +403,22 @@ class StoreService:
             self._writes.append(replace(page, record=self._by_our_clock(page.record)))
 
     def _start_writes(self) -> None:
-        """Hand writes to the writer threads; while reads are under way, one write at a time.
+        """Hand writes to the writer threads; beside reads, one at a time and within their share.
 
-        If the write limit delays writes, their pages stay lent, as with a slow disk. The limit does
-        not apply while the store closes.
+        If a limit delays writes, their pages stay lent, as with a slow disk. No limit applies while
+        the store closes.
 
         A function in the queue is a barrier: it runs when every store before it is committed and no
         store after it has begun.
         """
-        max_writing = 1 if self._num_reading else _WRITES_A_THREAD * self._options.num_writers
+        is_reading = self._share.wait_s > 0 and not self._is_closing
+        max_writing = 1 if is_reading else _WRITES_A_THREAD * self._options.num_writers
         is_packing = self._store.packing.is_on
         max_packed = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
         while self._num_writing < max_writing:
             head = self._writes[0] if self._writes else None
             if self._reserved:
-                if not (self._is_closing or self._store.write_limit.admits(self._reserved[0].size)):
+                if not self._admits(self._reserved[0].size):
                     return
                 self._start_write(self._reserved.popleft())
             elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
@@ -428,6 +434,13 @@ class StoreService:
                 head()
             else:
                 return
+
+    def _admits(self, num_bytes: int) -> bool:
+        """Return whether both limits let a write of so many bytes begin."""
+        if self._is_closing:
+            return True
+        limit = self._store.write_limit
+        return not limit.wait_s() and self._share.admits(num_bytes) and limit.admits(num_bytes)
 
     def _start_write(self, task: WriteTask) -> None:
         self._num_writing += 1

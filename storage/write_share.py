@@ -1,0 +1,54 @@
+"""What writes get of a disk that somebody waits to be read: a tenth of the bytes.
+
+Writes can wait, and reads cannot. Writes that got nothing would never end while there are reads,
+and what is owed to the disk would be lost at a stop.
+"""
+
+import time
+from collections.abc import Callable
+
+WRITE_SHARE = 0.1
+"""Share of all bytes that writes get while there are reads."""
+
+QUIET_S = 0.02
+"""Reads that follow each other within this time count as one stretch of reading."""
+
+MAX_CREDIT_BYTES = 16 << 20
+"""What writes may save up, so that no burst of them follows a long time with reads alone."""
+
+
+class WriteShare:
+    """Counts bytes read and written; one thread reads, and one writes.
+
+    Args:
+        now: a clock that never goes back.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._bytes_read = 0  # by the thread that reads
+        self._read_at = float("-inf")
+        self._bytes_seen = 0  # of `_bytes_read`, by the thread that writes
+        self._credit = 0.0
+
+    def note_read(self, num_bytes: int) -> None:
+        """Note that a read begins (0 bytes), or that it has ended."""
+        self._bytes_read += num_bytes
+        self._read_at = self._now()
+
+    @property
+    def wait_s(self) -> float:
+        """How long reads may go on before writes have the disk for themselves again."""
+        return max(0.0, self._read_at + QUIET_S - self._now())
+
+    def admits(self, num_bytes: int) -> bool:
+        """Return whether a write of so many bytes may begin; if so, count it."""
+        num_new, self._bytes_seen = self._bytes_read - self._bytes_seen, self._bytes_read
+        earned = num_new * WRITE_SHARE / (1 - WRITE_SHARE)
+        self._credit = min(self._credit + earned, max(MAX_CREDIT_BYTES, num_bytes))
+        if not self.wait_s:
+            return True
+        if self._credit < num_bytes:
+            return False
+        self._credit -= num_bytes
+        return True
