@@ -5,10 +5,12 @@ were computed; a tenant that returns starts level with the others. So if a tenan
 queued, at most one request of each other tenant is admitted before its first one.
 Cached tokens are not counted; generated tokens are counted once a request has ended.
 
-Within a tenant, the next request is the one of the oldest 16 that shares most blocks with the
-request admitted last. While there is no room for it, the first request that fits may pass it: the
-oldest of another tenant, or one of those 16. The oldest request of the tenant whose turn it is can
-be passed at most 8 times; then no request is admitted before it.
+Within a tenant, the next request is the one of the oldest 16 of which most blocks are in VRAM or
+host memory, or will be, since it shares them with the request admitted last. So conversations that
+do not fit into the memory together do not push each other out in turns. While there is no room for
+it, the first request that fits may pass it: the oldest of another tenant, or one of those 16. The
+oldest request of the tenant whose turn it is can be passed at most 8 times; then no request is
+admitted before it.
 
 Called by the engine's thread only.
 
@@ -17,9 +19,10 @@ Source: start-time fair queueing, Goyal, Vin and Cheng 1996.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import chain, islice
 
+from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.request import Request
 from tieredkv.errors import RequestError
 from tieredkv.hashing import num_shared
@@ -32,11 +35,15 @@ MAX_PASSES = 8
 class RequestQueue:
     """Waiting requests, one queue per tenant; no operation takes longer for longer queues.
 
+    Args:
+        num_resident: returns how many blocks at the head of a chain VRAM or host memory holds.
+
     Attributes:
         waited_s: how long the request that was admitted last had waited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_resident: Callable[[Prefix], int] = lambda _: 0) -> None:
+        self._num_resident = num_resident
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
         self._tokens: Counter[str] = Counter()  # per tenant: computed, or missed while away
@@ -61,7 +68,7 @@ class RequestQueue:
         if not window or window[0].num_passes >= MAX_PASSES:
             return window[:1]
         last = self._last.get(tenants[0], ())
-        window.sort(key=lambda each: -num_shared(each.prefix.hashes, last))
+        window.sort(key=lambda each: -self._num_near(each.prefix, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
     def check_room(self, tenant: str, most: int) -> None:
@@ -109,6 +116,10 @@ class RequestQueue:
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._last.pop(tenant, None)
+
+    def _num_near(self, prefix: Prefix, last: Sequence[BlockHash]) -> int:
+        """Return how many blocks a request need not wait for if it comes next."""
+        return max(num_shared(prefix.hashes, last), self._num_resident(prefix))
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

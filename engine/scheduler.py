@@ -117,7 +117,7 @@ class Scheduler:
     max_num_batched_tokens: int
     max_num_alone_tokens: int
     hash_algo: HashAlgo
-    waiting: RequestQueue = field(default_factory=RequestQueue)
+    waiting: RequestQueue = field(init=False)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
     is_short: bool = False
@@ -126,6 +126,7 @@ class Scheduler:
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
+        self.waiting = RequestQueue(self.cache.num_resident)
         self._free_indices = list(range(self.max_num_seqs))[::-1]
         budget = self.max_num_batched_tokens
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)

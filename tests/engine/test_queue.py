@@ -202,3 +202,41 @@ def test_a_full_queue_refuses_a_tenant_that_has_its_share(
             queue.check_room(tenant, 8)
         assert caught is None or (caught.value.status, caught.value.retry_after_s) == (429, 3)
     queue.check_room("c", 8)
+
+
+def test_conversations_that_are_still_cached_come_before_those_that_were_evicted() -> None:
+    loop = one_at_a_time()
+    for seed in (1, 2):
+        loop.add(f"first turn {seed}", 40, seed=seed)
+    loop.run()
+    loop.add("running", 8, seed=9, max_tokens=20)
+    loop.step()
+    for seed in (3, 4, 2, 5, 1):
+        loop.add(f"turn {seed}", 41, seed=seed)
+    loop.run()
+    assert loop.finished[3:] == ["turn 2", "turn 1", "turn 3", "turn 4", "turn 5"]
+
+
+def test_a_request_that_was_evicted_is_passed_by_eight_cached_ones_at_most() -> None:
+    loop = one_at_a_time()
+    loop.add("first turn", 40, seed=1)
+    loop.run()
+    loop.add("running", 8, seed=9, max_tokens=5)
+    loop.step()
+    loop.add("evicted", 41, seed=2)
+    for index in range(20):
+        loop.add(f"cached {index}", 41, seed=1)
+    loop.run(steps=1000)
+    assert loop.finished.index("evicted") <= 2 + MAX_PASSES
+
+
+def test_more_conversations_than_memory_holds_do_not_push_each_other_out_in_a_circle() -> None:
+    loop = Loop(Rig(num_blocks=64, num_pages=4, has_store=False), max_num_seqs=2)
+    num_prompt_tokens = 0
+    for turn in range(6):
+        for seed in range(8):  # of 12 blocks each, where 64 fit
+            num_tokens = 48 + 4 * turn
+            loop.add(f"{turn}/{seed}", num_tokens, seed=seed)
+            num_prompt_tokens += num_tokens
+        loop.run(steps=1000)
+    assert loop.num_computed_tokens < 0.6 * num_prompt_tokens

@@ -9,6 +9,7 @@ from tieredkv.cache import tiered
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
 from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.engine.queue import MAX_PASSES
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
@@ -218,7 +219,7 @@ def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_pin() -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
     loop.add("warm", 16, seed=1)
     loop.run()
-    loop.add("large", 30, seed=2)
+    loop.add("large", 30, seed=2).num_passes = MAX_PASSES  # its turn has come
     loop.add("cached", 17, seed=1)
     loop.run(steps=40)
     assert loop.finished == ["warm", "large", "cached"]
@@ -235,7 +236,7 @@ def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinne
         loop.add(f"warm {seed}", 16, seed=seed)
         loop.run()
     rig.store.is_held = True
-    loop.add("large", 31, seed=4)
+    loop.add("large", 31, seed=4).num_passes = MAX_PASSES  # its turn has come
     loop.add("cached", 17, seed=3)
     loop.run(steps=20_000)
     assert loop.finished[-2:] == ["large", "cached"]

@@ -17,6 +17,7 @@ Called by the engine's thread only.
 
 import time
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -126,6 +127,16 @@ class TieredCache:
                 del tiers.wanted[block_hash]
         for pool in tiers.pools.values():
             pool.touch(wanted)
+
+    def num_resident(self, prefix: Prefix) -> int:
+        """Return how many blocks at the head of a chain VRAM or host memory holds, or soon will.
+
+        A chain is evicted from its tail, so that the end of its head is found by bisection.
+        """
+        device, host = self.tiers.device.lookup, self.tiers.host.lookup
+        return bisect_left(
+            prefix.hashes, True, key=lambda each: device(each) is None and host(each) is None
+        )
 
     # Admission
 
