@@ -6,15 +6,17 @@ and it knows blocks only by their ids.
 
 import logging
 import math
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tieredkv.cache.rates import pairs
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMetadata
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
@@ -31,6 +33,17 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16))
 
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of the captured steps in which some row has more."""
+
+LONG_SIZES = (640, 832, 1088, 1408, 1792, 2176, 2816, 3584, 4352)
+"""The same for steps that are captured only where a replay is faster: where the device computes a
+step in less time than the host takes to launch its kernels. Each size is at most a third larger
+than the one before."""
+
+TRIED_STARTS = (0, 2048, 8192, 32_768)
+"""Positions at which long steps are timed: those that are captured cannot use the dense path, which
+is faster behind a long context."""
+
+_ANY_DECODES = dict.fromkeys(DECODE_SIZES, math.inf)
 
 _MAX_PAGING_ERROR = 0.1
 """Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
@@ -74,10 +87,11 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step."""
+    """A captured step, and where it reads its inputs."""
 
     graph: torch.cuda.CUDAGraph
     output: StepOutput
+    buffers: StepBuffers
 
 
 class ModelRunner:
@@ -85,7 +99,7 @@ class ModelRunner:
 
     The pool belongs to the caller. Steps are issued in order on the current stream, and nothing
     waits for the device, except for the upload of the step before. After `warm_up`, small steps
-    are replayed from CUDA graphs.
+    are replayed from CUDA graphs, and so are longer ones of a model for which that is faster.
 
     Args:
         loaded: the model.
@@ -129,6 +143,7 @@ class ModelRunner:
         )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._most_pairs: dict[int, float] = {}
 
     @torch.inference_mode()
     def execute(
@@ -154,8 +169,10 @@ class ModelRunner:
         graph, buffers = None, self._buffers
         key = self._graph_key(layout)
         if key is not None and num_kept <= min(key[0], self._max_num_seqs):
-            graph, buffers = self._graphs[key], self._graph_buffers
-            num_tokens, num_kept = key[0], graph.output.logits.shape[0]
+            graph = self._graphs[key]
+            buffers, num_tokens = graph.buffers, key[0]
+            num_kept = graph.output.logits.shape[0]
+            layout.leave_dense_path()
         buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
         if graph is not None:
             graph.graph.replay()
@@ -216,14 +233,10 @@ class ModelRunner:
 
     def _graph_key(self, layout: Layout) -> tuple[int, bool] | None:
         """Find the smallest graph that holds a step: its tokens, and whether it has chunks."""
-        if not self._graphs or layout.shares.dense or layout.num_tokens > MIXED_SIZES[-1]:
-            return None
-        is_mixed = bool(layout.shares.wide)
-        sizes = MIXED_SIZES if is_mixed else DECODE_SIZES
-        for size in sizes:
-            if size >= layout.num_tokens:
-                return (size, is_mixed) if (size, is_mixed) in self._graphs else None
-        return None
+        is_mixed = bool(layout.shares.wide or layout.shares.dense)
+        most_pairs = self._most_pairs if is_mixed else _ANY_DECODES
+        key = choose_size(most_pairs, layout.num_tokens, layout.num_pairs), is_mixed
+        return key if key in self._graphs else None
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile kernels and capture graphs before the first request; the pool is not written.
@@ -249,30 +262,107 @@ class ModelRunner:
         progress("warming up", 1, 1)
 
     def _capture(self, progress: Progress) -> None:
-        """Capture small steps, the largest first, so that the others fit into its memory."""
-        buffers, pool = self._graph_buffers, torch.cuda.graph_pool_handle()
+        """Capture steps, the largest first, so that the others fit into its memory."""
+        progress("timing long steps", 0, 1)
+        sizes = [size for size in LONG_SIZES if size <= self._buffers.max_tokens]
+        paying = sizes_that_pay(
+            sizes, MIXED_SIZES[-1] + 1, self._max_context_len, self._is_replay_faster
+        )
+        progress("timing long steps", 1, 1)
+        self._graphs, self._most_pairs = {}, dict.fromkeys(MIXED_SIZES, math.inf) | paying
         keys = [(n, False) for n in DECODE_SIZES if n <= self._max_num_seqs]
-        keys += [(n, True) for n in MIXED_SIZES if n <= buffers.max_tokens]
-        idle = Layout([], self._heads, self._max_num_seqs)
-        sizes = {"num_tokens": buffers.max_tokens, "num_kept": buffers.max_tokens}
-        buffers.fill([], idle, ([], []), **sizes)
+        keys += [(n, True) for n in self._most_pairs if n <= self._buffers.max_tokens]
         keys.sort(reverse=True)
-        for size, is_mixed in tracked(progress, "capturing CUDA graphs", keys):
-            wide = buffers.wide if is_mixed else None
-            batch = Batch(self._tables.tensor, (), (), buffers.narrow, wide)
-            num_kept = min(size, self._max_num_seqs)
-            with torch.inference_mode():
-                self._forward(buffers, size, num_kept, batch)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    output = self._forward(buffers, size, num_kept, batch)
-            self._graphs[size, is_mixed] = _Graph(graph, output)
+        pool = torch.cuda.graph_pool_handle()
+        for key in tracked(progress, "capturing CUDA graphs", keys):
+            self._graphs[key] = self._capture_step(*key, pool)
+        for size, num_pairs in paying.items():
+            logger.info("steps of up to %d tokens and %.2g pairs are replayed", size, num_pairs)
+
+    def _capture_step(self, size: int, is_mixed: bool, pool: Any) -> _Graph:
+        """Capture a step of so many tokens into a pool of graph memory."""
+        buffers = self._graph_buffers if size <= self._graph_buffers.max_tokens else self._buffers
+        num_kept = min(size, self._max_num_seqs)
+        idle = Layout([], self._heads, self._max_num_seqs)
+        buffers.fill([], idle, ([], []), num_tokens=size, num_kept=num_kept)
+        wide = buffers.wide if is_mixed else None
+        batch = Batch(self._tables.tensor, (), (), buffers.narrow, wide)
+        with torch.inference_mode():
+            self._forward(buffers, size, num_kept, batch)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                output = self._forward(buffers, size, num_kept, batch)
+        return _Graph(graph, output, buffers)
+
+    def _is_replay_faster(self, size: int, num_tokens: int, start: int) -> bool:
+        """Time a step that a graph of this size pads, and the same step without a graph."""
+        row, key = self.idle_row(num_tokens, start), (size, True)
+        if key not in self._graphs:
+            self._graphs.clear()  # the size before gives its memory back
+            self._graphs[key] = self._capture_step(*key, torch.cuda.graph_pool_handle())
+        self._most_pairs = {size: math.inf}
+        replayed_s = self._step_seconds(row)
+        self._most_pairs = {}
+        return replayed_s <= self._step_seconds(row)
+
+    def _step_seconds(self, row: BatchRow) -> float:
+        """Time a step from its first call to its last kernel; the fastest of three counts."""
+        times = []
+        for _ in range(3):
+            self.synchronize()
+            began_at = time.perf_counter()
+            self.execute([row])
+            self.synchronize()
+            times.append(time.perf_counter() - began_at)
+        return min(times)
 
     def idle_row(self, num_tokens: int, start: int) -> BatchRow:
         """Make a row that computes something of this size over block 0 and writes nothing."""
         end = start + num_tokens
         table = array("i", bytes(4 * -(-end // self._tables.block_size)))
         return BatchRow([0] * num_tokens, start, table, write_from=end)
+
+
+def choose_size(most_pairs: Mapping[int, float], num_tokens: int, num_pairs: float) -> int:
+    """Return the smallest captured size that holds a step, and 0 if no replay is to compute it.
+
+    Args:
+        most_pairs: of each size, ascending, the most pairs of tokens that a replay may attend.
+        num_tokens: of the step.
+        num_pairs: see `Layout.num_pairs`.
+    """
+    size = next((size for size in most_pairs if size >= num_tokens), 0)
+    return size if size and num_pairs <= most_pairs[size] else 0
+
+
+def sizes_that_pay(
+    sizes: Sequence[int],
+    shortest: int,
+    max_context_len: int,
+    is_replay_faster: Callable[[int, int, int], bool],
+) -> dict[int, float]:
+    """Find the sizes of steps to be captured, up to the first for which that does not pay.
+
+    Args:
+        sizes: ascending.
+        shortest: tokens of the shortest step that the first size would serve. The shortest step is
+            padded the most, so it is the one that is timed.
+        max_context_len: no step ends behind it.
+        is_replay_faster: whether it is for a size, and a step of so many tokens at a position.
+
+    Returns:
+        For each size, the most pairs of tokens up to which a replay was the faster one.
+    """
+    found: dict[int, float] = {}
+    for size in sizes:
+        for start in TRIED_STARTS:
+            if start + shortest > max_context_len or not is_replay_faster(size, shortest, start):
+                break
+            found[size] = pairs(start, start + size)
+        if size not in found:
+            break
+        shortest = size + 1
+    return found
 
 
 def _argmax(logits: Tensor) -> Tensor:

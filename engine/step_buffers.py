@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tieredkv.cache.rates import pairs
 from tieredkv.kernels import launch, partition, small_copies
 from tieredkv.kernels.partition import Heads, Span
 
@@ -239,6 +240,7 @@ class Layout:
         kept: indices of the tokens whose logits are wanted, rows in order.
         targets: the request index of each kept token.
         shares: the spans by the kernel that computes them.
+        num_pairs: pairs of a token and a token that it attends to, about.
         last: the kept tokens as spans of their own, for the last layer, where they need no others'
             queries; empty where that spares nothing.
     """
@@ -264,5 +266,11 @@ class Layout:
                 self.targets.append(owner)
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
-        self.num_tokens = end
+        self.num_tokens, self._heads = end, heads
+        self.num_pairs = sum(pairs(n - length, n) for _, _, length, n in self.spans)
         self.shares = launch.share_out(self.spans, heads)
+
+    def leave_dense_path(self) -> None:
+        """Have the paged kernel attend all spans, as in a captured step."""
+        if self.shares.dense:
+            self.shares = launch.share_out(self.spans, self._heads, may_be_dense=False)

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.engine.conftest import write_checkpoint
+from tieredkv.config import Dtype
+from tieredkv.engine import model_runner
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import (
     ModelRunner,
     check_paging,
+    choose_size,
     make_kv_pool,
     num_device_blocks,
     profile_peak_bytes,
+    sizes_that_pay,
 )
 from tieredkv.engine.step_buffers import BatchRow, pending
 from tieredkv.errors import ModelError
@@ -30,14 +35,16 @@ NUM_BLOCKS = 64
 class Harness:
     """A runner over a pool of shuffled blocks, a few requests, and no scheduler."""
 
-    def __init__(self, loaded: LoadedModel, *, poison: bool = True) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, poison: bool = True, num_blocks: int = NUM_BLOCKS
+    ) -> None:
         self.loaded = loaded
         spec = loaded.kv_spec(BLOCK_SIZE)
-        self.pool = make_kv_pool(spec, NUM_BLOCKS, loaded.device)
+        self.pool = make_kv_pool(spec, num_blocks, loaded.device)
         if poison:  # a slot that was never written must never be read
             self.pool.fill_(float("nan"))
         self.runner = ModelRunner(loaded, self.pool, spec)
-        self._free = list(range(NUM_BLOCKS))
+        self._free = list(range(num_blocks))
         random.Random(5).shuffle(self._free)
 
     def table(self, num_tokens: int) -> "array[int]":
@@ -214,6 +221,69 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
     harness.runner.warm_up(lambda *report: seen.append(report))
     assert seen[-1] == ("warming up", 1, 1)
     assert harness.pool.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_pairs", "size"),
+    [(1, 0, 16), (16, 9e9, 16), (17, 9, 640), (640, 1e6, 640), (640, 1e6 + 1, 0), (641, 1, 0)],
+)
+def test_a_step_is_replayed_from_the_smallest_graph_if_it_does_not_attend_too_much(
+    num_tokens: int, num_pairs: float, size: int
+) -> None:
+    assert choose_size({16: float("inf"), 640: 1e6}, num_tokens, num_pairs) == size
+    assert choose_size({}, num_tokens, num_pairs) == 0
+
+
+def test_sizes_are_tried_with_the_shortest_step_until_one_does_not_pay() -> None:
+    tried = []
+
+    def is_faster(size: int, num_tokens: int, start: int) -> bool:
+        tried.append((size, num_tokens, start))
+        return start < {640: 10**9, 1088: 8192, 1408: 0}[size]
+
+    found = sizes_that_pay([640, 1088, 1408, 1792], 513, 10_000, is_faster)
+    assert found == {640: (8832**2 - 8192**2) / 2, 1088: (3136**2 - 2048**2) / 2}
+    at_640 = [(640, 513, 0), (640, 513, 2048), (640, 513, 8192)]  # 32768 is behind the context
+    at_1088 = [(1088, 641, 0), (1088, 641, 2048), (1088, 641, 8192)]
+    assert tried == [*at_640, *at_1088, (1408, 1089, 0)]
+    assert sizes_that_pay([640], 513, 512, is_faster) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.03)])
+def test_replayed_long_steps_give_the_logits_of_launched_ones_and_write_only_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, tolerance: float
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=4096)
+    loaded = find_model(str(tmp_path), device="cuda", dtype=dtype).load()
+    ids, beside, chunks = prompt(3000, seed=12), prompt(40, seed=13), (1000, 1300, 700)
+    logits, pools, sizes = {}, {}, []
+
+    def record(*step: Any) -> int:
+        sizes.append(choose_size(*step))
+        return sizes[-1]
+
+    for is_replayed in (False, True):
+        monkeypatch.setattr(ModelRunner, "_is_replay_faster", lambda *_, answer=is_replayed: answer)
+        harness = Harness(loaded, num_blocks=256)
+        harness.runner.warm_up()
+        monkeypatch.setattr(model_runner, "choose_size", record)
+        tables, start, parts = [harness.table(3100), harness.table(40)], 0, []
+        for step, chunk in enumerate(chunks):
+            rows = [
+                BatchRow(ids[start : start + chunk], start, tables[0]),
+                BatchRow(beside[step : step + 1], step, tables[1]),
+            ]
+            parts.append(harness.runner.execute(rows).logits.clone())
+            start += chunk
+        logits[is_replayed], pools[is_replayed] = torch.cat(parts), harness.pool.float()
+        monkeypatch.setattr(model_runner, "choose_size", choose_size)
+    assert sizes == [0, 0, 0, 1088, 1408, 832]
+    error = (logits[True] - logits[False]).norm() / logits[False].norm()
+    assert error < tolerance
+    assert torch.equal(pools[True].isnan(), pools[False].isnan())
+    error = (pools[True] - pools[False]).nan_to_num().norm() / pools[False].nan_to_num().norm()
+    assert error < tolerance
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:

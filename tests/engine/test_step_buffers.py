@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
-from tieredkv.kernels import small_copies
-from tieredkv.kernels.partition import Heads
+from tieredkv.kernels import prefill_dense, small_copies
+from tieredkv.kernels.partition import Heads, Span
 
 
 class BusyDevice:
@@ -50,3 +50,20 @@ def test_a_step_reads_the_table_of_its_own_request_though_the_next_one_has_its_s
     table_of_cancelled, _, table_of_successor, _ = device.read
     assert table_of_cancelled == list(range(150))
     assert table_of_successor == list(range(500, 500 + (600 + num_tokens) // 4))
+
+
+def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_paged_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
+    heads = Heads(4, 2, 16, torch.float32, torch.device("cpu"))
+    rows = [BatchRow([1] * n, start, list(range(600))) for n, start in ((2112, 0), (1, 70), (9, 5))]
+    layout = Layout(rows, heads, 4)
+    assert layout.shares.dense == [Span(0, 0, 2048, 2048)]
+    assert layout.num_pairs == (2112**2 + 71**2 - 70**2 + 14**2 - 5**2) / 2
+    layout.leave_dense_path()
+    assert layout.shares == (
+        [],
+        [Span(1, 2112, 1, 71)],
+        [Span(0, 0, 2112, 2112), Span(2, 2113, 9, 14)],
+    )
