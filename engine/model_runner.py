@@ -283,6 +283,7 @@ class ModelRunner:
         """Capture a step of so many tokens into a pool of graph memory."""
         buffers = self._graph_buffers if size <= self._graph_buffers.max_tokens else self._buffers
         num_kept = min(size, self._max_num_seqs)
+        self.synchronize()  # the device has read what the buffers had for the last step
         idle = Layout([], self._heads, self._max_num_seqs)
         buffers.fill([], idle, ([], []), num_tokens=size, num_kept=num_kept)
         wide = buffers.wide if is_mixed else None
