@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuff
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 from tieredkv.errors import ConfigError, ModelError
 from tieredkv.kernels import prefill_dense
-from tieredkv.kernels.partition import Batch, Heads
+from tieredkv.kernels.partition import Batch, Heads, Span
 from tieredkv.types import KVSpec, Progress, ignore_progress, tracked
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,13 @@ LONG_SIZES = (640, 832, 1088, 1408, 1792, 2176, 2816, 3584, 4352)
 """The same for steps that are captured only where a replay is faster: where the device computes a
 step in less time than the host takes to launch its kernels. Each size is at most a third larger
 than the one before."""
+
+FRESH_STEPS = (1024, 2048, 4096, 8192)
+"""Tokens of the steps that are timed to find out up to where it pays to capture fresh steps: steps
+of one prompt from its first token on. Those can use the dense path, since all lengths are known."""
+
+FRESH_REST = 128
+"""Tokens behind the dense path that the smaller of two fresh graphs of one length has room for."""
 
 TRIED_STARTS = (0, 2048, 8192, 32_768)
 """Positions at which long steps are timed: those that are captured cannot use the dense path, which
@@ -83,6 +90,9 @@ class StepOutput(NamedTuple):
     logits: Tensor
     tokens: Tensor
     targets: Tensor
+
+
+_GraphKey = tuple[int, Literal["decode", "mixed", "fresh"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ class ModelRunner:
             for size in sizes
         )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[_GraphKey, _Graph] = {}
         self._most_pairs: dict[int, float] = {}
 
     @torch.inference_mode()
@@ -168,11 +178,14 @@ class ModelRunner:
         changes = self._tables.update(rows)
         graph, buffers = None, self._buffers
         key = self._graph_key(layout)
-        if key is not None and num_kept <= min(key[0], self._max_num_seqs):
-            graph = self._graphs[key]
-            buffers, num_tokens = graph.buffers, key[0]
-            num_kept = graph.output.logits.shape[0]
-            layout.leave_dense_path()
+        found = self._graphs[key] if key is not None else None
+        if key is not None and found is not None and num_kept <= len(found.output.logits):
+            graph, buffers = found, found.buffers
+            num_tokens, num_kept = key[0], len(graph.output.logits)
+            if key[1] == "fresh":
+                self._tables.copy_fresh(layout.spans[0])
+            else:
+                layout.leave_dense_path()
         buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
         if graph is not None:
             graph.graph.replay()
@@ -231,11 +244,14 @@ class ModelRunner:
         self._sampled[targets] = most_likely
         return StepOutput(logits, most_likely, targets)
 
-    def _graph_key(self, layout: Layout) -> tuple[int, bool] | None:
-        """Find the smallest graph that holds a step: its tokens, and whether it has chunks."""
-        is_mixed = bool(layout.shares.wide or layout.shares.dense)
-        most_pairs = self._most_pairs if is_mixed else _ANY_DECODES
-        key = choose_size(most_pairs, layout.num_tokens, layout.num_pairs), is_mixed
+    def _graph_key(self, layout: Layout) -> _GraphKey | None:
+        """Find the smallest graph that holds a step."""
+        num_tokens, num_pairs = layout.num_tokens, layout.num_pairs
+        key: _GraphKey = fresh_size(num_tokens), "fresh"
+        if not (layout.shares.dense or layout.shares.wide):
+            key = choose_size(_ANY_DECODES, num_tokens, num_pairs), "decode"
+        elif not (layout.is_fresh and key in self._graphs):
+            key = choose_size(self._most_pairs, num_tokens, num_pairs), "mixed"
         return key if key in self._graphs else None
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
@@ -264,47 +280,65 @@ class ModelRunner:
     def _capture(self, progress: Progress) -> None:
         """Capture steps, the largest first, so that the others fit into its memory."""
         progress("timing long steps", 0, 1)
-        sizes = [size for size in LONG_SIZES if size <= self._buffers.max_tokens]
+        most_tokens = self._buffers.max_tokens
         paying = sizes_that_pay(
-            sizes, MIXED_SIZES[-1] + 1, self._max_context_len, self._is_replay_faster
+            [size for size in LONG_SIZES if size <= most_tokens],
+            MIXED_SIZES[-1] + 1,
+            self._max_context_len,
+            lambda size, *step: self._is_replay_faster((size, "mixed"), *step),
         )
+        fresh: list[int] = []
+        for size in FRESH_STEPS if prefill_dense.is_available(self._heads) else ():
+            key: _GraphKey = fresh_size(size), "fresh"
+            is_possible = size <= self._max_context_len and key[0] <= most_tokens
+            if not is_possible or not self._is_replay_faster(key, size, 0):
+                break
+            fresh = sorted({fresh_size(n) for n in range(FRESH_STEPS[0], size + 1)})
         progress("timing long steps", 1, 1)
         self._graphs, self._most_pairs = {}, dict.fromkeys(MIXED_SIZES, math.inf) | paying
-        keys = [(n, False) for n in DECODE_SIZES if n <= self._max_num_seqs]
-        keys += [(n, True) for n in self._most_pairs if n <= self._buffers.max_tokens]
+        keys: list[_GraphKey] = [(n, "fresh") for n in fresh]
+        keys += [(n, "decode") for n in DECODE_SIZES if n <= self._max_num_seqs]
+        keys += [(n, "mixed") for n in self._most_pairs if n <= most_tokens]
         keys.sort(reverse=True)
         pool = torch.cuda.graph_pool_handle()
         for key in tracked(progress, "capturing CUDA graphs", keys):
-            self._graphs[key] = self._capture_step(*key, pool)
-        for size, num_pairs in paying.items():
-            logger.info("steps of up to %d tokens and %.2g pairs are replayed", size, num_pairs)
+            self._graphs[key] = self._capture_step(key, pool)
+        logger.info("long steps that are replayed: fresh %s, others %s", fresh[-1:], paying)
 
-    def _capture_step(self, size: int, is_mixed: bool, pool: Any) -> _Graph:
-        """Capture a step of so many tokens into a pool of graph memory."""
+    def _capture_step(self, key: _GraphKey, pool: Any) -> _Graph:
+        """Capture a step into a pool of graph memory."""
+        size, kind = key
         buffers = self._graph_buffers if size <= self._graph_buffers.max_tokens else self._buffers
-        num_kept = min(size, self._max_num_seqs)
+        num_kept = 1 if kind == "fresh" else min(size, self._max_num_seqs)
         self.synchronize()  # the device has read what the buffers had for the last step
         idle = Layout([], self._heads, self._max_num_seqs)
         buffers.fill([], idle, ([], []), num_tokens=size, num_kept=num_kept)
-        wide = buffers.wide if is_mixed else None
-        batch = Batch(self._tables.tensor, (), (), buffers.narrow, wide)
+        tables = self._tables.tensor
+        wide = None if kind == "decode" else buffers.wide
+        batch, last = Batch(tables, (), (), buffers.narrow, wide), None
+        if kind == "fresh":
+            dense_len = (size - 1) // prefill_dense.STEP * prefill_dense.STEP
+            dense = [Span(self._tables.fresh_row, 0, dense_len, dense_len)]
+            batch, last = Batch(tables, (), dense, None, wide), Batch(tables, (), (), buffers.last)
         with torch.inference_mode():
-            self._forward(buffers, size, num_kept, batch)
+            self._forward(buffers, size, num_kept, batch, last)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                output = self._forward(buffers, size, num_kept, batch)
+                output = self._forward(buffers, size, num_kept, batch, last)
         return _Graph(graph, output, buffers)
 
-    def _is_replay_faster(self, size: int, num_tokens: int, start: int) -> bool:
-        """Time a step that a graph of this size pads, and the same step without a graph."""
-        row, key = self.idle_row(num_tokens, start), (size, True)
+    def _is_replay_faster(self, key: _GraphKey, num_tokens: int, start: int) -> bool:
+        """Time a step that a graph pads, and the same step without a graph."""
         if key not in self._graphs:
-            self._graphs.clear()  # the size before gives its memory back
-            self._graphs[key] = self._capture_step(*key, torch.cuda.graph_pool_handle())
-        self._most_pairs = {size: math.inf}
+            self._graphs.clear()  # the graph before gives its memory back
+            self._graphs[key] = self._capture_step(key, torch.cuda.graph_pool_handle())
+        row, graphs = self.idle_row(num_tokens, start), self._graphs
+        self._most_pairs = {key[0]: math.inf}
         replayed_s = self._step_seconds(row)
-        self._most_pairs = {}
-        return replayed_s <= self._step_seconds(row)
+        self._graphs = {}
+        launched_s = self._step_seconds(row)
+        self._graphs = graphs
+        return replayed_s <= launched_s
 
     def _step_seconds(self, row: BatchRow) -> float:
         """Time a step from its first call to its last kernel; the fastest of three counts."""
@@ -334,6 +368,16 @@ def choose_size(most_pairs: Mapping[int, float], num_tokens: int, num_pairs: flo
     """
     size = next((size for size in most_pairs if size >= num_tokens), 0)
     return size if size and num_pairs <= most_pairs[size] else 0
+
+
+def fresh_size(num_tokens: int) -> int:
+    """Return the size of the graph for a fresh step, which attends whole steps of the dense path.
+
+    The tokens behind those are computed by the paged kernel, and are padded.
+    """
+    dense_len = num_tokens // prefill_dense.STEP * prefill_dense.STEP
+    is_short = num_tokens - dense_len <= FRESH_REST
+    return dense_len + (FRESH_REST if is_short else prefill_dense.STEP)
 
 
 def sizes_that_pay(

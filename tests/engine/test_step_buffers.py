@@ -58,7 +58,10 @@ def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_pa
     monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
     heads = Heads(4, 2, 16, torch.float32, torch.device("cpu"))
     rows = [BatchRow([1] * n, start, list(range(600))) for n, start in ((2112, 0), (1, 70), (9, 5))]
+    assert Layout(rows[:1], heads, 4).is_fresh
+    assert not Layout([BatchRow([1] * 2112, 16, list(range(600)))], heads, 4).is_fresh
     layout = Layout(rows, heads, 4)
+    assert not layout.is_fresh
     assert layout.shares.dense == [Span(0, 0, 2048, 2048)]
     assert layout.num_pairs == (2112**2 + 71**2 - 70**2 + 14**2 - 5**2) / 2
     layout.leave_dense_path()
@@ -67,3 +70,12 @@ def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_pa
         [Span(1, 2112, 1, 71)],
         [Span(0, 0, 2112, 2112), Span(2, 2113, 9, 14)],
     )
+
+
+def test_the_table_of_a_fresh_prompt_is_copied_to_where_captured_steps_read_it() -> None:
+    tables = BlockTables(3, 2048, 16, torch.device("cpu"))
+    row = BatchRow([1] * 1100, 0, list(range(7, 80)), request_index=1, table_key=5)
+    assert tables.update([row]) == ([], [])
+    tables.copy_fresh(Span(1, 0, 1100, 1100))
+    assert tables.tensor[tables.fresh_row].tolist() == [*range(7, 76), *[0] * 59]
+    assert tables.spare_cell // tables.max_blocks not in (0, 1, 2, tables.fresh_row)
