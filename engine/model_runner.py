@@ -93,12 +93,15 @@ class StepOutput(NamedTuple):
 
 
 _GraphKey = tuple[int, Literal["decode", "mixed", "fresh"]]
+"""Tokens and kind: one token a row, any rows, or one prompt from its first token on."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step, and where it reads its inputs."""
+    """A captured step, padded to a number of tokens, and where it reads its inputs."""
 
+    num_tokens: int
+    is_fresh: bool
     graph: torch.cuda.CUDAGraph
     output: StepOutput
     buffers: StepBuffers
@@ -176,13 +179,11 @@ class ModelRunner:
         layout = Layout(rows, self._heads, self._max_num_seqs)
         num_tokens, num_kept = layout.num_tokens, len(layout.kept)
         changes = self._tables.update(rows)
-        graph, buffers = None, self._buffers
-        key = self._graph_key(layout)
-        found = self._graphs[key] if key is not None else None
-        if key is not None and found is not None and num_kept <= len(found.output.logits):
-            graph, buffers = found, found.buffers
-            num_tokens, num_kept = key[0], len(graph.output.logits)
-            if key[1] == "fresh":
+        graph = self._find_graph(layout)
+        buffers = self._buffers if graph is None else graph.buffers
+        if graph is not None:
+            num_tokens, num_kept = graph.num_tokens, len(graph.output.logits)
+            if graph.is_fresh:
                 self._tables.copy_fresh(layout.spans[0])
             else:
                 layout.leave_dense_path()
@@ -244,15 +245,17 @@ class ModelRunner:
         self._sampled[targets] = most_likely
         return StepOutput(logits, most_likely, targets)
 
-    def _graph_key(self, layout: Layout) -> _GraphKey | None:
-        """Find the smallest graph that holds a step."""
+    def _find_graph(self, layout: Layout) -> _Graph | None:
+        """Find the smallest graph that holds a step, if a replay is to compute it."""
         num_tokens, num_pairs = layout.num_tokens, layout.num_pairs
         key: _GraphKey = fresh_size(num_tokens), "fresh"
         if not (layout.shares.dense or layout.shares.wide):
             key = choose_size(_ANY_DECODES, num_tokens, num_pairs), "decode"
         elif not (layout.is_fresh and key in self._graphs):
             key = choose_size(self._most_pairs, num_tokens, num_pairs), "mixed"
-        return key if key in self._graphs else None
+        graph = self._graphs.get(key)
+        has_room = graph is not None and len(layout.kept) <= len(graph.output.logits)
+        return graph if has_room else None
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile kernels and capture graphs before the first request; the pool is not written.
@@ -325,7 +328,7 @@ class ModelRunner:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = self._forward(buffers, size, num_kept, batch, last)
-        return _Graph(graph, output, buffers)
+        return _Graph(size, kind == "fresh", graph, output, buffers)
 
     def _is_replay_faster(self, key: _GraphKey, num_tokens: int, start: int) -> bool:
         """Time a step that a graph pads, and the same step without a graph."""
