@@ -331,10 +331,17 @@ class ModelRunner:
         return _Graph(size, kind == "fresh", graph, output, buffers)
 
     def _is_replay_faster(self, key: _GraphKey, num_tokens: int, start: int) -> bool:
-        """Time a step that a graph pads, and the same step without a graph."""
+        """Time a step that a graph pads, and the same step without a graph.
+
+        A step that cannot be captured, for want of memory for instance, is to be launched as ever.
+        """
         if key not in self._graphs:
             self._graphs.clear()  # the graph before gives its memory back
-            self._graphs[key] = self._capture_step(key, torch.cuda.graph_pool_handle())
+            try:
+                self._graphs[key] = self._capture_step(key, torch.cuda.graph_pool_handle())
+            except RuntimeError as error:
+                logger.warning("steps of %d tokens and more are not captured: %s", key[0], error)
+                return False
         row, graphs = self.idle_row(num_tokens, start), self._graphs
         self._most_pairs = {key[0]: math.inf}
         replayed_s = self._step_seconds(row)

@@ -306,6 +306,26 @@ def test_replayed_fresh_steps_give_the_logits_of_launched_ones_and_write_only_th
 
 
 @pytest.mark.gpu
+def test_long_steps_that_cannot_be_captured_are_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=4096)
+    capture = ModelRunner._capture_step
+
+    def fail_if_long(runner: ModelRunner, key: Any, pool: Any) -> Any:
+        if key[0] > 512:
+            raise torch.OutOfMemoryError("no memory for graphs")
+        return capture(runner, key, pool)
+
+    monkeypatch.setattr(ModelRunner, "_capture_step", fail_if_long)
+    harness = Harness(find_model(str(tmp_path), dtype="float32", device="cuda").load())
+    harness.runner.warm_up()
+    assert "steps of 640 tokens and more are not captured: no memory for graphs" in caplog.text
+    ids = prompt(77, seed=1)
+    assert harness.generate(ids, 8, [40, 37]) == reference_tokens(tmp_path, ids, 8)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
 def test_replayed_long_steps_give_the_logits_of_launched_ones_and_write_only_their_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, tolerance: float
