@@ -247,12 +247,12 @@ class ModelRunner:
 
     def _find_graph(self, layout: Layout) -> _Graph | None:
         """Find the smallest graph that holds a step, if a replay is to compute it."""
-        num_tokens, num_pairs = layout.num_tokens, layout.num_pairs
+        num_tokens = layout.num_tokens
         key: _GraphKey = fresh_size(num_tokens), "fresh"
         if not (layout.shares.dense or layout.shares.wide):
-            key = choose_size(_ANY_DECODES, num_tokens, num_pairs), "decode"
+            key = choose_size(_ANY_DECODES, num_tokens, 0), "decode"
         elif not (layout.is_fresh and key in self._graphs):
-            key = choose_size(self._most_pairs, num_tokens, num_pairs), "mixed"
+            key = choose_size(self._most_pairs, num_tokens, layout.num_pairs), "mixed"
         graph = self._graphs.get(key)
         has_room = graph is not None and len(layout.kept) <= len(graph.output.logits)
         return graph if has_room else None

@@ -208,7 +208,8 @@ class StepBuffers:
             wide = partition.wide_tiling(self._heads)
             partition.partition(layout.shares.narrow, narrow, arrays["narrow"])
             partition.partition(layout.shares.wide, wide, arrays["wide"])
-            if not rows or end > len(rows):  # a captured step reads it even if it is empty
+            # A captured step with chunks may read it even if it is empty.
+            if layout.last or not rows or end > len(rows):
                 partition.partition(layout.last, narrow, arrays["last"])
         small_copies.copy(self._host, self._device)
         if self._tables.copied is not None:
@@ -248,7 +249,6 @@ class Layout:
         kept: indices of the tokens whose logits are wanted, rows in order.
         targets: the request index of each kept token.
         shares: the spans by the kernel that computes them.
-        num_pairs: pairs of a token and a token that it attends to, about.
         is_fresh: whether the step has one row only, which begins a prompt and is attended densely.
         last: the kept tokens as spans of their own, for the last layer, where they need no others'
             queries; empty where that spares nothing.
@@ -276,10 +276,14 @@ class Layout:
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
         self.num_tokens, self._heads = end, heads
-        self.num_pairs = sum(pairs(n - length, n) for _, _, length, n in self.spans)
         self.shares = launch.share_out(self.spans, heads)
         is_alone = len(self.spans) == 1 and self.shares.dense
         self.is_fresh = bool(is_alone and self.spans[0].context_len == end)
+
+    @property
+    def num_pairs(self) -> float:
+        """About how many pairs there are of a token and a token that it attends to."""
+        return sum(pairs(n - length, n) for _, _, length, n in self.spans)
 
     def leave_dense_path(self) -> None:
         """Have the paged kernel attend all spans, as in a captured step."""

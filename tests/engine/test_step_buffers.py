@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
-from tieredkv.kernels import prefill_dense, small_copies
+from tieredkv.kernels import partition, prefill_dense, small_copies
 from tieredkv.kernels.partition import Heads, Span
 
 
@@ -70,6 +70,41 @@ def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_pa
         [Span(1, 2112, 1, 71)],
         [Span(0, 0, 2112, 2112), Span(2, 2113, 9, 14)],
     )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "needs_logits", "last"),
+    [
+        ([1, 1], [True, True], None),  # all tokens are kept: no plan of their own is read
+        ([1, 1], [False, True], [Span(1, 0, 1, 1)]),
+        ([600], [True], [Span(0, 0, 1, 600)]),
+        ([600], [False], []),  # a captured step must not find the plan of the step before
+        ([], [], []),
+    ],
+)
+def test_the_kept_tokens_have_a_plan_wherever_a_step_may_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: list[int],
+    needs_logits: list[bool],
+    last: list[Span] | None,
+) -> None:
+    device, cpu = BusyDevice(), torch.device("cpu")
+    heads = Heads(4, 2, 16, torch.float32, cpu)
+    tables = BlockTables(2, 2048, 4, cpu)
+    buffers = StepBuffers(heads, tables, max_tokens=640, vocab_size=9)
+    planned = []
+    monkeypatch.setattr(small_copies, "copy", device.copy)
+    monkeypatch.setattr(tables, "copied", device, raising=False)
+    monkeypatch.setattr(partition, "partition", lambda spans, *_: planned.append(spans))
+    rows = [
+        BatchRow([1] * n, 0, list(range(150)), needs_logits=needs)
+        for n, needs in zip(num_tokens, needs_logits, strict=True)
+    ]
+    layout = Layout(rows, heads, 2)
+    num_kept = len(layout.kept)
+    changes = tables.update(rows)
+    buffers.fill(rows, layout, changes, num_tokens=layout.num_tokens, num_kept=num_kept)
+    assert planned[2:] == ([] if last is None else [last])
 
 
 def test_the_table_of_a_fresh_prompt_is_copied_to_where_captured_steps_read_it() -> None:
