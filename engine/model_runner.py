@@ -6,22 +6,24 @@ and it knows blocks only by their ids.
 
 import logging
 import math
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tieredkv.cache.rates import pairs
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMetadata
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 from tieredkv.errors import ConfigError, ModelError
 from tieredkv.kernels import prefill_dense
-from tieredkv.kernels.partition import Batch, Heads
+from tieredkv.kernels.partition import Batch, Heads, Span
 from tieredkv.types import KVSpec, Progress, ignore_progress, tracked
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,24 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16))
 
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of the captured steps in which some row has more."""
+
+LONG_SIZES = (640, 832, 1088, 1408, 1792, 2176, 2816, 3584, 4352)
+"""The same for steps that are captured only where a replay is faster: where the device computes a
+step in less time than the host takes to launch its kernels. Each size is at most a third larger
+than the one before."""
+
+FRESH_STEPS = (1024, 2048, 4096, 8192)
+"""Tokens of the steps that are timed to find out up to where it pays to capture fresh steps: steps
+of one prompt from its first token on. Those can use the dense path, since all lengths are known."""
+
+FRESH_REST = 128
+"""Tokens behind the dense path that the smaller of two fresh graphs of one length has room for."""
+
+TRIED_STARTS = (0, 2048, 8192, 32_768)
+"""Positions at which long steps are timed: those that are captured cannot use the dense path, which
+is faster behind a long context."""
+
+_ANY_DECODES = dict.fromkeys(DECODE_SIZES, math.inf)
 
 _MAX_PAGING_ERROR = 0.1
 """Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
@@ -72,12 +92,19 @@ class StepOutput(NamedTuple):
     targets: Tensor
 
 
+_GraphKey = tuple[int, Literal["decode", "mixed", "fresh"]]
+"""Tokens and kind: one token a row, any rows, or one prompt from its first token on."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step."""
+    """A captured step, padded to a number of tokens, and where it reads its inputs."""
 
+    num_tokens: int
+    is_fresh: bool
     graph: torch.cuda.CUDAGraph
     output: StepOutput
+    buffers: StepBuffers
 
 
 class ModelRunner:
@@ -85,7 +112,7 @@ class ModelRunner:
 
     The pool belongs to the caller. Steps are issued in order on the current stream, and nothing
     waits for the device, except for the upload of the step before. After `warm_up`, small steps
-    are replayed from CUDA graphs.
+    are replayed from CUDA graphs, and so are longer ones of a model for which that is faster.
 
     Args:
         loaded: the model.
@@ -128,7 +155,8 @@ class ModelRunner:
             for size in sizes
         )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[_GraphKey, _Graph] = {}
+        self._most_pairs: dict[int, float] = {}
 
     @torch.inference_mode()
     def execute(
@@ -151,11 +179,14 @@ class ModelRunner:
         layout = Layout(rows, self._heads, self._max_num_seqs)
         num_tokens, num_kept = layout.num_tokens, len(layout.kept)
         changes = self._tables.update(rows)
-        graph, buffers = None, self._buffers
-        key = self._graph_key(layout)
-        if key is not None and num_kept <= min(key[0], self._max_num_seqs):
-            graph, buffers = self._graphs[key], self._graph_buffers
-            num_tokens, num_kept = key[0], graph.output.logits.shape[0]
+        graph = self._find_graph(layout)
+        buffers = self._buffers if graph is None else graph.buffers
+        if graph is not None:
+            num_tokens, num_kept = graph.num_tokens, len(graph.output.logits)
+            if graph.is_fresh:
+                self._tables.copy_fresh(layout.spans[0])
+            else:
+                layout.leave_dense_path()
         buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
         if graph is not None:
             graph.graph.replay()
@@ -214,16 +245,17 @@ class ModelRunner:
         self._sampled[targets] = most_likely
         return StepOutput(logits, most_likely, targets)
 
-    def _graph_key(self, layout: Layout) -> tuple[int, bool] | None:
-        """Find the smallest graph that holds a step: its tokens, and whether it has chunks."""
-        if not self._graphs or layout.shares.dense or layout.num_tokens > MIXED_SIZES[-1]:
-            return None
-        is_mixed = bool(layout.shares.wide)
-        sizes = MIXED_SIZES if is_mixed else DECODE_SIZES
-        for size in sizes:
-            if size >= layout.num_tokens:
-                return (size, is_mixed) if (size, is_mixed) in self._graphs else None
-        return None
+    def _find_graph(self, layout: Layout) -> _Graph | None:
+        """Find the smallest graph that holds a step, if a replay is to compute it."""
+        num_tokens = layout.num_tokens
+        key: _GraphKey = fresh_size(num_tokens), "fresh"
+        if not (layout.shares.dense or layout.shares.wide):
+            key = choose_size(_ANY_DECODES, num_tokens, 0), "decode"
+        elif not (layout.is_fresh and key in self._graphs):
+            key = choose_size(self._most_pairs, num_tokens, layout.num_pairs), "mixed"
+        graph = self._graphs.get(key)
+        has_room = graph is not None and len(layout.kept) <= len(graph.output.logits)
+        return graph if has_room else None
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile kernels and capture graphs before the first request; the pool is not written.
@@ -249,30 +281,143 @@ class ModelRunner:
         progress("warming up", 1, 1)
 
     def _capture(self, progress: Progress) -> None:
-        """Capture small steps, the largest first, so that the others fit into its memory."""
-        buffers, pool = self._graph_buffers, torch.cuda.graph_pool_handle()
-        keys = [(n, False) for n in DECODE_SIZES if n <= self._max_num_seqs]
-        keys += [(n, True) for n in MIXED_SIZES if n <= buffers.max_tokens]
-        idle = Layout([], self._heads, self._max_num_seqs)
-        sizes = {"num_tokens": buffers.max_tokens, "num_kept": buffers.max_tokens}
-        buffers.fill([], idle, ([], []), **sizes)
+        """Capture steps, the largest first, so that the others fit into its memory."""
+        progress("timing long steps", 0, 1)
+        most_tokens = self._buffers.max_tokens
+        paying = sizes_that_pay(
+            [size for size in LONG_SIZES if size <= most_tokens],
+            MIXED_SIZES[-1] + 1,
+            self._max_context_len,
+            lambda size, *step: self._is_replay_faster((size, "mixed"), *step),
+        )
+        fresh: list[int] = []
+        for size in FRESH_STEPS if prefill_dense.is_available(self._heads) else ():
+            key: _GraphKey = fresh_size(size), "fresh"
+            is_possible = size <= self._max_context_len and key[0] <= most_tokens
+            if not is_possible or not self._is_replay_faster(key, size, 0):
+                break
+            fresh = sorted({fresh_size(n) for n in range(FRESH_STEPS[0], size + 1)})
+        progress("timing long steps", 1, 1)
+        self._graphs, self._most_pairs = {}, dict.fromkeys(MIXED_SIZES, math.inf) | paying
+        keys: list[_GraphKey] = [(n, "fresh") for n in fresh]
+        keys += [(n, "decode") for n in DECODE_SIZES if n <= self._max_num_seqs]
+        keys += [(n, "mixed") for n in self._most_pairs if n <= most_tokens]
         keys.sort(reverse=True)
-        for size, is_mixed in tracked(progress, "capturing CUDA graphs", keys):
-            wide = buffers.wide if is_mixed else None
-            batch = Batch(self._tables.tensor, (), (), buffers.narrow, wide)
-            num_kept = min(size, self._max_num_seqs)
-            with torch.inference_mode():
-                self._forward(buffers, size, num_kept, batch)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    output = self._forward(buffers, size, num_kept, batch)
-            self._graphs[size, is_mixed] = _Graph(graph, output)
+        pool = torch.cuda.graph_pool_handle()
+        for key in tracked(progress, "capturing CUDA graphs", keys):
+            self._graphs[key] = self._capture_step(key, pool)
+        logger.info("long steps that are replayed: fresh %s, others %s", fresh[-1:], paying)
+
+    def _capture_step(self, key: _GraphKey, pool: Any) -> _Graph:
+        """Capture a step into a pool of graph memory."""
+        size, kind = key
+        buffers = self._graph_buffers if size <= self._graph_buffers.max_tokens else self._buffers
+        num_kept = 1 if kind == "fresh" else min(size, self._max_num_seqs)
+        self.synchronize()  # the device has read what the buffers had for the last step
+        idle = Layout([], self._heads, self._max_num_seqs)
+        buffers.fill([], idle, ([], []), num_tokens=size, num_kept=num_kept)
+        tables = self._tables.tensor
+        wide = None if kind == "decode" else buffers.wide
+        batch, last = Batch(tables, (), (), buffers.narrow, wide), None
+        if kind == "fresh":
+            dense_len = (size - 1) // prefill_dense.STEP * prefill_dense.STEP
+            dense = [Span(self._tables.fresh_row, 0, dense_len, dense_len)]
+            batch, last = Batch(tables, (), dense, None, wide), Batch(tables, (), (), buffers.last)
+        with torch.inference_mode():
+            self._forward(buffers, size, num_kept, batch, last)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                output = self._forward(buffers, size, num_kept, batch, last)
+        return _Graph(size, kind == "fresh", graph, output, buffers)
+
+    def _is_replay_faster(self, key: _GraphKey, num_tokens: int, start: int) -> bool:
+        """Time a step that a graph pads, and the same step without a graph.
+
+        A step that cannot be captured, for want of memory for instance, is to be launched as ever.
+        """
+        if key not in self._graphs:
+            self._graphs.clear()  # the graph before gives its memory back
+            try:
+                self._graphs[key] = self._capture_step(key, torch.cuda.graph_pool_handle())
+            except RuntimeError as error:
+                logger.warning("steps of %d tokens and more are not captured: %s", key[0], error)
+                return False
+        row, graphs = self.idle_row(num_tokens, start), self._graphs
+        self._most_pairs = {key[0]: math.inf}
+        replayed_s = self._step_seconds(row)
+        self._graphs = {}
+        launched_s = self._step_seconds(row)
+        self._graphs = graphs
+        return replayed_s <= launched_s
+
+    def _step_seconds(self, row: BatchRow) -> float:
+        """Time a step from its first call to its last kernel; the fastest of three counts."""
+        times = []
+        for _ in range(3):
+            self.synchronize()
+            began_at = time.perf_counter()
+            self.execute([row])
+            self.synchronize()
+            times.append(time.perf_counter() - began_at)
+        return min(times)
 
     def idle_row(self, num_tokens: int, start: int) -> BatchRow:
         """Make a row that computes something of this size over block 0 and writes nothing."""
         end = start + num_tokens
         table = array("i", bytes(4 * -(-end // self._tables.block_size)))
         return BatchRow([0] * num_tokens, start, table, write_from=end)
+
+
+def choose_size(most_pairs: Mapping[int, float], num_tokens: int, num_pairs: float) -> int:
+    """Return the smallest captured size that holds a step, and 0 if no replay is to compute it.
+
+    Args:
+        most_pairs: of each size, ascending, the most pairs of tokens that a replay may attend.
+        num_tokens: of the step.
+        num_pairs: see `Layout.num_pairs`.
+    """
+    size = next((size for size in most_pairs if size >= num_tokens), 0)
+    return size if size and num_pairs <= most_pairs[size] else 0
+
+
+def fresh_size(num_tokens: int) -> int:
+    """Return the size of the graph for a fresh step, which attends whole steps of the dense path.
+
+    The tokens behind those are computed by the paged kernel, and are padded.
+    """
+    dense_len = num_tokens // prefill_dense.STEP * prefill_dense.STEP
+    is_short = num_tokens - dense_len <= FRESH_REST
+    return dense_len + (FRESH_REST if is_short else prefill_dense.STEP)
+
+
+def sizes_that_pay(
+    sizes: Sequence[int],
+    shortest: int,
+    max_context_len: int,
+    is_replay_faster: Callable[[int, int, int], bool],
+) -> dict[int, float]:
+    """Find the sizes of steps to be captured, up to the first for which that does not pay.
+
+    Args:
+        sizes: ascending.
+        shortest: tokens of the shortest step that the first size would serve. The shortest step is
+            padded the most, so it is the one that is timed.
+        max_context_len: no step ends behind it.
+        is_replay_faster: whether it is for a size, and a step of so many tokens at a position.
+
+    Returns:
+        For each size, the most pairs of tokens up to which a replay was the faster one.
+    """
+    found: dict[int, float] = {}
+    for size in sizes:
+        for start in TRIED_STARTS:
+            if start + shortest > max_context_len or not is_replay_faster(size, shortest, start):
+                break
+            found[size] = pairs(start, start + size)
+        if size not in found:
+            break
+        shortest = size + 1
+    return found
 
 
 def _argmax(logits: Tensor) -> Tensor:

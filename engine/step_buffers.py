@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tieredkv.cache.rates import pairs
 from tieredkv.kernels import launch, partition, small_copies
 from tieredkv.kernels.partition import Heads, Span
 
@@ -64,6 +65,7 @@ class BlockTables:
     """The block tables of all running requests, on the device and pinned on the host.
 
     Attributes:
+        fresh_row: see `copy_fresh`.
         copied: the device has read what was pinned for the last step, the tables' own changes and
             the step's buffers; None off CUDA.
     """
@@ -79,9 +81,10 @@ class BlockTables:
         self._mirror = self._host.numpy()
         self._keys: list[int | None] = [None] * num_requests
         self._num_known = [0] * num_requests
-        # One more row, whose first cell takes the writes of a step's padding.
-        self.tensor = torch.zeros(num_requests + 1, max_blocks, dtype=torch.int32, device=device)
-        self.spare_cell = num_requests * max_blocks
+        # Two more rows: the first cell of one takes the writes of a step's padding, and the other
+        # one is read by captured steps that know where their only request's table lies.
+        self.tensor = torch.zeros(num_requests + 2, max_blocks, dtype=torch.int32, device=device)
+        self.spare_cell, self.fresh_row = num_requests * max_blocks, num_requests + 1
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def update(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
@@ -115,6 +118,12 @@ class BlockTables:
             self._mirror[owner, first:end] = table[first:end]
             small_copies.copy(self._host[owner, first:end], self.tensor[owner, first:end])
         return cells, block_ids
+
+    def copy_fresh(self, span: Span) -> None:
+        """Copy the table of a step's only request to `fresh_row`; `update` has left no cell out."""
+        num_blocks = -(-span.context_len // self.block_size)
+        table, fresh = self.tensor[span.row], self.tensor[self.fresh_row]
+        small_copies.copy(table[:num_blocks], fresh[:num_blocks])
 
 
 class StepBuffers:
@@ -199,7 +208,8 @@ class StepBuffers:
             wide = partition.wide_tiling(self._heads)
             partition.partition(layout.shares.narrow, narrow, arrays["narrow"])
             partition.partition(layout.shares.wide, wide, arrays["wide"])
-            if layout.last:
+            # A captured step with chunks may read it even if it is empty.
+            if layout.last or not rows or end > len(rows):
                 partition.partition(layout.last, narrow, arrays["last"])
         small_copies.copy(self._host, self._device)
         if self._tables.copied is not None:
@@ -239,6 +249,7 @@ class Layout:
         kept: indices of the tokens whose logits are wanted, rows in order.
         targets: the request index of each kept token.
         shares: the spans by the kernel that computes them.
+        is_fresh: whether the step has one row only, which begins a prompt and is attended densely.
         last: the kept tokens as spans of their own, for the last layer, where they need no others'
             queries; empty where that spares nothing.
     """
@@ -264,5 +275,17 @@ class Layout:
                 self.targets.append(owner)
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
-        self.num_tokens = end
+        self.num_tokens, self._heads = end, heads
         self.shares = launch.share_out(self.spans, heads)
+        is_alone = len(self.spans) == 1 and self.shares.dense
+        self.is_fresh = bool(is_alone and self.spans[0].context_len == end)
+
+    @property
+    def num_pairs(self) -> float:
+        """About how many pairs there are of a token and a token that it attends to."""
+        return sum(pairs(n - length, n) for _, _, length, n in self.spans)
+
+    def leave_dense_path(self) -> None:
+        """Have the paged kernel attend all spans, as in a captured step."""
+        if self.shares.dense:
+            self.shares = launch.share_out(self.spans, self._heads, may_be_dense=False)

@@ -65,10 +65,17 @@ class Shares(NamedTuple):
     wide: list[Span]
 
 
-def share_out(spans: Sequence[Span], heads: Heads) -> Shares:
-    """Assign each span, or each part of it, to the fastest kernel."""
+def share_out(spans: Sequence[Span], heads: Heads, *, may_be_dense: bool = True) -> Shares:
+    """Assign each span, or each part of it, to the fastest kernel.
+
+    Args:
+        spans: of a step.
+        heads: attention heads of the model.
+        may_be_dense: whether the dense path may be used; not in a captured step, as its launches
+            depend on the spans.
+    """
     dense, narrow, wide = [], [], []
-    is_dense = prefill_dense.is_available(heads)
+    is_dense = may_be_dense and prefill_dense.is_available(heads)
     for span in spans:
         if span.query_len == 1:
             narrow.append(span)

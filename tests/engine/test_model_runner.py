@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.engine.conftest import write_checkpoint
+from tieredkv.config import Dtype
+from tieredkv.engine import model_runner
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import (
     ModelRunner,
     check_paging,
+    choose_size,
+    fresh_size,
     make_kv_pool,
     num_device_blocks,
     profile_peak_bytes,
+    sizes_that_pay,
 )
-from tieredkv.engine.step_buffers import BatchRow, pending
+from tieredkv.engine.step_buffers import BatchRow, BlockTables, pending
 from tieredkv.errors import ModelError
+from tieredkv.kernels import prefill_dense
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -30,14 +38,23 @@ NUM_BLOCKS = 64
 class Harness:
     """A runner over a pool of shuffled blocks, a few requests, and no scheduler."""
 
-    def __init__(self, loaded: LoadedModel, *, poison: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        poison: bool = True,
+        num_blocks: int = NUM_BLOCKS,
+        max_num_batched_tokens: int = 2048,
+    ) -> None:
         self.loaded = loaded
         spec = loaded.kv_spec(BLOCK_SIZE)
-        self.pool = make_kv_pool(spec, NUM_BLOCKS, loaded.device)
+        self.pool = make_kv_pool(spec, num_blocks, loaded.device)
         if poison:  # a slot that was never written must never be read
             self.pool.fill_(float("nan"))
-        self.runner = ModelRunner(loaded, self.pool, spec)
-        self._free = list(range(NUM_BLOCKS))
+        self.runner = ModelRunner(
+            loaded, self.pool, spec, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self._free = list(range(num_blocks))
         random.Random(5).shuffle(self._free)
 
     def table(self, num_tokens: int) -> "array[int]":
@@ -60,6 +77,16 @@ class Harness:
             row = BatchRow(out[-1:], len(ids) + len(out) - 1, table)
             out.append(int(self.runner.execute([row]).logits.argmax()))
         return out
+
+
+def record(calls: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that notes the arguments of its calls."""
+
+    def recorded(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    return recorded
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -214,6 +241,125 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
     harness.runner.warm_up(lambda *report: seen.append(report))
     assert seen[-1] == ("warming up", 1, 1)
     assert harness.pool.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_pairs", "size"),
+    [(1, 0, 16), (16, 9e9, 16), (17, 9, 640), (640, 1e6, 640), (640, 1e6 + 1, 0), (641, 1, 0)],
+)
+def test_a_step_is_replayed_from_the_smallest_graph_if_it_does_not_attend_too_much(
+    num_tokens: int, num_pairs: float, size: int
+) -> None:
+    assert choose_size({16: float("inf"), 640: 1e6}, num_tokens, num_pairs) == size
+    assert choose_size({}, num_tokens, num_pairs) == 0
+
+
+def test_sizes_are_tried_with_the_shortest_step_until_one_does_not_pay() -> None:
+    tried = []
+
+    def is_faster(size: int, num_tokens: int, start: int) -> bool:
+        tried.append((size, num_tokens, start))
+        return start < {640: 10**9, 1088: 8192, 1408: 0}[size]
+
+    found = sizes_that_pay([640, 1088, 1408, 1792], 513, 10_000, is_faster)
+    assert found == {640: (8832**2 - 8192**2) / 2, 1088: (3136**2 - 2048**2) / 2}
+    at_640 = [(640, 513, 0), (640, 513, 2048), (640, 513, 8192)]  # 32768 is behind the context
+    at_1088 = [(1088, 641, 0), (1088, 641, 2048), (1088, 641, 8192)]
+    assert tried == [*at_640, *at_1088, (1408, 1089, 0)]
+    assert sizes_that_pay([640], 513, 512, is_faster) == {}
+
+
+def test_a_fresh_step_fits_its_graph_and_has_the_dense_part_that_the_graph_captured() -> None:
+    for num_tokens in range(1024, 9000):
+        size = fresh_size(num_tokens)
+        dense_len = prefill_dense.count_queries(num_tokens, num_tokens)
+        assert (size - 1) // prefill_dense.STEP * prefill_dense.STEP == dense_len
+        assert num_tokens <= size <= num_tokens + 384
+    assert [fresh_size(n) for n in (2048, 2112, 2176, 2177, 2559)] == [2176, 2176, 2176, 2560, 2560]
+
+
+@pytest.mark.gpu
+def test_replayed_fresh_steps_give_the_logits_of_launched_ones_and_write_only_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=4096)
+    loaded = find_model(str(tmp_path), device="cuda", dtype="bfloat16").load()
+    logits, pools, used = {}, {}, list[Any]()
+    for is_replayed in (False, True):
+        monkeypatch.setattr(ModelRunner, "_is_replay_faster", lambda *_, answer=is_replayed: answer)
+        harness = Harness(loaded, num_blocks=512, max_num_batched_tokens=4096)
+        harness.runner.warm_up()
+        parts = []
+        for index, num_tokens in enumerate((1024, 1100, 1300, 2100)):
+            ids, table = prompt(num_tokens, seed=index), harness.table(num_tokens)
+            row = BatchRow(ids, 0, table, request_index=index, table_key=index)
+            with monkeypatch.context() as patch:
+                patch.setattr(BlockTables, "copy_fresh", record(used, BlockTables.copy_fresh))
+                parts.append(harness.runner.execute([row]).logits.clone())
+        logits[is_replayed], pools[is_replayed] = torch.cat(parts), harness.pool.float()
+    assert [span.query_len for _, span in used] == [1024, 1100, 1300, 2100]
+    error = (logits[True] - logits[False]).norm() / logits[False].norm()
+    assert error < 0.05
+    assert torch.equal(pools[True].isnan(), pools[False].isnan())
+    error = (pools[True] - pools[False]).nan_to_num().norm() / pools[False].nan_to_num().norm()
+    assert error < 0.05
+
+
+@pytest.mark.gpu
+def test_long_steps_that_cannot_be_captured_are_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=4096)
+    capture = ModelRunner._capture_step
+
+    def fail_if_long(runner: ModelRunner, key: Any, pool: Any) -> Any:
+        if key[0] > 512:
+            raise torch.OutOfMemoryError("no memory for graphs")
+        return capture(runner, key, pool)
+
+    monkeypatch.setattr(ModelRunner, "_capture_step", fail_if_long)
+    harness = Harness(find_model(str(tmp_path), dtype="float32", device="cuda").load())
+    harness.runner.warm_up()
+    assert "steps of 640 tokens and more are not captured: no memory for graphs" in caplog.text
+    ids = prompt(77, seed=1)
+    assert harness.generate(ids, 8, [40, 37]) == reference_tokens(tmp_path, ids, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_replayed_long_steps_give_the_logits_of_launched_ones_and_write_only_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, tolerance: float
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=4096)
+    loaded = find_model(str(tmp_path), device="cuda", dtype=dtype).load()
+    ids, beside, chunks = prompt(3000, seed=12), prompt(40, seed=13), (1000, 1300, 700)
+    logits, pools, sizes = {}, {}, []
+
+    def note_size(*step: Any) -> int:
+        sizes.append(choose_size(*step))
+        return sizes[-1]
+
+    for is_replayed in (False, True):
+        monkeypatch.setattr(ModelRunner, "_is_replay_faster", lambda *_, answer=is_replayed: answer)
+        harness = Harness(loaded, num_blocks=256)
+        harness.runner.warm_up()
+        monkeypatch.setattr(model_runner, "choose_size", note_size)
+        tables, start, parts = [harness.table(3100), harness.table(40)], 0, []
+        for step, chunk in enumerate(chunks):
+            rows = [
+                BatchRow(ids[start : start + chunk], start, tables[0]),
+                BatchRow(beside[step : step + 1], step, tables[1]),
+            ]
+            parts.append(harness.runner.execute(rows).logits.clone())
+            start += chunk
+        logits[is_replayed], pools[is_replayed] = torch.cat(parts), harness.pool.float()
+        monkeypatch.setattr(model_runner, "choose_size", choose_size)
+    assert sizes == [0, 0, 0, 1088, 1408, 832]
+    error = (logits[True] - logits[False]).norm() / logits[False].norm()
+    assert error < tolerance
+    assert torch.equal(pools[True].isnan(), pools[False].isnan())
+    error = (pools[True] - pools[False]).nan_to_num().norm() / pools[False].nan_to_num().norm()
+    assert error < tolerance
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:

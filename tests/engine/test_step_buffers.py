@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
-from tieredkv.kernels import small_copies
-from tieredkv.kernels.partition import Heads
+from tieredkv.kernels import partition, prefill_dense, small_copies
+from tieredkv.kernels.partition import Heads, Span
 
 
 class BusyDevice:
@@ -50,3 +50,67 @@ def test_a_step_reads_the_table_of_its_own_request_though_the_next_one_has_its_s
     table_of_cancelled, _, table_of_successor, _ = device.read
     assert table_of_cancelled == list(range(150))
     assert table_of_successor == list(range(500, 500 + (600 + num_tokens) // 4))
+
+
+def test_a_step_that_leaves_the_dense_path_has_all_its_chunks_attended_by_the_paged_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_dense, "is_available", lambda _: True)
+    heads = Heads(4, 2, 16, torch.float32, torch.device("cpu"))
+    rows = [BatchRow([1] * n, start, list(range(600))) for n, start in ((2112, 0), (1, 70), (9, 5))]
+    assert Layout(rows[:1], heads, 4).is_fresh
+    assert not Layout([BatchRow([1] * 2112, 16, list(range(600)))], heads, 4).is_fresh
+    layout = Layout(rows, heads, 4)
+    assert not layout.is_fresh
+    assert layout.shares.dense == [Span(0, 0, 2048, 2048)]
+    assert layout.num_pairs == (2112**2 + 71**2 - 70**2 + 14**2 - 5**2) / 2
+    layout.leave_dense_path()
+    assert layout.shares == (
+        [],
+        [Span(1, 2112, 1, 71)],
+        [Span(0, 0, 2112, 2112), Span(2, 2113, 9, 14)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "needs_logits", "last"),
+    [
+        ([1, 1], [True, True], None),  # all tokens are kept: no plan of their own is read
+        ([1, 1], [False, True], [Span(1, 0, 1, 1)]),
+        ([600], [True], [Span(0, 0, 1, 600)]),
+        ([600], [False], []),  # a captured step must not find the plan of the step before
+        ([], [], []),
+    ],
+)
+def test_the_kept_tokens_have_a_plan_wherever_a_step_may_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: list[int],
+    needs_logits: list[bool],
+    last: list[Span] | None,
+) -> None:
+    device, cpu = BusyDevice(), torch.device("cpu")
+    heads = Heads(4, 2, 16, torch.float32, cpu)
+    tables = BlockTables(2, 2048, 4, cpu)
+    buffers = StepBuffers(heads, tables, max_tokens=640, vocab_size=9)
+    planned = []
+    monkeypatch.setattr(small_copies, "copy", device.copy)
+    monkeypatch.setattr(tables, "copied", device, raising=False)
+    monkeypatch.setattr(partition, "partition", lambda spans, *_: planned.append(spans))
+    rows = [
+        BatchRow([1] * n, 0, list(range(150)), needs_logits=needs)
+        for n, needs in zip(num_tokens, needs_logits, strict=True)
+    ]
+    layout = Layout(rows, heads, 2)
+    num_kept = len(layout.kept)
+    changes = tables.update(rows)
+    buffers.fill(rows, layout, changes, num_tokens=layout.num_tokens, num_kept=num_kept)
+    assert planned[2:] == ([] if last is None else [last])
+
+
+def test_the_table_of_a_fresh_prompt_is_copied_to_where_captured_steps_read_it() -> None:
+    tables = BlockTables(3, 2048, 16, torch.device("cpu"))
+    row = BatchRow([1] * 1100, 0, list(range(7, 80)), request_index=1, table_key=5)
+    assert tables.update([row]) == ([], [])
+    tables.copy_fresh(Span(1, 0, 1100, 1100))
+    assert tables.tensor[tables.fresh_row].tolist() == [*range(7, 76), *[0] * 59]
+    assert tables.spare_cell // tables.max_blocks not in (0, 1, 2, tables.fresh_row)
