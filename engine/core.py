@@ -8,6 +8,7 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 import contextlib
 import gc
 import logging
+import math
 import random
 import sys
 import threading
@@ -173,6 +174,7 @@ class EngineCore:
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
         )
+        self.tiers.read_rate.limit = settings.disk_read_limit or math.inf
         self.give_shares(settings.tenant_shares)
         self.cache = TieredCache(self.tiers)
         self._timer = StepTimer(self.tiers.compute_rate, device)

@@ -325,6 +325,24 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(
         assert [one(llm, prompt(seed)).token_ids for seed in range(3)] == cold[:3]
 
 
+@pytest.mark.parametrize("restore", ["auto", "load"])
+def test_a_read_limit_below_a_block_a_second_holds_up_no_request(
+    disk_dir: str, restore: str
+) -> None:
+    tokens = prompt(16)
+    settings = {**SIZES, "restore": restore, "load_timeout": 0.5}
+    with LLM(
+        "tiny-random", retention="24h", disk_dir=disk_dir, disk_read_limit="1KiB", **settings
+    ) as llm:
+        cold = one(llm, tokens)
+        llm.demote("disk")
+        began_at = time.monotonic()
+        again = one(llm, tokens)
+        assert again.token_ids == cold.token_ids
+        # A full token bucket allows one block of 32 KiB and takes half a minute to fill.
+        assert again.usage.cached_tokens <= 16 * (1 + (time.monotonic() - began_at) / 32)
+
+
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
     assert llm.demote(Tier.DISK)

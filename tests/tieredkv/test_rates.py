@@ -101,11 +101,27 @@ def test_a_limit_caps_what_is_told_and_teaches_nothing() -> None:
     assert rate.effective(2.0) == 3e9
 
 
+def test_a_rate_that_was_learnt_too_low_is_raised_to_the_limit() -> None:
+    rate = LinkRate(0.1e9, limit=1e9)
+    run(rate, 1e9, 1.0, 0.0)
+    assert rate.effective(2.0) >= 0.9e9
+
+
+def test_a_move_that_is_admitted_but_does_not_begin_does_not_count_for_the_limit() -> None:
+    rate = LinkRate(2e9, limit=1.0)
+    assert all(rate.admits(2 * MIB, now) for now in (0.0, 0.1, 0.2))
+    rate.begin(2 * MIB, 0.2)
+    assert not rate.admits(2 * MIB, 1_000_000.0)
+    assert rate.admits(2 * MIB, 3_000_000.0)
+
+
 @pytest.mark.parametrize("limit", [1e6, 0.5e9, 2e9])
 def test_a_limit_lets_through_no_more_than_it_says(limit: float) -> None:
     rate, now, num_bytes = LinkRate(3e9, limit=limit), 0.0, 0
     while now < 10.0:
         while rate.admits(2 * MIB, now):
+            rate.begin(2 * MIB, now)
+            rate.end(2 * MIB, now)
             num_bytes += 2 * MIB
         now += 0.001
     assert num_bytes <= limit * 10.0 + max(2 * MIB, 0.02 * limit)

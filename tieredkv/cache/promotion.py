@@ -299,13 +299,13 @@ class Promoter:
                         break
                     if not self._begin(restore, items):
                         break
+                    self._tiers.read_rate.begin(self._tiers.block_bytes, now)
                     num_left -= 1
                 index, restore.is_begun = restore.on_disk.pop(), True
                 if restore.prefix.hashes[index] in self._reads:
                     insort(restore.reading, index)
         if items:
             assert self._tiers.store is not None
-            self._tiers.read_rate.begin(len(items) * self._tiers.block_bytes, now)
             self._tiers.store.load(items)
         self._start_copies()
         return self._is_short

@@ -36,8 +36,8 @@ class LinkRate:
 
     Attributes:
         bytes_per_s: the rate that was learnt, or the first assumption.
-        limit: the operator's limit in bytes/s; infinite without one. It caps what is told. Time in
-            which it held the link back teaches nothing.
+        limit: the operator's limit in bytes/s; infinite without one. It caps what is told. A link
+            that it holds back is known to be no slower than the limit, and nothing more.
         learnt_at: when the rate was last measured; negative infinity before that.
     """
 
@@ -53,10 +53,11 @@ class LinkRate:
     _allowed_at: float = -math.inf
 
     def begin(self, num_bytes: int, now: float) -> None:
-        """Note that a move of so many bytes was handed to the link."""
+        """Note that a move of so many bytes was handed to the link; it counts for the limit."""
         if not self.num_bytes:
             self._moved_at = now
         self.num_bytes += num_bytes
+        self._allowed -= num_bytes
 
     def end(self, num_bytes: int, now: float, *, teaches: bool = True) -> None:
         """Note that a move has ended.
@@ -76,21 +77,18 @@ class LinkRate:
             self._busy_s, self._num_moved = 0.0, 0
 
     def admits(self, num_bytes: int, now: float) -> bool:
-        """Return whether the limit lets a move of so many bytes start now; if so, count it."""
+        """Return whether the limit lets a move of so many bytes begin now."""
         if self.limit == math.inf:
             return True
         most = max(num_bytes, self.limit * BURST_S)
         self._allowed = min(most, self._allowed + (now - self._allowed_at) * self.limit)
         self._allowed_at = now
-        if self._allowed < num_bytes:
-            return False
-        self._allowed -= num_bytes
-        return True
+        return self._allowed >= num_bytes
 
     def learn(self, num_bytes: int, seconds: float, now: float) -> None:
         """Take in a measurement; longer ones weigh more."""
         measured = num_bytes / max(seconds, 1e-9)
-        if measured >= 0.9 * self.limit:
+        if measured >= 0.9 * self.limit and self.bytes_per_s >= measured:
             return
         self._learnt_s += seconds
         weight = max(1 - math.exp(-seconds / MEMORY_S), seconds / self._learnt_s)
