@@ -65,6 +65,9 @@ TOUCH_AGAIN_S = 10.0
 MOST_CPU_TOKENS = 256
 """Tokens of the largest step that is timed at the start on a CPU."""
 
+TOLD_POSITIONS = (0, 16_384, 65_536)
+"""Positions in a prompt at which the metrics tell how fast tokens are computed."""
+
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
@@ -341,7 +344,23 @@ class EngineCore:
             "requests_waiting": len(scheduler.waiting),
         }
         disk = msgspec.to_builtins(store.stats()) if store else None
-        return stats | {"block_bytes": size, "disk": disk}
+        return stats | {"block_bytes": size, "disk": disk, "learnt": self.learnt_rates()}
+
+    def learnt_rates(self) -> dict[str, object]:
+        """Return the rates that loads are planned with.
+
+        Those of computing are tokens a second of a step's tokens behind some positions.
+        """
+        tiers, now, chunk = self.tiers, time.monotonic(), self.tiers.compute_rate.chunk
+        positions = [each for each in TOLD_POSITIONS if each < self._max_model_len]
+        seconds = {it: tiers.compute_rate.seconds(it, it + chunk) for it in positions}
+        has_disk, limit = tiers.store is not None, tiers.read_rate.limit
+        return {
+            "up_bytes_per_s": tiers.up_rate.effective(now),
+            "read_bytes_per_s": tiers.read_rate.effective(now) if has_disk else None,
+            "read_bytes_limit": limit if has_disk and limit < math.inf else None,
+            "prefill_tokens_per_s": {str(it): chunk / took_s for it, took_s in seconds.items()},
+        }
 
     def give_shares(self, shares: Mapping[str, float]) -> None:
         """Replace the tenants' shares of every tier."""
@@ -523,6 +542,8 @@ class EngineCore:
             if self.on_logits is not None:
                 self.on_logits(request.request_id, launched.logits[index])
             is_first = not request.num_output_tokens
+            if is_first:
+                request.note_first_token()
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)

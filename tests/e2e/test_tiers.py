@@ -340,7 +340,16 @@ def test_a_read_limit_below_a_block_a_second_holds_up_no_request(
         again = one(llm, tokens)
         assert again.token_ids == cold.token_ids
         # A full token bucket allows one block of 32 KiB and takes half a minute to fill.
-        assert again.usage.cached_tokens <= 16 * (1 + (time.monotonic() - began_at) / 32)
+        usage = again.usage
+        assert usage.cached_tokens <= 16 * (1 + (time.monotonic() - began_at) / 32)
+        if restore == "auto":
+            assert usage.miss_reason == "computed_sooner"
+            assert usage.recomputed_tokens == 496 - usage.cached_tokens
+            assert usage.split_token == usage.recomputed_tokens
+            assert usage.predicted_s is not None and usage.actual_s is not None
+        else:
+            assert usage.miss_reason == "load_timeout"
+            assert usage.written_tokens == 496 - usage.cached_tokens
 
 
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:

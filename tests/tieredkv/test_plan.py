@@ -69,7 +69,7 @@ def test_head_and_tail_arrive_together() -> None:
 
 def test_without_anything_to_load_all_is_computed() -> None:
     split = planner(LinkState(2e9)).split(Demand(100, 1000))
-    assert split == Split(7, seconds(100, 112), 0.0)
+    assert split == Split(7, seconds(100, 112), 0.0, seconds(100, 1000))
 
 
 def test_what_a_stopped_link_was_given_is_computed() -> None:

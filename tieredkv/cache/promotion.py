@@ -90,6 +90,7 @@ class _Restore:
         split: blocks before it are computed; blocks from it on are left to the links.
         probe_from: blocks from it on are read even if the plan computes them.
         is_begun: whether a read or a copy was started.
+        predicted_s: from the last plan until the request's last token is computed.
     """
 
     prefix: Prefix
@@ -102,6 +103,7 @@ class _Restore:
     split: int = 0
     probe_from: int = sys.maxsize
     is_begun: bool = False
+    predicted_s: float = 0.0
 
     @property
     def first(self) -> int:
@@ -244,6 +246,10 @@ class Promoter:
         self.pump()
         if self._is_short:
             self._split(demands, restores, busy_s)
+        for restore in planned if self._tiers.restore == "auto" else ():
+            if restore.is_admitted and not restore.prefix.planned_at:
+                restore.prefix.planned_at = time.monotonic()
+                restore.prefix.predicted_s = restore.predicted_s
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
         """Return the first of a request's blocks `[first, end)` that is left to the links.
@@ -461,7 +467,7 @@ class Promoter:
             split = planner.split(demand)
             if restore is None:
                 continue
-            restore.split = split.block
+            restore.split, restore.predicted_s = split.block, split.done_s
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("plan %s -> %s; device busy %.4f s; %s", demand, split, busy_s, links)
             if tiers.restore == "load":
