@@ -25,6 +25,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.rate_file import Machine, RateFile, device_name, disk_name
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -191,6 +192,7 @@ class EngineCore:
         )
         self._runner.warm_up(progress)
         self._measure_steps(num_alone_tokens)
+        self._rate_file = self._open_rate_file(stack)
 
     def _measure_steps(self, most_tokens: int) -> None:
         """Time steps of several sizes and positions, so that the first plan is a good one."""
@@ -281,6 +283,8 @@ class EngineCore:
             return self._take_outputs()
         self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
+        if self._rate_file is not None:
+            self._rate_file.keep()
         self.scheduler.busy_s = self._timer.busy_s()
         self._is_early = self.cache.is_restoring and self.scheduler.busy_s > ISSUE_AHEAD_S
         if self._is_early:  # what to compute next is decided when more has been loaded
@@ -594,6 +598,27 @@ class EngineCore:
                     self.tiers.catalog.note_empty_disk()
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
+
+    def _open_rate_file(self, stack: contextlib.ExitStack) -> RateFile | None:
+        """Take the rates of an earlier run from the store's folder; they will be kept there."""
+        folder, tiers = self.settings.disk_dir, self.tiers
+        if folder is None:
+            return None
+        try:
+            disk = disk_name(folder)
+        except OSError:  # the store is gone already, which `disk_trouble` tells
+            return None
+        machine = Machine(
+            device=device_name(self.model.device),
+            disk=disk,
+            model=self.model.name,
+            fingerprint=self.model.fingerprint.hex(),
+            block_bytes=tiers.block_bytes,
+        )
+        rates = {"read": tiers.read_rate, "up": tiers.up_rate}
+        file = RateFile(folder, machine, **rates, compute=tiers.compute_rate)
+        stack.callback(file.close)
+        return file
 
     def _open_store(self, arena: HostArena, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self.settings

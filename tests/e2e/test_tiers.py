@@ -352,6 +352,25 @@ def test_a_read_limit_below_a_block_a_second_holds_up_no_request(
             assert usage.written_tokens == 496 - usage.cached_tokens
 
 
+def test_rates_are_learnt_once_and_known_after_a_restart(disk_dir: str) -> None:
+    settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
+    with LLM("tiny-random", **settings) as llm:
+        read_rate = llm.core.tiers.read_rate
+        one(llm, prompt(1))
+
+        def is_learnt() -> bool:
+            llm.demote("disk")
+            one(llm, prompt(1))
+            return read_rate.is_learnt
+
+        wait_until(is_learnt, "the disk's rate is not learnt")
+    with LLM("tiny-random", **settings) as llm:
+        assert llm.core.tiers.read_rate.bytes_per_s == read_rate.bytes_per_s
+        assert not llm.core.tiers.read_rate.is_learnt
+    with LLM("tiny-random", **settings, block_size=32) as llm:
+        assert llm.core.tiers.read_rate.bytes_per_s == 2e9, "other blocks are other reads"
+
+
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
     assert llm.demote(Tier.DISK)
