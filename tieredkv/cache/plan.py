@@ -171,6 +171,36 @@ class Planner:
         return num_bytes / self.links[load.link].bytes_per_s
 
 
+class Outlook(NamedTuple):
+    """What is expected of one request that is alone, and whose prefix a slower tier has.
+
+    Attributes:
+        split: the plan.
+        compute_s: seconds until its last token is computed if all is computed.
+        load_s: the same if the whole prefix is loaded.
+    """
+
+    split: Split
+    compute_s: float
+    load_s: float
+
+
+def outlook(planner: Planner, num_cached_tokens: int, num_tokens: int) -> Outlook:
+    """Compare the plan for one request with computing and with loading all of its prefix.
+
+    Args:
+        planner: a new one, whose first link has the prefix.
+        num_cached_tokens: length of the prefix, in whole blocks.
+        num_tokens: of the request.
+    """
+    blocks, link = range(num_cached_tokens // planner.block_size), planner.links[0]
+    move_s = len(blocks) * planner.block_bytes / link.bytes_per_s
+    load_s = link.busy_s + move_s + link.latency_s + planner.compute(num_cached_tokens, num_tokens)
+    compute_s = planner.busy_s + planner.compute(0, num_tokens)
+    split = planner.split(Demand(0, num_tokens, [LinkLoad(0, blocks)]))
+    return Outlook(split, compute_s, load_s)
+
+
 def _num_from(indices: Sequence[int], first: int) -> int:
     """Count the indices, given in ascending order, from `first` on."""
     return len(indices) - bisect_left(indices, first)
