@@ -8,6 +8,7 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 import contextlib
 import gc
 import logging
+import math
 import random
 import sys
 import threading
@@ -24,6 +25,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.rate_file import Machine, RateFile, device_name, disk_name
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -64,6 +66,9 @@ TOUCH_AGAIN_S = 10.0
 MEASURED_BYTES = 256 << 20
 MOST_CPU_TOKENS = 256
 """Tokens of the largest step that is timed at the start on a CPU."""
+
+TOLD_POSITIONS = (0, 16_384, 65_536)
+"""Positions in a prompt at which the metrics tell how fast tokens are computed."""
 
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
@@ -174,6 +179,7 @@ class EngineCore:
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
         )
+        self.tiers.read_rate.limit = settings.disk_read_limit or math.inf
         self.give_shares(settings.tenant_shares)
         self.cache = TieredCache(self.tiers)
         self._timer = StepTimer(self.tiers.compute_rate, device)
@@ -187,6 +193,7 @@ class EngineCore:
         )
         self._runner.warm_up(progress)
         self._measure_steps(num_alone_tokens)
+        self._rate_file = self._open_rate_file(stack)
 
     def _measure_steps(self, most_tokens: int) -> None:
         """Time steps of several sizes and positions, so that the first plan is a good one."""
@@ -292,6 +299,8 @@ class EngineCore:
             return self._take_outputs()
         self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
+        if self._rate_file is not None:
+            self._rate_file.keep()
         self.scheduler.busy_s = self._timer.busy_s()
         self._is_early = self.cache.is_restoring and self.scheduler.busy_s > ISSUE_AHEAD_S
         if self._is_early:  # what to compute next is decided when more has been loaded
@@ -355,7 +364,23 @@ class EngineCore:
             "requests_waiting": len(scheduler.waiting),
         }
         disk = msgspec.to_builtins(store.stats()) if store else None
-        return stats | {"block_bytes": size, "disk": disk}
+        return stats | {"block_bytes": size, "disk": disk, "learnt": self.learnt_rates()}
+
+    def learnt_rates(self) -> dict[str, object]:
+        """Return the rates that loads are planned with.
+
+        Those of computing are tokens a second of a step's tokens behind some positions.
+        """
+        tiers, now, chunk = self.tiers, time.monotonic(), self.tiers.compute_rate.chunk
+        positions = [each for each in TOLD_POSITIONS if each < self._max_model_len]
+        seconds = {it: tiers.compute_rate.seconds(it, it + chunk) for it in positions}
+        has_disk, limit = tiers.store is not None, tiers.read_rate.limit
+        return {
+            "up_bytes_per_s": tiers.up_rate.effective(now),
+            "read_bytes_per_s": tiers.read_rate.effective(now) if has_disk else None,
+            "read_bytes_limit": limit if has_disk and limit < math.inf else None,
+            "prefill_tokens_per_s": {str(it): chunk / took_s for it, took_s in seconds.items()},
+        }
 
     def give_shares(self, shares: Mapping[str, float]) -> None:
         """Replace the tenants' shares of every tier."""
@@ -537,6 +562,8 @@ class EngineCore:
             if self.on_logits is not None:
                 self.on_logits(request.request_id, launched.logits[index])
             is_first = not request.num_output_tokens
+            if is_first:
+                request.note_first_token()
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
@@ -587,6 +614,27 @@ class EngineCore:
                     self.tiers.catalog.note_empty_disk()
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
+
+    def _open_rate_file(self, stack: contextlib.ExitStack) -> RateFile | None:
+        """Take the rates of an earlier run from the store's folder; they will be kept there."""
+        folder, tiers = self.settings.disk_dir, self.tiers
+        if folder is None:
+            return None
+        try:
+            disk = disk_name(folder)
+        except OSError:  # the store is gone already, which `disk_trouble` tells
+            return None
+        machine = Machine(
+            device=device_name(self.model.device),
+            disk=disk,
+            model=self.model.name,
+            fingerprint=self.model.fingerprint.hex(),
+            block_bytes=tiers.block_bytes,
+        )
+        rates = {"read": tiers.read_rate, "up": tiers.up_rate}
+        file = RateFile(folder, machine, **rates, compute=tiers.compute_rate)
+        stack.callback(file.close)
+        return file
 
     def _open_store(self, arena: HostArena, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self.settings

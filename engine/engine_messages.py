@@ -97,12 +97,20 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         cached_tokens_by_tier: prompt tokens whose keys and values were found in each tier.
         written_tokens: prompt tokens that this request computed into cached blocks, also where
             `EngineRequest.read_ends` kept it from using those that were there.
-        recomputed_tokens: prompt tokens that were found and computed again for their logits: the
-            last one of a wholly cached prompt.
+        recomputed_tokens: prompt tokens that were found and computed nevertheless: those of blocks
+            that computing reached before they were loaded, and, for its logits, the last one of a
+            wholly cached prompt.
         queue_s: how long the request was in the queue.
         miss_token: the first token whose block was not served from the cache, or that cannot be.
-        miss_reason: why it was not, see `cache.catalog`, or `behind_lookback`: it is there, but
-            no hit may end so far back; None where it cannot be.
+            Blocks that were computed sooner count only if no other block was missed.
+        miss_reason: why it was not, see `cache.catalog`; `behind_lookback`: it is there, but no hit
+            may end so far back; `computed_sooner`: a slower tier has it, but computing it was
+            faster. None where it cannot be.
+        split_token: where computing and loading met: blocks before it were in VRAM or computed, and
+            those from it on were loaded, if they were cached. None if no slower tier had any.
+        predicted_s: from the first plan of what to load until the first token, as planned; None
+            without a plan.
+        actual_s: the same, as it was.
     """
 
     prompt_tokens: int
@@ -114,6 +122,9 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     queue_s: float = 0.0
     miss_token: int = 0
     miss_reason: str | None = None
+    split_token: int | None = None
+    predicted_s: float | None = None
+    actual_s: float | None = None
 
     @property
     def cached_tokens(self) -> int:

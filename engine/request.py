@@ -6,9 +6,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiered import COMPUTED_SOONER
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampler import SamplerState, Scores
 from tieredkv.engine.step_buffers import pending
@@ -136,15 +138,25 @@ class Request:
                 computed again; they are not counted as cached.
             why_missed: returns the reason why a block of the chain was not found.
         """
-        sources = self.prefix.sources[: self.num_prompt_tokens // block_size]
+        prefix = self.prefix
+        sources = prefix.sources[: self.num_prompt_tokens // block_size]
         if self.own_hashes:
             sources = [
                 None if block_hash in self.own_hashes else source
-                for source, block_hash in zip(sources, self.prefix.hashes, strict=False)
+                for source, block_hash in zip(sources, prefix.hashes, strict=False)
             ]
         counts = {tier: block_size * sources.count(tier) for tier in Tier}
-        written = block_size * sources.count(None)
-        num_found = sources.index(None) if written else len(sources)
+        missed = [index for index, source in enumerate(sources) if source is None]
+        overtaken = [
+            index
+            for index in missed
+            if prefix.hashes[index] in prefix.overtaken
+            and why_missed(prefix, index) == COMPUTED_SOONER
+        ]
+        loaded = [it for it, source in enumerate(sources) if source in (Tier.HOST, Tier.DISK)]
+        split = overtaken[-1] + 1 if overtaken else loaded[0] if loaded else None
+        first = min(set(missed).difference(overtaken) or missed, default=None)
+        written = block_size * (len(missed) - len(overtaken))
         last = sources[-1] if sources else None
         if last is not None:
             counts[last] -= num_recomputed_tokens
@@ -154,9 +166,18 @@ class Request:
             written_tokens=written,
             recomputed_tokens=block_size * len(sources) - sum(counts.values()) - written,
             queue_s=self.admitted_at - self.added_at,
-            miss_token=block_size * num_found,
-            miss_reason=why_missed(self.prefix, num_found) if written else None,
+            miss_token=block_size * (len(sources) if first is None else first),
+            miss_reason=None if first is None else why_missed(prefix, first),
+            split_token=None if split is None else block_size * split,
         )
+
+    def note_first_token(self) -> None:
+        """Note in the usage when the first token has come, if that was predicted."""
+        prefix = self.prefix
+        if prefix.planned_at and self.usage is not None:
+            times = {"predicted_s": prefix.predicted_s}
+            times["actual_s"] = time.monotonic() - prefix.planned_at
+            self.usage = msgspec.structs.replace(self.usage, **times)
 
 
 def too_long(

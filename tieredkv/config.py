@@ -139,6 +139,11 @@ class Settings:
     disk_write_limit: Bytes = _cache(
         0, "Most bytes written to disk per second, to spare the SSD. 0 means no limit."
     )
+    disk_read_limit: Bytes = _cache(
+        0,
+        "Most bytes read from disk per second, to leave the rest to others that use it. 0 means no "
+        "limit.",
+    )
     disk_compression: DiskCompression = _cache(
         "off",
         "Whether blocks on disk are compressed. `auto` compresses if that makes loads faster.",
@@ -166,8 +171,9 @@ class Settings:
     )
     restore: Restore = _cache(
         "auto",
-        "Whether cached blocks are loaded or computed again. `auto` loads them until it has "
-        "measured which is faster.",
+        "What is done with blocks that only host memory or disk has. `auto` loads the tail of a "
+        "prefix while its head is computed, so that both meet as early as possible. `load` loads "
+        "all of them, and `compute` none.",
     )
     load_timeout: Seconds = _cache(30.0, "A block that takes longer to load is computed instead.")
     drain_timeout: Seconds = _cache(

@@ -82,9 +82,14 @@ def test_metrics_follow_a_prompt_through_the_tiers(server: Server) -> None:
         ("evictions_total", {"tier": "device", "reason": "capacity"}),
         ("disk_written_bytes_total", {}),
         ("tier_blocks", {"tier": "disk"}),
+        ("learnt_bytes_per_second", {"from": "disk", "to": "host"}),
+        ("learnt_bytes_per_second", {"from": "host", "to": "device"}),
+        ("learnt_prefill_tokens_per_second", {"position": "0"}),
     ):
         wait_until(lambda n=name, it=labels: value(server, n, **it) > 0, name)  # type: ignore[misc]
-    assert complete(server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    details = complete(server, prompt).json()["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] > 0
+    assert details["tieredkv"]["plan"]["split_token"] >= 0
     wait_until(lambda: value(server, "tier_moves_total", to="device") > 0, "nothing came up")
     for tiers in ({"from": "disk", "to": "host"}, {"from": "host", "to": "device"}):
         wait_until(lambda it=tiers: value(server, "tier_move_seconds_sum", **it) > 0, str(tiers))  # type: ignore[misc]

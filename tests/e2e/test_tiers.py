@@ -325,6 +325,52 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(
         assert [one(llm, prompt(seed)).token_ids for seed in range(3)] == cold[:3]
 
 
+@pytest.mark.parametrize("restore", ["auto", "load"])
+def test_a_read_limit_below_a_block_a_second_holds_up_no_request(
+    disk_dir: str, restore: str
+) -> None:
+    tokens = prompt(16)
+    settings = {**SIZES, "restore": restore, "load_timeout": 0.5}
+    with LLM(
+        "tiny-random", retention="24h", disk_dir=disk_dir, disk_read_limit="1KiB", **settings
+    ) as llm:
+        cold = one(llm, tokens)
+        llm.demote("disk")
+        began_at = time.monotonic()
+        again = one(llm, tokens)
+        assert again.token_ids == cold.token_ids
+        # A full token bucket allows one block of 32 KiB and takes half a minute to fill.
+        usage = again.usage
+        assert usage.cached_tokens <= 16 * (1 + (time.monotonic() - began_at) / 32)
+        if restore == "auto":
+            assert usage.miss_reason == "computed_sooner"
+            assert usage.recomputed_tokens == 496 - usage.cached_tokens
+            assert usage.split_token == usage.recomputed_tokens
+            assert usage.predicted_s is not None and usage.actual_s is not None
+        else:
+            assert usage.miss_reason == "load_timeout"
+            assert usage.written_tokens == 496 - usage.cached_tokens
+
+
+def test_rates_are_learnt_once_and_known_after_a_restart(disk_dir: str) -> None:
+    settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
+    with LLM("tiny-random", **settings) as llm:
+        read_rate = llm.core.tiers.read_rate
+        one(llm, prompt(1))
+
+        def is_learnt() -> bool:
+            llm.demote("disk")
+            one(llm, prompt(1))
+            return read_rate.is_learnt
+
+        wait_until(is_learnt, "the disk's rate is not learnt")
+    with LLM("tiny-random", **settings) as llm:
+        assert llm.core.tiers.read_rate.bytes_per_s == read_rate.bytes_per_s
+        assert not llm.core.tiers.read_rate.is_learnt
+    with LLM("tiny-random", **settings, block_size=32) as llm:
+        assert llm.core.tiers.read_rate.bytes_per_s == 2e9, "other blocks are other reads"
+
+
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
     assert llm.demote(Tier.DISK)

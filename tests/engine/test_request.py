@@ -1,5 +1,7 @@
 """A request reports which tiers its prompt came from."""
 
+import time
+
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
@@ -13,6 +15,10 @@ HASHES = [BlockHash(bytes([index]) * 32) for index in range(4)]
 
 def why_missed(_prefix: Prefix, index: int) -> str:
     return f"block {index}"
+
+
+def computed_sooner(prefix: Prefix, index: int) -> str:
+    return "computed_sooner" if prefix.hashes[index] in prefix.overtaken else "never_seen"
 
 
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
@@ -51,3 +57,47 @@ def test_blocks_that_a_request_computed_before_its_preemption_are_no_hit() -> No
     usage = request.measure_usage(SIZE, 0, why_missed)
     assert usage.cached_tokens_by_tier == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 16}
     assert usage.written_tokens == 48
+
+
+def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as_cached() -> None:
+    request = make_request(80, [None, None, Tier.DISK, None])
+    request.prefix.overtaken = set(HASHES[:2])
+    usage = request.measure_usage(SIZE, 0, computed_sooner)
+    assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (16, 32, 16)
+    assert usage.split_token == 32
+    assert (usage.miss_token, usage.miss_reason) == (48, "never_seen")
+
+
+def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster() -> None:
+    request = make_request(70, [Tier.DEVICE, None, None, Tier.HOST])
+    request.prefix.overtaken = set(HASHES[1:3])
+    usage = request.measure_usage(SIZE, 0, computed_sooner)
+    assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (32, 32, 0)
+    assert (usage.miss_token, usage.miss_reason) == (16, "computed_sooner")
+    assert usage.split_token == 48
+
+
+def test_a_block_whose_load_failed_is_a_miss_and_not_a_choice() -> None:
+    request = make_request(70, [None, Tier.DISK, Tier.DISK, Tier.DISK])
+    request.prefix.overtaken = {HASHES[0]}
+    usage = request.measure_usage(SIZE, 0, why_missed)
+    assert (usage.recomputed_tokens, usage.written_tokens) == (0, 16)
+    assert (usage.miss_token, usage.miss_reason) == (0, "block 0")
+    assert usage.split_token == 16
+
+
+def test_a_request_that_loads_nothing_has_no_split_and_no_prediction() -> None:
+    request = make_request(70, [Tier.DEVICE, Tier.DEVICE, None, None])
+    request.usage = request.measure_usage(SIZE, 0, why_missed)
+    request.note_first_token()
+    assert request.usage.split_token is request.usage.predicted_s is None
+    assert request.usage.actual_s is None
+
+
+def test_the_predicted_time_of_the_first_token_is_told_beside_the_real_one() -> None:
+    request = make_request(70, [Tier.DISK] * 4)
+    request.usage = request.measure_usage(SIZE, 0, why_missed)
+    request.prefix.planned_at, request.prefix.predicted_s = time.monotonic() - 2.0, 1.5
+    request.note_first_token()
+    assert request.usage.predicted_s == 1.5
+    assert request.usage.actual_s is not None and 2.0 <= request.usage.actual_s < 3.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import traceback
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from tieredkv.server.admin import carry_out
 from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
-from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics
+from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
 from tieredkv.server.threads import Stop
 
 FULL = RequestError("The queue is full", code="queue_full")
@@ -267,6 +268,24 @@ def test_only_tokens_of_the_vocabulary_have_a_text(tokenization: Tokenization) -
     assert tell([72, 105]).json() == {"prompt": "Hi"} and tell([]).json() == {"prompt": ""}
     response = tell([72, 1024])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_metrics_tell_how_good_predictions_were_and_what_was_computed_by_choice() -> None:
+    metrics = Metrics(Settings(metric_labels=()), Engine(0.0, answered))  # type: ignore[arg-type]
+    usages = [
+        RequestUsage(prompt_tokens=64, recomputed_tokens=32, predicted_s=0.8, actual_s=1.0),
+        RequestUsage(prompt_tokens=64, recomputed_tokens=16, predicted_s=1.03, actual_s=1.0),
+        RequestUsage(prompt_tokens=64),
+    ]
+    for number, usage in enumerate(usages):
+        output = TokenOutput(request_id=str(number), token_ids=[1], usage=usage)
+        Observer(metrics, "", {}, 0.0).on_output(output)
+    told = dict(re.findall(r"^(tieredkv_\S+) (\S+)$", metrics.text().decode(), re.M))
+    assert told["tieredkv_recomputed_tokens_total"] == "48.0"
+    within = 'tieredkv_prediction_error_ratio_bucket{le="%s"}'
+    counts = [told[within % le] for le in ("0.02", "0.05", "0.15", "0.2")]
+    assert counts == ["0.0", "1.0", "1.0", "2.0"]
+    assert told["tieredkv_prediction_error_ratio_count"] == "2.0"
 
 
 def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:

@@ -190,8 +190,37 @@ def test_doctor_says_what_the_disk_can_do(tmp_path: Path) -> None:
         "flock",
         "rename",
     }
-    assert {*calls, "free space"} <= set(names)
+    assert {*calls, "free space", "disk to host memory", "learnt rates"} <= set(names)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
+    stored: Path,
+) -> None:
+    saved = json.loads((stored / "rates.json").read_text())
+    saved["read_bytes_per_s"] = 40e6
+    (stored / "rates.json").write_text(json.dumps(saved))
+    result = tieredkv("doctor", "tiny-random", "--disk-dir", str(stored), "--json")
+    document = json.loads(result.stdout)
+    assert document["failed"] == 0
+    assert document["rates"]["learnt"]["disk_read_GBps"] == 0.04
+    assert document["rates"]["learnt"]["model"] == "tiny-random"
+    from_disk = [each for each in document["plans"] if each["tier"] == "disk"]
+    assert [each["prefix_tokens"] for each in from_disk] == [2048, 8192, 32_704]
+    for plan in from_disk:
+        load_ms = plan["prefix_tokens"] * 2048 / 40e6 * 1000
+        assert load_ms <= plan["load_ms"]
+        assert 0 < plan["planned_ms"] <= 1.001 * min(plan["compute_ms"], plan["load_ms"])
+        assert 0 <= plan["split_token"] <= plan["prefix_tokens"]
+    details = {check["name"]: check["detail"] for check in document["checks"]}
+    assert "disk 0.04 GB/s" in details["learnt rates"]
+    assert "planned" in details["2,048 tokens on disk"]
+    limited = tieredkv(
+        *("doctor", "tiny-random", "--disk-dir", str(stored), "--json"),
+        TIEREDKV_DISK_READ_LIMIT="1KiB",
+    )
+    plans = json.loads(limited.stdout)["plans"]
+    assert {it["split_token"] for it in plans if it["tier"] == "disk"} == {2048, 8192, 32_704}
 
 
 def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:

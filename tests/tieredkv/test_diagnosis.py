@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tieredkv.engine.engine_messages import RequestUsage
-from tieredkv.server.diagnosis import Diagnosis, Seen, parts_of
+from tieredkv.server.diagnosis import Change, Diagnosis, Seen, parts_of
 from tieredkv.types import Tier
 
 LONG = "A prefix that is worth to be kept. " * 20
@@ -100,6 +100,21 @@ def test_a_changed_tool_description_is_not_taken_for_a_number_or_time() -> None:
     assert why("d1", "d2") == "tool `f` changed"
     assert why("Tells the weather", "Tells the time") == "tool `f` changed"
     assert why("As of 19:00", "As of 20:13") == f"tool `f` changed: {PASSING}"
+
+
+@pytest.mark.parametrize("cached_tokens", [0, 64])
+@pytest.mark.parametrize("text", [LONG, TODAY + LONG])
+def test_a_prefix_that_was_computed_sooner_than_loaded_was_in_the_cache(
+    cached_tokens: int, text: str
+) -> None:
+    by_tier = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: cached_tokens}
+    usage = RequestUsage(
+        prompt_tokens=100, cached_tokens_by_tier=by_tier, miss_reason="computed_sooner"
+    )
+    diagnosis = Diagnosis(seen(text), [seen(LONG)], "id", seen(LONG))
+    assert diagnosis.compare(usage) == Change("hit", 0)
+    told = diagnosis.miss(usage)
+    assert told == {"reason": "computed_sooner", "at_token": 0, "detail": None}
 
 
 def test_a_difference_is_placed_behind_the_tokens_that_were_reused() -> None:

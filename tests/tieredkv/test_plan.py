@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.plan import MIN_GAIN, Demand, LinkLoad, LinkState, Planner, Split
+from tieredkv.cache.plan import MIN_GAIN, Demand, LinkLoad, LinkState, Planner, Split, outlook
 
 SIZE = 16
 BLOCK_BYTES = 2 << 20
@@ -69,7 +69,7 @@ def test_head_and_tail_arrive_together() -> None:
 
 def test_without_anything_to_load_all_is_computed() -> None:
     split = planner(LinkState(2e9)).split(Demand(100, 1000))
-    assert split == Split(7, seconds(100, 112), 0.0)
+    assert split == Split(7, seconds(100, 112), 0.0, seconds(100, 1000))
 
 
 def test_what_a_stopped_link_was_given_is_computed() -> None:
@@ -152,3 +152,16 @@ def test_any_numbers_give_a_split_within_the_request(
     )
     assert first <= split.block <= max(first, load.end)
     assert math.isfinite(split.ready_s) and split.ready_s >= 0
+
+
+@pytest.mark.parametrize("GBps", [0.001, 0.5, 2.7, 60.0])
+def test_the_outlook_of_a_request_is_the_plan_beside_computing_all_and_loading_all(
+    GBps: float,
+) -> None:
+    link, demand = LinkState(GBps * 1e9, latency_s=0.003), on_disk(512)
+    split, compute_s, load_s = outlook(planner(link), 512 * SIZE, demand.end)
+    assert split == planner(link).split(demand)
+    assert split.done_s == pytest.approx(time_of(demand, split.block, link))
+    assert compute_s == pytest.approx(time_of(demand, 512, link))
+    assert load_s == pytest.approx(time_of(demand, 0, link))
+    assert split.done_s <= min(compute_s, load_s)

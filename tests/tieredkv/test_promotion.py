@@ -169,3 +169,40 @@ def test_a_request_joins_the_read_that_another_one_began() -> None:
     assert rig.finish(second) == 0
     assert sorted(rig.store.loaded) == sorted(chain_of("a", 2))
     rig.check_nothing_is_held()
+
+
+def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted() -> None:
+    rig = Rig(restore="auto")
+    rig.tiers.read_rate.bytes_per_s = 1e-3
+    rig.store.put("a", 4)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 4)
+    rig.store.answer(0)
+    rig.cache.poll()
+    assert rig.admit(prefix)
+    assert prefix.predicted_s == rig.tiers.compute_rate.seconds(0, 4)
+    began_at = prefix.planned_at
+    rig.turn()
+    assert prefix.planned_at == began_at, "the first plan is the one that is told"
+    assert rig.compute(prefix) == 4
+    assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
+    rig.cache.release(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_a_prompt_that_is_demoted_while_it_is_computed_was_in_no_tier() -> None:
+    rig = Rig(is_write_behind=True)
+    prefix = rig.start("a", 4)
+    rig.compute(prefix)
+    rig.turn(4)
+    assert rig.on_host("a", 4)
+    assert rig.cache.why_missed(prefix, 0) == "never_seen"
+    rig.cache.release(prefix)
+
+
+def test_a_limit_far_below_a_block_a_second_holds_up_no_request() -> None:
+    rig = Rig(restore="auto")
+    rig.tiers.read_rate.limit = 1e-3
+    rig.store.put("a", 8)
+    assert rig.run("a", 8) >= 7
+    assert len(rig.store.loaded) <= 1

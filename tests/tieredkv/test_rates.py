@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tieredkv.cache.rates import MIN_WINDOW_S, PROBE_S, ComputeRate, LinkRate, pairs
+from tieredkv.cache.rates import MIN_WINDOW_S, PROBE_S, ComputeRate, LinkRate, Step, pairs
 
 MIB = 1 << 20
 
@@ -108,11 +108,27 @@ def test_a_limit_caps_what_is_told_and_teaches_nothing() -> None:
     assert rate.effective(2.0) == 3e9
 
 
+def test_a_rate_that_was_learnt_too_low_is_raised_to_the_limit() -> None:
+    rate = LinkRate(0.1e9, limit=1e9)
+    run(rate, 1e9, 1.0, 0.0)
+    assert rate.effective(2.0) >= 0.9e9
+
+
+def test_a_move_that_is_admitted_but_does_not_begin_does_not_count_for_the_limit() -> None:
+    rate = LinkRate(2e9, limit=1.0)
+    assert all(rate.admits(2 * MIB, now) for now in (0.0, 0.1, 0.2))
+    rate.begin(2 * MIB, 0.2)
+    assert not rate.admits(2 * MIB, 1_000_000.0)
+    assert rate.admits(2 * MIB, 3_000_000.0)
+
+
 @pytest.mark.parametrize("limit", [1e6, 0.5e9, 2e9])
 def test_a_limit_lets_through_no_more_than_it_says(limit: float) -> None:
     rate, now, num_bytes = LinkRate(3e9, limit=limit), 0.0, 0
     while now < 10.0:
         while rate.admits(2 * MIB, now):
+            rate.begin(2 * MIB, now)
+            rate.end(2 * MIB, now)
             num_bytes += 2 * MIB
         now += 0.001
     assert num_bytes <= limit * 10.0 + max(2 * MIB, 0.02 * limit)
@@ -167,3 +183,42 @@ def test_a_device_that_becomes_slower_is_believed() -> None:
         for count in (512, 2048, 8192) * 40:
             rate.learn(count, pairs(0, count), factor * true_s(count, pairs(0, count)))
     assert rate.seconds(0, 8192) == pytest.approx(3 * true_s(8192, pairs(0, 8192)), rel=0.1)
+
+
+def steps_of(factor: float, counts: tuple[int, ...] = (512, 2048, 8192)) -> list[Step]:
+    """Return steps at the beginning of a prompt and far into it, `factor` times as slow."""
+    sizes = [(count, count * far) for count in counts for far in (count / 2, 50_000.0)]
+    return [Step(*size, factor * true_s(*size)) for size in sizes]
+
+
+def test_steps_of_an_earlier_run_predict_until_their_kind_is_measured() -> None:
+    rate = ComputeRate(8192)
+    assert rate.assume(steps_of(1.0))
+    expected = true_s(8192, pairs(65_536, 73_728))
+    assert rate.seconds(65_536, 73_728) == pytest.approx(expected, rel=0.05)
+    fresh = ComputeRate(8192)
+    for step in steps_of(2.0):
+        for each in (rate, fresh):
+            each.learn(int(step.num_tokens), step.num_pairs, step.seconds)
+    assert rate.seconds(65_536, 73_728) == pytest.approx(fresh.seconds(65_536, 73_728))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_what_is_measured_outweighs_an_earlier_run(factor: float) -> None:
+    rate = ComputeRate(8192)
+    for step in steps_of(1.0, (256, 8192)):
+        rate.learn(int(step.num_tokens), step.num_pairs, step.seconds)
+    assert rate.assume(steps_of(factor, (128, 512, 1024, 2048)))
+    assert rate.seconds(0, 8192) == pytest.approx(true_s(8192, pairs(0, 8192)), rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.01, 10.0, 1000.0])
+def test_steps_that_are_far_from_what_was_measured_are_not_believed(factor: float) -> None:
+    rate = ComputeRate(8192)
+    for step in steps_of(1.0, (256, 8192)):
+        rate.learn(int(step.num_tokens), step.num_pairs, step.seconds)
+    before = rate.seconds(0, 8192)
+    assert not rate.assume(steps_of(factor))
+    assert rate.seconds(0, 8192) == before
+    assert rate.assume([*steps_of(1.0), Step(4096, 0.0, factor)]), "one of them is left out"
+    assert rate.seconds(0, 8192) == pytest.approx(before, rel=0.05)

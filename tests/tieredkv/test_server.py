@@ -597,6 +597,9 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
             prompt_tokens=20,
             cached_tokens_by_tier={Tier.DEVICE: 0, Tier.HOST: 16, Tier.DISK: 0},
             recomputed_tokens=4,
+            split_token=16,
+            predicted_s=0.25,
+            actual_s=0.3000004,
         ),
     ]
     answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
@@ -611,7 +614,13 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
             "cached_tokens": 48,
             "cache_write_tokens": 8,
             "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
-            "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
+            "tieredkv": {
+                "device": 16,
+                "host": 16,
+                "disk": 16,
+                "recomputed": 4,
+                "plan": {"split_token": 16, "predicted_ms": 250.0, "actual_ms": 300.0},
+            },
         },
     }
 

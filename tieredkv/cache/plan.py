@@ -83,11 +83,13 @@ class Split(NamedTuple):
         block: blocks before it are computed, and those from it on are loaded.
         compute_s: seconds until the device has computed the blocks before it.
         load_s: seconds until the blocks from it on are loaded.
+        done_s: seconds until the request's last token is computed.
     """
 
     block: int
     compute_s: float
     load_s: float
+    done_s: float
 
     @property
     def ready_s(self) -> float:
@@ -134,19 +136,19 @@ class Planner:
             """Return when the device has computed the tokens before `split`."""
             return self.busy_s + self.compute(begin, min(split * size, end))
 
-        def whole_s(split: int) -> float:
+        def done_s(split: int) -> float:
             """Return when the last token is computed; without loads it needs no step of its own."""
             if split == last:
                 return self.busy_s + self.compute(begin, end)
-            return gain * (max(compute_s(split), self._load_s(demand, split)) + rest_s)
+            return max(compute_s(split), self._load_s(demand, split)) + rest_s
 
         least = min(last, first - (-self.least_tokens // size))
         crossing = least + bisect_left(
             range(least, last + 1), True, key=lambda m: compute_s(m) >= self._load_s(demand, m)
         )
         candidates = {first, max(least, crossing - 1), min(crossing, last), last}
-        block = min(sorted(candidates), key=whole_s)
-        split = Split(block, compute_s(block), self._load_s(demand, block))
+        block = min(sorted(candidates), key=lambda m: done_s(m) * (gain if m < last else 1.0))
+        split = Split(block, compute_s(block), self._load_s(demand, block), done_s(block))
         for load in demand.loads:
             self._free_s[load.link] += self._move_s(load, block)
         self.busy_s = split.compute_s + rest_s
@@ -167,6 +169,36 @@ class Planner:
         """Return how long a link moves what it is to be given from `split` on."""
         num_bytes = _num_from(load.indices, split) * self.block_bytes
         return num_bytes / self.links[load.link].bytes_per_s
+
+
+class Outlook(NamedTuple):
+    """What is expected of one request that is alone, and whose prefix a slower tier has.
+
+    Attributes:
+        split: the plan.
+        compute_s: seconds until its last token is computed if all is computed.
+        load_s: the same if the whole prefix is loaded.
+    """
+
+    split: Split
+    compute_s: float
+    load_s: float
+
+
+def outlook(planner: Planner, num_cached_tokens: int, num_tokens: int) -> Outlook:
+    """Compare the plan for one request with computing and with loading all of its prefix.
+
+    Args:
+        planner: a new one, whose first link has the prefix.
+        num_cached_tokens: length of the prefix, in whole blocks.
+        num_tokens: of the request.
+    """
+    blocks, link = range(num_cached_tokens // planner.block_size), planner.links[0]
+    move_s = len(blocks) * planner.block_bytes / link.bytes_per_s
+    load_s = link.busy_s + move_s + link.latency_s + planner.compute(num_cached_tokens, num_tokens)
+    compute_s = planner.busy_s + planner.compute(0, num_tokens)
+    split = planner.split(Demand(0, num_tokens, [LinkLoad(0, blocks)]))
+    return Outlook(split, compute_s, load_s)
 
 
 def _num_from(indices: Sequence[int], first: int) -> int:

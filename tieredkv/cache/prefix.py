@@ -37,6 +37,9 @@ class Prefix:
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found; None if the block had to be computed.
+        overtaken: blocks that a slower tier had at admission and that were computed.
+        planned_at, predicted_s: when it was first planned what to compute and what to load, and
+            how long after that its first token was expected; 0.0 without a plan.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
         lookup_job, lookup_give_up_at: the lookup on disk that has no answer yet.
@@ -55,6 +58,9 @@ class Prefix:
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
+    overtaken: set[BlockHash] = field(default_factory=set)
+    planned_at: float = 0.0
+    predicted_s: float = 0.0
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0

@@ -95,6 +95,7 @@ class _Restore:
         split: blocks before it are computed; blocks from it on are left to the links.
         probe_from: blocks from it on are read even if the plan computes them.
         is_begun: whether a read or a copy was started.
+        predicted_s: from the last plan until the request's last token is computed.
     """
 
     prefix: Prefix
@@ -107,6 +108,7 @@ class _Restore:
     split: int = 0
     probe_from: int = sys.maxsize
     is_begun: bool = False
+    predicted_s: float = 0.0
 
     @property
     def first(self) -> int:
@@ -249,6 +251,10 @@ class Promoter:
         self.pump()
         if self._is_short:
             self._split(demands, restores, busy_s)
+        for restore in planned if self._tiers.restore == "auto" else ():
+            if restore.is_admitted and not restore.prefix.planned_at:
+                restore.prefix.planned_at = time.monotonic()
+                restore.prefix.predicted_s = restore.predicted_s
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
         """Return the first of a request's blocks `[first, end)` that is left to the links.
@@ -306,13 +312,13 @@ class Promoter:
                         break
                     if not self._begin(restore, items):
                         break
+                    self._tiers.read_rate.begin(self._tiers.block_bytes, now)
                     num_left -= 1
                 index, restore.is_begun = restore.on_disk.pop(), True
                 if restore.prefix.hashes[index] in self._reads:
                     insort(restore.reading, index)
         if items:
             assert self._tiers.store is not None
-            self._tiers.read_rate.begin(len(items) * self._tiers.block_bytes, now)
             self._tiers.store.load(items)
         self._start_copies()
         return self._is_short
@@ -468,7 +474,7 @@ class Promoter:
             split = planner.split(demand)
             if restore is None:
                 continue
-            restore.split = split.block
+            restore.split, restore.predicted_s = split.block, split.done_s
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("plan %s -> %s; device busy %.4f s; %s", demand, split, busy_s, links)
             if tiers.restore == "load":

@@ -7,7 +7,7 @@ Called by the engine's thread only.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,8 +39,8 @@ class LinkRate:
 
     Attributes:
         bytes_per_s: the rate that was learnt, or the first assumption.
-        limit: the operator's limit in bytes/s; infinite without one. It caps what is told. Time in
-            which it held the link back teaches nothing.
+        limit: the operator's limit in bytes/s; infinite without one. It caps what is told. A link
+            that it holds back is known to be no slower than the limit, and nothing more.
         learnt_at: when the rate was last measured; negative infinity before that.
     """
 
@@ -56,10 +56,12 @@ class LinkRate:
     _allowed_at: float = -math.inf
 
     def begin(self, num_bytes: int, now: float) -> None:
-        """Note that a move of so many bytes was handed to the link."""
+        """Note that a move of so many bytes was handed to the link; it counts for the limit."""
         if not self.num_bytes:
             self._moved_at = now
         self.num_bytes += num_bytes
+        if self.limit < math.inf:
+            self._allowed -= num_bytes
 
     def end(self, num_bytes: int, now: float, *, teaches: bool = True) -> None:
         """Note that a move has ended.
@@ -79,21 +81,18 @@ class LinkRate:
             self._busy_s, self._num_moved = 0.0, 0
 
     def admits(self, num_bytes: int, now: float) -> bool:
-        """Return whether the limit lets a move of so many bytes start now; if so, count it."""
+        """Return whether the limit lets a move of so many bytes begin now."""
         if self.limit == math.inf:
             return True
         most = max(num_bytes, self.limit * BURST_S)
         self._allowed = min(most, self._allowed + (now - self._allowed_at) * self.limit)
         self._allowed_at = now
-        if self._allowed < num_bytes:
-            return False
-        self._allowed -= num_bytes
-        return True
+        return self._allowed >= num_bytes
 
     def learn(self, num_bytes: int, seconds: float, now: float) -> None:
         """Take in a measurement; longer ones weigh more."""
         measured = num_bytes / max(seconds, 1e-9)
-        if measured >= 0.9 * self.limit:
+        if measured >= 0.9 * self.limit and self.bytes_per_s >= measured:
             return
         self._learnt_s += seconds
         weight = max(1 - math.exp(-seconds / MEMORY_S), seconds / self._learnt_s)
@@ -116,6 +115,11 @@ class LinkRate:
         left_s = self.num_bytes / min(self.bytes_per_s, self.limit) - (now - self._moved_at)
         return abs(left_s) if self.num_bytes else 0.0
 
+    @property
+    def is_learnt(self) -> bool:
+        """Whether the rate was measured, so that it is no assumption any more."""
+        return self.learnt_at > -math.inf
+
     def is_stale(self, now: float) -> bool:
         """Whether the rate was not measured for `PROBE_S`."""
         return now - self.learnt_at >= PROBE_S
@@ -134,12 +138,31 @@ _HALF_LIFE = 200
 """Steps after which a kind that was not seen again has half of its weight."""
 
 
-class _Kind(NamedTuple):
-    """Steps of about the same size and position: their means, and the number of the last one."""
+_LONG_AGO = -5 * _HALF_LIFE
+"""The number of a step of an earlier run, so that it weighs 1/32 and less."""
+
+_FAR = 3.0
+"""A step of an earlier run is not believed if it took so many times what is expected of it."""
+
+
+class Step(NamedTuple):
+    """A step: tokens computed, pairs of a computed token and a token before it, and seconds."""
 
     num_tokens: float
     num_pairs: float
     seconds: float
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Its size and its position, roughly."""
+        size = int(self.num_tokens)
+        return size.bit_length(), int(self.num_pairs / self.num_tokens).bit_length()
+
+
+class _Kind(NamedTuple):
+    """Steps of about the same size and position: their mean, and the number of the last one."""
+
+    mean: Step
     last: int
 
 
@@ -176,15 +199,36 @@ class ComputeRate:
             seconds: how long the device took.
         """
         self._num_learnt += 1
-        key = num_tokens.bit_length(), int(num_pairs / num_tokens).bit_length()
-        new = (num_tokens, num_pairs, max(seconds, 1e-6))
-        known = self._kinds.get(key)
-        tokens, num, took = (
-            was + _NEW_SHARE * (now - was)
-            for was, now in zip(known[:3] if known else new, new, strict=True)
-        )
-        self._kinds[key] = _Kind(tokens, num, took, self._num_learnt)
+        new = Step(num_tokens, num_pairs, max(seconds, 1e-6))
+        known = self._kinds.get(new.kind)
+        before = new if known is None or known.last < 0 else known.mean
+        mean = Step(*(was + _NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
+        self._kinds[new.kind] = _Kind(mean, self._num_learnt)
         self._fitted = None
+
+    @property
+    def steps(self) -> list[Step]:
+        """The mean step of each kind that is known."""
+        return [each.mean for each in self._kinds.values()]
+
+    def assume(self, steps: Iterable[Step]) -> bool:
+        """Take in the steps of an earlier run, until steps of their kinds are measured.
+
+        Returns:
+            Whether most of them agree with what was measured; if not, none is taken in.
+        """
+        steps = list(steps)
+        believed = [it for it in steps if not self._kinds or self._is_near(it)]
+        if 2 * len(believed) < len(steps):
+            return False
+        for step in believed:
+            self._kinds.setdefault(step.kind, _Kind(step, _LONG_AGO))
+        self._fitted = None
+        return True
+
+    def _is_near(self, step: Step) -> bool:
+        expected_s = self.step_seconds(step.num_tokens, step.num_pairs)
+        return expected_s / _FAR <= step.seconds <= expected_s * _FAR
 
     def seconds(self, begin: int, end: int) -> float:
         """Return how long it takes to compute the tokens `[begin, end)` of one prompt."""
@@ -195,19 +239,21 @@ class ComputeRate:
         num_steps = -(-num_tokens // self.chunk)
         return a * num_steps + b * num_tokens + c * pairs(begin, end)
 
-    def step_seconds(self, num_tokens: int, num_pairs: float) -> float:
+    def step_seconds(self, num_tokens: float, num_pairs: float) -> float:
         """Return how long a step takes."""
         a, b, c = self._fitted or self._fit()
         return a + b * num_tokens + c * num_pairs
 
     def _fit(self) -> tuple[float, float, float]:
         kinds = self._kinds.values()
+        steps = [each.mean for each in kinds]
         # In units of the first assumption, so that the equations are well conditioned.
         rows = (
-            np.array([[1.0, it.num_tokens, it.num_pairs] for it in kinds]).reshape(-1, 3) * _PRIOR
+            np.array([[1.0, it.num_tokens, it.num_pairs] for it in steps]).reshape(-1, 3) * _PRIOR
         )
-        rows /= np.array([it.seconds for it in kinds]).reshape(-1, 1)
-        weights = np.array([0.5 ** ((self._num_learnt - it.last) / _HALF_LIFE) for it in kinds])
+        rows /= np.array([it.seconds for it in steps]).reshape(-1, 1)
+        newest = max((it.last for it in kinds), default=0)
+        weights = np.array([0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds])
         moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(3)
         targets = rows.T @ weights + _TRUST
         free = [0, 1, 2]

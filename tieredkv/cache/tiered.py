@@ -47,6 +47,9 @@ MAX_EXPIRED = 64
 
 PATIENCE_S = 0.25
 
+COMPUTED_SOONER = "computed_sooner"
+"""Why a block was computed although a slower tier has it: that was faster than to load it."""
+
 LOST = frozenset(("load_timeout", "corrupt", "expired", "admin"))
 """Reasons for which a block was computed although a slower tier was said to have it."""
 
@@ -194,16 +197,17 @@ class TieredCache:
     def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
         tiers = self.tiers
+        if (block_hash := prefix.hashes[index]) in prefix.overtaken:
+            reason = tiers.catalog.why_departed(block_hash, tiers.clock.now())
+            return reason if reason in LOST else COMPUTED_SOONER
         if index < prefix.num_present:
             if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
                 return "behind_lookback"
-            index = prefix.num_present  # with this block, a hit could have ended behind it
-        block_hash = prefix.hashes[index]
-        is_below = bool(prefix.records.get(block_hash) or tiers.host.lookup(block_hash))
-        if not tiers.can_load and is_below:
+            # With this block, a hit could have ended behind it.
+            block_hash = prefix.hashes[prefix.num_present]
+        if not tiers.can_load and (prefix.records.get(block_hash) or tiers.host.lookup(block_hash)):
             return "loads_off"
-        reason = tiers.catalog.why_departed(block_hash, tiers.clock.now())
-        return "computed_sooner" if is_below and reason not in LOST else reason
+        return tiers.catalog.why_departed(block_hash, tiers.clock.now())
 
     # Completion
 
@@ -220,6 +224,8 @@ class TieredCache:
             return
         for index in computed:
             blocks[index].is_ready = True
+            if prefix.sources[index] in (Tier.HOST, Tier.DISK):
+                prefix.overtaken.add(hashes[index])
             prefix.sources[index] = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
         now = self.tiers.clock.now()
@@ -302,6 +308,7 @@ class TieredCache:
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
+        prefix.planned_at = prefix.predicted_s = 0.0
         self.demoter.note_change()
 
     # Moves

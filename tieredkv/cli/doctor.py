@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,25 +29,41 @@ Finding = tuple[str, str, str]
 
 
 @click.command()
-@settings_options("disk_dir")
+@click.argument("model", required=False)
+@settings_options("dtype", "device", "block_size", "disk_dir", "disk_read_limit")
 @answering
 def doctor(loaded: LoadedSettings) -> Answer:
     """Check what this machine can do for each tier.
 
-    It looks at Python, torch, the GPU, pinned memory and, with --disk-dir, the disk. The exit code
-    is 1 if a check fails.
+    It looks at Python, torch, the GPU, pinned memory and, with --disk-dir, the disk. With a model
+    it also tells how long prefixes take that host memory or the disk has: if all is computed, if
+    all is loaded, and as planned, when the head is computed while the tail is loaded. These times
+    are predicted from the rates that a server of this model has left in --disk-dir; without them
+    the model is loaded and measured. The exit code is 1 if a check fails.
 
     \b
-    Example:
+    Examples:
       tieredkv doctor --disk-dir /nvme/kv
+      tieredkv doctor ./Llama-3.1-8B-Instruct --disk-dir /nvme/kv
     """
     settings = loaded.settings
     findings = [*_software(), *_memory(settings.host_size)]
     if settings.disk_dir is not None:
         findings += _disk(Path(settings.disk_dir))
+    document: dict[str, Any] = {}
+    if "fail" not in [status for _, status, _ in findings]:
+        from tieredkv.cli import outlook
+
+        rates = outlook.measure(settings)
+        findings += rates.findings
+        document["rates"] = rates.figures
+        if settings.model:
+            document["plans"] = outlook.plans(settings, rates)
+            findings += map(outlook.described, document["plans"])
     checks = [dict(zip(("name", "status", "detail"), each, strict=True)) for each in findings]
     num_failed = [check["status"] for check in checks].count("fail")
-    return Answer({"checks": checks, "failed": num_failed}, checks, is_problem=num_failed > 0)
+    document |= {"checks": checks, "failed": num_failed}
+    return Answer(document, checks, is_problem=num_failed > 0)
 
 
 def _software() -> Iterator[Finding]:

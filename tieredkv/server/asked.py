@@ -157,12 +157,18 @@ class Shape(Protocol):
         """Return the fields of `usage` about cached tokens.
 
         `cached_tokens_by_tier` and `tieredkv` are extensions of this server. `miss` describes the
-        first prompt that has a miss reason.
+        first prompt that has a miss reason, and `plan` the first of which a part was loaded.
         """
         by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompts) for t in Tier}
         ours: Json = {**by_tier, "recomputed": sum(usage.recomputed_tokens for usage in prompts)}
         if missed := [usage for usage in prompts if usage.miss_reason is not None]:
             ours["miss"] = self.diagnosis.miss(missed[0])
+        if split := [usage for usage in prompts if usage.split_token is not None]:
+            ours["plan"] = {
+                "split_token": split[0].split_token,
+                "predicted_ms": _ms(split[0].predicted_s),
+                "actual_ms": _ms(split[0].actual_s),
+            }
         return {
             "cached_tokens": sum(by_tier.values()),
             "cache_write_tokens": sum(usage.written_tokens for usage in prompts),
@@ -277,3 +283,8 @@ class PlainRequest(ApiRequest):
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""
         raise NotImplementedError
+
+
+def _ms(seconds: float | None) -> float | None:
+    """Return seconds in milliseconds, to the microsecond."""
+    return None if seconds is None else round(1000 * seconds, 3)

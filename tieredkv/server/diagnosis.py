@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from tieredkv.cache.tiered import COMPUTED_SOONER
 from tieredkv.engine.engine_messages import RequestUsage
 
 MAX_REQUESTS = 256
@@ -211,12 +212,14 @@ class Diagnosis(NamedTuple):
         """Return why the request could not reuse the prefix of the request it is compared with.
 
         The result is None if no comparison is wanted. Its kind is `not_found` if the other request
-        is not known, `hit` if the prefix was reused, and `unavailable` if nothing changed and yet
-        the prefix was not in the cache.
+        is not known, `hit` if the prefix was in the cache, and `unavailable` if nothing changed and
+        yet it was not.
         """
         if self.compared is None:
             return None if self.compared_id is None else Change("not_found", 0)
         found, is_new = change(self.compared, self.seen), usage.miss_reason == "never_seen"
+        if usage.miss_reason == COMPUTED_SOONER:  # all of it was in the cache
+            return Change("hit", 0)
         if usage.cached_tokens and (usage.miss_reason is None or (found is None and is_new)):
             return Change("hit", 0)
         if found and found.kind in _KINDS:  # Reused tokens cannot have changed.

@@ -115,6 +115,10 @@ class Observer:
         self._families["tieredkv_queue_seconds"].observe(usage.queue_s)
         self._count("prefill_seconds", max(0.0, now - self._submitted_at - usage.queue_s))
         self._count("prompt_tokens", usage.prompt_tokens)
+        self._count("recomputed_tokens", usage.recomputed_tokens)
+        if usage.predicted_s is not None and usage.actual_s:
+            error = abs(usage.predicted_s - usage.actual_s) / usage.actual_s
+            self._families["tieredkv_prediction_error_ratio"].observe(error)
         for tier in Tier:
             self._count("cached_tokens", by_tier[tier], tier)
 
@@ -127,7 +131,8 @@ class Observer:
         self._count("decode_seconds", last_at - first_at)
 
     def _count(self, name: str, count: float, *labels: str) -> None:
-        self._families[f"tieredkv_{name}"].labels(*labels, *self._labels).inc(count)
+        family, values = self._families[f"tieredkv_{name}"], (*labels, *self._labels)
+        (family.labels(*values) if values else family).inc(count)
 
 
 def _read(row: dict[str, Any], reported: dict[str, Any]) -> Metric:

@@ -1,0 +1,205 @@
+"""Keeps the measured rates across restarts, in a file in the store's folder.
+
+What is read is a first assumption: the first measurements replace it. A file of another machine,
+disk or model is ignored, and so is one that is damaged or absurd.
+"""
+
+import logging
+import os
+import stat
+import threading
+import time
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+
+from tieredkv.cache.rates import ComputeRate, LinkRate, Step
+from tieredkv.storage.folder import MARKER
+
+logger = logging.getLogger(__name__)
+
+NAME = "rates.json"
+_DRAFT = "rates.json.tmp"
+SAVE_S = 60.0
+"""While steps are computed, the file is written again so often."""
+
+CLOSE_S = 1.0
+"""At the end, a disk that hangs is not waited for any longer."""
+
+MOST_BYTES = 1 << 20
+_PRIVATE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_BytesPerS = Annotated[float, msgspec.Meta(ge=1e3, le=1e13)]
+_Tokens = Annotated[float, msgspec.Meta(ge=1, le=1 << 30)]
+_Pairs = Annotated[float, msgspec.Meta(ge=0, le=1 << 60)]
+_Seconds = Annotated[float, msgspec.Meta(ge=1e-6, le=1e4)]
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What rates were measured on, and with which model.
+
+    Attributes:
+        device: the GPU, or the number of processors.
+        disk: number of the device that the store's folder lies on.
+        model: the model's name, for people.
+        fingerprint: the model's fingerprint in hex.
+        block_bytes: bytes of a block.
+    """
+
+    device: str
+    disk: str
+    model: str
+    fingerprint: str
+    block_bytes: int
+
+
+class SavedRates(msgspec.Struct, kw_only=True):
+    """The content of the file; a rate that was never measured is None.
+
+    Attributes:
+        steps: of each kind of step its tokens, its pairs of tokens, and its seconds.
+    """
+
+    format: Literal["tieredkv-rates/1"] = "tieredkv-rates/1"
+    machine: Machine
+    read_bytes_per_s: _BytesPerS | None = None
+    up_bytes_per_s: _BytesPerS | None = None
+    steps: Annotated[list[tuple[_Tokens, _Pairs, _Seconds]], msgspec.Meta(max_length=4096)] = []
+
+    @property
+    def known_steps(self) -> list[Step]:
+        """The steps as `ComputeRate.assume` takes them."""
+        return [Step(*each) for each in self.steps]
+
+
+def device_name(device: torch.device) -> str:
+    """Name the device that a model runs on, so that another kind has another name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {os.cpu_count()} processors"
+
+
+def disk_name(folder: str) -> str:
+    """Name the device that a folder lies on.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    number = os.stat(folder).st_dev
+    return f"{os.major(number)}:{os.minor(number)}"
+
+
+def read_rates(folder: str) -> SavedRates | None:
+    """Read the file of a store's folder; None if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, damaged or absurd.
+    """
+    try:
+        fd = os.open(os.path.join(folder, NAME), os.O_RDONLY | _PRIVATE)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is no regular file")
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError("it is too long")
+    try:
+        return msgspec.json.decode(text, type=SavedRates)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+class RateFile:
+    """The rates of one engine and their file.
+
+    The engine's thread calls it and never waits for the disk, except in the constructor and up to
+    `CLOSE_S` in `close`: a thread of its own writes the file.
+
+    Args:
+        folder: the store's folder. The file is written only while there is a store in it.
+        machine: what the rates belong to.
+        read, up, compute: the rates; those of the file are their first assumption.
+    """
+
+    def __init__(
+        self, folder: str, machine: Machine, *, read: LinkRate, up: LinkRate, compute: ComputeRate
+    ) -> None:
+        self._folder, self._machine = os.path.abspath(folder), machine
+        self._read, self._up, self._compute = read, up, compute
+        self._saved = SavedRates(machine=machine)
+        self._written = b""
+        self._has_failed = False
+        self._due_at = time.monotonic() + SAVE_S
+        self._thread: threading.Thread | None = None
+        try:
+            if (found := read_rates(self._folder)) is not None:
+                self._take(found)
+        except (OSError, ValueError) as error:
+            self._ignore(str(error), logging.WARNING)
+
+    def _take(self, found: SavedRates) -> None:
+        if found.machine != self._machine:
+            self._ignore("it is of another machine, disk or model")
+        elif not self._compute.assume(found.known_steps):
+            self._ignore("its steps took times that are far from those of this machine")
+        else:
+            self._saved = found
+            self._read.bytes_per_s = found.read_bytes_per_s or self._read.bytes_per_s
+            self._up.bytes_per_s = found.up_bytes_per_s or self._up.bytes_per_s
+
+    def _ignore(self, why: str, level: int = logging.INFO) -> None:
+        path = os.path.join(self._folder, NAME)
+        logger.log(level, "the rates of an earlier run in `%s` are ignored: %s", path, why)
+
+    def keep(self) -> None:
+        """Have the file written if that is due."""
+        now = time.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + SAVE_S
+            self._save()
+
+    def close(self) -> None:
+        """Write the file; wait a bounded time until it is there."""
+        self._save()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _save(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        read, up, saved = self._read, self._up, self._saved
+        rates = SavedRates(
+            machine=self._machine,
+            read_bytes_per_s=read.bytes_per_s if read.is_learnt else saved.read_bytes_per_s,
+            up_bytes_per_s=up.bytes_per_s if up.is_learnt else saved.up_bytes_per_s,
+            steps=[(it.num_tokens, it.num_pairs, it.seconds) for it in self._compute.steps],
+        )
+        text = msgspec.json.encode(rates) + b"\n"
+        if text != self._written:
+            self._thread = threading.Thread(
+                target=self._write, args=(text,), name="tieredkv-rates", daemon=True
+            )
+            self._thread.start()
+
+    def _write(self, text: bytes) -> None:
+        try:
+            folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.stat(MARKER, dir_fd=folder_fd)  # an unmounted store leaves an empty folder
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _PRIVATE
+                with open(os.open(_DRAFT, flags, 0o600, dir_fd=folder_fd), "wb") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.rename(_DRAFT, NAME, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+            finally:
+                os.close(folder_fd)
+            self._written = text
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("rates cannot be kept in `%s`: %s", self._folder, error)
+            self._has_failed = True
