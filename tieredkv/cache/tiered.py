@@ -54,7 +54,8 @@ class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
     Invariants (`check`): those of both pools, the catalog, promotion and demotion; every ready
-    hashed block of a pool has an entry in the catalog, and every entry is in a pool.
+    hashed block of a pool has an entry in the catalog, and every entry is in a pool; VRAM keeps the
+    block of every page that counts as a duplicate.
 
     Attributes:
         control_requests: an operator's requests that the store's worker has passed on.
@@ -147,9 +148,11 @@ class TieredCache:
         if prefix.lookup_job is not None:
             return False
         self._expire(prefix.hashes)
-        chain = device.find(self._readable(prefix))
+        hashes = self._readable(prefix)
+        chain = device.find(hashes)
         found = [block for block in chain if block is not None]
         device.acquire(found)
+        self.tiers.host.touch(hashes)  # what is evicted for this request comes from other chains
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
@@ -406,6 +409,10 @@ class TieredCache:
                 raise IntegrityError(
                     f"the block of entry {name} is neither in VRAM nor in host memory"
                 )
+        for page in tiers.host.duplicates:
+            if page.block_hash is None or not tiers.device.holds_young(page.block_hash):
+                what = f"page {page.block_id} is a duplicate"
+                raise IntegrityError(f"{what}, but VRAM does not keep its block")
         for pool in tiers.pools.values():
             for block in pool.evictable():
                 if tiers.catalog.get(block.block_hash) is None:

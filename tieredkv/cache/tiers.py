@@ -69,6 +69,11 @@ class Tiers:
     A block is clean when its eviction loses nothing that was promised: a slower tier already has a
     copy, or no retention policy lets the block go to a slower tier.
 
+    VRAM and host memory hold as many blocks as one pool of both sizes would: a page whose block is
+    in use or young in VRAM is a duplicate, and goes before all others. Once its block is one of the
+    next to be evicted in VRAM, the page is what makes the block clean. From then on it is the
+    youngest of the other pages.
+
     Attributes:
         device, host: pools of blocks; the host pool's block ids are arena pages.
         transfer: copies between the pools; a tag holds when the copy began and its pairs of blocks.
@@ -114,6 +119,8 @@ class Tiers:
         for tier, pool in self.pools.items():
             pool.pinned, pool.wanted = self.catalog.pinned, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
+        self.host.is_duplicate = self.device.holds_young
+        self.device.on_clean = lambda block: self.host.touch(filter(None, (block.block_hash,)))
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
 
@@ -176,6 +183,8 @@ class Tiers:
         self.counters.evictions[f"{tier},capacity"] += 1
         if tier is Tier.HOST:
             self.device.look_again(block_hash)  # its copy in host memory is gone
+        else:
+            self.host.touch((block_hash,))  # no copy is younger
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
