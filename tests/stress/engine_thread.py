@@ -106,6 +106,7 @@ class _Host:
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,
+            restore="load",
             device_reserve_blocks=1,
         )
         self.cache = TieredCache(self.tiers)

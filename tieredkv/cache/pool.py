@@ -307,6 +307,13 @@ class BlockPool:
                 remove(block)
                 self._append(block)
 
+    def end_duplicate(self, block_hash: BlockHash) -> None:
+        """Make a duplicate the youngest of the others, because its other copy is to be evicted."""
+        block = self._index.get(block_hash)
+        part = block.part if block is not None else None
+        if part is not None and part.order is self._duplicates:
+            self.touch((block_hash,))
+
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user releases it."""
         block = self._index.get(block_hash)

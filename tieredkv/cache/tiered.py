@@ -148,11 +148,9 @@ class TieredCache:
         if prefix.lookup_job is not None:
             return False
         self._expire(prefix.hashes)
-        hashes = self._readable(prefix)
-        chain = device.find(hashes)
+        chain = device.find(self._readable(prefix))
         found = [block for block in chain if block is not None]
         device.acquire(found)
-        self.tiers.host.touch(hashes)  # what is evicted for this request comes from other chains
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
@@ -537,6 +535,8 @@ class TieredCache:
             blocks = take()
         # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
+            if not prefix.blocks:
+                self.tiers.host.touch(prefix.hashes)  # other chains' pages go before these
             demoter.demote(num_blocks)
             self.poll()
             # NOTE: an allocation larger than the host tier gets its room in parts. Clean blocks are

@@ -120,7 +120,7 @@ class Tiers:
             pool.pinned, pool.wanted = self.catalog.pinned, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
         self.host.is_duplicate = self.device.holds_young
-        self.device.on_clean = lambda block: self.host.touch(filter(None, (block.block_hash,)))
+        self.device.on_clean = self._on_device_clean
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
 
@@ -171,6 +171,10 @@ class Tiers:
         page = self.host.lookup(entry.block_hash)
         return page is not None and page.is_ready
 
+    def _on_device_clean(self, block: Block) -> None:
+        if block.block_hash is not None:
+            self.host.end_duplicate(block.block_hash)
+
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; requests that hold it keep its memory until they end."""
         for tier, pool in self.pools.items():
@@ -184,7 +188,7 @@ class Tiers:
         if tier is Tier.HOST:
             self.device.look_again(block_hash)  # its copy in host memory is gone
         else:
-            self.host.touch((block_hash,))  # no copy is younger
+            self.host.end_duplicate(block_hash)
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
