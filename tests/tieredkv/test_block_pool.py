@@ -473,8 +473,87 @@ def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None], message
         pool.check()
 
 
+def doubled(pool: BlockPool, *names: str) -> None:
+    """Say that another tier keeps the blocks of these names, and only these."""
+    kept = set(map(name, names))
+    pool.is_duplicate = lambda block_hash: block_hash in kept
+
+
+def test_duplicates_are_evicted_before_others_and_the_most_recently_used_first(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    doubled(pool, "b", "c", "e")
+    for text in "abcdef":
+        keep(pool, text)
+    take(pool, pool.num_empty)
+    assert hashes_of(pool.evictable()) == [name(text) for text in "ecbadf"]
+    take(pool, 4)
+    assert [lost for _, lost in evicted] == [name(text) for text in "ecba"]
+    pool.check()
+
+
+def test_a_block_whose_other_copy_has_gone_becomes_the_youngest_of_the_others(
+    pool: BlockPool,
+) -> None:
+    doubled(pool, "a", "b")
+    for text in "abc":
+        keep(pool, text)
+    doubled(pool, "b")
+    pool.touch([name("a")])
+    assert hashes_of(pool.evictable()) == [name(text) for text in "bca"]
+    assert hashes_of(pool.duplicates) == [name("b")]
+
+
+def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Evicted) -> None:
+    doubled(pool, *"abcde")
+    owed, moving, _, wanted = (keep(pool, text)[0] for text in "abcd")
+    keep(pool, "other")
+    pool.can_evict = lambda block: block is not owed
+    pool.pin(moving)
+    pool.wanted = {name("d")}
+    pool.touch([name("d")])
+    held = keep(pool, "e")
+    pool.acquire(held)
+    take(pool, pool.num_empty)
+    take(pool, 2)
+    assert [lost for _, lost in evicted] == [name("c"), name("other")]
+    assert pool.allocate(1) is None, "what cannot be evicted yet goes before what is wanted"
+    pool.unpin(moving)
+    take(pool, 1)
+    assert [lost for _, lost in evicted][2:] == [name("b")]
+    assert wanted.block_hash is not None
+    pool.check()
+
+
+def test_duplicates_within_a_tenants_floor_are_not_evicted_for_another(evicted: Evicted) -> None:
+    pool = BlockPool(4)
+    doubled(pool, *"abcd")
+    pool.floors = {b"owner": 3}
+    chain = take(pool, 4)
+    for block, text in zip(chain, "abcd", strict=True):
+        pool.insert(block, name(text), b"owner")
+        block.is_ready = True
+    pool.release(chain)
+    assert pool.allocate(2, tenant=b"other") is None
+    assert ids(pool.allocate(1, tenant=b"other")) == [3]
+    pool.check()
+
+
+def test_an_allocation_of_empty_blocks_only_evicts_nothing(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    keep(pool, "a", "b")
+    num_empty = pool.num_empty
+    assert len(pool.allocate(num_empty + 2, only_empty=True) or []) == num_empty
+    assert pool.allocate(1, only_empty=True) == []
+    assert evicted == []
+
+
 class PoolAgainstModel(RuleBasedStateMachine):
-    """Compare a pool with a simple model of it: lists in the order of eviction."""
+    """Compare a pool with a simple model of it: lists in the order of eviction.
+
+    The order among duplicates is left open.
+    """
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
@@ -488,6 +567,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.empty = list(range(num_blocks))
         self.evictable: list[int] = []
         self.pins: dict[int, int] = {}
+        self.doubled: set[BlockHash] = set()
+        self.duplicates: set[int] = set()
+        self.pool.is_duplicate = self.doubled.__contains__
 
     def used(self) -> list[int]:
         return [block_id for block_id, count in self.users.items() if count]
@@ -497,10 +579,33 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if self.users[block_id]:
             return
         if block_id in self.hashes and block_id in self.ready:
-            self.evictable.append(block_id)
+            self.place(block_id)
         else:
             self.hashes.pop(block_id, None)
             self.give_back(block_id)
+
+    def place(self, block_id: int) -> None:
+        if self.hashes[block_id] in self.doubled:
+            self.duplicates.add(block_id)
+        else:
+            self.evictable.append(block_id)
+
+    def take_out(self, block_id: int) -> bool:
+        """Take a block out of the order; return whether it was there."""
+        is_duplicate, is_other = block_id in self.duplicates, block_id in self.evictable
+        self.duplicates.discard(block_id)
+        if is_other:
+            self.evictable.remove(block_id)
+        return is_duplicate or is_other
+
+    def free(self) -> list[int]:
+        """Blocks that hold content and that nobody uses."""
+        return sorted(self.duplicates) + self.evictable
+
+    @rule(texts=st.sets(st.integers(0, 5)))
+    def double(self, texts: set[int]) -> None:
+        self.doubled.clear()
+        self.doubled.update(map(name, texts))
 
     def give_back(self, block_id: int) -> None:
         if not self.pins.get(block_id):  # a pinned block becomes empty after its last unpin
@@ -513,17 +618,21 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.can_evict = lambda block: block.block_id not in (refused or ())
         blocks = self.pool.allocate(count)
         barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
-        candidates = self.empty + [i for i in self.evictable if i not in barred]
+        candidates = self.empty + [i for i in self.free() if i not in barred]
         if len(candidates) < count:
             assert blocks is None
             assert self.evicted == []
             return
-        taken = candidates[:count]
-        assert ids(blocks) == taken
+        taken = ids(blocks)
+        num_doubled = len(self.duplicates - barred)
+        first, last = len(self.empty), len(self.empty) + num_doubled
+        assert taken[:first] + taken[last:] == candidates[:count][:first] + candidates[last:count]
+        assert set(taken[first:last]) <= self.duplicates - barred
         assert self.evicted == [(i, self.hashes[i]) for i in taken if i in self.hashes]
         for block in blocks or ():
             block_id = block.block_id
-            (self.evictable if block_id in self.hashes else self.empty).remove(block_id)
+            if not self.take_out(block_id):
+                self.empty.remove(block_id)
             self.blocks[block_id] = block
             self.users[block_id] = 1
             self.hashes.pop(block_id, None)
@@ -547,14 +656,13 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.blocks[block_id].is_ready = True
         self.ready.add(block_id)
 
-    @precondition(lambda self: self.used() or self.evictable)
+    @precondition(lambda self: self.used() or self.free())
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from(self.used() + self.evictable))
+        block_id = data.draw(st.sampled_from(self.used() + self.free()))
         self.pool.acquire([self.blocks[block_id]])
         self.users[block_id] += 1
-        if block_id in self.evictable:
-            self.evictable.remove(block_id)
+        self.take_out(block_id)
 
     @precondition(lambda self: self.used())
     @rule(data=st.data())
@@ -564,10 +672,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
         for block_id in chain:
             self.end_use(block_id)
 
-    @precondition(lambda self: self.used() or self.evictable)
+    @precondition(lambda self: self.used() or self.free())
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from(self.used() + self.evictable))
+        block_id = data.draw(st.sampled_from(self.used() + self.free()))
         self.pool.pin(self.blocks[block_id])
         self.pins[block_id] = self.pins.get(block_id, 0) + 1
 
@@ -586,9 +694,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         chain = data.draw(st.lists(st.sampled_from(sorted(self.blocks)), unique=True))
         self.pool.touch(hashes_of(self.blocks[block_id] for block_id in chain))
         for block_id in reversed(chain):
-            if block_id in self.evictable:
-                self.evictable.remove(block_id)
-                self.evictable.append(block_id)
+            if self.take_out(block_id):
+                self.place(block_id)
 
     @rule(text=st.integers(0, 5))
     def drop(self, text: int) -> None:
@@ -597,17 +704,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert (ids([dropped]) if dropped else []) == owners
         for block_id in owners:
             del self.hashes[block_id]
-            if block_id in self.evictable:
-                self.evictable.remove(block_id)
+            if self.take_out(block_id):
                 self.give_back(block_id)
 
     @invariant()
     def is_sound_and_agrees_with_the_model(self) -> None:
         pool = self.pool
         pool.check()
-        assert ids(pool.evictable()) == self.evictable
+        assert set(ids(pool.duplicates)) == self.duplicates
+        assert ids(pool.evictable())[len(self.duplicates) :] == self.evictable
         assert pool.num_empty == len(self.empty)
-        assert pool.num_free == len(self.empty) + len(self.evictable)
+        assert pool.num_free == len(self.empty) + len(self.free())
         assert pool.num_used == pool.num_blocks - pool.num_free
         assert pool.num_cached == len(self.hashes)
         for block_id, block in self.blocks.items():

@@ -209,11 +209,53 @@ def test_a_hit_refreshes_the_whole_chain_in_every_tier() -> None:
     rig.clock.moment += 5
     rig.run("a", 4)
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
+    assert oldest == chain_of("a", 4) + chain_of("b", 4)[::-1], "VRAM has the one, not the other"
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("b", 4)[::-1] + chain_of("a", 4)[::-1]
     on_disk = [h for h in chain_of("a", 4) if h in rig.store.blocks]
     assert on_disk
     assert [item.block_hash for item in rig.store.touched] == on_disk
     assert all(item.last_used == rig.clock.moment for item in rig.store.touched)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_pages", "names", "length"),
+    [(12, 12, "abcde", 4), (20, 12, "abcde", 5), (24, 16, "abcdefghijkl", 3)],
+)
+def test_vram_and_host_memory_hold_together_what_one_pool_of_both_would(
+    num_blocks: int, num_pages: int, names: str, length: int
+) -> None:
+    """The chains take turns, and there is room for one more, but for none to be held twice."""
+    rig = Rig(num_blocks=num_blocks, num_pages=num_pages, has_store=False)
+    assert len(names) * length + length > num_blocks + num_pages - length
+    num_computed = [rig.run(name, length, "in_memory") for name in 5 * names]
+    assert num_computed == [length] * len(names) + [0] * (4 * len(names))
+
+
+def test_the_page_of_a_block_that_vram_evicts_next_is_the_youngest_page() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False, reserve=2)
+    rig.run("a", 6, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    rig.run("a", 6, "in_memory")
+    rig.cache.demoter.demote(4)
+    seen = chain_of("a", 6)[:1:-1]
+    pages = [page.block_hash for page in rig.tiers.host.evictable()]
+    assert pages == [*chain_of("a", 6)[:2], *seen]
+    assert [page.block_hash for page in rig.tiers.host.duplicates] == chain_of("a", 6)[:2]
+    rig.check()
+
+
+def test_what_is_evicted_for_a_request_is_not_what_it_came_for() -> None:
+    rig = Rig(num_blocks=8, num_pages=12, has_store=False)
+    for name, length in (("a", 6), ("b", 4), ("c", 6), ("d", 2)):
+        rig.run(name, length, "in_memory")
+    assert rig.on_host("a", 6) == list(range(6))
+    assert rig.on_host("b", 4) == list(range(4))
+    prefix = rig.prefix("a", 6, "in_memory")
+    assert rig.cache.admit(prefix, 6)
+    assert rig.on_host("b", 4) == []
+    assert rig.finish(prefix) == 0
 
 
 def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
@@ -223,6 +265,9 @@ def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     prefix = rig.start("a", 6)
     rig.turn()
     rig.cache.release(prefix)
+    duplicates = [page.block_hash for page in rig.tiers.host.duplicates]
+    assert duplicates == chain_of("a", 6), "the last to leave VRAM goes first"
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 6)[::-1]
 
@@ -239,6 +284,7 @@ def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request
         rig.store.complete(0)
         rig.turn(2)
     rig.cache.release(prefix)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 4)[::-1]
 

@@ -337,7 +337,7 @@ class Demoter:
                     self._to_write[block_hash] = None
             elif block is not None and block.is_ready:
                 blocks.append(block)
-        num_started = self._copy_out(blocks)
+        num_started = self._copy_out(blocks, only_empty=wanted is self._fresh)
         left = [block for block in blocks if not block.pin_count]
         for block in left if tiers.shares else reversed(left):
             assert block.block_hash is not None, block
@@ -363,13 +363,21 @@ class Demoter:
         looks = at_most if at_most == sys.maxsize else LOOKS_PER_MOVE * at_most
         return pool.dirty(num_ahead, at_most=at_most, most_looks=looks)
 
-    def _copy_out(self, blocks: list[Block]) -> int:
-        """Start copies of device blocks to host pages while there are pages; return how many."""
+    def _copy_out(self, blocks: list[Block], *, only_empty: bool = False) -> int:
+        """Start copies of device blocks to host pages while there are pages; return how many.
+
+        Args:
+            blocks: the device blocks.
+            only_empty: whether only empty pages are taken.
+        """
         tiers = self._tiers
         pairs: list[tuple[Block, Block]] = []
         for tenant, group in groupby(blocks, key=attrgetter("tenant")):
             each = [block for block in group if self._can_be_copied(block)]
-            pages = tiers.host.allocate(len(each), tenant=tenant, is_partial=True) or []
+            pages = tiers.host.allocate(
+                len(each), tenant=tenant, is_partial=True, only_empty=only_empty
+            )
+            pages = pages or []
             pairs += zip(each, pages, strict=False)
             for block in each[len(pages) :] if tiers.shares else ():
                 tiers.device.postpone(block)

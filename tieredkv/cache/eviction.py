@@ -1,4 +1,4 @@
-"""The order in which blocks that nobody uses are evicted: the least recently used first.
+"""The order in which blocks that nobody uses are evicted: the least recently used first, or last.
 
 Most of the oldest blocks often cannot be evicted yet, since a copy of them is still to be made.
 They are kept apart from the blocks that can, so that they are not looked at again in every step.
@@ -69,7 +69,10 @@ _Ranked = list[tuple[int, Block]]
 
 
 class EvictionOrder:
-    """Blocks that nobody uses, from the oldest to the youngest, in parts by their state.
+    """Blocks that nobody uses, in the order of eviction, in parts by their state.
+
+    The oldest blocks are evicted first, or the youngest if `is_youngest_first`. What is said of the
+    oldest blocks then holds for the youngest.
 
     A block is looked at when it has become one of the oldest. It then moves from `unseen` to one of
     the other parts. It is not looked at again until a caller reports a change. The parts are:
@@ -85,12 +88,15 @@ class EvictionOrder:
 
     Attributes:
         can_evict: whether evicting a block loses nothing.
+        on_clean: called with a block that was found clean and stays in the order.
         num_of: number of blocks by tenant; None while they are not counted.
         num_open_of: number of blocks in open parts, by tenant.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_youngest_first: bool = False) -> None:
         self.can_evict: Callable[[Block], bool] = lambda _block: True
+        self.on_clean: Callable[[Block], object] = lambda _block: None
+        self._is_youngest_first = is_youngest_first
         self.num_of: Counter[bytes] | None = None
         self.num_open_of: Counter[bytes] = Counter()
         self.unseen, self._kept = Part(self), Part(self)
@@ -107,7 +113,7 @@ class EvictionOrder:
 
     def __iter__(self) -> Iterator[Block]:
         seen = sorted(chain.from_iterable(self._seen), key=lambda block: block.rank)
-        return chain(seen, self.unseen)
+        return chain(seen, reversed(self.unseen) if self._is_youngest_first else self.unseen)
 
     @property
     def num_ready(self) -> int:
@@ -195,7 +201,7 @@ class EvictionOrder:
         seen = sorted(chain.from_iterable(self._seen), key=lambda block: -block.rank)
         for block in seen:
             self._put(block, self.unseen)
-            self.unseen.move_to_end(block, last=False)
+            self.unseen.move_to_end(block, last=self._is_youngest_first)
         self._to_evict.clear()
         self._of_floors.clear()
         self.num_open_of.clear()
@@ -230,8 +236,8 @@ class EvictionOrder:
         return self._clean if self.can_evict(block) else self._dirty
 
     def _take_unseen(self) -> Block:
-        """Return the oldest unseen block, after giving it a rank; the caller moves it."""
-        block = next(iter(self.unseen))
+        """Return the first unseen block, after giving it a rank; the caller moves it."""
+        block = next(reversed(self.unseen) if self._is_youngest_first else iter(self.unseen))
         self._num_looks += 1
         block.rank = self._num_looks
         return block
@@ -251,6 +257,7 @@ class EvictionOrder:
         self._move(block, part)
         if part is self._clean:
             self._queue(block)
+            self.on_clean(block)
         elif part is self._kept:
             heapq.heappush(self._of_floors.setdefault(block.tenant, []), (block.rank, block))
 

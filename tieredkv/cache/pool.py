@@ -25,9 +25,10 @@ PARTIAL_LOOKS = 256
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
-    The free list has three parts. Empty blocks are handed out first, then the evictable ones, least
-    recently used first, then the pinned ones in the same order. If more than `most_pinned` blocks
-    were pinned, the further ones stand among the evictable ones.
+    The free list has four parts. Empty blocks are handed out first, then the duplicates of blocks
+    that another tier keeps, the most recently used first, since those stay there longest. Then come
+    the other evictable ones, least recently used first, then the pinned ones in the same order. If
+    more than `most_pinned` blocks were pinned, the further ones stand among the other parts.
 
     Invariants (`check`):
         1. no block is in the free list twice;
@@ -38,12 +39,14 @@ class BlockPool:
            part of the pinned ones holds at most `most_pinned`;
         5. a block that is loading is in use;
         6. the counts of hashed blocks by tenant are right;
-        7. the invariants of both eviction orders hold.
+        7. the invariants of the eviction orders hold.
 
     Attributes:
         num_blocks: all blocks of the pool.
         most_pinned: how many blocks may be held back to be evicted last.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
+        is_duplicate: whether another tier keeps the content of a hash; None if none does. A change
+            applies to a block from its next use on.
         pinned, wanted: hashes of blocks to be evicted last, for claims and for queued requests; a
             change applies to a block from its next use on.
         num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
@@ -56,7 +59,10 @@ class BlockPool:
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = deque(self._blocks)
+        self._duplicates = EvictionOrder(is_youngest_first=True)
         self._first, self._last = EvictionOrder(), EvictionOrder()
+        self._orders = self._duplicates, self._first, self._last
+        self.is_duplicate: Callable[[BlockHash], bool] | None = None
         self.pinned: Collection[BlockHash] = ()
         self.wanted: Collection[BlockHash] = ()
         self._floors: Mapping[bytes, int] = {}
@@ -74,8 +80,18 @@ class BlockPool:
 
     @can_evict.setter
     def can_evict(self, can_evict: Callable[[Block], bool]) -> None:
-        self._first.can_evict = self._last.can_evict = can_evict
+        for order in self._orders:
+            order.can_evict = can_evict
         self.forget_looks()
+
+    @property
+    def on_clean(self) -> Callable[[Block], object]:
+        """Called with a block that has become one of the oldest, and that can be evicted."""
+        return self._first.on_clean
+
+    @on_clean.setter
+    def on_clean(self, on_clean: Callable[[Block], object]) -> None:
+        self._first.on_clean = self._last.on_clean = on_clean
 
     @property
     def floors(self) -> Mapping[bytes, int]:
@@ -85,7 +101,7 @@ class BlockPool:
     @floors.setter
     def floors(self, floors: Mapping[bytes, int]) -> None:
         self._floors = floors
-        for order in (self._first, self._last):
+        for order in self._orders:
             order.count_tenants(bool(floors))
 
     @property
@@ -96,7 +112,7 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that nobody uses and that hold cached content, pinned or not."""
-        return len(self._first) + len(self._last)
+        return sum(map(len, self._orders))
 
     @property
     def num_free(self) -> int:
@@ -118,16 +134,36 @@ class BlockPool:
         """Evictable blocks that are evicted last."""
         return len(self._last)
 
+    @property
+    def duplicates(self) -> Iterable[Block]:
+        """Evictable blocks that are evicted first, in that order."""
+        return self._duplicates
+
     def lookup(self, block_hash: BlockHash) -> Block | None:
         """Return the block of this hash, ready or not; no side effect."""
         return self._index.get(block_hash)
 
     def evictable(self) -> Iterator[Block]:
         """Return the evictable blocks in the order of eviction; slow, for tests and checks."""
-        return chain(self._first, self._last)
+        return chain.from_iterable(self._orders)
+
+    def holds_young(self, block_hash: BlockHash) -> bool:
+        """Whether the block of this hash is ready, and in use or not among the next to be evicted.
+
+        The next ones are those whose state was looked at, for an allocation or ahead of one.
+        """
+        block = self._index.get(block_hash)
+        if block is None or not block.is_ready:
+            return False
+        return block.part is None or block.part is block.part.order.unseen
 
     def allocate(
-        self, count: int, *, tenant: bytes | None = None, is_partial: bool = False
+        self,
+        count: int,
+        *,
+        tenant: bytes | None = None,
+        is_partial: bool = False,
+        only_empty: bool = False,
     ) -> list[Block] | None:
         """Take blocks for new content: empty ones first, then the least recently used.
 
@@ -136,10 +172,13 @@ class BlockPool:
             tenant: the tenant that gets them; no block is taken from another tenant's floor. With
                 None, blocks within floors are taken last.
             is_partial: whether fewer blocks are acceptable.
+            only_empty: whether to evict nothing.
 
         Returns:
             Blocks with ref_count 1 and no hash. None, with nothing changed, if there are too few.
         """
+        if only_empty:
+            count = min(count, self.num_empty)
         num_needed = max(0, count - self.num_empty)
         victims = self._victims(num_needed, tenant, is_partial=is_partial)
         if len(victims) < num_needed and not is_partial:
@@ -195,7 +234,7 @@ class BlockPool:
         A block without users becomes the youngest if its content is complete; else it is emptied.
         """
         unseen, num_of = self._first.unseen, self._first.num_of
-        is_plain = num_of is None and not (self.pinned or self.wanted)
+        is_plain = not (num_of is not None or self.pinned or self.wanted or self.is_duplicate)
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
@@ -235,7 +274,7 @@ class BlockPool:
             most_looks: how many of the oldest blocks may be looked at for the first time.
         """
         found: list[Block] = []
-        for order in (self._first, self._last):
+        for order in self._orders:
             order.look_ahead(num_ahead, most_looks)
             num_ahead -= order.num_ready
             dirty = order.dirty(min(num_ahead, at_most - len(found)))
@@ -258,15 +297,22 @@ class BlockPool:
 
     def forget_looks(self) -> None:
         """Note that the answer of `can_evict` for any block may have changed."""
-        self._first.forget_looks()
-        self._last.forget_looks()
+        for order in self._orders:
+            order.forget_looks()
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Make a chain's evictable blocks the youngest; its head, given first, is evicted last."""
+        """Make a chain's evictable blocks the youngest; its head, given first, is the last."""
         for block in reversed(self.find(hashes)):
             if block is not None and block.part is not None:
                 remove(block)
                 self._append(block)
+
+    def end_duplicate(self, block_hash: BlockHash) -> None:
+        """Make a duplicate the youngest of the others, because its other copy is to be evicted."""
+        block = self._index.get(block_hash)
+        part = block.part if block is not None else None
+        if part is not None and part.order is self._duplicates:
+            self.touch((block_hash,))
 
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user releases it."""
@@ -279,7 +325,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        places = Counter(chain(self._empty, self._first, self._last))
+        places = Counter(chain(self._empty, *self._orders))
         empty = set(self._empty)
         for block in self._blocks:
             is_hashed = block.block_hash is not None
@@ -293,8 +339,8 @@ class BlockPool:
                 raise IntegrityError(f"{block} is being loaded, but no request uses it")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} can be evicted, but was never filled")
-        self._first.check()
-        self._last.check()
+        for order in self._orders:
+            order.check()
         if self.num_pinned > self.most_pinned:
             what = f"{self.num_pinned} blocks are pinned"
             raise IntegrityError(f"{what}, but at most {self.most_pinned} may be")
@@ -316,7 +362,7 @@ class BlockPool:
             if other != tenant
         }
         num_kept = sum(
-            max(0, _num_of(self._first, other) + _num_of(self._last, other) - num)
+            max(0, sum(_num_of(order, other) for order in self._orders) - num)
             for other, num in spare.items()
         )
         num_lacking = num_needed - (self.num_evictable - num_kept)
@@ -342,18 +388,30 @@ class BlockPool:
 
         Unpinned blocks that cannot be evicted yet count as well: no pinned block replaces them.
         """
-        first, last = self._first, self._last
-        num_kept = sum(max(0, _num_of(first, each) - num) for each, num in spare.items())
-        victims = first.choose(num_needed, spare, most_looks)
-        num_lacking = num_needed - max(0, len(first) - num_kept - num_chosen)
-        return victims + last.choose(num_lacking, spare, most_looks)
+        *unpinned, last = self._orders
+        num_unpinned = (
+            sum(map(len, unpinned))
+            - num_chosen
+            - sum(
+                max(0, sum(_num_of(order, each) for order in unpinned) - num)
+                for each, num in spare.items()
+            )
+        )
+        victims: list[Block] = []
+        for order in unpinned:
+            victims += order.choose(num_needed - len(victims), spare, most_looks)
+        return victims + last.choose(num_needed - max(0, num_unpinned), spare, most_looks)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
             is_wanted = block.block_hash in self.pinned or block.block_hash in self.wanted
-            is_last = is_wanted and self.num_pinned < self.most_pinned
-            (self._last if is_last else self._first).append(block)
+            if is_wanted and self.num_pinned < self.most_pinned:
+                self._last.append(block)
+            elif self.is_duplicate and self.is_duplicate(block.block_hash):
+                self._duplicates.append(block)
+            else:
+                self._first.append(block)
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
             self._empty.append(block)

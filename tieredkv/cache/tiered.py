@@ -58,7 +58,8 @@ class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
     Invariants (`check`): those of both pools, the catalog, promotion and demotion; every ready
-    hashed block of a pool has an entry in the catalog, and every entry is in a pool.
+    hashed block of a pool has an entry in the catalog, and every entry is in a pool; VRAM keeps the
+    block of every page that counts as a duplicate.
 
     Attributes:
         control_requests: an operator's requests that the store's worker has passed on.
@@ -424,6 +425,10 @@ class TieredCache:
                 raise IntegrityError(
                     f"the block of entry {name} is neither in VRAM nor in host memory"
                 )
+        for page in tiers.host.duplicates:
+            if page.block_hash is None or not tiers.device.holds_young(page.block_hash):
+                what = f"page {page.block_id} is a duplicate"
+                raise IntegrityError(f"{what}, but VRAM does not keep its block")
         for pool in tiers.pools.values():
             for block in pool.evictable():
                 if tiers.catalog.get(block.block_hash) is None:
@@ -548,6 +553,8 @@ class TieredCache:
             blocks = take()
         # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
+            if not prefix.blocks:
+                self.tiers.host.touch(prefix.hashes)  # other chains' pages go before these
             demoter.demote(num_blocks)
             self.poll()
             # NOTE: an allocation larger than the host tier gets its room in parts. Clean blocks are

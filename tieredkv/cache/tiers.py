@@ -69,6 +69,11 @@ class Tiers:
     A block is clean when its eviction loses nothing that was promised: a slower tier already has a
     copy, or no retention policy lets the block go to a slower tier.
 
+    VRAM and host memory hold as many blocks as one pool of both sizes would: a page whose block is
+    in use or young in VRAM is a duplicate, and goes before all others. Once its block is one of the
+    next to be evicted in VRAM, the page is what makes the block clean. From then on it is the
+    youngest of the other pages.
+
     Attributes:
         device, host: pools of blocks; the host pool's block ids are arena pages.
         transfer: copies between the pools; a tag holds when the copy began and its pairs of blocks.
@@ -114,6 +119,8 @@ class Tiers:
         for tier, pool in self.pools.items():
             pool.pinned, pool.wanted = self.catalog.pinned, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
+        self.host.is_duplicate = self.device.holds_young
+        self.device.on_clean = self._on_device_clean
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
 
@@ -164,6 +171,10 @@ class Tiers:
         page = self.host.lookup(entry.block_hash)
         return page is not None and page.is_ready
 
+    def _on_device_clean(self, block: Block) -> None:
+        if block.block_hash is not None:
+            self.host.end_duplicate(block.block_hash)
+
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; requests that hold it keep its memory until they end."""
         for tier, pool in self.pools.items():
@@ -176,6 +187,8 @@ class Tiers:
         self.counters.evictions[f"{tier},capacity"] += 1
         if tier is Tier.HOST:
             self.device.look_again(block_hash)  # its copy in host memory is gone
+        else:
+            self.host.end_duplicate(block_hash)
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
