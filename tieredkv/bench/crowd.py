@@ -372,7 +372,7 @@ def run_arms(
         TieredKVError: a process failed.
     """
     results, rates = dict[str, Result](), list[float | None]()
-    num_bytes = (1 << 30) if torch.cuda.is_available() else (128 << 20)
+    num_bytes = (1 << 30) if torch.cuda.is_available() else (32 << 20)
     parent = settings.get("disk_dir")
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as name:
         folder = Path(name)

@@ -250,9 +250,9 @@ def returns() -> None:
     raw rate of the disk. `overtaken` is the share of the blocks read that were computed before they
     arrived, and `dropped` the number of blocks that were not stored, or not moved to host memory,
     for lack of time or because of errors. Before the measurement some prefixes are served computed
-    and from disk, and the exit code is 1 if the tokens differ, or if a rate was held with tokens
-    that were found in RAM. Unless their sizes are given, VRAM holds the two longest prefixes, host
-    memory one, and the disk all.
+    and from disk, and the exit code is 1 if the tokens differ, or if a rate was held with more than
+    2 % of the prompt tokens found in RAM. Unless their sizes are given, VRAM holds the two longest
+    prefixes, host memory one, and the disk all.
 
     \b
     Examples, the first a minute without a GPU:
