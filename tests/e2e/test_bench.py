@@ -170,6 +170,116 @@ def test_bench_decode_counts_tokens(run_bench: Bench) -> None:
         assert row["ratio"] == pytest.approx(row["limit_ms"] / timed_ms)
 
 
+CROWD_ARMS = ["none", "load", "planned"]
+
+
+def check_crowd(report: dict[str, Any], row: dict[str, Any]) -> None:
+    """Check what each row of the crowd benches must hold, whatever the machine's speed."""
+    assert 0 < row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]
+    assert 0 < row["itl_p50_ms"] <= row["itl_p90_ms"] <= row["itl_p99_ms"]
+    assert row["answers_per_s"] == pytest.approx(row["answers"] / row["wall_s"])
+    hits = dict(row["hits"])
+    assert hits.pop("all") == pytest.approx(sum(hits.values()))
+    assert row["equal_to_none"] == 1.0, "an answer depends on the tier that its prefix came from"
+    if row["arm"] == "none":
+        assert (hits["disk"], row["GB"]["read"], row["GB"]["written"]) == (0, 0, 0)
+    assert row["GB"]["useful"] == pytest.approx(hits["disk"] * row["prompt_tokens"] * 2048 / 1e9)
+    assert row["raw_GBps"] == report["raw"]["disk_read_GBps"]
+
+
+def test_bench_returns_finds_nothing_in_ram_and_the_bound_of_each_arm(
+    tmp_path: Path, run_bench: Bench
+) -> None:
+    words = ["--model", "tiny-random", "--prefix-tokens", "160,320", "--new-tokens", "20"]
+    words += ["--answers", "10", "--answer-tokens", "4", "--rates", "4", "--disk-dir", "."]
+    report = run_bench("returns", *words, "--arms", "none,load", "--ttft-limit", "1000")
+    arms = [(row["arm"], row["rate"]) for row in report["rows"]]
+    assert arms == [("none", 4), ("load", 4)]
+    for row in report["rows"]:
+        check_crowd(report, row)
+        assert row["answers"] == 10
+        assert row["is_held"]
+        assert row["hits"]["device"] + row["hits"]["host"] <= 0.02
+        if row["arm"] == "load":
+            assert row["hits"]["disk"] > 0.8
+            assert 0.8 < row["GB"]["useful"] / row["GB"]["read"] <= 1
+            assert row["reading_s"] > 0
+    held = {"is": "at least", "rate": 4.0}
+    assert report["bounds"] == {"none": held, "load": held}
+    assert report["workload"]["sessions"] == 8
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+def test_bench_returns_does_not_run_an_arm_beyond_the_rate_that_it_cannot_hold(
+    run_bench: Bench,
+) -> None:
+    words = ["--model", "tiny-random", "--prefix-tokens", "160,320", "--new-tokens", "20"]
+    words += ["--answers", "3", "--answer-tokens", "2", "--rates", "50,9", "--disk-dir", "."]
+    report = run_bench("returns", *words, "--arms", "none", "--ttft-limit", "0.0001")
+    assert [(row["rate"], row["is_held"]) for row in report["rows"]] == [(9, False)]
+    assert report["bounds"] == {"none": {"is": "below", "rate": 9.0}}
+
+
+def test_bench_sessions_does_the_same_turns_in_all_arms(tmp_path: Path, run_bench: Bench) -> None:
+    words = ["--model", "tiny-random", "--scale", "60", "--turns", "3", "--seeds", "2"]
+    words += ["--sessions", "1,3", "--device-size", "3MiB", "--host-size", "1MiB"]
+    report = run_bench("sessions", *words, "--disk-dir", ".")
+    arms = [(row["arm"], row["sessions"]) for row in report["rows"]]
+    assert arms == [(arm, count) for count in (1, 3) for arm in CROWD_ARMS]
+    for row in report["rows"]:
+        check_crowd(report, row)
+        if row["sessions"] == 1:  # with others, it is luck how far they are when the first one ends
+            assert row["answers"] == 2 * 3
+            assert row["prompt_tokens"] == report["rows"][0]["prompt_tokens"]
+            assert row["hits"]["disk"] == 0, "a run begins with empty tiers"
+        else:
+            assert 2 * 3 <= row["answers"] <= 2 * 3 * 3
+    assert report["workload"] == {"turns": 3, "seeds": 2, "scale": 60.0, "trace": None}
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> None:
+    requests = [
+        {"timestamp": 100 * i, "input_length": 512 * (3 + i), "output_length": 30}
+        | {"hash_ids": [9, session, *range(10 * session, 10 * session + 1 + i)]}
+        for session in (1, 2)
+        for i in range(3)
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, requests)))
+    words = ["--model", "tiny-random", "--scale", "16", "--turns", "3", "--seeds", "1"]
+    words += ["--sessions", "2", "--trace", "trace.jsonl", "--disk-dir", ".", "--arms", "none"]
+    [row] = run_bench("sessions", *words)["rows"]
+    check_crowd({"raw": {"disk_read_GBps": row["raw_GBps"]}}, row)
+    assert 3 <= row["answers"] <= 6
+    assert row["hits"]["device"] > 0.4
+
+
+@pytest.mark.parametrize("bench", ["returns", "sessions"])
+def test_ctrl_c_leaves_nothing_of_a_crowd_behind(bench: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", bench, "--model", "tiny-random"]
+    sizes = {
+        "returns": ["--prefix-tokens", "160,320", "--new-tokens", "20", "--rates", "0.01"],
+        "sessions": ["--scale", "60", "--sessions", "2", "--turns", "10000"],
+    }
+    process = subprocess.Popen(
+        [*command, "--arms", "load", "--disk-dir", str(tmp_path), *sizes[bench]],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C reaches all processes of a terminal's session
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        index = "*/load*/index"
+        wait_until(lambda: any(tmp_path.glob(index)), "no store is made", process=process)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert not list(tmp_path.iterdir())
+
+
 DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,1000"]
 
 
@@ -265,6 +375,10 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+TINY = ["--model", "tiny-random", "--scale", "50"]
+SMALL = ["--model", "tiny-random", "--prefix-tokens", "200,200", "--new-tokens", "9"]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -276,6 +390,22 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         (["attention", "--cases", "8k+0"], "`8k+0` is not a case"),
         (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
         (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is not a workload"),
+        (["returns", "--model", "tiny-random"], "but the model takes 32768"),
+        (
+            ["returns", "--model", "tiny-random", "--prefix-tokens", "99,99", "--sessions", "2"],
+            "VRAM and host memory hold",
+        ),
+        (
+            ["returns", *SMALL, "--disk-size", "1MiB"],
+            "`disk_size` holds 512 tokens; the prefixes have 1600",
+        ),
+        (["returns", *SMALL, "--rates", "0"], "0 is not in the range x>0"),
+        (["returns", *SMALL, "--disk-dir", "/no/such"], "`disk_dir` = `/no/such` is not a folder"),
+        (["returns", *SMALL, "--disk-size", "999TiB"], "`disk_size` = 999 TiB, but"),
+        (["sessions", "--model", "tiny-random"], "hint: give a larger `--scale`"),
+        (["sessions", *TINY, "--device-size", "1MiB"], "but `device_size` holds 512"),
+        (["sessions", *TINY, "--arms", "cold"], "'cold' is not one of 'none', 'load', 'planned'"),
+        (["sessions", *TINY, "--trace", "/dev/null"], "`/dev/null` has 0 sessions of 15 turns"),
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(

@@ -103,6 +103,20 @@ def test_a_late_completion_spoils_nothing_and_its_bytes_are_kept() -> None:
     rig.check_nothing_is_held()
 
 
+def test_blocks_that_were_computed_before_their_reads_ended_count_as_overtaken() -> None:
+    rig = Rig(load_timeout_s=0.0)
+    prefix = admitted_from_disk(rig, "a", 2)
+    assert rig.finish(prefix) == 2
+    assert rig.tiers.counters.overtaken_blocks == 0
+    rig.store.is_held = False
+    rig.turn()
+    assert rig.tiers.counters.overtaken_blocks == 2
+    in_time = Rig()
+    in_time.store.put("a", 3)
+    assert in_time.run("a", 3) == 0
+    assert in_time.tiers.counters.overtaken_blocks == 0
+
+
 def test_a_late_read_of_older_bytes_makes_the_block_as_old_as_they_are() -> None:
     rig = Rig(load_timeout_s=0.0)
     rig.store.put("a", 1, age_s=1000.0)

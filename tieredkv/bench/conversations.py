@@ -34,7 +34,7 @@ SOURCES = ("cold", *Tier)
 COLUMNS: tuple[str, ...] = ("retention", "rate", "answers", "failed", "hit_rate", "output_tok_s")
 COLUMNS += ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 COLUMNS += tuple(f"{source}_ttft_p50_ms" for source in SOURCES)
-PLOTTED = ("ttft_p50_ms", "ttft_p90_ms")
+PLOTTED = (("ttft_p50_ms", "ttft_p90_ms"),)
 
 Row = dict[str, Any]
 

@@ -1,6 +1,7 @@
 """Plots of reports, drawn with matplotlib, which is optional. This module knows no bench."""
 
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,38 @@ def draw(
     rows: list[dict[str, Any]],
     by: str,
     x: str,
+    panels: Sequence[Sequence[str]],
+    limits: Mapping[str, float],
+) -> None:
+    """Plot columns over the column `x`, one line for each value of the column `by`.
+
+    Each panel has its own y axis and shows some columns. A numeric x axis is logarithmic; then a y
+    axis is too, if its values span a decade.
+    """
+    has_values = [any(row.get(y) is not None for row in rows for y in shown) for shown in panels]
+    panels = list(itertools.compress(panels, has_values)) or panels[:1]
+    num_columns = min(3, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    size = (9, 5) if len(panels) == 1 else (5 * num_columns, 4 * num_rows)
+    figure = importlib.import_module("matplotlib.figure").Figure(size, layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axes, shown in zip(grid, panels, strict=False):
+        _draw_panel(axes, rows, by, x, shown, limits)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    figure.savefig(path, dpi=150)
+
+
+def _draw_panel(
+    axes: Any,
+    rows: list[dict[str, Any]],
+    by: str,
+    x: str,
     shown: Sequence[str],
     limits: Mapping[str, float],
 ) -> None:
-    """Plot the columns `shown` over the column `x`, one line for each value of the column `by`.
-
-    A numeric x axis is logarithmic; then the y axis is too, if its values span a decade.
-    """
-    figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
     rows = [row for row in rows if any(row.get(y) is not None for y in shown)]
-    axes, ticks = figure.subplots(), list(dict.fromkeys(row[x] for row in rows))
+    ticks = list(dict.fromkeys(row[x] for row in rows))
     is_log = all(isinstance(tick, int | float) for tick in ticks)
     values = [row[y] for row in rows for y in shown if row.get(y) is not None]
     for index, name in enumerate(dict.fromkeys(row[by] for row in rows)):
@@ -56,18 +79,23 @@ def draw(
     if is_log:
         axes.set_xscale("log")
         axes.minorticks_off()
-    if is_log and max(values, default=0) > 10 * min(values, default=0):
+    if is_log and max(values, default=0) > 10 * min(values, default=0) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=0 if is_log else 30)
-    unit = _words(shown[0]) if len(shown) == 1 else shown[0].split("_")[-1]
+    unit = _words(shown[0]) if len(shown) == 1 else _unit(shown[0])
     axes.set(xlabel=_words(x), ylabel=unit)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 def _words(column: str) -> str:
-    return column.replace("_", " ")
+    return column.replace("_", " ").replace(".", " ")
+
+
+def _unit(column: str) -> str:
+    """Return what several columns have in common: `ms` of `ttft_p50_ms`, `hits` of `hits.disk`."""
+    table, dot, _ = column.partition(".")
+    return table if dot else column.split("_")[-1]

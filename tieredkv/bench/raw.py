@@ -152,17 +152,24 @@ class RawFile:
         return len(blocks) * len(self._buffers[0]) / (time.perf_counter() - start) / 1e9
 
 
-def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:
-    """Return the rate of random 2 MiB O_DIRECT reads by four threads from a new file.
+def disk_read_GBps(
+    folder: Path, *, num_bytes: int, threads: Sequence[int] = (READ_THREADS,)
+) -> float | None:
+    """Return the rate of random 2 MiB O_DIRECT reads from a new file.
 
     It is None if the filesystem has no O_DIRECT, because reads then come from memory.
+
+    Args:
+        folder: where the file is made.
+        num_bytes: the size of the file.
+        threads: numbers of threads that read; the best one counts.
     """
     order = random.Random(1).sample(range(num_reads := num_bytes // READ_BYTES), num_reads)
-    buffers = [memoryview(mmap.mmap(-1, READ_BYTES)) for _ in range(READ_THREADS)]
+    buffers = [memoryview(mmap.mmap(-1, READ_BYTES)) for _ in range(max(threads))]
     for buffer in buffers:
         buffer[:] = random.Random(0).randbytes(READ_BYTES)
     with contextlib.closing(RawFile(folder, num_reads, buffers)) as file:
-        best = max(file.move_GBps(os.preadv, order, READ_THREADS) for _ in range(2))
+        best = max(file.move_GBps(os.preadv, order, count) for count in (*threads, *threads))
         return round(best, 2) if file.is_direct else None
 
 

@@ -61,7 +61,7 @@ COLUMNS: tuple[str, ...] = (
 )
 COLUMNS += ("over_cold", "over_better", "over_ideal", "loaded_tokens", "load_GBps")
 COLUMNS += ("tokens_equal_cold", "kv_bytes_equal")
-PLOTTED = ("ttft_ms.p50",)
+PLOTTED = (("ttft_ms.p50",),)
 
 Row = dict[str, Any]
 

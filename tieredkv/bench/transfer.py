@@ -28,7 +28,7 @@ DIRECTIONS = {"host to device": 1.0, "device to host": 0.0, "both at once": 0.5}
 """Share of the bytes copied to the device; the rest goes to the host. Rates are per direction."""
 
 SINGLE_COPIES = 50
-PLOTTED = ("GBps",)
+PLOTTED = (("GBps",),)
 
 Row = dict[str, Any]
 

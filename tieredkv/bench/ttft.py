@@ -57,7 +57,7 @@ PROBLEMS = {
 }
 COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "ttft_ms.p50", "ttft_ms.min", "speedup")
 COLUMNS += ("cached_tokens", "loaded_GBps", "tokens_equal_cold", "kv_bytes_equal")
-PLOTTED = ("ttft_ms.p50",)
+PLOTTED = (("ttft_ms.p50",),)
 
 Row = dict[str, Any]
 

@@ -339,7 +339,10 @@ class Promoter:
             tiers.catalog.add(tiers.catalog.entry_of(record))
             page.is_ready = True
             tiers.device.look_again(block_hash)
-            tiers.counters.promoted_disk_blocks += self._copy_if_wanted(page, block_hash)
+            if self._copy_if_wanted(page, block_hash):
+                tiers.counters.promoted_disk_blocks += 1
+            elif (block := tiers.device.lookup(block_hash)) is not None:
+                tiers.counters.overtaken_blocks += block.is_ready or block.is_begun
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
             if reason not in _HARMLESS:

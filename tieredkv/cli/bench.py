@@ -16,6 +16,7 @@ from tieredkv.config import LoadedSettings
 from tieredkv.units import parse_bytes
 
 ARMS = ("cold", "device", "host", "disk", "restart")
+CROWD_ARMS = ("none", "load", "planned")
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
 """Keys of every report; the other keys describe what was measured."""
 
@@ -84,8 +85,8 @@ def measure(
 ) -> int:
     """Run `tieredkv.bench.NAME` and print a table, raw limits, problems and, if asked, JSON.
 
-    The module may name the `COLUMNS` of the table, by default all, and the `PLOTTED` ones, by
-    default the ratio to a raw limit.
+    The module may name the `COLUMNS` of the table, by default all, and the `PLOTTED` ones, a group
+    for each panel, by default the ratio to a raw limit.
     """
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
@@ -108,10 +109,10 @@ def measure(
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
-        shown = getattr(module, "PLOTTED", ("ratio",))
-        lines = {"GBps": limits, "ratio": {"": 1.0}}.get(shown[0], {})
+        panels = getattr(module, "PLOTTED", (("ratio",),))
+        lines = {"GBps": limits, "ratio": {"": 1.0}}.get(panels[0][0], {})
         by, x, *_ = rows[0]
-        plots.draw(plot, rows, by, x, shown, lines)
+        plots.draw(plot, rows, by, x, panels, lines)
     if as_json:
         print_json(report)
     return 1 if report["problems"] else 0
@@ -182,6 +183,138 @@ def restore() -> None:
     \b
     Example:
       tieredkv bench restore --model tiny-random --prefix-tokens 512,2048 --disk-dir /nvme
+    """
+
+
+CROWD = (
+    several(
+        "--arms",
+        click.Choice(CROWD_ARMS),
+        default=",".join(CROWD_ARMS),
+        help="Arms to measure, as above, with commas between.",
+    ),
+    settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
+)
+
+
+@measured(
+    MODEL,
+    several(
+        "--rates",
+        NUMBER,
+        default="0.5,0.75,1,1.25",
+        help="Returns per second, with commas between.",
+    ),
+    click.option(
+        "--ttft-limit",
+        type=NUMBER,
+        default=4.0,
+        help="Seconds that the 90th percentile of TTFT must hold.",
+    ),
+    click.option("--sessions", type=COUNT, default=8, help="Sessions that return in turn."),
+    several(
+        "--prefix-tokens",
+        COUNT,
+        default="20000,60000",
+        help="Shortest and longest prefix of a session in tokens.",
+    ),
+    click.option("--new-tokens", type=COUNT, default=500, help="Tokens that each return adds."),
+    click.option("--answers", type=COUNT, default=120, help="Returns at each rate."),
+    click.option(
+        "--answer-tokens", type=click.IntRange(min=2), default=32, help="Tokens of each answer."
+    ),
+    click.option(
+        "--arrival-seed", type=int, default=0, help="Seed of the arrivals, lengths and tokens."
+    ),
+    *CROWD,
+)
+def returns() -> None:
+    """Measure sessions that come back after a pause that RAM did not outlast.
+
+    \b
+    none      without a disk tier: each prefix is computed
+    load      each prefix is loaded from disk (restore = "load")
+    planned   a prefix's head is computed while its tail is loaded (restore = "auto")
+
+    The sessions return in turn, at random moments and at a given rate, whether or not the engine
+    keeps up (open loop). A return is the session's prefix and some new tokens. All prefixes are on
+    disk, and they are more than VRAM and host memory hold, so that nothing is found there; the
+    columns `hits` show it. All arms get the same returns, each in a process and a store of its own.
+
+    The bound of an arm is the rate up to which TTFT p90 stays within --ttft-limit, interpolated
+    between the rates that were run; an arm is not run beyond the first rate that does not hold. The
+    report compares `planned` with the better other arm: their bounds, and their median TTFT at 0.7
+    of the other arm's bound.
+
+    `useful share` is what was read and used, over the time in which a read was under way, over the
+    raw rate of the disk. `overtaken` is the share of the blocks read that were computed before they
+    arrived, and `dropped` the number of blocks that were not stored, or not moved to host memory,
+    for lack of time or because of errors. Before the measurement some prefixes are served computed
+    and from disk, and the exit code is 1 if the tokens differ, or if a rate was held with more than
+    2 % of the prompt tokens found in RAM. Unless their sizes are given, VRAM holds the two longest
+    prefixes, host memory one, and the disk all.
+
+    \b
+    Examples, the first a minute without a GPU:
+      tieredkv bench returns --model tiny-random --prefix-tokens 400,1200 --new-tokens 50 \\
+          --answers 24 --rates 2,8,32 --ttft-limit 0.4
+      tieredkv bench returns --model random:llama-3.1-8b --disk-dir /nvme --rates 0.4,0.6,0.9,1.3
+    """
+
+
+@measured(
+    MODEL,
+    several(
+        "--sessions",
+        COUNT,
+        help="Sessions at once, with commas between. By default 4,8,16,32, or 8 of a trace.",
+    ),
+    click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session."),
+    click.option("--seeds", type=COUNT, default=5, help="Runs with other sessions, pooled."),
+    click.option(
+        "--scale",
+        type=click.FloatRange(min=1),
+        default=1.0,
+        help="Divide all numbers of tokens by this, for a small model or a CPU.",
+    ),
+    click.option(
+        "--trace",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File with recorded sessions to replay, .jsonl or .jsonl.gz, as below.",
+    ),
+    *CROWD,
+)
+def sessions() -> None:
+    """Measure agents at work: sessions that wait for each answer, think, and go on.
+
+    \b
+    none      without a disk tier: VRAM and host memory only
+    load      what RAM does not hold is loaded from disk (restore = "load")
+    planned   it is computed and loaded at once (restore = "auto")
+
+    A session begins with 8,000 to 60,000 tokens, half of them below about 18,000. Each turn adds an
+    answer of 120 tokens and new ones, half of the times up to 600 and one time in ten more than
+    6,000; one turn in eight first replaces the last third. Prompts stay under 72,000 tokens, as a
+    session that would grow longer loses its last third. Think times are random, 1 s in the mean and
+    at most 6 s. All of this follows from the seed and not from what the model answers, so that all
+    arms do the same turns, each arm in a process and a store of its own. A run begins with empty
+    tiers and ends when the first session has had its last answer; runs of all seeds are pooled.
+
+    With --trace, recorded sessions are replayed: think times a tenth of the recorded ones, answers
+    of at most 120 tokens. Each line of the file is a request, {"timestamp": ms, "input_length":
+    tokens, "output_length": tokens, "hash_ids": [...]}, with an id for each 512 tokens; equal ids
+    are equal tokens. A request continues the session whose last prompt it repeats by half or more.
+    Sessions with fewer than --turns requests, and those that do not fit, are left out.
+
+    The columns are explained in `bench returns`. In bfloat16 the tokens of two arms may part at
+    near ties; the JSON report has the share of equal answers. Unless their sizes are given, tiers
+    hold as many tokens as 24 GiB of VRAM, 16 GiB of host memory and, per session, 5 GiB of disk do
+    for Llama-3.1-8B, divided by the scale.
+
+    \b
+    Examples, the first a minute without a GPU:
+      tieredkv bench sessions --model tiny-random --scale 50 --sessions 2,4 --turns 4 --seeds 1
+      tieredkv bench sessions --model random:llama-3.1-8b --disk-dir /nvme --sessions 4,8,16,32
     """
 
 

@@ -1,0 +1,230 @@
+"""The scripts and arrivals of the crowd benches, and the figures that they report."""
+
+import gzip
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tieredkv.bench import crowd, returns, sessions
+from tieredkv.bench.crowd import Answer, Outcome, WatchedReads
+from tieredkv.bench.returns import bound, compared
+from tieredkv.bench.sessions import Shape, read_trace, replay, write_script
+from tieredkv.errors import ConfigError
+from tieredkv.types import KVSpec, Tier
+
+SHAPE = Shape(turns=15, scale=10, trace=None)
+RETURNS = returns.Shape(
+    sessions=8,
+    shortest=200,
+    longest=600,
+    new_tokens=5,
+    answers=2000,
+    answer_tokens=3,
+    arrival_seed=7,
+)
+SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_size=16)
+
+
+def test_a_session_is_the_same_in_each_process_and_differs_from_the_others() -> None:
+    script = write_script(3, 1, SHAPE, 250)
+    assert script == write_script(3, 1, SHAPE, 250)
+    first = script[0].prompt
+    assert first != write_script(3, 2, SHAPE, 250)[0].prompt
+    assert first != write_script(4, 1, SHAPE, 250)[0].prompt
+
+
+def test_the_lengths_of_sessions_are_those_that_are_promised() -> None:
+    scripts = [write_script(0, session, SHAPE, 2) for session in range(400)]
+    firsts = [len(script[0].prompt) for script in scripts]
+    assert 800 <= min(firsts) <= max(firsts) <= 6000
+    assert statistics.median(firsts) == pytest.approx(1800, rel=0.12)
+    assert max(len(turn.prompt) for script in scripts for turn in script) < 7200
+    assert {turn.answer_tokens for script in scripts for turn in script} == {12}
+    thinks = [turn.think_s for script in scripts for turn in script[1:]]
+    assert statistics.mean(thinks) == pytest.approx(1.0, rel=0.05)
+    assert 5.9 < max(thinks) <= 6
+    assert {script[0].think_s for script in scripts} == {0.0}
+
+
+def test_most_turns_only_add_and_one_in_eight_replaces_the_last_third() -> None:
+    added, kept_shares = list[int](), list[float]()
+    num_turns = 0
+    for session in range(200):
+        script = write_script(0, session, SHAPE, 1 << 30)
+        for before, turn in itertools.pairwise(script):
+            num_turns += 1
+            if turn.prompt[: len(before.prompt)] == before.prompt:
+                added.append(len(turn.prompt) - len(before.prompt) - before.answer_tokens)
+            elif len(turn.prompt) > len(before.prompt):
+                same = map(int.__eq__, turn.prompt, before.prompt)
+                kept = next(index for index, is_same in enumerate(same) if not is_same)
+                kept_shares.append(kept / (len(before.prompt) + before.answer_tokens))
+    assert statistics.median(added) == pytest.approx(60, rel=0.1)
+    assert sorted(added)[int(0.9 * len(added))] == pytest.approx(600, rel=0.25)
+    assert len(kept_shares) / num_turns == pytest.approx(1 / 8, rel=0.2)
+    assert all(share == pytest.approx(2 / 3, abs=0.01) for share in kept_shares)
+
+
+def test_returns_come_in_turn_at_the_rate_that_was_asked_for() -> None:
+    arrivals = RETURNS.arrivals(4.0)
+    assert arrivals == RETURNS.arrivals(4.0) == sorted(arrivals)
+    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+    assert statistics.mean(gaps) == pytest.approx(1 / 4, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 4, rel=0.1), "as of a Poisson process"
+    assert [2 * at for at in arrivals] == pytest.approx(RETURNS.arrivals(2.0))
+    assert sorted(RETURNS.lengths)[:: len(RETURNS.lengths) - 1] == [200, 600]
+    prefixes = [[session] * length for session, length in enumerate(RETURNS.lengths)]
+    asks = RETURNS.returns(4.0, prefixes, 250)
+    assert [ask.client for ask in asks[:9]] == [*range(8), 0]
+    assert [len(ask.prompt) for ask in asks[:8]] == [length + 5 for length in RETURNS.lengths]
+    assert list(asks[8].prompt[:-5]) == prefixes[0]
+    assert asks[0].prompt[-5:] != asks[8].prompt[-5:]
+    assert asks == RETURNS.returns(4.0, prefixes, 250)
+    assert asks[0].prompt != RETURNS.returns(2.0, prefixes, 250)[0].prompt
+
+
+def request(at_s: float, ids: list[int], tokens: int = 0, answer: int = 500) -> dict[str, Any]:
+    length = tokens or 512 * len(ids)
+    times = {"timestamp": int(1000 * at_s), "input_length": length, "output_length": answer}
+    return {**times, "hash_ids": ids}
+
+
+def write_trace(path: Path, requests: list[dict[str, Any]]) -> Path:
+    lines = "".join(json.dumps(each) + "\n" for each in requests)
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    return path
+
+
+def test_a_traces_requests_are_told_apart_by_what_they_repeat(tmp_path: Path) -> None:
+    long = [0, *range(10, 14)]
+    trace = [
+        request(0, long),
+        request(1, [0, 20, 21, 22]),  # shares only the system prompt
+        request(20, [*long, 14]),
+        request(21, [0, 20, 21, 22, 23], 2100, 7),
+        request(22, [0, *range(10, 14), 15]),  # another branch of the first session
+    ]
+    for name in ("trace.jsonl", "trace.jsonl.gz"):
+        path = write_trace(tmp_path / name, trace)
+        found = list(read_trace(path, 2, 1 << 20))
+        assert found == [[trace[0], trace[2]], [trace[1], trace[3]]]
+        assert list(read_trace(path, 3, 1 << 20)) == [[trace[0], trace[2], trace[4]]]
+        assert list(read_trace(path, 2, 2500)) == [[trace[1], trace[3]]], "the others are too long"
+
+
+def test_a_replayed_session_repeats_tokens_as_the_trace_repeats_ids() -> None:
+    recorded = [request(0, [0, 1, 2]), request(20, [0, 1, 3, 4], 1600, 70), request(999, [0, 5])]
+    script = replay(recorded, 0, Shape(3, 4, None), 1000)
+    assert [turn.think_s for turn in script] == [0.0, 2.0, 6.0]
+    assert [len(turn.prompt) for turn in script] == [384, 400, 256]
+    assert [turn.answer_tokens for turn in script] == [30, 17, 30]
+    first, second, third = (turn.prompt for turn in script)
+    assert first[:256] == second[:256]
+    assert first[:128] == third[:128]
+    assert first[256:] != second[256:384]
+    assert script == replay(recorded, 0, Shape(3, 4, None), 1000)
+    assert replay(recorded, 1, Shape(3, 4, None), 1000)[0].prompt != first
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"timestamp": 0}\n', "line 1 is not a trace: KeyError('hash_ids')"),
+        ("nonsense\n", "line 1 is not a trace: JSONDecodeError"),
+        (json.dumps(request(0, [1], 9999)), "`hash_ids` does not fit `input_length`"),
+        (json.dumps(request(0, [1]) | {"timestamp": None}), "line 1 is not a trace: TypeError"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as told:
+        list(read_trace(path, 1, 1 << 20))
+    assert complaint in str(told.value)
+
+
+def test_a_trace_with_too_few_sessions_is_refused(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.jsonl", [request(0, [1]), request(0, [2])])
+    shape = Shape(turns=1, scale=1, trace=path)
+    assert len(sessions.recorded_sessions(2, 0, shape, 512)) == 2
+    with pytest.raises(ConfigError, match="has 2 sessions of 1 turns that fit, but 4 are needed"):
+        sessions.recorded_sessions(2, 1, shape, 512)
+
+
+def rows(arm: str, *points: tuple[float, float, float]) -> list[dict[str, Any]]:
+    names = ("rate", "ttft_p50_ms", "ttft_p90_ms")
+    return [{"arm": arm, **dict(zip(names, point, strict=True))} for point in points]
+
+
+def test_the_bound_of_an_arm_is_interpolated_and_says_how_it_is_known() -> None:
+    held, failed = (1.0, 100.0, 2000.0), (2.0, 900.0, 6000.0)
+    assert bound(rows("a", held, failed), 4000) == {"is": "interpolated", "rate": 1.5}
+    assert bound(rows("a", held), 4000) == {"is": "at least", "rate": 1.0}
+    assert bound(rows("a", failed), 4000) == {"is": "below", "rate": 2.0}
+
+
+def test_planned_is_compared_with_the_better_of_the_other_arms() -> None:
+    none = rows("none", (1.0, 100.0, 2000.0), (2.0, 900.0, 6000.0))
+    load = rows("load", (1.0, 300.0, 5000.0))
+    planned = rows("planned", (1.0, 80.0, 500.0), (2.0, 160.0, 3000.0), (4.0, 900.0, 5000.0))
+    bounds = {rows[0]["arm"]: bound(rows, 4000) for rows in (none, load, planned)}
+    told = compared([*none, *load, *planned], bounds)
+    assert told["better_arm"] == "none", "the rate that `load` did not hold is no bound"
+    assert told["bound_over_better"] == pytest.approx(3.0 / 1.5)
+    assert told["p50_over_better"] == pytest.approx((80 + 0.05 * 80) / (100 + 0.05 * 800))
+    bounds["none"] = {"is": "at least", "rate": 2.0}
+    assert compared([*none, *load, *planned], bounds)["bound_over_better"] is None
+    assert compared(none, {"none": bounds["none"]}) == {}
+
+
+def answer(turn: int, by_tier: dict[Tier, int], ttft_ms: float, *ids: int) -> Answer:
+    return Answer(0, turn, 1.0, ttft_ms, [2.0] * (len(ids) - 1), [*ids], 100, by_tier)
+
+
+def test_the_figures_of_several_runs_are_pooled() -> None:
+    some = {Tier.DEVICE: 16, Tier.HOST: 0, Tier.DISK: 64}
+    counts = {"move_seconds.disk,host.0": 5, "overtaken_blocks": 1, "demoted_disk_blocks": 3}
+    outcomes = [
+        Outcome([answer(0, some, 10.0, 1, 2), answer(1, some, 30.0, 3, 4)], 2.0, counts, 0.5),
+        Outcome([answer(0, dict.fromkeys(Tier, 0), 20.0, 5, 6)], 1.0, {"demotions_dropped": 4}, 0),
+    ]
+    told = crowd.figures(outcomes, SPEC, raw_GBps=1e-4)
+    assert (told["answers"], told["answers_per_s"]) == (3, 1.0)
+    assert (told["ttft_p50_ms"], told["itl_p99_ms"]) == (20.0, 2.0)
+    hits = {"all": 160 / 300, "device": 32 / 300, "host": 0.0, "disk": 128 / 300}
+    assert told["hits"] == pytest.approx(hits)
+    assert told["computed_tokens"] == 300 - 160 + 6
+    assert told["GB"]["read"] == pytest.approx(5 * SPEC.block_bytes / 1e9)
+    assert told["GB"]["useful"] == pytest.approx(128 * SPEC.token_bytes / 1e9)
+    assert told["useful_share"] == pytest.approx(128 * SPEC.token_bytes / 0.5 / 1e5)
+    assert told["overtaken"] == 1 / 5
+    assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
+    assert (told["dropped"], told["lost_blocks"]) == (4, {"demotions_dropped": 4})
+    assert crowd.figures(outcomes, SPEC, None)["useful_share"] is None
+
+
+def test_answers_of_two_arms_are_compared_where_both_gave_one() -> None:
+    tiers = dict.fromkeys(Tier, 0)
+    ours = Outcome([answer(0, tiers, 1.0, 1, 2), answer(1, tiers, 1.0, 3, 4)], 1.0, {}, 0.0)
+    other = Outcome([answer(0, tiers, 1.0, 1, 2), answer(1, tiers, 1.0, 3, 5)], 1.0, {}, 0.0)
+    less = Outcome([answer(1, tiers, 1.0, 3, 4)], 1.0, {}, 0.0)
+    assert crowd.equal_share([ours], [other]) == 0.5
+    assert crowd.equal_share([ours], [less]) == 1.0
+    assert crowd.equal_share([ours], [Outcome([], 1.0, {}, 0.0)]) is None
+
+
+def test_the_time_of_reads_counts_once_where_they_overlap() -> None:
+    reads = WatchedReads(1e9, math.inf, -math.inf)
+    reads.begin(10, 1.0)
+    reads.begin(10, 1.5)
+    reads.end(10, 2.0)
+    reads.end(10, 3.0, teaches=False)
+    reads.begin(10, 7.0)
+    reads.end(10, 7.25)
+    assert reads.reading_s == pytest.approx(2.25)
+    assert reads.num_bytes == 0

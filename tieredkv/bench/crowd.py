@@ -1,0 +1,458 @@
+"""Many requests at once on one engine, at the times at which clients send them.
+
+`bench returns` and `bench sessions` use this module. It serves requests with token-id prompts in
+its own process, without HTTP, and measures what the clients see and what the tiers move. It does
+not know how prompts and times are made.
+"""
+
+import heapq
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from tieredkv.bench import raw
+from tieredkv.bench.ttft import in_new_process
+from tieredkv.cache.rates import LinkRate
+from tieredkv.config import Settings
+from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.engine.llm import LLM
+from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.results import EvictFilter
+from tieredkv.types import KVSpec, Progress, Tier
+from tieredkv.units import format_bytes
+
+ARMS = ("none", "load", "planned")
+RAW_THREADS = (4, 16, 32)
+POLL_S = 0.01
+MIN_RAM_BYTES = 1 << 20
+MIN_DISK_BYTES = 256 << 20
+COLUMNS: tuple[str, ...] = ("answers_per_s", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms")
+COLUMNS += ("itl_p50_ms", "hits.device", "hits.host", "hits.disk", "GB.read", "GB.written")
+COLUMNS += ("useful_share", "overtaken", "dropped")
+PLOTTED: tuple[tuple[str, ...], ...] = (
+    ("answers_per_s",),
+    ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
+    ("itl_p50_ms",),
+    ("hits.device", "hits.host", "hits.disk"),
+    ("GB.read", "GB.written"),
+    ("useful_share",),
+)
+
+Row = dict[str, Any]
+Result = TypeVar("Result")
+
+
+class Ask(NamedTuple):
+    """A request that a client sends.
+
+    Attributes:
+        at_s: when it is sent, in seconds after the start.
+        client, turn: who sends it, and the how-manieth of the client's requests it is.
+        prompt: token ids.
+        answer_tokens: length of the answer.
+    """
+
+    at_s: float
+    client: int
+    turn: int
+    prompt: Sequence[int]
+    answer_tokens: int
+
+
+class Answer(NamedTuple):
+    """An answer as its client saw it.
+
+    Attributes:
+        ended_s: when its last token came, in seconds after the start.
+        gaps_ms: times between its tokens.
+        by_tier: prompt tokens by the tier that they came from.
+    """
+
+    client: int
+    turn: int
+    ended_s: float
+    ttft_ms: float
+    gaps_ms: list[float]
+    token_ids: list[int]
+    prompt_tokens: int
+    by_tier: dict[Tier, int]
+
+
+class Outcome(NamedTuple):
+    """What one run gave.
+
+    Attributes:
+        wall_s: from the start to the last answer.
+        counts: what the cache's counters have grown by; names of nested ones are joined with `.`.
+        reading_s: how long a read from disk was under way.
+    """
+
+    answers: list[Answer]
+    wall_s: float
+    counts: Mapping[str, float]
+    reading_s: float
+
+
+class WatchedReads(LinkRate):
+    """The rate of reads, which also notes for how long a read was under way.
+
+    Attributes:
+        reading_s: seconds in which at least one read was under way.
+    """
+
+    reading_s = 0.0
+    _since = 0.0
+
+    def begin(self, num_bytes: int, now: float) -> None:
+        if not self.num_bytes:
+            self._since = now
+        super().begin(num_bytes, now)
+
+    def end(self, num_bytes: int, now: float, *, teaches: bool = True) -> None:
+        super().end(num_bytes, now, teaches=teaches)
+        if not self.num_bytes:
+            self.reading_s += max(0.0, now - self._since)
+
+
+class Crowd:
+    """One engine that serves requests at given times.
+
+    Args:
+        llm: the engine, which nothing else uses while requests are served.
+        store_dir: folder of its disk tier; None without one.
+    """
+
+    def __init__(self, llm: LLM, store_dir: str | None) -> None:
+        self.llm, self.core = llm, llm.core
+        self._store_dir = store_dir
+        known = self.core.tiers.read_rate
+        self._reads = WatchedReads(known.bytes_per_s, known.limit, known.learnt_at)
+        self.core.tiers.read_rate = self._reads
+        self._num_asked = 0
+
+    def serve(
+        self,
+        asks: Sequence[Ask],
+        follow: Callable[[Answer], Ask | None],
+        is_over: Callable[[Answer], bool] = lambda _: False,
+    ) -> Outcome:
+        """Serve requests until all are answered, or until an answer ends the run.
+
+        Requests that are then not answered are cancelled.
+
+        Args:
+            asks: the requests that do not depend on answers.
+            follow: returns the request that an answer leads to, if there is one.
+            is_over: returns whether an answer ends the run.
+
+        Raises:
+            TieredKVError: a request failed.
+        """
+        core, waiting, answers = self.core, list[tuple[float, int, Ask]](), list[Answer]()
+        for ask in asks:
+            heapq.heappush(waiting, (ask.at_s, ask.client, ask))
+        open_asks: dict[str, Ask] = {}
+        tokens: dict[str, list[int]] = {}
+        times: dict[str, list[float]] = {}
+        core.on_logits = None  # as those who want logits leave it
+        before, reading_s = self._counts(), self._reads.reading_s
+        start, has_ended = time.perf_counter(), False
+        while not has_ended:
+            now = time.perf_counter() - start
+            while waiting and waiting[0][0] <= now:
+                ask = heapq.heappop(waiting)[-1]
+                name = self._submit(ask)
+                open_asks[name], tokens[name], times[name] = ask, [], []
+            outputs, now = core.step(), time.perf_counter() - start
+            for output in outputs:
+                name = output.request_id
+                if output.finish_reason == "error":
+                    raise TieredKVError(f"a request failed: {output.error}")
+                if name not in open_asks:
+                    continue
+                tokens[name] += output.token_ids
+                times[name] += [now] * len(output.token_ids)
+                if output.finish_reason is None:
+                    continue
+                assert output.usage is not None
+                ask, at = open_asks.pop(name), times.pop(name)
+                answer = Answer(
+                    client=ask.client,
+                    turn=ask.turn,
+                    ended_s=now,
+                    ttft_ms=1e3 * (at[0] - ask.at_s),
+                    gaps_ms=(1e3 * np.diff(at)).tolist(),
+                    token_ids=tokens.pop(name),
+                    prompt_tokens=output.usage.prompt_tokens,
+                    by_tier=output.usage.cached_tokens_by_tier,
+                )
+                answers.append(answer)
+                has_ended = has_ended or is_over(answer)
+                if (following := follow(answer)) is not None:
+                    heapq.heappush(waiting, (following.at_s, following.client, following))
+            has_ended = has_ended or not (waiting or open_asks)
+            if not has_ended:
+                left_s = waiting[0][0] - now if waiting else POLL_S
+                core.wait(min(POLL_S, max(0.0, left_s)))
+        after = self._counts()
+        counts = {name: count - before.get(name, 0) for name, count in after.items()}
+        outcome = Outcome(answers, now, counts, self._reads.reading_s - reading_s)
+        self.settle()
+        return outcome
+
+    def settle(self) -> None:
+        """Cancel all requests, and step until no block moves between tiers."""
+        self.core.abort_all()
+        while self.core.has_work:
+            self.core.step()
+            self.core.wait(POLL_S)
+
+    def empty(self) -> None:
+        """Drop all blocks from all tiers.
+
+        Raises:
+            TieredKVError: the store did not carry it out.
+        """
+        self.settle()
+        self.core.evict()
+        if self._store_dir is None:
+            return
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                StoreControl(str(self._store_dir)).evict(EvictFilter(all=True))
+            except Exception as error:  # raised again below, by the thread that waits
+                errors.append(error)
+
+        # The store asks the engine too, so that the engine has to step meanwhile.
+        thread = threading.Thread(target=ask, name="bench-evict", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.core.step()
+            self.core.wait(POLL_S)
+        if errors:
+            raise TieredKVError(f"the store could not be emptied: {errors[0]}") from errors[0]
+
+    def _submit(self, ask: Ask) -> str:
+        name = f"bench-{self._num_asked}"
+        self._num_asked += 1
+        params = SamplingParams(
+            max_tokens=ask.answer_tokens, temperature=0.0, repetition_penalty=1.0, ignore_eos=True
+        )
+        request = EngineRequest(request_id=name, prompt_token_ids=list(ask.prompt), params=params)
+        self.core.add_request(request)
+        return name
+
+    def _counts(self) -> dict[str, float]:
+        return dict(_flat(self.core.tier_stats()["counters"]))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of nested tables and lists, each with its path."""
+    if isinstance(value, int | float):
+        yield name, value
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _flat(each, f"{name}.{key}" if name else str(key))
+
+
+@contextmanager
+def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterator[Crowd]:
+    """Run an engine as an arm wants it; with a disk tier, all that it serves is kept for `24h`.
+
+    What RAM holds at the end is dropped, since the store is removed.
+    """
+    with ExitStack() as stack:
+        store_dir = None
+        if arm != "none":
+            store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
+        mode = "load" if arm == "load" else "auto"
+        retention = "24h" if store_dir else "in_memory"
+        told = settings | {"restore": mode, "disk_dir": store_dir}
+        llm = stack.enter_context(LLM(**told, retention=retention, progress=progress))
+        stack.callback(llm.core.evict)
+        stack.callback(llm.core.abort_all)
+        yield Crowd(llm, store_dir)
+
+
+class Plan(NamedTuple):
+    """What a bench will run, checked.
+
+    Attributes:
+        settings: those given by the user, and the size of each tier.
+        most_tokens: a prompt and its answer may have, by the model and by VRAM.
+    """
+
+    found: FoundModel
+    kv_spec: KVSpec
+    settings: Row
+    most_tokens: int
+
+    @property
+    def facts(self) -> Row:
+        """The report's entries about the model and the tiers."""
+        facts = {"model": self.found.name, "dtype": self.found.dtype}
+        names = ("device_size", "host_size", "disk_size")
+        sizes = {name: self.settings[name] for name in names}
+        return {**facts, "block_size": self.kv_spec.block_size, **sizes}
+
+    def num_tokens(self, tier: Tier) -> int:
+        """Return how many tokens a tier has room for."""
+        size: int = self.settings[f"{tier}_size"]
+        return size // self.kv_spec.token_bytes
+
+
+def plan(settings: Row, tokens: Mapping[Tier, float], longest_tokens: int, hint: str) -> Plan:
+    """Find the model and size the tiers, before anything is measured.
+
+    Args:
+        settings: as given by the user.
+        tokens: that each tier has room for unless its size is given.
+        longest_tokens: of a prompt with its answer.
+        hint: how to make prompts shorter.
+
+    Raises:
+        ConfigError: `disk_dir` is not a folder or has too little space, a setting is out of range,
+            or the longest prompt does not fit the model or VRAM.
+    """
+    parent = settings.get("disk_dir")
+    if parent and not Path(parent).is_dir():
+        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
+    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
+    found = find_model(settings["model"], max_context_len=settings.get("max_model_len"), **told)
+    spec = found.kv_spec(settings.get("block_size", 16))
+    least = {Tier.DISK: MIN_DISK_BYTES}
+    sizes = {
+        f"{tier}_size": max(least.get(tier, MIN_RAM_BYTES), int(count) * spec.token_bytes)
+        for tier, count in tokens.items()
+    }
+    made = Plan(found, spec, sizes | settings, 0)
+    Settings(**made.settings)  # refuses what is out of range
+    device_tokens = made.num_tokens(Tier.DEVICE)
+    rooms = {"the model takes": found.max_model_len, "`device_size` holds": device_tokens}
+    for what, room in rooms.items():
+        if longest_tokens > room:
+            text = f"a prompt and its answer have up to {longest_tokens} tokens, but {what} {room}"
+            raise ConfigError(f"{text}\nhint: {hint}")
+    free_bytes = shutil.disk_usage(parent or tempfile.gettempdir()).free
+    if free_bytes < made.settings["disk_size"]:
+        size, free = map(format_bytes, (made.settings["disk_size"], free_bytes))
+        where = parent or tempfile.gettempdir()
+        text = f"`disk_size` = {size}, but `{where}` has {free} free"
+        raise ConfigError(f"{text}\nhint: give `--disk-dir` or a smaller `--disk-size`")
+    return made._replace(most_tokens=min(rooms.values()))
+
+
+def run_arms(
+    settings: Row, arms: Sequence[str], measure: Callable[..., Result], *arguments: Any
+) -> tuple[dict[str, Result], float | None]:
+    """Call `measure(settings, arm, folder, *arguments)` in a new process for each arm.
+
+    The folder, which has the arm's store, is made under `disk_dir` and removed at the end.
+
+    Returns:
+        What the calls returned by arm, and the median rate of the disk between them in GB/s, by the
+        best of 4, 16 and 32 threads; None without O_DIRECT.
+
+    Raises:
+        TieredKVError: a process failed.
+    """
+    results, rates = dict[str, Result](), list[float | None]()
+    num_bytes = (1 << 30) if torch.cuda.is_available() else (32 << 20)
+    parent = settings.get("disk_dir")
+    with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as name:
+        folder = Path(name)
+        for arm in arms:
+            rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=RAW_THREADS))
+            results[arm] = in_new_process(measure, settings, arm, folder, *arguments)
+        rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=RAW_THREADS))
+    known = [rate for rate in rates if rate]
+    return results, statistics.median(known) if known else None
+
+
+def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None) -> Row:
+    """Return the figures of some runs, pooled.
+
+    Args:
+        outcomes: of the runs.
+        kv_spec: of the model.
+        raw_GBps: the disk's rate.
+    """
+    block_bytes = kv_spec.block_bytes
+    answers = [answer for outcome in outcomes for answer in outcome.answers]
+    wall_s = sum(outcome.wall_s for outcome in outcomes)
+    reading_s = sum(outcome.reading_s for outcome in outcomes)
+    counts: Counter[str] = Counter()
+    for outcome in outcomes:
+        counts.update(outcome.counts)
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    by_tier = {tier: sum(answer.by_tier[tier] for answer in answers) for tier in Tier}
+    made = sum(len(answer.token_ids) for answer in answers)
+    computed = prompt_tokens - sum(by_tier.values()) + made
+    num_read = counts["move_seconds.disk,host.0"]
+    useful_bytes = by_tier[Tier.DISK] * kv_spec.token_bytes
+    written_bytes = counts["demoted_disk_blocks"] * block_bytes
+    gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
+    lost = {
+        name: int(count)
+        for name, count in counts.items()
+        if count and name.startswith(("demotions_dropped", "store_failures", "load_failures"))
+    }
+    return {
+        "answers": len(answers),
+        "wall_s": wall_s,
+        "answers_per_s": len(answers) / wall_s,
+        **raw.percentiles_ms("ttft", [answer.ttft_ms for answer in answers], (50, 90, 99)),
+        **raw.percentiles_ms("itl", gaps_ms, (50, 90, 99)),
+        "hits": {
+            "all": sum(by_tier.values()) / prompt_tokens,
+            **{tier.value: count / prompt_tokens for tier, count in by_tier.items()},
+        },
+        "prompt_tokens": prompt_tokens,
+        "computed_tokens": computed,
+        "GB": {
+            "read": num_read * block_bytes / 1e9,
+            "useful": useful_bytes / 1e9,
+            "written": written_bytes / 1e9,
+            "to_device": counts["promoted_host_blocks"] * block_bytes / 1e9,
+            "to_host": counts["demoted_host_blocks"] * block_bytes / 1e9,
+        },
+        "written_bytes_per_computed_token": written_bytes / computed,
+        "reading_s": reading_s,
+        "raw_GBps": raw_GBps,
+        "useful_share": (
+            useful_bytes / reading_s / raw_GBps / 1e9 if raw_GBps and reading_s else None
+        ),
+        "overtaken": counts["overtaken_blocks"] / num_read if num_read else None,
+        "dropped": sum(count for name, count in lost.items() if "load_failures" not in name),
+        "lost_blocks": lost,
+        "counters": {name: count for name, count in counts.items() if count},
+    }
+
+
+def equal_share(ours: Sequence[Outcome], others: Sequence[Outcome]) -> float | None:
+    """Return the share of requests answered in both with the same tokens; None if there are none.
+
+    In bfloat16, near ties part even where every key and value is right.
+    """
+    are_equal = []
+    for our, other in zip(ours, others, strict=True):
+        known = {(answer.client, answer.turn): answer.token_ids for answer in other.answers}
+        for answer in our.answers:
+            if (key := (answer.client, answer.turn)) in known:
+                are_equal.append(answer.token_ids == known[key])
+    return sum(are_equal) / len(are_equal) if are_equal else None

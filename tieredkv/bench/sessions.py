@@ -1,0 +1,288 @@
+"""`bench sessions`: agents that wait for each answer, think, and go on (closed loop).
+
+Every session is a script that follows from a seed. Its first prompt has a log-normal number of
+tokens; each turn then adds the script's answer and some new tokens, and one turn in eight first
+replaces the last third of the conversation. What the model answers is measured and thrown away, so
+that all arms do the same turns. A conversation that would grow too long loses its last third.
+
+A run begins with empty tiers and ends when the first session does; runs of several seeds are
+pooled. With a trace, the sessions are recorded ones instead.
+
+The arms are `none` (VRAM and host memory only), `load` and `planned` (the disk tier with
+`restore = "load"` and `"auto"`). Each has a process and a store of its own.
+"""
+
+import gzip
+import json
+import math
+import random
+import statistics
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tieredkv.bench import crowd, raw
+from tieredkv.bench.crowd import Answer, Ask, Outcome
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.errors import ConfigError
+from tieredkv.types import Progress, Tier
+
+FIRST_TOKENS, FIRST_SIGMA = 18_000, 0.6
+FIRST_RANGE = (8_000, 60_000)
+ADDED_TOKENS, ADDED_P90_TOKENS = 600, 6_000
+MAX_PROMPT_TOKENS = 72_000
+ANSWER_TOKENS = 120
+REPLACED_SHARE = 1 / 8
+THINK_S, MAX_THINK_S = 1.0, 6.0
+P90_SIGMAS = statistics.NormalDist().inv_cdf(0.9)
+TRACE_BLOCK_TOKENS = 512
+TRACE_THINK_SHARE = 0.1
+TRACE_SESSIONS = 8
+TIER_TOKENS: dict[Tier, float] = {Tier.DEVICE: 196_608, Tier.HOST: 131_072}
+DISK_TOKENS_PER_SESSION = 40_960
+COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd.COLUMNS)
+PLOTTED = crowd.PLOTTED
+
+Row = dict[str, Any]
+
+
+class Turn(NamedTuple):
+    """One request of a session.
+
+    Attributes:
+        think_s: time between the answer before and this request.
+        prompt: token ids.
+        answer_tokens: length of the answer.
+    """
+
+    think_s: float
+    prompt: Sequence[int]
+    answer_tokens: int
+
+
+Script = list[Turn]
+
+
+class Shape(NamedTuple):
+    """What sessions look like.
+
+    Attributes:
+        turns: requests of a session.
+        scale: what all numbers of tokens are divided by.
+        trace: file with recorded sessions; None for generated ones.
+    """
+
+    turns: int
+    scale: float
+    trace: Path | None
+
+    def scaled(self, num_tokens: float) -> int:
+        """Return a number of tokens after division; at least 2, so that an answer has a gap."""
+        return max(2, int(num_tokens / self.scale))
+
+
+def write_script(seed: int, session: int, shape: Shape, vocab_size: int) -> Script:
+    """Return a session; it is the same whatever other sessions run beside it."""
+    generator = random.Random(f"{seed}/{session}")
+
+    def tokens(count: int) -> "array[int]":
+        return array("I", generator.choices(range(vocab_size), k=count))
+
+    def log_normal(median: float, sigma: float) -> float:
+        return generator.lognormvariate(math.log(median), sigma)
+
+    first = 0.0
+    while not FIRST_RANGE[0] <= first <= FIRST_RANGE[1]:
+        first = log_normal(FIRST_TOKENS, FIRST_SIGMA)
+    sigma = math.log(ADDED_P90_TOKENS / ADDED_TOKENS) / P90_SIGMAS
+    most, answer_tokens = shape.scaled(MAX_PROMPT_TOKENS) - 1, shape.scaled(ANSWER_TOKENS)
+    text, script = tokens(shape.scaled(first)), Script()
+    for turn in range(shape.turns):
+        think_s = min(MAX_THINK_S, generator.expovariate(1 / THINK_S)) if turn else 0.0
+        if turn:
+            text = text + tokens(answer_tokens)
+            if generator.random() < REPLACED_SHARE:
+                kept = len(text) - len(text) // 3
+                text = text[:kept] + tokens(len(text) - kept)
+            added = shape.scaled(log_normal(ADDED_TOKENS, sigma))
+            if len(text) + added > most:
+                text = text[: len(text) - len(text) // 3]
+            text = text + tokens(min(added, most - len(text)))
+        script.append(Turn(think_s, text, answer_tokens))
+    return script
+
+
+def read_trace(path: Path, turns: int, most_tokens: int) -> Iterator[list[Row]]:
+    """Yield the sessions of a trace that have enough turns, in their order, cut to that number.
+
+    Each line of the file (or of the gzipped file) is a request: `timestamp` in ms, `input_length`
+    and `output_length` in tokens, and `hash_ids`, one for each 512 tokens of the prompt; equal ids
+    are equal tokens. The trace does not name sessions: a request continues the one with which it
+    shares its deepest known block, if it begins with at least half of that one's last prompt.
+
+    Args:
+        path: of the trace.
+        turns: of each session.
+        most_tokens: sessions with longer prompts are left out.
+
+    Raises:
+        ConfigError: the file is not such a trace.
+    """
+    sessions, owner = list[list[Row]](), dict[int, list[Row]]()
+    opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                request = json.loads(line)
+                ids = request["hash_ids"]
+                if len(ids) != -(-request["input_length"] // TRACE_BLOCK_TOKENS):
+                    raise ValueError("`hash_ids` does not fit `input_length`")
+                float(request["timestamp"]), int(request["output_length"])
+                session = next((owner[each] for each in reversed(ids) if each in owner), None)
+                if session is None or not _continues(ids, session[-1]["hash_ids"]):
+                    session = []
+                    sessions.append(session)
+                session.append(request)
+                owner.update(dict.fromkeys(ids, session))
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+        where = f"`{path}`, line {number}" if number else f"`{path}`"
+        raise ConfigError(f"{where} is not a trace: {error!r}") from error
+    for session in sessions:
+        some = session[:turns]
+        if len(some) == turns and max(each["input_length"] for each in some) <= most_tokens:
+            yield some
+
+
+def _continues(ids: list[int], before: list[int]) -> bool:
+    """Return whether a prompt begins with at least half of another one."""
+    shared = next(
+        (i for i, (one, other) in enumerate(zip(ids, before, strict=False)) if one != other),
+        min(len(ids), len(before)),
+    )
+    return 2 * shared >= len(before)
+
+
+def replay(recorded: Iterable[Row], seed: int, shape: Shape, vocab_size: int) -> Script:
+    """Return a recorded session: think times a tenth, answers of at most 120 tokens."""
+    script, before_ms = Script(), None
+    block_tokens = shape.scaled(TRACE_BLOCK_TOKENS)
+    for request in recorded:
+        text = array("I")
+        for each in request["hash_ids"]:
+            generator = random.Random(f"{seed}/{each}")
+            text.extend(generator.choices(range(vocab_size), k=block_tokens))
+        pause_ms = request["timestamp"] - (request["timestamp"] if before_ms is None else before_ms)
+        before_ms = request["timestamp"]
+        think_s = min(MAX_THINK_S, max(0.0, pause_ms / 1e3 * TRACE_THINK_SHARE))
+        answer_tokens = shape.scaled(min(ANSWER_TOKENS, request["output_length"]))
+        length = shape.scaled(request["input_length"])
+        script.append(Turn(think_s, text[:length], answer_tokens))
+    return script
+
+
+def recorded_sessions(count: int, seed: int, shape: Shape, most_tokens: int) -> list[list[Row]]:
+    """Return the recorded sessions of a run; each seed takes others.
+
+    Raises:
+        ConfigError: the trace has too few sessions.
+    """
+    assert shape.trace is not None
+    known = list(read_trace(shape.trace, shape.turns, most_tokens))
+    some = known[seed * count : (seed + 1) * count]
+    if len(some) < count:
+        what = f"`{shape.trace}` has {len(known)} sessions of {shape.turns} turns that fit"
+        asked = f"{(seed + 1) * count} are needed"
+        raise ConfigError(f"{what}, but {asked}; lower --sessions, --seeds or --turns")
+    return some
+
+
+def measure(
+    settings: Row,
+    arm: str,
+    folder: Path,
+    cases: list[tuple[int, int]],
+    shape: Shape,
+    most_tokens: int,
+) -> list[Outcome]:
+    """Run the cases, numbers of sessions with their seeds, in one arm, in this process."""
+    progress, outcomes = terminal_progress(), list[Outcome]()
+    with crowd.engine(settings, arm, folder, progress) as it:
+        vocab_size = it.core.info.vocab_size
+        warm_up = write_script(-1, 0, shape._replace(turns=2, trace=None), vocab_size)
+        _run(it, [warm_up], progress, f"{arm}: warming up")
+        for count, seed in cases:
+            it.empty()
+            if shape.trace is None:
+                scripts = [write_script(seed, each, shape, vocab_size) for each in range(count)]
+            else:
+                recorded = recorded_sessions(count, seed, shape, most_tokens)
+                scripts = [replay(each, seed, shape, vocab_size) for each in recorded]
+            stage = f"{arm}: {count} sessions, seed {seed}"
+            outcomes.append(_run(it, scripts, progress, stage))
+    return outcomes
+
+
+def _run(it: crowd.Crowd, scripts: list[Script], progress: Progress, stage: str) -> Outcome:
+    """Run sessions until the first one ends."""
+    num_turns = len(scripts[0])
+
+    def ask(session: int, turn: int, after_s: float) -> Ask:
+        think_s, prompt, answer_tokens = scripts[session][turn]
+        return Ask(after_s + think_s, session, turn, prompt, answer_tokens)
+
+    def follow(answer: Answer) -> Ask | None:
+        progress(stage, min(answer.turn + 1, num_turns - 1), num_turns)
+        if answer.turn + 1 == num_turns:
+            return None
+        return ask(answer.client, answer.turn + 1, answer.ended_s)
+
+    asks = [ask(session, 0, 0.0) for session in range(len(scripts))]
+    progress(stage, 0, num_turns)
+    try:
+        return it.serve(asks, follow, lambda answer: answer.turn + 1 == num_turns)
+    finally:
+        progress(stage, 1, 1)
+
+
+def run(
+    _progress: Progress,
+    *,
+    settings: Row,
+    sessions: list[int] | None,
+    arms: list[str],
+    turns: int,
+    seeds: int,
+    scale: float,
+    trace: Path | None,
+) -> Row:
+    """Run each arm in a process of its own, which draws its progress itself.
+
+    Raises:
+        ConfigError: the prompts do not fit the model, or the trace has too few sessions.
+        TieredKVError: a process failed.
+    """
+    shape = Shape(turns, scale, trace)
+    counts = sessions or ([4, 8, 16, 32] if trace is None else [TRACE_SESSIONS])
+    longest = 1 if trace else shape.scaled(MAX_PROMPT_TOKENS) + shape.scaled(ANSWER_TOKENS)
+    tokens = {tier: count / scale for tier, count in TIER_TOKENS.items()}
+    tokens[Tier.DISK] = max(counts) * DISK_TOKENS_PER_SESSION / scale
+    plan = crowd.plan(settings, tokens, longest, "give a larger `--scale`")
+    cases = [(count, seed) for count in counts for seed in range(seeds)]
+    most_tokens = int((plan.most_tokens - shape.scaled(ANSWER_TOKENS)) * scale)
+    for case in cases if trace else ():
+        recorded_sessions(*case, shape, most_tokens)  # refuses a trace with too few
+    results, raw_GBps = crowd.run_arms(plan.settings, arms, measure, cases, shape, most_tokens)
+    rows = list[Row]()
+    for index, count in enumerate(counts):
+        part = slice(index * seeds, (index + 1) * seeds)
+        for arm in arms:
+            figures = crowd.figures(results[arm][part], plan.kv_spec, raw_GBps)
+            equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
+            rows.append({"arm": arm, "sessions": count, **figures, f"equal_to_{arms[0]}": equal})
+    workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
+    limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
+    facts = {**plan.facts, "workload": workload}
+    return {**facts, "raw": limits, "rows": rows, "problems": []}
