@@ -1,5 +1,10 @@
 """Requests that share blocks: who loads them, who computes them, and who takes them over."""
 
+import itertools
+from typing import Any
+
+import pytest
+
 from tests.fake_store import Rig, chain_of
 from tieredkv.cache.prefix import Prefix
 
@@ -165,3 +170,27 @@ def test_a_host_page_is_handed_over_with_its_block() -> None:
     rig.transfer.is_held = False
     assert rig.finish(second) == 0
     rig.check_nothing_is_held()
+
+
+def test_a_copy_waits_for_the_steps_issued_before_its_block_was_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, fences, used = Rig(), itertools.count(), list[int]()
+    promote = rig.transfer.promote
+
+    def note(pairs: Any, tag: Any, fence: Any = None) -> None:
+        used.append(fence)
+        promote(pairs, tag, fence)
+
+    monkeypatch.setattr(rig.transfer, "fence", lambda: next(fences))
+    monkeypatch.setattr(rig.transfer, "promote", note)
+    rig.store.put("b", 1)
+    assert rig.run("b", 1) == 0
+    queued(rig, 4, 1)  # has the disk's records, and begins no read yet
+    other = rig.prefix("a", 4)
+    other.records.update(dict.fromkeys(other.hashes))  # has none, so that it waits for nothing
+    last_before = next(fences)
+    used.clear()
+    assert rig.admit(other)
+    read_all(rig)
+    assert used and min(used) > last_before, "the fence of an older request was used"

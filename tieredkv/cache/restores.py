@@ -237,7 +237,11 @@ class Restores:
             restore = self._restores.get(prefix)
             demand = Demand(max(num_computed, num_covered), num_tokens)
             if restore is not None:
-                demand = demand._replace(loads=restore.loads, is_begun=restore.is_begun)
+                demand = demand._replace(
+                    loads=restore.loads,
+                    is_begun=restore.is_begun,
+                    loaded_to=0 if restore.is_given_up else restore.end,
+                )
                 planned.append(restore)
             demands.append((demand, restore))
         self.order = planned + [it for it in self._restores.values() if it not in planned]

@@ -306,7 +306,8 @@ class TieredCache:
         """Decide which blocks of these requests are computed and which are loaded.
 
         Args:
-            requests: those that have tokens of their prompts to compute, in the order of service.
+            requests: all admitted requests that have tokens of their prompts to compute, and the
+                next queued ones, in the order of service.
             busy_s: for how long the device is busy with the steps that it was given.
         """
         self.promoter.plan(requests, busy_s)
