@@ -194,3 +194,20 @@ def test_a_copy_waits_for_the_steps_issued_before_its_block_was_allocated(
     assert rig.admit(other)
     read_all(rig)
     assert used and min(used) > last_before, "the fence of an older request was used"
+
+
+def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now() -> None:
+    rig = Rig(restore="auto")
+    rig.tiers.read_rate.bytes_per_s = 1e12
+    (prefix,) = queued(rig, 2, 1)
+    assert rig.admit(prefix)
+    rig.turn()
+    assert len(rig.store.jobs) == 2
+    rig.tiers.read_rate.bytes_per_s = 1e-3  # the plan changes: all is computed
+    rig.plan()
+    rig.begin(prefix)
+    read_all(rig)
+    assert [block.is_ready for block in prefix.blocks] == [False, True]
+    assert rig.tiers.counters.overtaken_blocks == 1
+    assert rig.finish(prefix) == 1
+    rig.check_nothing_is_held()

@@ -93,6 +93,17 @@ class TieredCacheMachine(RuleBasedStateMachine):
         if self.rig.admit(prefix, len(prefix.hashes) + num_private):
             self.running.append(self.waiting.pop(index))
 
+    @rule(chain=CHAINS)
+    def begin_to_load(self, chain: tuple[str, int]) -> None:
+        """Admit a request whose blocks the disk has and is reading."""
+        if not self.rig.store.jobs:
+            self.rig.store.put(*chain)
+        prefix = self.rig.queue(*chain)
+        while self.rig.store.lookups:
+            self.rig.store.answer(0)
+        self.rig.turn()
+        (self.running if self.rig.admit(prefix) else self.waiting).append(prefix)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 3))
     def compute(self, data: st.DataObject, count: int) -> None:
