@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tieredkv.cache.promotion import Progress
+from tieredkv.cache.restores import Progress
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.request import Request

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.cache.promotion import Progress
+from tieredkv.cache.restores import Progress
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
@@ -229,11 +230,17 @@ class FakeStore(StoreClient):
 
 
 class FakeDeviceLink(DeviceLink[Any]):
-    """Copies that move their bytes only when they complete, which a test can delay."""
+    """Copies that move their bytes only when they complete, which a test can delay.
+
+    Attributes:
+        is_held: Whether copies stay open until `complete`.
+        may_fill: Whether a copy may be started into a device block, by its id.
+    """
 
     def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
         super().__init__(BlockCopier(device, arena))
         self.is_held = False
+        self.may_fill: Callable[[int], bool] = lambda block_id: True
         self._up: list[tuple[Sequence[tuple[PageId, BlockId]], Any]] = []
         self._down: list[tuple[Sequence[tuple[BlockId, PageId]], Any]] = []
 
@@ -241,7 +248,15 @@ class FakeDeviceLink(DeviceLink[Any]):
     def has_pending(self) -> bool:
         return bool(self._up or self._down)
 
+    @property
+    def targets(self) -> frozenset[int]:
+        """Ids of the device blocks that copies have yet to fill."""
+        return frozenset(block_id for pairs, _ in self._up for _, block_id in pairs)
+
     def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any, fence: Any = None) -> None:
+        for _, block_id in pairs:
+            assert self.may_fill(block_id), "a copy is started into a block that has a writer"
+            assert block_id not in self.targets, "two copies fill one block"
         self._up.append((pairs, tag))
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any) -> None:
@@ -261,7 +276,13 @@ class FakeDeviceLink(DeviceLink[Any]):
 
 
 class Rig:
-    """A tiered cache, and requests that compute a block by writing its right bytes."""
+    """A tiered cache, and requests that compute a block by writing its right bytes.
+
+    Attributes:
+        admitted: The running requests in the order of service.
+        busy_s: For how long the device is said to be busy.
+        computed_by: The indices of the blocks that each request has computed.
+    """
 
     def __init__(
         self,
@@ -298,6 +319,10 @@ class Rig:
         for pool, memory in self.memories:
             pool.on_evict = self._poisoned(memory, pool.on_evict)
         self.cache = TieredCache(self.tiers)
+        self.transfer.may_fill = self._is_unwritten
+        self.admitted: list[Prefix] = []
+        self.busy_s = 0.0
+        self.computed_by: defaultdict[Prefix, set[int]] = defaultdict(set)
         self.num_computed = 0
 
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
@@ -319,14 +344,16 @@ class Rig:
             self.check()
 
     def plan(self) -> None:
-        """Plan for all requests that restore something, in the order in which they came."""
+        """Plan for the running requests, and for the queued ones that prefetch something."""
+        self.admitted = [prefix for prefix in self.admitted if prefix.blocks]
         size = self.tiers.block_size
-        self.cache.plan(
-            [
-                Progress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
-                for prefix in self.cache.promoter.prefixes
-            ]
-        )
+        queued = [each for each in self.cache.restores.prefixes if each not in self.admitted]
+        requests = [
+            Progress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
+            for prefix in [*self.admitted, *queued]
+        ]
+        still = [each for each in requests if each.num_computed_tokens < each.num_tokens]
+        self.cache.plan(still, busy_s=self.busy_s)
 
     def _num_ready(self, prefix: Prefix) -> int:
         blocks = prefix.blocks[: len(prefix.hashes)]
@@ -344,6 +371,8 @@ class Rig:
         if not self.cache.is_settled(prefix):
             return False
         is_admitted = self.cache.admit(prefix, num_blocks or len(prefix.hashes))
+        if is_admitted:
+            self.admitted.append(prefix)
         self.plan()
         self.check()
         return is_admitted
@@ -358,24 +387,49 @@ class Rig:
         raise AssertionError("not admitted in 100 steps")
 
     def compute(self, prefix: Prefix, *, at_most: int = 1_000_000) -> int:
-        """Compute the blocks that are neither ready nor loading, head first; return how many."""
+        """Compute blocks as the scheduler does, from the first one that is not ready.
+
+        Returns:
+            How many were computed before one that is being loaded or is left to the links.
+        """
         count = 0
         for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
-            if block.is_ready or block.is_loading:
+            if block.is_ready:
                 continue
-            if count == at_most:
+            if count == at_most or not self.may_compute(prefix, index):
                 break
-            if self.cache.stop(prefix, index, index + 1) == index:
-                continue
             self.write(block, prefix.hashes[index])
             self.cache.complete(prefix, index, index + 1)
+            self.computed_by[prefix].add(index)
             count += 1
         self.num_computed += count
         self.check()
         return count
 
+    def begin(self, prefix: Prefix) -> None:
+        """Compute some tokens of the first block that is not ready, if that may be computed."""
+        index = self._num_ready(prefix)
+        if index < len(prefix.hashes) and self.may_compute(prefix, index):
+            block = prefix.blocks[index]
+            assert block.block_id not in self.transfer.targets, "a block has two writers"
+            self.device_bytes[block.block_id, : BLOCK_BYTES // 2] = POISON
+            self.cache.complete(prefix, index, index, has_rest=True)
+
+    def may_compute(self, prefix: Prefix, index: int) -> bool:
+        """Return whether a step may compute a block that is not ready."""
+        is_left = self.cache.stop(prefix, index, index + 1) == index
+        return not (prefix.blocks[index].is_loading or is_left)
+
+    def can_go_on(self, prefix: Prefix) -> bool:
+        """Return whether a request is ready, may compute, or waits for what is under way."""
+        index = self._num_ready(prefix)
+        if index == len(prefix.hashes) or self.may_compute(prefix, index):
+            return True
+        return bool(self.store.jobs or self.transfer.has_pending)
+
     def write(self, block: Block, block_hash: BlockHash) -> None:
         """Compute one block: write its right bytes into VRAM."""
+        assert block.block_id not in self.transfer.targets, "a block has two writers"
         self.device_bytes[block.block_id] = torch.frombuffer(
             bytearray(payload_of(block_hash)), dtype=torch.uint8
         )
@@ -467,6 +521,12 @@ class Rig:
     def memories(self) -> list[tuple[BlockPool, torch.Tensor]]:
         """The pools of VRAM and host memory, each with the memory that its block ids index."""
         return [(self.tiers.device, self.device_bytes), (self.tiers.host, self.arena_bytes)]
+
+    def _is_unwritten(self, block_id: int) -> bool:
+        held = (block for prefix in self.admitted for block in prefix.blocks)
+        return not any(
+            block.block_id == block_id and (block.is_ready or block.is_begun) for block in held
+        )
 
     def _poisoned(self, memory: torch.Tensor, then: OnEvict) -> OnEvict:
         def on_evict(block: Block, block_hash: BlockHash) -> None:

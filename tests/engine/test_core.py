@@ -1,12 +1,18 @@
 """The order in which the engine issues steps and collects their outputs."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
-from tieredkv.engine import scheduler
+from tieredkv.cache import tiered
+from tieredkv.engine import core, scheduler
+from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.storage.worker_messages import LentPage
 
 
 def test_a_quick_request_is_in_the_very_next_step_of_a_flood(
@@ -15,23 +21,23 @@ def test_a_quick_request_is_in_the_very_next_step_of_a_flood(
     monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
     sizes: dict[str, Any] = {"device_size": "32MiB", "host_size": "8MiB", "block_size": 16}
     with LLM("tiny-random", max_num_batched_tokens=512, **sizes) as llm:
-        core, issued, execute = llm.core, list[int](), llm.core._runner.execute
+        engine, issued, execute = llm.core, list[int](), llm.core._runner.execute
 
         def count(rows: list[BatchRow], *args: Any) -> Any:
             issued.append(len(rows))
             return execute(rows, *args)
 
-        monkeypatch.setattr(core._runner, "execute", count)
+        monkeypatch.setattr(engine._runner, "execute", count)
 
         def add(name: str, length: int) -> None:
             tokens = [len(name) + index % 200 for index in range(length)]
             params = SamplingParams(max_tokens=1, temperature=0.0)
             request = llm.make_request(tokens, params, tenant=name.split()[0])
-            core.add_request(request)
+            engine.add_request(request)
             names[request.request_id] = name
 
         def step() -> set[str]:
-            return {names[output.request_id] for output in core.step()}
+            return {names[output.request_id] for output in engine.step()}
 
         names: dict[str, str] = {}
         add("flood", 4000)
@@ -47,6 +53,106 @@ def test_a_quick_request_is_in_the_very_next_step_of_a_flood(
             while name not in step():
                 pass
             assert len(issued) == since + 1
-        core.abort_all()
-        while core.has_work:
-            core.step()
+        engine.abort_all()
+        while engine.has_work:
+            engine.step()
+
+
+class Busy:
+    """An engine with a request whose blocks the disk has and is slow to read.
+
+    Attributes:
+        issued: the number of rows of each step.
+        busy_s: for how long the device is said to be busy.
+    """
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.llm, self.core, self.busy_s, self.issued = llm, llm.core, 0.0, list[int]()
+        self.held: list[LentPage] = []
+        execute, store = self.core._runner.execute, self.core.tiers.store
+        assert store is not None
+        self.load = store.load
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        self.tokens = [index % 200 for index in range(500)]
+        [self.cold] = llm.generate(self.tokens, params)
+        assert llm.demote("disk")
+
+        def count(rows: list[BatchRow], *args: Any) -> Any:
+            self.issued.append(len(rows))
+            return execute(rows, *args)
+
+        monkeypatch.setattr(self.core._runner, "execute", count)
+        monkeypatch.setattr(self.core._timer, "busy_s", lambda: self.busy_s)
+        monkeypatch.setattr(store, "load", self.held.extend)
+        self.core.add_request(llm.make_request(self.tokens, params))
+        while not self.held:
+            self.core.step()
+            self.core.wait(0.01)
+
+    def let_go(self) -> None:
+        self.load(self.held)
+
+    def finish(self) -> list[TokenOutput]:
+        outputs = []
+        while self.core.has_work:
+            outputs += self.core.step()
+            self.core.wait(0.01)
+        return outputs
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Busy]:
+    sizes: dict[str, Any] = {"device_size": "16MiB", "host_size": "16MiB", "load_timeout": HANG_S}
+    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", HANG_S)
+    with LLM(
+        "tiny-random", retention="24h", disk_dir=str(tmp_path), restore="load", **sizes
+    ) as llm:
+        yield Busy(llm, monkeypatch)
+
+
+def test_while_blocks_are_loaded_a_step_is_issued_only_when_the_last_is_nearly_computed(
+    busy: Busy,
+) -> None:
+    busy.busy_s = 1.0
+    busy.core.add_request(busy.llm.make_request([7] * 40, SamplingParams(max_tokens=1)))
+    for _ in range(20):
+        assert busy.core.step() == []
+        busy.core.wait(0.01)
+    assert busy.issued == []
+    busy.busy_s = core.ISSUE_AHEAD_S
+    while not busy.core.step():
+        busy.core.wait(0.01)
+    assert busy.issued == [1], "the new request was taken in, and waits for no blocks"
+    busy.let_go()
+    [output] = busy.finish()
+    assert output.token_ids == busy.cold.token_ids
+
+
+def test_a_busy_device_holds_up_no_step_when_nothing_is_loaded(busy: Busy) -> None:
+    busy.let_go()
+    busy.finish()
+    busy.issued.clear()
+    busy.busy_s = 1.0
+    busy.core.add_request(busy.llm.make_request([7] * 40, SamplingParams(max_tokens=1)))
+    assert len(busy.finish()) == 1
+    assert busy.issued == [1]
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 1.0])
+def test_an_engine_that_waits_for_the_disk_sleeps_between_its_plans(
+    busy: Busy, monkeypatch: pytest.MonkeyPatch, busy_s: float
+) -> None:
+    slept, wait, busy.busy_s = list[float](), busy.core._wake.wait, busy_s
+    busy.core._wake.clear()
+
+    def sleep(seconds: float) -> bool:
+        slept.append(seconds)
+        return wait(seconds)
+
+    monkeypatch.setattr(busy.core._wake, "wait", sleep)
+    for num_steps in range(1, 50):
+        busy.core.step()
+        busy.core.wait(1.0)
+        assert len(slept) >= num_steps
+    assert min(slept) > 0 and max(slept) <= core.PLAN_AGAIN_S
+    busy.let_go()

@@ -79,6 +79,17 @@ def test_what_a_stopped_link_was_given_is_computed() -> None:
     assert planner(LinkState(1e9, busy_s=0.005)).split(demand).block == 2000
 
 
+def test_what_was_loaded_already_keeps_the_device_busy_no_longer() -> None:
+    whole = on_disk(2048, suffix=500)
+    half = whole._replace(loads=(LinkLoad(0, range(1024)),), is_begun=True, loaded_to=2048)
+    link = LinkState(2.7e9)
+    for demand in (half, half._replace(loads=(LinkLoad(0, []),), begin=1024 * SIZE)):
+        crowd = planner(link)
+        split = crowd.split(demand)
+        assert crowd.busy_s == split.compute_s + seconds(2048 * SIZE, whole.end)
+    assert planner(link).split(half).block < planner(link).split(whole).block
+
+
 def test_no_step_of_a_few_tokens_is_planned() -> None:
     for GBps in (1.0, 2.0, 2.5, 3.0, 4.0, 10.0, 30.0, 100.0):
         for num_blocks in (10, 50, 100):

@@ -4,18 +4,24 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.fake_store import Rig
+from tests.fake_store import BLOCK_BYTES, Rig
 from tieredkv.cache import tiered
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.rates import ComputeRate
+from tieredkv.config import Restore
 
 CHAINS = st.tuples(st.sampled_from("abc"), st.integers(1, 5))
+BLOCK_SECONDS = st.sampled_from([1e-9, 1e-4, 1e-3, 1e-2, 10.0])
+"""For how long a link or the device is said to be busy with a block."""
 
 
 class TieredCacheMachine(RuleBasedStateMachine):
     """Requests arrive, are admitted, compute, finish and are cancelled in any order.
 
     Reads, writes, copies and answers complete in any order, late, or with a failure; the clock
-    moves; operators evict. At the end everything completes and nothing may be held.
+    moves; operators evict. The learnt rates are any, right or wrong, and change, so that requests
+    are divided between computing and loading in any way. At the end everything completes and
+    nothing may be held.
     """
 
     def __init__(self) -> None:
@@ -30,7 +36,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         is_write_behind=st.booleans(),
         has_timeout=st.booleans(),
         is_patient=st.booleans(),
-        can_load=st.sampled_from([True, True, False]),
+        restore=st.sampled_from(["auto", "auto", "load", "compute"]),
     )
     def build(
         self,
@@ -39,17 +45,34 @@ class TieredCacheMachine(RuleBasedStateMachine):
         is_write_behind: bool,
         has_timeout: bool,
         is_patient: bool,
-        can_load: bool,
+        restore: Restore,
     ) -> None:
         tiered.PATIENCE_S = 1e9 if is_patient else 0.0
         self.rig = Rig(
             num_blocks=num_blocks,
             num_pages=num_pages,
             is_write_behind=is_write_behind,
-            restore="load" if can_load else "compute",
+            restore=restore,
             load_timeout_s=0.0 if has_timeout else 1e9,
         )
         self.rig.store.is_held = self.rig.transfer.is_held = True
+
+    @rule(read_s=BLOCK_SECONDS, copy_s=BLOCK_SECONDS, compute_s=BLOCK_SECONDS)
+    def learn(self, read_s: float, copy_s: float, compute_s: float) -> None:
+        tiers = self.rig.tiers
+        tiers.read_rate.bytes_per_s = BLOCK_BYTES / read_s
+        tiers.up_rate.bytes_per_s = BLOCK_BYTES / copy_s
+        tiers.compute_rate = ComputeRate(8192)
+        tiers.compute_rate.learn(100, 5000.0, 100 * compute_s)
+
+    @rule(busy_s=st.sampled_from([0.0, 1e-3, 1.0]))
+    def be_busy(self, busy_s: float) -> None:
+        self.rig.busy_s = busy_s
+
+    @precondition(lambda self: len(self.running) > 1)
+    @rule()
+    def serve_in_another_order(self) -> None:
+        self.rig.admitted.append(self.rig.admitted.pop(0))
 
     @rule(chain=CHAINS, age_s=st.sampled_from([0.0, 80_000.0, 86_390.0]))
     def place_on_disk(self, chain: tuple[str, int], age_s: float) -> None:
@@ -70,10 +93,26 @@ class TieredCacheMachine(RuleBasedStateMachine):
         if self.rig.admit(prefix, len(prefix.hashes) + num_private):
             self.running.append(self.waiting.pop(index))
 
+    @rule(chain=CHAINS)
+    def begin_to_load(self, chain: tuple[str, int]) -> None:
+        """Admit a request whose blocks the disk has and is reading."""
+        if not self.rig.store.jobs:
+            self.rig.store.put(*chain)
+        prefix = self.rig.queue(*chain)
+        while self.rig.store.lookups:
+            self.rig.store.answer(0)
+        self.rig.turn()
+        (self.running if self.rig.admit(prefix) else self.waiting).append(prefix)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 3))
     def compute(self, data: st.DataObject, count: int) -> None:
         self.rig.compute(data.draw(st.sampled_from(self.running)), at_most=count)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def compute_a_part(self, data: st.DataObject) -> None:
+        self.rig.begin(data.draw(st.sampled_from(self.running)))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -87,6 +126,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
         if all(block.is_ready for block in prefix.blocks[: len(prefix.hashes)]):
             self.rig.cache.touch(prefix)
             self.running.remove(prefix)
+            for index in self.rig.computed_by[prefix]:
+                assert prefix.sources[index] is None, "a computed block counts as cached"
             self.rig.cache.release(prefix)
 
     @precondition(lambda self: self.waiting or self.running)
@@ -138,6 +179,14 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.rig.check()
             for prefix in self.running:
                 self.rig.verify(prefix)
+
+    @invariant()
+    def nothing_is_stuck(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.plan()
+        for prefix in self.running:
+            assert self.rig.can_go_on(prefix), "a request waits for nothing"
 
     def teardown(self) -> None:
         tiered.PATIENCE_S = 1e9  # everything completes now, so no block needs to be dropped

@@ -2,7 +2,8 @@
 
 The engine uses only `tiered.TieredCache`. It admits requests, each with its `prefix`, takes in
 moves that have ended and starts the next ones: `promotion` copies blocks to faster tiers,
-`demotion` copies them to slower tiers. `tiers` has the pools and decides which may be evicted.
-`catalog` records the identity and the deadline of each block, and why blocks have left. No module
-of this package knows models.
+`demotion` copies them to slower tiers. `restores` records what requests want from slower tiers, and
+`plan` decides which part of it is computed instead, by the measured `rates`. `tiers` has the pools
+and decides which may be evicted. `catalog` records the identity and the deadline of each block, and
+why blocks have left. No module of this package knows models.
 """

@@ -54,12 +54,15 @@ class Demand(NamedTuple):
         end: number of tokens of the request.
         loads: blocks that links may load.
         is_begun: whether something was loaded already, so that the plan is not a new one.
+        loaded_to: index behind the last block that was loaded; those behind the last of `loads` and
+            before it need no computing.
     """
 
     begin: int
     end: int
     loads: Sequence[LinkLoad] = ()
     is_begun: bool = False
+    loaded_to: int = 0
 
 
 class LinkState(NamedTuple):
@@ -129,7 +132,8 @@ class Planner:
         size, begin, end = self.block_size, demand.begin, demand.end
         first = -(-begin // size)
         last = max(first, 0, *(each.end for each in demand.loads))
-        rest_s = self.compute(last * size, end)
+        rest = max(last, demand.loaded_to)
+        rest_s = self.compute(rest * size, end)
         gain = 1.0 if demand.is_begun else MIN_GAIN
 
         def compute_s(split: int) -> float:
@@ -138,7 +142,7 @@ class Planner:
 
         def done_s(split: int) -> float:
             """Return when the last token is computed; without loads it needs no step of its own."""
-            if split == last:
+            if split == last == rest:
                 return self.busy_s + self.compute(begin, end)
             return max(compute_s(split), self._load_s(demand, split)) + rest_s
 

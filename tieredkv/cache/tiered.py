@@ -27,7 +27,8 @@ from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.promotion import Progress, Promoter
+from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.restores import Progress
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
@@ -68,6 +69,7 @@ class TieredCache:
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
         self.promoter = Promoter(tiers)
+        self.restores = self.promoter.restores
         self.demoter = Demoter(tiers, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
         self._lookups: dict[int, Prefix | None] = {}  # None if the answer is overdue
@@ -305,7 +307,7 @@ class TieredCache:
         self._unpin(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
-        self.promoter.forget(prefix)
+        self.restores.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
@@ -317,20 +319,21 @@ class TieredCache:
     @property
     def is_restoring(self) -> bool:
         """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
-        return self.promoter.is_restoring
+        return bool(self.restores)
 
     def plan(self, requests: Iterable[Progress], *, busy_s: float = 0.0) -> None:
         """Decide which blocks of these requests are computed and which are loaded.
 
         Args:
-            requests: those that have tokens of their prompts to compute, in the order of service.
+            requests: all admitted requests that have tokens of their prompts to compute, and the
+                next queued ones, in the order of service.
             busy_s: for how long the device is busy with the steps that it was given.
         """
         self.promoter.plan(requests, busy_s)
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
         """Return the first of the blocks `[first, end)` that is left to the links, or `end`."""
-        return self.promoter.stop(prefix, first, end) if self.is_restoring else end
+        return self.restores.stop(prefix, first, end)
 
     def poll(self, *, may_start_early: bool = False) -> None:
         """Take in the copies, reads and writes that have ended since the last call.
@@ -468,7 +471,7 @@ class TieredCache:
             self._unpin(prefix)
             hashes = self._readable(prefix)
             on_disk = [index for index, each in enumerate(hashes) if each in event.found]
-            self.promoter.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
+            self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
             self.pin(prefix)
 
     def _forget_disk(self) -> None:
@@ -496,14 +499,14 @@ class TieredCache:
             if block is not None:
                 if block.is_ready or not block.is_loading:
                     source = Tier.DEVICE
-                if not block.is_ready and self.promoter.is_reading(block_hash):
+                if not block.is_ready and self.promoter.is_coming(block_hash):
                     reading.append(index)
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     in_host.append(index)
-                elif self.promoter.is_reading(block_hash):
+                elif self.promoter.is_coming(block_hash):
                     source = Tier.DISK
                     reading.append(index)
                 elif record and self._is_alive(block_hash, record):
@@ -518,10 +521,8 @@ class TieredCache:
             blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        if end:
-            self.promoter.want(prefix, in_host=in_host, on_disk=on_disk, reading=reading, end=end)
-        else:
-            self.promoter.forget(prefix)
+        self.promoter.note_new_blocks()
+        self.restores.want(prefix, in_host=in_host, on_disk=on_disk, reading=reading, end=end)
 
     def _is_alive(self, block_hash: BlockHash, record: bytes) -> bool:
         """Return whether a record is sound and its block may still be served."""

@@ -1,0 +1,142 @@
+"""Times of steps, and for how long the device is busy with those that were issued."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.engine.step_timer import MIN_TOKENS, StepTimer
+
+
+class Rate(ComputeRate):
+    """Remembers what it is taught, and predicts a millisecond a token.
+
+    Attributes:
+        taught: tokens, pairs and seconds of each step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(8192)
+        self.taught: list[tuple[int, float, float]] = []
+
+    def learn(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        self.taught.append((num_tokens, num_pairs, seconds))
+
+    def step_seconds(self, num_tokens: float, num_pairs: float) -> float:
+        return num_tokens / 1e3
+
+
+class Event:
+    """An event of a stream that a test runs by hand.
+
+    Attributes:
+        stream: every recorded event, in order.
+        ended: how many of them have been reached.
+    """
+
+    stream: list["Event"] = []  # noqa: RUF012
+    ended = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.stream.append(self)
+
+    def query(self) -> bool:
+        return Event.stream.index(self) < Event.ended
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 7.0
+
+
+def row(num_tokens: int, start: int = 0) -> BatchRow:
+    """Return the row of a step that computes so many tokens."""
+    return BatchRow(
+        token_ids=[0] * num_tokens,
+        start=start,
+        block_table=[],
+        write_from=start,
+        needs_logits=False,
+        all_logits=False,
+        request_index=0,
+        table_key=1,
+    )
+
+
+def issue(timer: StepTimer, *rows: BatchRow, **options: Any) -> None:
+    timer.begin()
+    timer.end(rows, **options)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the clock that the timer reads; a test moves it."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return clock
+
+
+@pytest.fixture
+def rate() -> Rate:
+    return Rate()
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch, now: list[float], rate: Rate) -> StepTimer:
+    """Return a timer of a CUDA device whose events a test runs by hand."""
+    Event.stream, Event.ended = [], 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return StepTimer(rate, torch.device("cuda"))
+
+
+def test_without_a_gpu_a_step_takes_as_long_as_its_call(now: list[float], rate: Rate) -> None:
+    timer = StepTimer(rate, torch.device("cpu"))
+    timer.begin()
+    now[0] += 0.25
+    timer.end([row(100, 50), row(30)])
+    assert rate.taught == [(130, pairs(50, 150) + pairs(0, 30), 0.25)]
+    assert timer.busy_s() == timer.num_pending == 0
+
+
+def test_short_steps_and_steps_that_wait_for_bytes_teach_nothing(
+    timer: StepTimer, rate: Rate
+) -> None:
+    issue(timer, row(MIN_TOKENS - 1))
+    issue(timer, row(MIN_TOKENS), teaches=False)
+    issue(timer, row(MIN_TOKENS))
+    Event.ended = 6
+    timer.poll()
+    assert rate.taught == [(MIN_TOKENS, pairs(0, MIN_TOKENS), 0.007)]
+
+
+def test_the_device_is_busy_with_what_is_left_of_the_first_step_and_with_the_others(
+    timer: StepTimer, now: list[float]
+) -> None:
+    assert timer.busy_s() == 0
+    issue(timer, row(100))
+    issue(timer, row(200))
+    assert timer.busy_s() == pytest.approx(0.3)
+    now[0] += 0.04
+    assert timer.busy_s() == pytest.approx(0.26)
+    now[0] += 0.5  # the first one takes longer than predicted
+    assert timer.busy_s() == pytest.approx(0.2)
+    Event.ended = 2
+    assert timer.busy_s() == pytest.approx(0.2), "the second one has just begun"
+    assert timer.num_pending == 1
+    Event.ended = 4
+    assert timer.busy_s() == 0
+
+
+def test_a_step_after_an_idle_time_begins_when_it_is_issued(
+    timer: StepTimer, now: list[float]
+) -> None:
+    issue(timer, row(100))
+    Event.ended = 2
+    timer.poll()
+    now[0] += 60
+    issue(timer, row(100))
+    assert timer.busy_s() == pytest.approx(0.1)

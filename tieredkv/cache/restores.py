@@ -1,0 +1,326 @@
+"""What requests lack in VRAM and slower tiers hold, and which part of it is computed instead.
+
+The blocks that a request lacks in VRAM and that a slower tier holds are its restore. `divide`
+splits each restore: blocks before the split are computed, blocks from it on are left to the links.
+
+Requests that share blocks share the decision: what may be loaded stands in the restore of the
+request that was admitted first, and `stop` asks the restores of all. When that request ends, the
+others take over what is left.
+
+This module starts no read and no copy. It does not know what the links have under way, but for the
+blocks that are coming from disk.
+
+Called by the engine's thread only.
+"""
+
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
+from tieredkv.cache.pool import Block
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiers import Tiers
+from tieredkv.errors import IntegrityError
+from tieredkv.hashing import num_shared
+from tieredkv.types import BlockHash
+
+HOST, DISK = 0, 1
+"""The links that load, as the planner numbers them: from host memory, and from disk."""
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """What slower tiers hold of one request's prefix, and VRAM does not.
+
+    Attributes:
+        is_admitted: whether the request has a block table, so that blocks are filled and not only
+            read ahead.
+        in_host, on_disk: blocks that may be loaded and were not started, by ascending index. The
+            last ones are started first.
+        reading: blocks that are being read from disk, ascending.
+        end: index behind the last block that it waits for, here or in a restore that it shares.
+        give_up_at: when blocks that have not come from disk are computed; infinite while the
+            request is queued.
+        pages: the pages of `in_host` by index, held while the request is admitted.
+        split: blocks before it are computed; blocks from it on are left to the links. Nothing is
+            loaded before the first plan.
+        probe_from: blocks from it on are read even if the plan computes them.
+        is_begun: whether a read or a copy was started.
+        is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
+        predicted_s: from the last plan until the request's last token is computed.
+    """
+
+    prefix: Prefix
+    is_admitted: bool
+    in_host: list[int]
+    on_disk: list[int]
+    reading: list[int]
+    end: int
+    give_up_at: float
+    pages: dict[int, Block] = field(default_factory=dict)
+    split: int = sys.maxsize
+    probe_from: int = sys.maxsize
+    is_begun: bool = False
+    is_given_up: bool = False
+    predicted_s: float = 0.0
+
+    @property
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """All blocks that may be loaded or are being read."""
+        return self.in_host, self.on_disk, self.reading
+
+    @property
+    def first(self) -> int:
+        """The first block that may be loaded or is being read; `end` if there is none."""
+        return min((indices[0] for indices in self.lists if indices), default=self.end)
+
+    @property
+    def loads(self) -> tuple[LinkLoad, LinkLoad]:
+        """What each link may load, or was given to load."""
+        return LinkLoad(HOST, self.in_host), LinkLoad(DISK, self.on_disk, self.reading)
+
+    @property
+    def copies_next(self) -> bool:
+        """Whether its last block in host memory is to be copied to VRAM."""
+        return self.is_admitted and bool(self.in_host) and self.in_host[-1] >= self.split
+
+    @property
+    def reads_next(self) -> bool:
+        """Whether its last block on disk is to be read."""
+        return bool(self.on_disk) and self.on_disk[-1] >= min(self.split, self.probe_from)
+
+
+class Progress(NamedTuple):
+    """A request's tokens, and how many of them are computed."""
+
+    prefix: Prefix
+    num_computed_tokens: int
+    num_tokens: int
+
+
+class Restores:
+    """The restores of all requests, and how they are divided between computing and loading.
+
+    Invariants (`check`): the lists of a restore ascend; the pages of an admitted restore are those
+    of `in_host`, and they are held.
+
+    Args:
+        tiers: the tiers.
+        is_coming: whether a block is being read from disk and may be waited for.
+
+    Attributes:
+        order: all restores, in the order in which they are loaded.
+    """
+
+    def __init__(self, tiers: Tiers, is_coming: Callable[[BlockHash], bool]) -> None:
+        self._tiers = tiers
+        self._is_coming = is_coming
+        self._restores: dict[Prefix, Restore] = {}
+        self.order: list[Restore] = []
+
+    def __len__(self) -> int:
+        return len(self._restores)
+
+    @property
+    def prefixes(self) -> list[Prefix]:
+        """The prefixes that have a restore, the oldest first."""
+        return list(self._restores)
+
+    def is_open(self, block_hash: BlockHash) -> bool:
+        """Return whether requests hold a block for these bytes into which nothing was written."""
+        block = self._tiers.device.lookup(block_hash)
+        if block is None or not block.ref_count:
+            return False
+        return not (block.is_ready or block.is_loading or block.is_begun)
+
+    # Requests
+
+    def want(
+        self,
+        prefix: Prefix,
+        *,
+        in_host: list[int],
+        on_disk: list[int],
+        reading: list[int],
+        end: int,
+    ) -> None:
+        """Restore blocks of an admitted request, or prefetch those of a queued one.
+
+        Without any block to wait for, the request has no restore any more.
+
+        Args:
+            prefix: the request's chain.
+            in_host: indices of blocks that have a ready page, ascending.
+            on_disk: indices of blocks that only the disk has, ascending; their records are in
+                `prefix.records`.
+            reading: indices of blocks that are being read already, ascending.
+            end: index behind the last block that is missing, here or in a restore that it shares.
+        """
+        if prefix in self._restores:  # of the request while it was queued
+            self.order.remove(self._restores.pop(prefix))
+        if not end:
+            return
+        is_admitted = bool(prefix.blocks)
+        timeout_s = self._tiers.load_timeout_s if is_admitted else float("inf")
+        give_up_at = time.monotonic() + timeout_s
+        restore = Restore(prefix, is_admitted, in_host, on_disk, reading, end, give_up_at)
+        self._restores[prefix] = restore
+        self.order.append(restore)
+        if is_admitted:
+            host = self._tiers.host
+            pages = host.find(map(prefix.hashes.__getitem__, in_host))
+            restore.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}
+            host.acquire(restore.pages.values())
+
+    def forget(self, prefix: Prefix) -> None:
+        """End the restore of a request; admitted requests that share its blocks take them over."""
+        restore = self._restores.pop(prefix, None)
+        if restore is None:
+            return
+        self.order.remove(restore)
+        if restore.is_admitted:
+            for other in self._restores.values():
+                if other.is_admitted:
+                    self._hand_over(restore, other)
+        self._tiers.host.release(restore.pages.values())
+
+    def _hand_over(self, restore: Restore, other: Restore) -> None:
+        """Move the blocks that two requests share from a restore that ends to another one."""
+        ours, theirs = restore.prefix, other.prefix
+        shared = num_shared(ours.hashes, theirs.hashes)
+        known = set[int]().union(*other.lists)
+        for mine, its in zip(restore.lists, other.lists, strict=True):
+            num_passed = bisect_left(mine, shared)
+            passed = [
+                index
+                for index in mine[:num_passed]
+                if index not in known and self.is_open(ours.hashes[index])
+            ]
+            del mine[:num_passed]
+            its[:] = sorted([*its, *passed])
+            if passed:
+                other.split = min(other.split, restore.split)
+            for index in passed:
+                theirs.records[ours.hashes[index]] = ours.records.get(ours.hashes[index])
+                other.end = max(other.end, index + 1)
+        for index in set(other.in_host) - other.pages.keys():
+            other.pages[index] = restore.pages.pop(index)
+
+    # Plan
+
+    def demands(self, requests: Iterable[Progress]) -> list[tuple[Demand, Restore | None]]:
+        """Return what requests need, each with its restore if it has one.
+
+        Restores of admitted requests that are not among them have ended.
+
+        Args:
+            requests: all admitted requests that have tokens of their prompts to compute, and the
+                next queued ones, in the order of service.
+        """
+        requests = list(requests)
+        needy = {prefix for prefix, _, _ in requests}
+        for prefix in self.prefixes:
+            if self._restores[prefix].is_admitted and prefix not in needy:
+                self.forget(prefix)
+        size = self._tiers.block_size
+        demands: list[tuple[Demand, Restore | None]] = []
+        planned: list[Restore] = []
+        for prefix, num_computed, num_tokens in requests:
+            if (restore := self._restores.get(prefix)) is not None:
+                self._tidy(restore, num_computed // size)
+            shared = (num_shared(prefix.hashes, each.prefix.hashes) for each in planned)
+            num_covered = min(num_tokens, size * max(shared, default=0))
+            restore = self._restores.get(prefix)
+            demand = Demand(max(num_computed, num_covered), num_tokens)
+            if restore is not None:
+                demand = demand._replace(
+                    loads=restore.loads,
+                    is_begun=restore.is_begun,
+                    loaded_to=0 if restore.is_given_up else restore.end,
+                )
+                planned.append(restore)
+            demands.append((demand, restore))
+        self.order = planned + [it for it in self._restores.values() if it not in planned]
+        return demands
+
+    def divide(
+        self, demands: Iterable[tuple[Demand, Restore | None]], planner: Planner
+    ) -> list[Split]:
+        """Set the split of each restore, in the order of service; return the splits."""
+        splits = []
+        for demand, restore in demands:
+            splits.append(planner.split(demand))
+            if restore is not None:
+                is_all_loaded = self._tiers.restore == "load"
+                restore.split = restore.first if is_all_loaded else splits[-1].block
+                restore.predicted_s = splits[-1].done_s
+        return splits
+
+    def stop(self, prefix: Prefix, first: int, end: int) -> int:
+        """Return the first of a request's blocks `[first, end)` that is left to the links.
+
+        Returns:
+            `end` if all of them may be computed.
+        """
+        own = self._restores.get(prefix)
+        may_read = own is None or not own.is_given_up
+        for restore in self._restores.values():
+            if not restore.is_admitted or end <= max(first, restore.split):
+                continue
+            is_own = restore.prefix is prefix
+            shared = end if is_own else num_shared(prefix.hashes, restore.prefix.hashes)
+            begin, last = max(first, restore.split), min(end, shared)
+            for indices in restore.lists if may_read else [restore.in_host]:
+                at = bisect_left(indices, begin)
+                if at < len(indices) and indices[at] < last:
+                    end = last = indices[at]
+        return end
+
+    def _tidy(self, restore: Restore, first: int) -> None:
+        """Drop the blocks before `first`, which are computed, and those that took too long."""
+        hashes = restore.prefix.hashes
+        restore.reading[:] = [it for it in restore.reading if self._is_awaited(hashes[it])]
+        if not restore.is_admitted:
+            if not (restore.on_disk or restore.reading):
+                self.forget(restore.prefix)
+            return
+        for indices in restore.lists:
+            del indices[: bisect_left(indices, first)]
+        late = [index for index in restore.pages if index < first]
+        self._tiers.host.release(restore.pages.pop(index) for index in late)
+        if first >= restore.end:
+            self.forget(restore.prefix)
+
+    def _is_awaited(self, block_hash: BlockHash) -> bool:
+        block = self._tiers.device.lookup(block_hash)
+        return self._is_coming(block_hash) and not (block is not None and block.is_begun)
+
+    def give_up_late(self) -> list[BlockHash]:
+        """Have blocks computed that have not come from disk in time; return their hashes."""
+        now, late = time.monotonic(), dict[BlockHash, None]()
+        for restore in self._restores.values():
+            if now >= restore.give_up_at:
+                restore.is_given_up = True
+                for index in [*restore.on_disk, *restore.reading]:
+                    if self.is_open(block_hash := restore.prefix.hashes[index]):
+                        late[block_hash] = None
+                restore.on_disk.clear()
+                restore.reading.clear()
+        return list(late)
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        if Counter(self.order) != Counter(self._restores.values()):
+            raise IntegrityError("the order of the restores is not one of all of them")
+        for restore in self._restores.values():
+            if any(indices != sorted(set(indices)) for indices in restore.lists):
+                raise IntegrityError("the blocks of a restore do not ascend")
+            if restore.is_admitted and restore.pages.keys() != set(restore.in_host):
+                raise IntegrityError("the pages of a restore are not those that it wants")
+            if any(page.ref_count < 1 for page in restore.pages.values()):
+                raise IntegrityError("a page is wanted, but not held")
