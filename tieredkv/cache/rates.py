@@ -90,12 +90,16 @@ class LinkRate:
         return self._allowed >= num_bytes
 
     def learn(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Take in a measurement; longer ones weigh more, and the first one of a stale rate all."""
+        """Take in a measurement; longer ones weigh more.
+
+        Of a stale rate, a first measurement that is higher replaces it, since a link is never
+        faster than it can be. One that is lower may be an exception, and counts in part.
+        """
         measured = num_bytes / max(seconds, 1e-9)
         if measured >= 0.9 * self.limit and self.bytes_per_s >= measured:
             return
         if self.is_stale(now):
-            self._learnt_s = 0.0
+            self._learnt_s = 0.0 if measured > self.bytes_per_s else FIRST_S
         self._learnt_s += seconds
         weight = max(1 - math.exp(-seconds / MEMORY_S), seconds / self._learnt_s)
         self.bytes_per_s += weight * (measured - self.bytes_per_s)
