@@ -74,7 +74,8 @@ def test_a_probe_that_found_no_page_is_tried_again() -> None:
 
 def test_a_rate_learnt_too_low_is_corrected_by_one_probe() -> None:
     rate, now = LinkRate(2e9), 100.0
-    rate.learn(1000, 5.0, now)
+    for _ in range(20):
+        rate.learn(1000, 5.0, now)
     assert rate.bytes_per_s < 1e3
     now += PROBE_S
     rate.learn(128 << 20, 0.064, now)
