@@ -221,7 +221,8 @@ class Demoter:
             started = self.demote(device.num_blocks)
             if to is Tier.DISK or (not started and device.num_evictable):
                 started += self.write(host.num_blocks)
-            is_stuck = not (moved or started or self._num_copying or self._writing)
+            is_moving = self._num_copying or self._writing or host.num_used  # pages being read too
+            is_stuck = not (moved or started or is_moving)
             if is_stuck or time.monotonic() >= deadline:
                 return False
             if not moved:
