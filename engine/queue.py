@@ -68,7 +68,7 @@ class RequestQueue:
         if not window or window[0].num_passes >= MAX_PASSES:
             return window[:1]
         last = self._last.get(tenants[0], ())
-        window.sort(key=lambda each: -self._num_near(each.prefix, last))
+        window.sort(key=lambda each: -self._num_near(each, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
     def check_room(self, tenant: str, most: int) -> None:
@@ -117,9 +117,13 @@ class RequestQueue:
             del self._queues[tenant]
             self._last.pop(tenant, None)
 
-    def _num_near(self, prefix: Prefix, last: Sequence[BlockHash]) -> int:
-        """Return how many blocks a request need not wait for if it comes next."""
-        return max(num_shared(prefix.hashes, last), self._num_resident(prefix))
+    def _num_near(self, request: Request, last: Sequence[BlockHash]) -> int:
+        """Return how many blocks a request need not wait for if it comes next.
+
+        What a preempted request has left in memory gives it no precedence over new requests.
+        """
+        num_resident = 0 if request.table_key else self._num_resident(request.prefix)
+        return max(num_shared(request.prefix.hashes, last), num_resident)
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

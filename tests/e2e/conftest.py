@@ -1,0 +1,16 @@
+"""Settings of all tests from end to end, unless they say otherwise."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_is_loaded() -> Iterator[None]:
+    """Load what is cached, so that no count of cached tokens depends on the speed of the machine.
+
+    A test of the planner asks for `restore = "auto"` itself.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDKV_RESTORE", "load")
+        yield
