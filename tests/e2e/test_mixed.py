@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "disk_size": "256MiB",
     "default_retention": "24h",
     "load_timeout": HANG_S,
+    "restore": "auto",
 }
 
 
