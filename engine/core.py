@@ -64,7 +64,7 @@ one: later than it could be, since issuing a long step keeps the engine's thread
 PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
 MEASURED_BYTES = 256 << 20
-MOST_CPU_TOKENS = 256
+MOST_CPU_TOKENS = 64
 """Tokens of the largest step that is timed at the start on a CPU."""
 
 TOLD_POSITIONS = (0, 16_384, 65_536)

@@ -210,6 +210,7 @@ def test_bench_returns_finds_nothing_in_ram_and_the_bound_of_each_arm(
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
+@pytest.mark.slow
 def test_bench_returns_does_not_run_an_arm_beyond_the_rate_that_it_cannot_hold(
     run_bench: Bench,
 ) -> None:
@@ -238,6 +239,7 @@ def test_bench_sessions_does_the_same_turns_in_all_arms(tmp_path: Path, run_benc
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
+@pytest.mark.slow
 def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> None:
     requests = [
         {"timestamp": 100 * i, "input_length": 512 * (3 + i), "output_length": 30}

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,13 @@ def any_splits(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     return generator
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("num_batched_tokens", [96, 250, 2048])
+@pytest.mark.parametrize(
+    ("block_size", "num_batched_tokens"),
+    [
+        pytest.param(size, tokens, marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, (size, tokens) in enumerate(product((16, 32, 64), (96, 250, 2048)))
+    ],
+)
 def test_any_splits_that_change_with_each_plan_give_the_cold_tokens(
     tmp_path: Path, any_splits: random.Random, block_size: int, num_batched_tokens: int
 ) -> None:
@@ -317,6 +323,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
         wait_until(is_loaded_again, "the disk is never read again")
 
 
+@pytest.mark.slow
 def test_a_rate_learnt_wrong_is_corrected_by_traffic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
