@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.ttft import in_new_process
+from tieredkv.bench.ttft import in_new_process, look_up
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.llm import LLM
-from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.loader import FoundModel
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.storage.control import StoreControl
@@ -35,7 +35,6 @@ from tieredkv.types import KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
 
 ARMS = ("none", "load", "planned")
-RAW_THREADS = (4, 16, 32)
 POLL_S = 0.01
 MIN_RAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 256 << 20
@@ -329,12 +328,7 @@ def plan(settings: Row, tokens: Mapping[Tier, float], longest_tokens: int, hint:
         ConfigError: `disk_dir` is not a folder or has too little space, a setting is out of range,
             or the longest prompt does not fit the model or VRAM.
     """
-    parent = settings.get("disk_dir")
-    if parent and not Path(parent).is_dir():
-        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
-    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
-    found = find_model(settings["model"], max_context_len=settings.get("max_model_len"), **told)
-    spec = found.kv_spec(settings.get("block_size", 16))
+    found, spec = look_up(settings, max_context_len=settings.get("max_model_len"))
     least = {Tier.DISK: MIN_DISK_BYTES}
     sizes = {
         f"{tier}_size": max(least.get(tier, MIN_RAM_BYTES), int(count) * spec.token_bytes)
@@ -348,10 +342,10 @@ def plan(settings: Row, tokens: Mapping[Tier, float], longest_tokens: int, hint:
         if longest_tokens > room:
             text = f"a prompt and its answer have up to {longest_tokens} tokens, but {what} {room}"
             raise ConfigError(f"{text}\nhint: {hint}")
-    free_bytes = shutil.disk_usage(parent or tempfile.gettempdir()).free
+    where = settings.get("disk_dir") or tempfile.gettempdir()
+    free_bytes = shutil.disk_usage(where).free
     if free_bytes < made.settings["disk_size"]:
         size, free = map(format_bytes, (made.settings["disk_size"], free_bytes))
-        where = parent or tempfile.gettempdir()
         text = f"`disk_size` = {size}, but `{where}` has {free} free"
         raise ConfigError(f"{text}\nhint: give `--disk-dir` or a smaller `--disk-size`")
     return made._replace(most_tokens=min(rooms.values()))
@@ -377,9 +371,9 @@ def run_arms(
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as name:
         folder = Path(name)
         for arm in arms:
-            rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=RAW_THREADS))
+            rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
             results[arm] = in_new_process(measure, settings, arm, folder, *arguments)
-        rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=RAW_THREADS))
+        rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
     known = [rate for rate in rates if rate]
     return results, statistics.median(known) if known else None
 

@@ -17,9 +17,6 @@ time of the arm `device`. The time of computing m tokens is interpolated between
 
 import contextlib
 import math
-import mmap
-import os
-import random
 import statistics
 import tempfile
 import time
@@ -38,27 +35,19 @@ from tieredkv.bench.ttft import (
     compare,
     demote_all,
     in_new_process,
+    look_up,
     make_prompt,
     serve_once,
     tier_sizes,
 )
 from tieredkv.engine.llm import LLM
-from tieredkv.engine.loader import find_model
-from tieredkv.errors import ConfigError
 from tieredkv.types import Progress, Tier, tracked
 
-RAW_THREADS = (4, 16, 32)
 RAW_BYTES = 512 << 20
 ARMS = ("cold", "load", "planned", "device")
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
-COLUMNS: tuple[str, ...] = (
-    "arm",
-    "prefix_tokens",
-    "read_limit",
-    "ttft_ms.p50",
-    "ttft_ms.min",
-    "raw_GBps",
-)
+COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "read_limit", "ttft_ms.p50", "ttft_ms.min")
+COLUMNS += ("raw_GBps",)
 COLUMNS += ("over_cold", "over_better", "over_ideal", "loaded_tokens", "load_GBps")
 COLUMNS += ("tokens_equal_cold", "kv_bytes_equal")
 PLOTTED = (("ttft_ms.p50",),)
@@ -88,29 +77,6 @@ Runs = dict[tuple[str, int, int], list[Run]]
 """Runs by arm, prefix length and read limit."""
 
 
-class RawDisk:
-    """A file beside the store, which is read at random without the page cache.
-
-    Attributes:
-        is_direct: whether the filesystem has O_DIRECT; without it nothing is measured.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        buffers = [memoryview(mmap.mmap(-1, raw.READ_BYTES)) for _ in range(max(RAW_THREADS))]
-        for buffer in buffers:
-            buffer[:] = random.Random(0).randbytes(len(buffer))
-        self._num_blocks = max(len(buffers), 4 * RAW_BYTES // raw.READ_BYTES)
-        self._file = raw.RawFile(folder, self._num_blocks, buffers)
-        self.is_direct, self.close = self._file.is_direct, self._file.close
-
-    def read_GBps(self) -> float | None:
-        """Return the best rate of the numbers of threads; None without O_DIRECT."""
-        if not self.is_direct:
-            return None
-        order = random.sample(range(self._num_blocks), RAW_BYTES // raw.READ_BYTES)
-        return max(self._file.move_GBps(os.preadv, order, threads) for threads in RAW_THREADS)
-
-
 def measure(
     settings: Row, folder: Path, lengths: list[int], limits: list[int], repeats: int
 ) -> tuple[Runs, Row]:
@@ -118,7 +84,7 @@ def measure(
     progress, runs = terminal_progress(), Runs()
     with (
         LLM(**settings, retention="24h", progress=progress) as llm,
-        contextlib.closing(RawDisk(folder)) as disk,
+        contextlib.closing(raw.RawDisk(folder, 4 * RAW_BYTES, raw.BEST_THREADS)) as disk,
     ):
         tiers = llm.core.tiers
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
@@ -147,10 +113,10 @@ def measure(
     return runs, learnt
 
 
-def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: RawDisk | None) -> Run:
+def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk | None) -> Run:
     """Serve a prompt once, with the raw rate of the disk measured just before."""
     core = llm.core
-    raw_GBps = disk.read_GBps() if disk is not None else None
+    raw_GBps = disk.read_GBps(RAW_BYTES) if disk is not None else None
     core.tiers.restore = mode
     core.tiers.read_rate.limit = limit or math.inf
     times: list[float] = []
@@ -194,11 +160,7 @@ def run(
         TieredKVError: the process failed.
     """
     parent = settings.get("disk_dir")
-    if parent and not Path(parent).is_dir():
-        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
-    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
-    found = find_model(settings["model"], **told)
-    kv_spec = found.kv_spec(settings.get("block_size", 16))
+    found, kv_spec = look_up(settings)
     sizes = tier_sizes(
         prefix_tokens, repeats * len(read_limits), kv_spec.token_bytes, found.max_model_len
     )

@@ -36,10 +36,10 @@ import torch
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.engine.llm import LLM
-from tieredkv.engine.loader import find_model
+from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.types import Progress, Tier, tracked
+from tieredkv.types import KVSpec, Progress, Tier, tracked
 
 TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 SUFFIX_TOKENS = 64
@@ -67,7 +67,8 @@ class Sample(NamedTuple):
 
     Attributes:
         logits: [output token, vocabulary].
-        kv_digest: digest of the prefix's blocks in VRAM afterwards; None if they are not there.
+        kv_digest: digest of the prefix's blocks in VRAM afterwards; None if they are not there, or
+            if nobody asked for it.
     """
 
     ttft_ms: float
@@ -75,7 +76,7 @@ class Sample(NamedTuple):
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
     bytes_from_disk: float
-    kv_digest: str | None
+    kv_digest: str | None = None
 
 
 Result = TypeVar("Result")
@@ -97,6 +98,8 @@ def measure(
             for arm in arms:
                 demote_all(llm, TIER_OF_ARM[arm])
                 sample = serve_once(llm, prompt)
+                prefix = llm.make_request(prompt[:length], PARAMS)
+                sample = sample._replace(kv_digest=llm.core.kv_digest(prefix))
                 if arm == "cold" and sample.kv_digest is None:
                     what = f"a prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
@@ -119,7 +122,7 @@ def demote_all(llm: LLM, tier: str | None) -> None:
 
 
 def serve_once(llm: LLM, prompt: list[int]) -> Sample:
-    """Serve a prompt, keep the logits of its output tokens, and digest its prefix's KV."""
+    """Serve a prompt, and keep the logits of its output tokens."""
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     before = raw.own_bytes(pid, "read")
     core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
@@ -131,8 +134,22 @@ def serve_once(llm: LLM, prompt: list[int]) -> Sample:
         token_ids=output.token_ids,
         logits=torch.stack(logits).numpy(),
         bytes_from_disk=raw.own_bytes(pid, "read") - before,
-        kv_digest=core.kv_digest(llm.make_request(prompt[:length], PARAMS)),
     )
+
+
+def look_up(settings: Row, *, max_context_len: int | None = None) -> tuple[FoundModel, KVSpec]:
+    """Find the model of a bench that keeps a store, and the layout of its blocks.
+
+    Raises:
+        ConfigError: `disk_dir` is not a folder.
+        ModelError: the model cannot be found or is not supported.
+    """
+    parent = settings.get("disk_dir")
+    if parent and not Path(parent).is_dir():
+        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
+    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
+    found = find_model(settings["model"], max_context_len=max_context_len, **told)
+    return found, found.kv_spec(settings.get("block_size", 16))
 
 
 def run(
@@ -148,11 +165,7 @@ def run(
         TieredKVError: a process failed.
     """
     parent = settings.get("disk_dir")
-    if parent and not Path(parent).is_dir():
-        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
-    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
-    found = find_model(settings["model"], **told)
-    kv_spec = found.kv_spec(settings.get("block_size", 16))
+    found, kv_spec = look_up(settings)
     sizes = tier_sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
         path = Path(folder)

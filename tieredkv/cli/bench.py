@@ -49,6 +49,15 @@ def repeats(count: int) -> Option:
     )
 
 
+PREFIX_TOKENS = several(
+    "--prefix-tokens",
+    COUNT,
+    default="512,2048",
+    help="Lengths of prefixes in tokens, with commas between.",
+)
+TIERS = settings_options(*ENGINE, without=("seed", "restore", "default_retention"))
+
+
 @click.group()
 def bench() -> None:
     """Measure the tiers, the kernels, the engine or a running server."""
@@ -120,12 +129,7 @@ def measure(
 
 @measured(
     MODEL,
-    several(
-        "--prefix-tokens",
-        COUNT,
-        default="512,2048",
-        help="Lengths of prefixes in tokens, with commas between.",
-    ),
+    PREFIX_TOKENS,
     several(
         "--arms",
         click.Choice(ARMS),
@@ -133,7 +137,7 @@ def measure(
         help="Where prefixes come from, with commas between.",
     ),
     repeats(5),
-    settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
+    TIERS,
 )
 def ttft() -> None:
     """Measure the time to the first token, cold and with the prefix in each tier.
@@ -150,12 +154,7 @@ def ttft() -> None:
 
 @measured(
     MODEL,
-    several(
-        "--prefix-tokens",
-        COUNT,
-        default="512,2048",
-        help="Lengths of prefixes in tokens, with commas between.",
-    ),
+    PREFIX_TOKENS,
     several(
         "--read-limits",
         parse_bytes,
@@ -163,7 +162,7 @@ def ttft() -> None:
         help="Limits of the reads in bytes per second, with commas between; 0 is none.",
     ),
     repeats(5),
-    settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
+    TIERS,
 )
 def restore() -> None:
     """Measure one request whose prefix is on disk: computed, loaded, and both at once.
@@ -193,7 +192,7 @@ CROWD = (
         default=",".join(CROWD_ARMS),
         help="Arms to measure, as above, with commas between.",
     ),
-    settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
+    TIERS,
 )
 
 
