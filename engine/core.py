@@ -524,6 +524,7 @@ class EngineCore:
         late_event = self.tiers.transfer.late_event
         self._timer.begin()
         output = self._runner.execute([row.row for row in scheduled], late_event)
+        self.cache.note_step()
         self._timer.end([row.row for row in scheduled], teaches=late_event is None)
         rows = [row for row in scheduled if row.row.needs_logits]
         if any(row.row.all_logits for row in scheduled):

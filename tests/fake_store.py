@@ -253,13 +253,13 @@ class FakeDeviceLink(DeviceLink[Any]):
         """Ids of the device blocks that copies have yet to fill."""
         return frozenset(block_id for pairs, _ in self._up for _, block_id in pairs)
 
-    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any, fence: Any = None) -> None:
+    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any, *, after: int = 0) -> None:
         for _, block_id in pairs:
             assert self.may_fill(block_id), "a copy is started into a block that has a writer"
             assert block_id not in self.targets, "two copies fill one block"
         self._up.append((pairs, tag))
 
-    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any) -> None:
+    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any, *, after: int = 0) -> None:
         self._down.append((pairs, tag))
 
     def poll(self) -> tuple[list[Any], list[Any]]:

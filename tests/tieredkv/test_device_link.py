@@ -45,13 +45,42 @@ def test_a_copy_waits_for_the_kernels_before_it_and_is_reported_after_its_bytes(
             work = work @ work
             work /= work.norm()
         blocks.fill_(value)
-        transfer.demote([(BlockId(i), PageId(i)) for i in range(256)], f"down {value}")
+        transfer.note_step()
+        pairs = [(BlockId(i), PageId(i)) for i in range(256)]
+        transfer.demote(pairs, f"down {value}", after=transfer.num_steps)
         while not (done := transfer.poll()[1]):
             assert transfer.has_pending
         assert done == [f"down {value}"]
         assert bool((arena == value).all())
         arena.fill_(value + 10)
-        transfer.promote([(PageId(i), BlockId(i)) for i in range(256)], f"up {value}")
+        seen = blocks.clone()
+        transfer.note_step()
+        pages = [(PageId(i), BlockId(i)) for i in range(256)]
+        transfer.promote(pages, f"up {value}", after=transfer.num_steps)
         transfer.synchronize()
         assert transfer.poll() == ([f"up {value}"], [])
+        assert bool((seen == value).all()), "a block was overwritten before a step had read it"
         assert bool((blocks == value + 10).all())
+
+
+@pytest.mark.gpu
+def test_a_copy_does_not_wait_for_steps_that_do_not_use_its_blocks() -> None:
+    device = torch.device("cuda")
+    transfer, blocks, arena = make_transfer(device)
+    blocks.fill_(1)
+    transfer.note_step()
+    torch.cuda.synchronize()
+    work = torch.randn(8192, 8192, device=device)
+    for _ in range(200):
+        work = work @ work
+        work /= work.norm()
+    ended = torch.cuda.Event()
+    ended.record()
+    transfer.note_step()
+    transfer.demote([(BlockId(0), PageId(0))], "down", after=1)
+    transfer.promote([(PageId(1), BlockId(1))], "up", after=1)
+    transfer.synchronize()
+    assert not ended.query(), "the copies waited for a step that was issued later"
+    assert transfer.poll() == (["up"], ["down"])
+    assert bool((arena[0] == 1).all())
+    torch.cuda.synchronize()

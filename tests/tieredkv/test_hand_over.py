@@ -1,6 +1,5 @@
 """Requests that share blocks: who loads them, who computes them, and who takes them over."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -172,28 +171,33 @@ def test_a_host_page_is_handed_over_with_its_block() -> None:
     rig.check_nothing_is_held()
 
 
-def test_a_copy_waits_for_the_steps_issued_before_its_block_was_allocated(
+def test_a_copy_waits_for_the_last_step_that_may_use_its_block_and_for_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig, fences, used = Rig(), itertools.count(), list[int]()
-    promote = rig.transfer.promote
+    rig, steps = Rig(num_blocks=4), dict[str, int]()
+    promote, demote = rig.transfer.promote, rig.transfer.demote
 
-    def note(pairs: Any, tag: Any, fence: Any = None) -> None:
-        used.append(fence)
-        promote(pairs, tag, fence)
+    def up(pairs: Any, tag: Any, *, after: int = 0) -> None:
+        steps["up"] = after
+        promote(pairs, tag, after=after)
 
-    monkeypatch.setattr(rig.transfer, "fence", lambda: next(fences))
-    monkeypatch.setattr(rig.transfer, "promote", note)
-    rig.store.put("b", 1)
-    assert rig.run("b", 1) == 0
-    queued(rig, 4, 1)  # has the disk's records, and begins no read yet
-    other = rig.prefix("a", 4)
-    other.records.update(dict.fromkeys(other.hashes))  # has none, so that it waits for nothing
-    last_before = next(fences)
-    used.clear()
-    assert rig.admit(other)
-    read_all(rig)
-    assert used and min(used) > last_before, "the fence of an older request was used"
+    def down(pairs: Any, tag: Any, *, after: int = 0) -> None:
+        steps["down"] = after
+        demote(pairs, tag, after=after)
+
+    monkeypatch.setattr(rig.transfer, "promote", up)
+    monkeypatch.setattr(rig.transfer, "demote", down)
+    prefix = rig.start("a", 4)
+    rig.cache.note_step()
+    rig.compute(prefix)  # in step 1
+    rig.cache.note_step()
+    rig.finish(prefix)  # it ends while step 2 may still read its blocks
+    rig.cache.note_step()
+    assert rig.cache.demoter.demote(4)
+    assert steps == {"down": 2}
+    rig.store.put("b", 4)
+    assert rig.run("b", 4) == 0
+    assert steps == {"down": 2, "up": 2}
 
 
 def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now() -> None:

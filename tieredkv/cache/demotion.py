@@ -81,6 +81,11 @@ class Demoter:
         """Whether no block is being demoted or queued to be written."""
         return not (self._num_copying or self._writing or self._behind or self._to_write)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no copy to host memory is under way."""
+        return not self._num_copying
+
     def note_change(self) -> None:
         """Note that blocks were allocated or released: the next `pump` checks the reserves."""
         self._is_stale = True
@@ -389,7 +394,8 @@ class Demoter:
         self._num_copying += len(pairs)
         if pairs:
             ids = [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs]
-            tiers.transfer.demote(ids, (time.perf_counter(), pairs))
+            after = max(block.last_step for block, _ in pairs)
+            tiers.transfer.demote(ids, (time.perf_counter(), pairs), after=after)
         return len(pairs)
 
     def _write_out(self, pages: list[Block]) -> int:

@@ -47,15 +47,18 @@ class _Pending(NamedTuple, Generic[Tag]):
 class DeviceLink(Generic[Tag]):
     """Moves blocks both ways without stalling the compute stream.
 
-    On CUDA each direction has a stream of its own. A copy first waits for the work that the compute
-    stream was given so far, because a running kernel may still read a block that is about to be
-    overwritten, or write one that is about to be copied out. On other devices a copy is done when
-    the call returns.
+    On CUDA each direction has a stream of its own. A step may still read a block that is about to be
+    overwritten, or write one that is about to be copied out, so a copy first waits for the last
+    step that uses its blocks; steps are numbered as `note_step` is told of them. On other devices a
+    copy is done when the call returns.
 
     A large promotion comes in two parts: the first layers of every block, then the late layers. A
     forward pass may start after the first part if it waits for `late_event` before the late layers.
 
     A copy that was started is pending until `poll` reports it.
+
+    Attributes:
+        num_steps: steps that the compute stream was given so far.
     """
 
     def __init__(self, copier: BlockCopier, *, early_bytes: int | None = None) -> None:
@@ -67,6 +70,8 @@ class DeviceLink(Generic[Tag]):
         """
         self._copier = copier
         self._early_bytes = early_bytes
+        self.num_steps = 0
+        self._steps: deque[tuple[int, torch.cuda.Event]] = deque()  # that may not have ended
         self._num_usable = 0
         self._promoted_bytes, self._promoted_s = 0, 0.0
         is_cuda = copier.device.type == "cuda"
@@ -91,32 +96,24 @@ class DeviceLink(Generic[Tag]):
             for pending in islice(self._promotions, self._num_usable, self._num_usable + 1)
         )
 
-    def fence(self) -> torch.cuda.Event | None:
-        """Return an event after which the work is done that the compute stream was given so far.
+    def note_step(self) -> None:
+        """Note that the compute stream was given a step."""
+        self.num_steps += 1
+        if self._in_stream is not None:
+            event = self._record(torch.cuda.current_stream(self._in_stream.device))
+            assert event is not None
+            self._steps.append((self.num_steps, event))
 
-        Blocks that were allocated before may be overwritten after it; see `promote`.
-        """
-        return self._record(torch.cuda.current_stream()) if self._in_stream is not None else None
-
-    def promote(
-        self,
-        pairs: Sequence[tuple[PageId, BlockId]],
-        tag: Tag,
-        fence: torch.cuda.Event | None = None,
-    ) -> None:
+    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Tag, *, after: int = 0) -> None:
         """Start copying host pages into device blocks.
 
         Args:
             pairs: pages and blocks.
             tag: what `poll` returns when the bytes have arrived.
-            fence: the copies wait for it instead of for all the work that the compute stream was
-                given so far. No step that was issued after it may use the blocks.
+            after: the last step that may use the blocks; 0 if none does.
         """
         stream, early = self._in_stream, None
-        if stream is not None and fence is not None:
-            stream.wait_event(fence)
-        elif stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._wait_for_step(stream, after)
         num_bytes = len(pairs) * self._copier.block_bytes
         began_at, began = time.perf_counter(), self._record(stream, is_timed=True)
         split = self._early_bytes
@@ -129,11 +126,16 @@ class DeviceLink(Generic[Tag]):
         ended, seconds = self._record(stream, is_timed=True), time.perf_counter() - began_at
         self._promotions.append(_Pending(ended, tag, early, num_bytes, began, seconds))
 
-    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag) -> None:
-        """Start copying device blocks into host pages."""
+    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag, *, after: int = 0) -> None:
+        """Start copying device blocks into host pages.
+
+        Args:
+            pairs: blocks and pages.
+            tag: what `poll` returns when the bytes have arrived.
+            after: the last step that may write the blocks; 0 if none does.
+        """
         stream = self._out_stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._wait_for_step(stream, after)
         self._copier.copy_out(pairs, stream)
         self._demotions.append(_Pending(self._record(stream), tag))
 
@@ -179,6 +181,14 @@ class DeviceLink(Generic[Tag]):
         for stream in (self._in_stream, self._out_stream):
             if stream is not None:
                 stream.synchronize()
+
+    def _wait_for_step(self, stream: torch.cuda.Stream | None, step: int) -> None:
+        """Have a stream wait until a step has ended."""
+        while self._steps and self._steps[0][1].query():
+            self._steps.popleft()
+        event = next((event for number, event in self._steps if number >= step), None)
+        if stream is not None and step and event is not None:
+            stream.wait_event(event)
 
     def _record(
         self, stream: torch.cuda.Stream | None, *, is_timed: bool = False

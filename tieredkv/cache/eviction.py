@@ -31,6 +31,7 @@ class Block:
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
         is_begun: whether some of its tokens are computed, so that it is not loaded any more.
         is_loading: whether it is filled from a slower tier, and held until that has ended.
+        last_step: the last step that may use its memory, but for those of its present users.
         tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
         rank: its place among the blocks that an eviction order has looked at.
@@ -44,6 +45,7 @@ class Block:
     is_ready: bool = False
     is_begun: bool = False
     is_loading: bool = False
+    last_step: int = 0
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0

@@ -50,6 +50,7 @@ class BlockPool:
         pinned, wanted: hashes of blocks to be evicted last, for claims and for queued requests; a
             change applies to a block from its next use on.
         num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
+        num_steps: steps that were issued so far, which may use the blocks that are in use.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -66,7 +67,7 @@ class BlockPool:
         self.pinned: Collection[BlockHash] = ()
         self.wanted: Collection[BlockHash] = ()
         self._floors: Mapping[bytes, int] = {}
-        self.num_kept = 0
+        self.num_kept = self.num_steps = 0
         self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
 
     @property
@@ -118,6 +119,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that nobody uses, empty and evictable."""
         return self.num_empty + self.num_evictable
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that are empty or can be evicted now, or once the copies under way have ended."""
+        return self.num_empty + sum(order.num_ready for order in self._orders)
 
     @property
     def num_used(self) -> int:
@@ -233,13 +239,14 @@ class BlockPool:
         NOTE: give the blocks of a chain tail first, so that what is not evicted is a usable prefix.
         A block without users becomes the youngest if its content is complete; else it is emptied.
         """
-        unseen, num_of = self._first.unseen, self._first.num_of
+        unseen, num_of, num_steps = self._first.unseen, self._first.num_of, self.num_steps
         is_plain = not (num_of is not None or self.pinned or self.wanted or self.is_duplicate)
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
+            block.last_step = num_steps
             if is_plain and block.is_ready and block.block_hash is not None:
                 unseen[block] = None  # same as `_append`, but faster
                 block.part = unseen

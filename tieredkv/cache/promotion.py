@@ -20,7 +20,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -105,7 +105,6 @@ class Promoter:
         self._to_copy: list[tuple[Block, Block]] = []
         self._num_copying = 0  # including `_to_copy`
         self._is_short = False  # the last read found no page
-        self._fence: Any = None  # after the last step that may use blocks that copies fill
         self._probed_at = -sys.float_info.max
         self.has_more = False
         # Pages that reads and copies up may hold together.
@@ -120,10 +119,6 @@ class Promoter:
         """Return whether the block is being read from disk and may be waited for."""
         read = self._reads.get(block_hash)
         return read is not None and not read.is_late
-
-    def note_new_blocks(self) -> None:
-        """Note that a request has got device blocks, which earlier steps may still use."""
-        self._fence = self._tiers.transfer.fence()
 
     # Plan
 
@@ -377,4 +372,5 @@ class Promoter:
             ids = [(page.block_id, block.block_id) for page, block in copies]
             tag = (time.perf_counter(), copies)
             pairs = cast(list[tuple[PageId, BlockId]], ids)
-            self._tiers.transfer.promote(pairs, tag, self._fence)
+            after = max(block.last_step for _, block in copies)
+            self._tiers.transfer.promote(pairs, tag, after=after)

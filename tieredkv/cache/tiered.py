@@ -225,8 +225,10 @@ class TieredCache:
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
+        num_steps = self.tiers.transfer.num_steps
         for index in computed:
             blocks[index].is_ready = True
+            blocks[index].last_step = num_steps
             if prefix.sources[index] in (Tier.HOST, Tier.DISK):
                 prefix.overtaken.add(hashes[index])
             prefix.sources[index] = None
@@ -315,6 +317,11 @@ class TieredCache:
         self.demoter.note_change()
 
     # Moves
+
+    def note_step(self) -> None:
+        """Note that a step was issued, before its rows are completed."""
+        self.tiers.transfer.note_step()
+        self.tiers.device.num_steps = self.tiers.transfer.num_steps
 
     @property
     def is_restoring(self) -> bool:
@@ -521,7 +528,6 @@ class TieredCache:
             blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self.promoter.note_new_blocks()
         self.restores.want(prefix, in_host=in_host, on_disk=on_disk, reading=reading, end=end)
 
     def _is_alive(self, block_hash: BlockHash, record: bytes) -> bool:
@@ -567,6 +573,8 @@ class TieredCache:
                 if prefix not in self._short_since:
                     self._short_since[prefix] = now
                     self.tiers.counters.allocation_waits += 1
+                if device.num_ready >= num_blocks and not demoter.is_stuck:
+                    self._short_since[prefix] = now  # copies are under way, and they end
                 demoter.write(num_blocks)
                 if now - self._short_since[prefix] >= PATIENCE_S:
                     demoter.drop_oldest(num_blocks)
