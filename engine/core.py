@@ -468,7 +468,9 @@ class EngineCore:
         )
         refusals = self.cache.demoter.refusals()
         num_lost = refusals.total()
+        self.tiers.counters.lost_blocks.update(refusals)
         if (num_late := left - num_lost) > 0:
+            self.tiers.counters.lost_blocks["drain_timeout"] += num_late
             text = "%d blocks were not written to disk within `drain_timeout` (%g s) and are lost"
             logger.warning(text, num_late, self.settings.drain_timeout)
         lost = None

@@ -211,6 +211,41 @@ def test_a_store_that_fails_drops_blocks_and_hangs_nobody(reason: str) -> None:
     assert rig.store.blocks == {}
     assert rig.tiers.counters.store_failures[reason] > 0
     rig.check_nothing_is_held()
+    num_left = len(rig.tiers.catalog.entries())
+    assert rig.tiers.counters.lost_blocks == {reason: 24 - num_left}, "each block once"
+
+
+def test_a_block_that_no_write_was_waited_for_is_counted_as_lost_when_it_leaves_ram() -> None:
+    rig = Rig(num_blocks=4, num_pages=4)
+    rig.store.is_held = True
+    rig.run_without_disk("a", 4)
+    rig.cache.demoter.drop_oldest(4)
+    assert rig.tiers.counters.demotions_dropped == 4
+    assert rig.tiers.counters.lost_blocks == {}, "all of them are still in VRAM"
+    rig.run_without_disk("b", 2)
+    num_left = sum(rig.tiers.catalog.get(each) is not None for each in chain_of("a", 4))
+    assert num_left < 4
+    assert rig.tiers.counters.lost_blocks == {"too_slow": 4 - num_left}
+    rig.check_nothing_is_held()
+
+
+def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> None:
+    rig = Rig(num_blocks=4, num_pages=4)
+    rig.run("evicted", 2)
+    rig.cache.evict(lambda entry: True)
+    rig.run("expired", 2)
+    rig.clock.moment += 90_000.0
+    rig.turn()
+    for name in "abc":
+        rig.run(name, 4, "in_memory")
+    rig.run("kept", 4)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.tiers.catalog.entries() == []
+    assert rig.tiers.counters.lost_blocks == {}
+    without_disk = Rig(num_blocks=4, num_pages=4, has_store=False)
+    for name in "abc":
+        without_disk.run(name, 4)
+    assert without_disk.tiers.counters.lost_blocks == {}
 
 
 def test_a_failed_write_is_tried_again_at_the_end() -> None:
