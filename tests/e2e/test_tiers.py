@@ -315,11 +315,17 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(
         "tiny-random", retention="24h", disk_dir=disk_dir, disk_write_limit="1KiB", **sizes
     ) as llm:
         cold = [one(llm, prompt(seed)).token_ids for seed in range(12)]
-        assert llm.core.tiers.counters.demotions_dropped > 0
+        counters = llm.core.tiers.counters
+        assert counters.demotions_dropped > 0
+        assert counters.lost_blocks.keys() == {"too_slow"}
+        assert llm.core.tiers.write_rate.steady == 1024, "a stop keeps the limit"
+        owed: Any = llm.tier_stats()["owed"]
+        assert owed["drain_s"] == owed["bytes"] / 1024 > 0.1
         disk: Any = llm.tier_stats()["disk"]
         assert disk["bytes_write_limit"] == 1024
         # A full token bucket allows one block of 32 KiB and takes half a minute to fill.
         assert disk["blocks"] <= 1 + (time.monotonic() - started_at) / 32
+    assert counters.lost_blocks["drain_timeout"] > 0
     with LLM("tiny-random", disk_dir=disk_dir, **SIZES) as llm:
         disk = llm.tier_stats()["disk"]
         assert disk["blocks"] > 1, "what was accepted is lost"

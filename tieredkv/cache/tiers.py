@@ -88,9 +88,11 @@ class Tiers:
         block_size: tokens of one block.
         restore: see the setting; `compute` promotes nothing.
         is_write_behind: write blocks to disk soon after they are computed, not only for room.
+        drain_timeout_s: how long a stop may take to write what is owed to the disk.
         device_reserve_blocks: how many device blocks to keep clean ahead of need.
         load_timeout_s: a block that the disk has not loaded within this time is computed.
-        up_rate, read_rate: of copies from host memory to VRAM, and of reads from disk.
+        up_rate, read_rate, write_rate: of copies from host memory to VRAM, of reads from disk, and
+            of writes to it while no reads compete with them.
         compute_rate: of the device.
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
             what is left; empty while there is only one tenant.
@@ -108,11 +110,13 @@ class Tiers:
     block_size: int = 1
     restore: Restore = "auto"
     is_write_behind: bool = False
+    drain_timeout_s: float = 30.0
     device_reserve_blocks: int = 64
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     up_rate: LinkRate = field(default_factory=lambda: LinkRate(20e9))
     read_rate: LinkRate = field(default_factory=lambda: LinkRate(2e9))
+    write_rate: LinkRate = field(default_factory=lambda: LinkRate(1e9))
     compute_rate: ComputeRate = field(default_factory=lambda: ComputeRate(8192))
     shares: dict[bytes, float] = field(default_factory=dict)
     _given: Mapping[bytes, float] = field(default_factory=dict)
@@ -166,13 +170,25 @@ class Tiers:
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the block has yet to be written to disk; not if that was given up."""
         entry = self.catalog.get(block_hash)
-        return entry is not None and not entry.is_droppable and self._is_promised(entry)
+        return entry is not None and not entry.is_droppable and self.is_promised(entry)
 
-    def _is_promised(self, entry: Entry) -> bool:
+    def is_promised(self, entry: Entry) -> bool:
         """Return whether the disk should keep the block and does not have it."""
         if self.store is None or entry.is_on_disk:
             return False
         return self.catalog.disk_deadline(entry, self.clock.now()) is not None
+
+    @property
+    def owed_bytes(self) -> int:
+        """Bytes in RAM that the disk should keep and does not have."""
+        if self.store is None:
+            return 0
+        return (len(self.catalog.owed) + len(self.catalog.given_up)) * self.block_bytes
+
+    @property
+    def drain_s(self) -> float:
+        """How many seconds a stop would need to write what is owed to the disk."""
+        return self.owed_bytes / self.write_rate.steady
 
     def _is_device_clean(self, block: Block) -> bool:
         entry = self.catalog.get(block.block_hash)
@@ -205,6 +221,6 @@ class Tiers:
             self.host.end_duplicate(block_hash)
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
-            if self._is_promised(entry):
+            if self.is_promised(entry):
                 count_failure(self.counters.lost_blocks, entry.refusal or "too_slow", _LOST)
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
