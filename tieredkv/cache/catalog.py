@@ -171,19 +171,20 @@ class Catalog:
 
         A block that is noted already keeps its place.
         """
+        owed, given_up = self.owed, self.given_up
         claims, may_go = None, False
         for entry in entries:
-            if self.given_up and not entry.is_droppable:
-                self.given_up.discard(entry.block_hash)
-            if entry.is_on_disk:
+            if given_up and not entry.is_droppable:
+                given_up.discard(entry.block_hash)
+            if entry.disk_expires_at > 0.0:
                 self._forget_owed(entry.block_hash)
                 continue
             if entry.claims is not claims:  # blocks of one prompt share their claims
                 claims, may_go = entry.claims, self.may_enter(entry, Tier.DISK)
             if may_go and not entry.is_droppable:
-                self.owed[entry.block_hash] = None
+                owed[entry.block_hash] = None
             elif may_go:
-                self.given_up.add(entry.block_hash)
+                given_up.add(entry.block_hash)
 
     def _forget_owed(self, block_hash: BlockHash) -> None:
         self.owed.pop(block_hash, None)
