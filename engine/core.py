@@ -176,10 +176,12 @@ class EngineCore:
             restore=settings.restore,
             compute_rate=ComputeRate(num_alone_tokens),
             is_write_behind=settings.disk_write == "write_behind",
+            drain_timeout_s=settings.drain_timeout,
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
         )
         self.tiers.read_rate.limit = settings.disk_read_limit or math.inf
+        self.tiers.write_rate.limit = settings.disk_write_limit or math.inf
         self.give_shares(settings.tenant_shares)
         self.cache = TieredCache(self.tiers)
         self._timer = StepTimer(self.tiers.compute_rate, device)
@@ -345,7 +347,7 @@ class EngineCore:
     # Tiers
 
     def tier_stats(self) -> dict[str, object]:
-        """Return blocks and bytes of each tier, and the counters of the cache."""
+        """Return blocks and bytes of each tier, what is owed to the disk, and the counters."""
         size = self.kv_spec.block_bytes
         stats: dict[str, object] = {}
         for tier, pool in ((Tier.DEVICE, self.tiers.device), (Tier.HOST, self.tiers.host)):
@@ -359,15 +361,18 @@ class EngineCore:
             }
         scheduler, store = self.scheduler, self.tiers.store
         stats["counters"] = msgspec.to_builtins(self.tiers.counters) | {
+            "computed_tokens": scheduler.num_computed_tokens,
             "preemptions": scheduler.num_preemptions,
             "requests_running": len(scheduler.running),
             "requests_waiting": len(scheduler.waiting),
         }
         disk = msgspec.to_builtins(store.stats()) if store else None
+        if store:
+            stats["owed"] = {"bytes": self.tiers.owed_bytes, "drain_s": self.tiers.drain_s}
         return stats | {"block_bytes": size, "disk": disk, "learnt": self.learnt_rates()}
 
     def learnt_rates(self) -> dict[str, object]:
-        """Return the rates that loads are planned with.
+        """Return the rates that loads and a stop are planned with.
 
         Those of computing are tokens a second of a step's tokens behind some positions.
         """
@@ -378,6 +383,7 @@ class EngineCore:
         return {
             "up_bytes_per_s": tiers.up_rate.effective(now),
             "read_bytes_per_s": tiers.read_rate.effective(now) if has_disk else None,
+            "write_bytes_per_s": tiers.write_rate.steady if has_disk else None,
             "read_bytes_limit": limit if has_disk and limit < math.inf else None,
             "prefill_tokens_per_s": {str(it): chunk / took_s for it, took_s in seconds.items()},
         }
@@ -468,7 +474,9 @@ class EngineCore:
         )
         refusals = self.cache.demoter.refusals()
         num_lost = refusals.total()
+        self.tiers.counters.lost_blocks.update(refusals)
         if (num_late := left - num_lost) > 0:
+            self.tiers.counters.lost_blocks["drain_timeout"] += num_late
             text = "%d blocks were not written to disk within `drain_timeout` (%g s) and are lost"
             logger.warning(text, num_late, self.settings.drain_timeout)
         lost = None
@@ -632,7 +640,7 @@ class EngineCore:
             fingerprint=self.model.fingerprint.hex(),
             block_bytes=tiers.block_bytes,
         )
-        rates = {"read": tiers.read_rate, "up": tiers.up_rate}
+        rates = {"read": tiers.read_rate, "write": tiers.write_rate, "up": tiers.up_rate}
         file = RateFile(folder, machine, **rates, compute=tiers.compute_rate)
         stack.callback(file.close)
         return file

@@ -120,6 +120,7 @@ class Scheduler:
     waiting: RequestQueue = field(init=False)
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
+    num_computed_tokens: int = 0
     is_short: bool = False
     busy_s: float = 0.0
     has_short_steps: bool = False
@@ -210,6 +211,7 @@ class Scheduler:
         """Note that a row is computed, and publish the blocks that it has filled."""
         request, end = scheduled.request, scheduled.end
         prefix = request.prefix
+        self.num_computed_tokens += end - scheduled.start
         first = scheduled.start // self.block_size
         last = min(end // self.block_size, len(prefix.hashes))
         self.cache.complete(prefix, first, last, has_rest=end % self.block_size > 0)

@@ -82,6 +82,7 @@ class WriteTask:
     """One block to be compressed and written by a thread; `error` is set if either failed.
 
     The extent is None until the block is compressed, because its size is not known before.
+    `is_held_back` and `ended_at` are for `PageStored`.
     """
 
     page: LentPage
@@ -89,6 +90,8 @@ class WriteTask:
     extent: Extent | None = None
     written: Located | None = None
     error: StorageError | None = None
+    is_held_back: bool = False
+    ended_at: float = 0.0
 
     @property
     def size(self) -> int:
@@ -139,6 +142,7 @@ class StoreService:
         self._packed: deque[WriteTask] = deque()
         self._reserved: deque[WriteTask] = deque()
         self._num_writing = 0
+        self._is_held_back = self._was_held_back = False  # now, and before this turn
         self._written: list[WriteTask] = []
         self._written_since = 0.0
         self._undeleted: list[messages.DeleteCall] = []  # failed; the next sweep tries again
@@ -412,6 +416,7 @@ class StoreService:
         store after it has begun.
         """
         is_reading = self._share.wait_s > 0 and not self._is_closing
+        self._was_held_back, self._is_held_back = self._is_held_back, is_reading
         max_writing = 1 if is_reading else _WRITES_A_THREAD * self._options.num_writers
         is_packing = self._store.packing.is_on
         max_packed = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
@@ -419,6 +424,7 @@ class StoreService:
             head = self._writes[0] if self._writes else None
             if self._reserved:
                 if not self._admits(self._reserved[0].size):
+                    self._is_held_back = True
                     return
                 self._start_write(self._reserved.popleft())
             elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
@@ -444,6 +450,7 @@ class StoreService:
 
     def _start_write(self, task: WriteTask) -> None:
         self._num_writing += 1
+        task.is_held_back |= self._was_held_back or self._is_held_back
         self._writers.submit(self._move, task)
 
     def _reserve(self) -> bool:
@@ -482,6 +489,7 @@ class StoreService:
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
+        task.is_held_back |= self._is_held_back or self._share.wait_s > 0
         if task.error is not None:
             if task.extent is not None:
                 self._store.write_failed(task.extent, task.error)
@@ -514,7 +522,9 @@ class StoreService:
             reasons = [_refusal(error)] * len(group)
             self._note_refusal(error)
         for task, reason in zip(group, reasons, strict=True):
-            self._end_store(task.page, reason)
+            page_id, block_hash = task.page.page_id, task.page.record.block_hash
+            times = task.is_held_back, task.ended_at
+            self._stored.append(PageStored(block_hash, page_id, reason, *times))
 
     def _note_refusal(self, error: StorageError) -> None:
         """Report why blocks are not stored, and keep the reason for `stats`."""
@@ -590,6 +600,7 @@ class StoreService:
                 what = (task.page.record, page, task.packed)
                 task.written = self._store.write_payload(task.extent, *what)
                 task.packed = None  # its memory
+                task.ended_at = time.monotonic()
         except StorageError as error:
             task.error = error
         except Exception as error:

@@ -116,7 +116,17 @@ class PageLoaded(PageReturned, frozen=True, array_like=True, tag="loaded"):
 
 
 class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
-    """The end of one store; if `ok`, the block survives a kill of every tieredkv process."""
+    """The end of one store; if `ok`, the block survives a kill of every tieredkv process.
+
+    Attributes:
+        is_held_back: whether reads or the write limit delayed the write, so that the time that it
+            took does not tell how fast the disk is.
+        ended_at: when the bytes had been written, in seconds of the system's monotonic clock; 0.0
+            if nothing was written.
+    """
+
+    is_held_back: bool = False
+    ended_at: float = 0.0
 
 
 class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):

@@ -17,6 +17,7 @@ import torch
 
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.demotion import EARLY_SHARE
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
@@ -188,6 +189,10 @@ class FakeStore(StoreClient):
             PageLoaded(block_hash, page_id, reason, None if reason else record, time.monotonic())
         )
 
+    def take_done(self) -> Event:
+        """Return the oldest event that `poll` would return, and take it away."""
+        return self._done.pop(0)
+
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""
         self.blocks.clear()
@@ -293,6 +298,7 @@ class Rig:
         policies: Iterable[RetentionPolicy] = (IN_MEMORY, TWENTY_FOUR_HOURS),
         reserve: int = 1,
         load_timeout_s: float = 30.0,
+        most_owed: int = 1_000_000,
         is_write_behind: bool = False,
         block_size: int = 1,
         restore: Restore = "load",
@@ -316,6 +322,9 @@ class Rig:
             device_reserve_blocks=reserve,
             load_timeout_s=load_timeout_s,
         )
+        # At the first assumption of the write rate, so many blocks may wait to be written.
+        enough_s = (most_owed + 0.5) * BLOCK_BYTES / self.tiers.write_rate.steady
+        self.tiers.drain_timeout_s = enough_s / EARLY_SHARE
         for pool, memory in self.memories:
             pool.on_evict = self._poisoned(memory, pool.on_evict)
         self.cache = TieredCache(self.tiers)

@@ -1,5 +1,6 @@
 """A prompt served from any tier gives the same tokens as a cold one."""
 
+import itertools
 import math
 import os
 import random
@@ -315,15 +316,45 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(
         "tiny-random", retention="24h", disk_dir=disk_dir, disk_write_limit="1KiB", **sizes
     ) as llm:
         cold = [one(llm, prompt(seed)).token_ids for seed in range(12)]
-        assert llm.core.tiers.counters.demotions_dropped > 0
+        counters = llm.core.tiers.counters
+        assert counters.demotions_dropped > 0
+        assert counters.lost_blocks.keys() == {"too_slow"}
+        assert llm.core.tiers.write_rate.steady == 1024, "a stop keeps the limit"
+        owed: Any = llm.tier_stats()["owed"]
+        assert owed["drain_s"] == owed["bytes"] / 1024 > 0.1
         disk: Any = llm.tier_stats()["disk"]
         assert disk["bytes_write_limit"] == 1024
         # A full token bucket allows one block of 32 KiB and takes half a minute to fill.
         assert disk["blocks"] <= 1 + (time.monotonic() - started_at) / 32
+    assert counters.lost_blocks["drain_timeout"] > 0
     with LLM("tiny-random", disk_dir=disk_dir, **SIZES) as llm:
         disk = llm.tier_stats()["disk"]
         assert disk["blocks"] > 1, "what was accepted is lost"
         assert [one(llm, prompt(seed)).token_ids for seed in range(3)] == cold[:3]
+
+
+def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_the_write_rate(
+    disk_dir: str,
+) -> None:
+    settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
+    with LLM("tiny-random", **settings, drain_timeout=0) as llm:
+        write_rate, seeds = llm.core.tiers.write_rate, itertools.count(1)
+
+        def is_learnt() -> bool:
+            one(llm, prompt(next(seeds)))
+            return write_rate.is_learnt
+
+        wait_until(is_learnt, "the disk's rate is not learnt")
+
+        def is_all_written() -> bool:
+            one(llm, prompt(1))
+            return not llm.core.tiers.owed_bytes
+
+        wait_until(is_all_written, "some are still owed")
+        assert not llm.core.tiers.counters.lost_blocks
+    with LLM("tiny-random", **settings) as llm:
+        assert by_tier(one(llm, prompt(1))) == {"disk": 496}
+        assert llm.core.tiers.write_rate.bytes_per_s == write_rate.bytes_per_s
 
 
 @pytest.mark.parametrize("restore", ["auto", "load"])

@@ -18,7 +18,7 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
-from tieredkv.storage import inspection, touches
+from tieredkv.storage import inspection, touches, write_share
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.control_server import socket_address
@@ -46,6 +46,7 @@ from tieredkv.storage.worker_messages import (
     TouchCall,
     WorkerMessage,
 )
+from tieredkv.types import BlockRecord
 from tieredkv.wire.channel import FrameChannel
 
 NOW = Clock().now()
@@ -123,11 +124,11 @@ def arena() -> Iterator[HostArena]:
 
 
 @contextmanager
-def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
+def serving(path: Path, arena: HostArena, **options: Any) -> Iterator[Engine]:
     """Serve a store with two blocks in this process; yield the engine's end of its channel."""
     gate = Gate()
     clock = Clock()
-    store: BlockStore = open_store(path, clock, failpoint=gate)
+    store: BlockStore = open_store(path, clock, failpoint=gate, **options)
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
     argument = Launch(
@@ -165,8 +166,47 @@ def test_lookups_and_loads_are_answered_in_the_middle_of_a_store(
         assert engine.load(LentPage(OLD, 0)).ok
         assert arena.page(0) == payload_of(OLD)
         engine.gate.opened.set()
-        assert engine.next_page() == PageStored(NEW.block_hash, 1)
+        stored = engine.next_page()
+        assert isinstance(stored, PageStored) and stored.ok
+        assert (stored.block_hash, stored.page_id) == (NEW.block_hash, 1)
         assert engine.lookup(NEW.block_hash)
+
+
+def test_a_store_tells_when_it_was_written_and_whether_something_held_it_back(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+
+        def store(record: BlockRecord) -> PageStored:
+            arena.page(1)[:] = payload_of(record)
+            engine.channel.send(StoreCall([LentPage(record, 1)]))
+            stored = engine.next_page()
+            assert isinstance(stored, PageStored) and stored.ok
+            return stored
+
+        began_at = time.monotonic()
+        alone = store(NEW)
+        assert began_at < alone.ended_at <= time.monotonic() and not alone.is_held_back
+        again = store(NEW)
+        assert again.ended_at == 0.0, "the store has it, and wrote nothing"
+        monkeypatch.setattr(write_share, "QUIET_S", 0.2)
+        assert engine.load(LentPage(OLD, 0)).ok
+        beside = store(make_record("new", 1, now=NOW, size_bytes=4096))
+        assert beside.ended_at > alone.ended_at and beside.is_held_back
+
+
+def test_a_store_that_the_write_limit_held_back_says_so(tmp_path: Path, arena: HostArena) -> None:
+    with serving(tmp_path / "store", arena, write_limit=1 << 18) as engine:
+        records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(48)]
+        told = []
+        for record in records:
+            arena.page(1)[:] = payload_of(record)
+            engine.channel.send(StoreCall([LentPage(record, 1)]))
+            stored = engine.next_page()
+            assert isinstance(stored, PageStored) and stored.ok
+            told.append(stored.is_held_back)
+        assert not told[0], "a full token bucket holds back nothing"
+        assert told[-1]
 
 
 @pytest.mark.parametrize("label", ["delete:before", "delete:done", "erase:before", "erase:done"])

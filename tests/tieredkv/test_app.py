@@ -45,6 +45,7 @@ class Engine:
     info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, worker_pid=None)
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
+    store_error = ""
 
     def __init__(self, pause_s: float, say: Callable[[str], TokenOutput]) -> None:
         self._pause_s, self._say = pause_s, say
@@ -286,6 +287,44 @@ def test_metrics_tell_how_good_predictions_were_and_what_was_computed_by_choice(
     counts = [told[within % le] for le in ("0.02", "0.05", "0.15", "0.2")]
     assert counts == ["0.0", "1.0", "1.0", "2.0"]
     assert told["tieredkv_prediction_error_ratio_count"] == "2.0"
+
+
+@pytest.mark.parametrize(("drain_s", "is_behind"), [(0.0, False), (30.0, False), (41.0, True)])
+def test_a_stop_that_would_lose_blocks_is_told_by_health_and_metrics(
+    tokenization: Tokenization, drain_s: float, is_behind: bool
+) -> None:
+    engine, settings = Engine(0.0, answered), Settings(disk_dir="/nvme", drain_timeout=30.0)
+    owed = {"bytes": int(drain_s * (1 << 30)), "drain_s": drain_s}
+    engine.stats = {"owed": owed, "learnt": {"write_bytes_per_s": 2.0**30}}
+    health = ask(engine, tokenization, "/health", settings=settings, method="GET")
+    told = health.json()["disk"]
+    assert health.status_code == 200
+    if is_behind:
+        assert told["status"] == "behind"
+        for part in ("41 GiB", "1 GiB/s", "41 s", "`drain_timeout` is 30 s; raise it"):
+            assert part in told["cause"]
+    else:
+        assert told == {"status": "ok"}
+    text = Metrics(settings, engine).text().decode()  # type: ignore[arg-type]
+    samples = dict(re.findall(r"^(tieredkv_\S+) (\S+)$", text, re.M))
+    assert float(samples["tieredkv_owed_bytes"]) == owed["bytes"]
+    assert float(samples["tieredkv_drain_seconds"]) == drain_s
+    assert float(samples["tieredkv_drain_timeout_seconds"]) == 30.0
+    engine.store_error = "no space left"
+    told = ask(engine, tokenization, "/health", settings=settings, method="GET").json()["disk"]
+    assert told["status"] == "failing", "the cause of it all is told first"
+
+
+def test_metrics_count_lost_blocks_by_reason_and_tokens_computed() -> None:
+    engine = Engine(0.0, answered)
+    counters = {"lost_blocks": {"too_slow": 3, "full": 2}, "computed_tokens": 512}
+    engine.stats = {"counters": counters, "disk": {"bytes_written": 1 << 20}}
+    text = Metrics(Settings(), engine).text().decode()  # type: ignore[arg-type]
+    samples = dict(re.findall(r"^(tieredkv_\S+) (\S+)$", text, re.M))
+    assert samples['tieredkv_lost_blocks_total{reason="too_slow"}'] == "3.0"
+    assert samples['tieredkv_lost_blocks_total{reason="full"}'] == "2.0"
+    assert samples["tieredkv_computed_tokens_total"] == "512.0"
+    assert float(samples["tieredkv_disk_written_bytes_total"]) == 1 << 20
 
 
 def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:

@@ -191,7 +191,9 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     counts = {"move_seconds.disk,host.0": 5, "overtaken_blocks": 1, "demoted_disk_blocks": 3}
     outcomes = [
         Outcome([answer(0, some, 10.0, 1, 2), answer(1, some, 30.0, 3, 4)], 2.0, counts, 0.5),
-        Outcome([answer(0, dict.fromkeys(Tier, 0), 20.0, 5, 6)], 1.0, {"demotions_dropped": 4}, 0),
+        Outcome(
+            [answer(0, dict.fromkeys(Tier, 0), 20.0, 5, 6)], 1.0, {"lost_blocks.too_slow": 4}, 0
+        ),
     ]
     told = crowd.figures(outcomes, SPEC, raw_GBps=1e-4)
     assert (told["answers"], told["answers_per_s"]) == (3, 1.0)
@@ -204,7 +206,7 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert told["useful_share"] == pytest.approx(128 * SPEC.token_bytes / 0.5 / 1e5)
     assert told["overtaken"] == 1 / 5
     assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
-    assert (told["dropped"], told["lost_blocks"]) == (4, {"demotions_dropped": 4})
+    assert (told["dropped"], told["lost_blocks"]) == (4, {"lost_blocks.too_slow": 4})
     assert crowd.figures(outcomes, SPEC, None)["useful_share"] is None
 
 

@@ -1,14 +1,18 @@
 """Demotion of blocks: reserves, writes, drains, and the cost of a failing disk."""
 
 import time
+from typing import Any
 
+import msgspec
 import pytest
 
-from tests.fake_store import Rig, chain_of
+from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import tiered
 from tieredkv.cache.demotion import MAX_MOVES
 from tieredkv.cache.tiers import Tiers
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
+from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockHash, Tier
 
 
@@ -143,6 +147,108 @@ def test_blocks_that_may_not_go_to_disk_are_not_queued_for_it() -> None:
     assert rig.store.stored == []
 
 
+def test_the_oldest_blocks_are_written_early_once_a_stop_could_not_write_all() -> None:
+    rig = Rig(num_blocks=32, num_pages=32, most_owed=4)
+    rig.run("a", 4)
+    rig.turn(4)
+    assert rig.store.stored == [], "a stop has time for all of them"
+    rig.run("b", 3)
+    rig.run("ram", 3, "in_memory")
+    rig.turn(4)
+    assert rig.on_disk("a", 3) == [0, 1, 2]
+    assert len(rig.store.stored) == 3 and rig.tiers.owed_bytes == 4 * BLOCK_BYTES
+    assert rig.on_device("a", 4) == [0, 1, 2, 3] and rig.cache.is_idle
+    rig.tiers.write_rate.bytes_per_s /= 2
+    rig.turn(4)
+    assert rig.tiers.owed_bytes == 2 * BLOCK_BYTES, "a slower disk may be owed less"
+
+
+def test_what_is_owed_to_the_disk_is_known_however_it_changes() -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    rig.run("a", 4)
+    rig.run("ram", 4, "in_memory")
+    rate = rig.tiers.write_rate.steady
+    assert rig.tiers.owed_bytes == 4 * BLOCK_BYTES
+    assert rig.tiers.drain_s == pytest.approx(4 * BLOCK_BYTES / rate)
+    rig.tiers.write_rate.limit = rate / 100
+    assert rig.tiers.drain_s == pytest.approx(400 * BLOCK_BYTES / rate), "a stop keeps the limit"
+    rig.run("ram", 4, "24h")
+    assert rig.tiers.owed_bytes == 8 * BLOCK_BYTES, "another request claims them"
+    rig.cache.evict(lambda entry: entry.block_hash in chain_of("ram", 2))
+    assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES
+    rig.store.reason = "io_error"
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    rig.cache.demoter.write(16)
+    rig.turn(3)
+    assert rig.tiers.counters.store_failures["io_error"] > 0
+    assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES, "a stop tries them again"
+    rig.store.reason = ""
+    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.tiers.owed_bytes == 0
+    rig.store.restart_empty()
+    rig.turn()
+    assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES, "a new worker starts with an empty store"
+    rig.clock.moment += 90_000.0
+    rig.turn()
+    assert rig.tiers.owed_bytes == 0, "they have expired"
+    without_disk = Rig(has_store=False)
+    without_disk.run("a", 4)
+    assert without_disk.tiers.owed_bytes == 0
+
+
+def test_blocks_whose_claim_on_the_disk_has_ended_are_not_written_early() -> None:
+    short = RetentionPolicy(name="short", idle_s=20.0, absolute_s=20.0, tiers=frozenset(Tier))
+    rig = Rig(most_owed=4, policies=(*DEFAULT_POLICIES, short))
+    rig.run("a", 4, "short")
+    rig.run("a", 4, "in_memory")
+    rig.clock.moment += 30.0
+    rig.run("b", 2)
+    rig.turn(4)
+    assert rig.store.stored == []
+    assert rig.tiers.owed_bytes <= 4 * BLOCK_BYTES
+
+
+def test_blocks_that_the_store_refuses_are_not_tried_again_and_again() -> None:
+    rig = Rig(num_blocks=32, num_pages=32, most_owed=0)
+    rig.store.reason = "full"
+    rig.run("a", 8)
+    rig.turn(20)
+    assert len(rig.store.stored) == 8 and rig.cache.is_idle
+    rig.store.reason = ""
+    rig.run("b", 4)
+    rig.turn(4)
+    assert rig.on_disk("b", 4) == [0, 1, 2, 3], "they do not wait for the others"
+    assert rig.run("a", 8) == 0
+    rig.turn(4)
+    assert rig.on_disk("a", 8) == list(range(8)), "another request claims them"
+
+
+def test_the_write_rate_is_learnt_from_writes_that_nothing_held_back() -> None:
+    rig = Rig(num_blocks=64, num_pages=64, is_write_behind=True)
+    rig.store.is_held = True
+    rig.run_without_disk("a", 16)
+    rig.turn(4)
+    assert len(rig.store.jobs) == 16
+    rate, began_at = rig.tiers.write_rate, time.monotonic()
+    assumed = rate.bytes_per_s
+
+    def end(at_s: float, **told: Any) -> None:
+        rig.store.complete(0)
+        event = rig.store.take_done()
+        assert isinstance(event, PageStored)
+        rig.cache.demoter.on_page_stored(msgspec.structs.replace(event, **told, ended_at=at_s))
+
+    for number in range(1, 5):
+        end(began_at + 10.0 * number, is_held_back=True)
+    end(0.0)
+    assert rate.bytes_per_s == assumed and not rate.is_learnt
+    for number in range(1, 11):
+        end(began_at + 40.0 + number)
+    assert rate.is_learnt and rate.bytes_per_s == pytest.approx(BLOCK_BYTES, rel=0.05)
+    assert rig.tiers.drain_s == pytest.approx(1.0, rel=0.05), "one block is left"
+    rig.check_nothing_is_held()
+
+
 def test_a_page_being_written_is_not_reused_though_its_block_was_evicted_and_expired() -> None:
     for end in ("evict", "expire"):
         rig = Rig(num_blocks=8, num_pages=4)
@@ -211,6 +317,41 @@ def test_a_store_that_fails_drops_blocks_and_hangs_nobody(reason: str) -> None:
     assert rig.store.blocks == {}
     assert rig.tiers.counters.store_failures[reason] > 0
     rig.check_nothing_is_held()
+    num_left = len(rig.tiers.catalog.entries())
+    assert rig.tiers.counters.lost_blocks == {reason: 24 - num_left}, "each block once"
+
+
+def test_a_block_that_no_write_was_waited_for_is_counted_as_lost_when_it_leaves_ram() -> None:
+    rig = Rig(num_blocks=4, num_pages=4)
+    rig.store.is_held = True
+    rig.run_without_disk("a", 4)
+    rig.cache.demoter.drop_oldest(4)
+    assert rig.tiers.counters.demotions_dropped == 4
+    assert rig.tiers.counters.lost_blocks == {}, "all of them are still in VRAM"
+    rig.run_without_disk("b", 2)
+    num_left = sum(rig.tiers.catalog.get(each) is not None for each in chain_of("a", 4))
+    assert num_left < 4
+    assert rig.tiers.counters.lost_blocks == {"too_slow": 4 - num_left}
+    rig.check_nothing_is_held()
+
+
+def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> None:
+    rig = Rig(num_blocks=4, num_pages=4)
+    rig.run("evicted", 2)
+    rig.cache.evict(lambda entry: True)
+    rig.run("expired", 2)
+    rig.clock.moment += 90_000.0
+    rig.turn()
+    for name in "abc":
+        rig.run(name, 4, "in_memory")
+    rig.run("kept", 4)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.tiers.catalog.entries() == []
+    assert rig.tiers.counters.lost_blocks == {}
+    without_disk = Rig(num_blocks=4, num_pages=4, has_store=False)
+    for name in "abc":
+        without_disk.run(name, 4)
+    assert without_disk.tiers.counters.lost_blocks == {}
 
 
 def test_a_failed_write_is_tried_again_at_the_end() -> None:
@@ -261,8 +402,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.run("old", 4)
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.store.reason = ""
-    for entry in rig.tiers.catalog.entries():
-        entry.is_droppable = False
+    rig.tiers.catalog.try_again()
     rig.clock.moment += 1
     prefix = rig.prefix("new", 8)
     prefix.records.update(dict.fromkeys(prefix.hashes))

@@ -25,7 +25,8 @@ class Rates:
     def __init__(self, folder: Path, machine: Machine = HERE) -> None:
         self.read, self.up, self.compute = LinkRate(2e9), LinkRate(20e9), ComputeRate(8192)
         self.compute.learn(512, 512 * 256, 0.0135)
-        links = {"read": self.read, "up": self.up}
+        self.write = LinkRate(1e9)
+        links = {"read": self.read, "write": self.write, "up": self.up}
         self.file = RateFile(str(folder), machine, **links, compute=self.compute)
 
 
@@ -40,6 +41,7 @@ def save(folder: Path, *, read: float = 3e9) -> None:
     """Write the file as a run does that has measured a disk and a step."""
     rates = Rates(folder)
     rates.read.learn(int(read), 1.0, 100.0)
+    rates.write.learn(int(1.5e9), 1.0, 100.0)
     rates.compute.learn(8192, 8192 * 4096, 0.2)
     rates.file.close()
 
@@ -48,6 +50,7 @@ def test_rates_are_the_first_assumption_of_the_next_run_and_no_more(folder: Path
     save(folder)
     rates = Rates(folder)
     assert rates.read.bytes_per_s == 3e9 and rates.up.bytes_per_s == 20e9
+    assert rates.write.bytes_per_s == 1.5e9
     assert not rates.read.is_learnt and rates.read.is_stale(0.0)
     assert rates.compute.seconds(0, 8192) == pytest.approx(0.2, rel=0.1)
     rates.read.learn(int(1e8), 0.1, 200.0)

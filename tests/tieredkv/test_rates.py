@@ -81,12 +81,26 @@ def test_moves_that_fail_are_no_fast_ones() -> None:
     assert rate.bytes_per_s == 2e9 and rate.learnt_at == -math.inf
 
 
+def test_a_move_that_something_else_held_back_teaches_nothing() -> None:
+    rate = LinkRate(2e9)
+    now = run(rate, 3e9, 1.0, 0.0)
+    known = rate.bytes_per_s
+    for _ in range(100):
+        rate.begin(4 * MIB, now)
+        rate.end(2 * MIB, now + 0.0007)
+        now += 0.1
+        rate.skip(2 * MIB, now)
+    assert rate.bytes_per_s == known and rate.num_bytes == 0
+    assert run(rate, 1e9, 1.0, now) and rate.bytes_per_s < 0.6 * known, "what follows teaches"
+
+
 def test_a_link_that_stops_is_told_as_slower_and_slower() -> None:
     rate = LinkRate(2e9)
     rate.begin(100 * MIB, 0.0)
     told = [rate.effective(now) for now in (0.0, 0.1, 1.0, 10.0)]
     assert told[0] == 2e9
     assert told == sorted(told, reverse=True) and told[-1] < 20e6
+    assert rate.steady == 2e9, "what it gives once it goes on"
     assert rate.busy_s(10.0) > 9.0, "it is not expected to go on soon"
     rate.end(100 * MIB, 10.1)
     assert rate.busy_s(10.1) == 0.0

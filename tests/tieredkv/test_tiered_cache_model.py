@@ -34,6 +34,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(5, 10),
         num_pages=st.integers(1, 10),
         is_write_behind=st.booleans(),
+        most_owed=st.sampled_from([0, 3, 1_000_000]),
         has_timeout=st.booleans(),
         is_patient=st.booleans(),
         restore=st.sampled_from(["auto", "auto", "load", "compute"]),
@@ -43,6 +44,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         num_blocks: int,
         num_pages: int,
         is_write_behind: bool,
+        most_owed: int,
         has_timeout: bool,
         is_patient: bool,
         restore: Restore,
@@ -52,6 +54,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             num_pages=num_pages,
             is_write_behind=is_write_behind,
+            most_owed=most_owed,
             restore=restore,
             load_timeout_s=0.0 if has_timeout else 1e9,
         )

@@ -404,7 +404,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     lost = {
         name: int(count)
         for name, count in counts.items()
-        if count and name.startswith(("demotions_dropped", "store_failures", "load_failures"))
+        if count and name.startswith(("lost_blocks", "load_failures"))
     }
     return {
         "answers": len(answers),

@@ -84,10 +84,14 @@ class Catalog:
 
     Invariants (`check`): every entry is under its own hash; every entry is queued once, no later
     than its deadline, so that the sweep cannot miss it; nothing else is queued; `pinned` holds the
-    blocks of the entries that have a pin.
+    blocks of the entries that have a pin; every block in `owed` and `given_up` has an entry, is not
+    on disk, and may go there.
 
     Attributes:
         pinned: blocks that the pools evict last.
+        owed: blocks that a policy lets onto the disk and that the disk does not have, oldest first.
+            One whose claim on the disk has just ended may still be among them.
+        given_up: the same, of blocks that may be evicted without a copy; a stop tries them again.
         is_behind: whether the last call of `due` left entries unexamined that were due.
     """
 
@@ -95,6 +99,8 @@ class Catalog:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
         self.pinned: set[BlockHash] = set()
+        self.owed: OrderedDict[BlockHash, None] = OrderedDict()
+        self.given_up: set[BlockHash] = set()
         self._queued: dict[int, dict[BlockHash, None]] = {}
         self._seconds: list[int] = []  # a heap of the keys of `_queued`
         self._begun: Iterator[BlockHash] | None = None  # of a second that has begun
@@ -138,7 +144,51 @@ class Catalog:
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
         self._queue(added)
+        self._note_owed(added)
         return added
+
+    def note_on_disk(self, entry: Entry, until: float) -> None:
+        """Note that the store has acknowledged a copy, and its deadline."""
+        entry.disk_expires_at = until
+        self._note_owed([entry])
+
+    def give_up(self, entry: Entry) -> None:
+        """Note that the block may be evicted without a copy in a slower tier."""
+        entry.is_droppable = True
+        if entry.block_hash in self.owed and self._entries.get(entry.block_hash) is entry:
+            del self.owed[entry.block_hash]
+            self.given_up.add(entry.block_hash)
+
+    def try_again(self) -> None:
+        """Count no demotion as given up any more."""
+        for entry in self._entries.values():
+            entry.is_droppable = False
+        self.owed.update(dict.fromkeys(self.given_up))
+        self.given_up.clear()
+
+    def _note_owed(self, entries: Iterable[Entry]) -> None:
+        """Note which of these blocks are owed to the disk, given up or not.
+
+        A block that is noted already keeps its place.
+        """
+        owed, given_up = self.owed, self.given_up
+        claims, may_go = None, False
+        for entry in entries:
+            if given_up and not entry.is_droppable:
+                given_up.discard(entry.block_hash)
+            if entry.disk_expires_at > 0.0:
+                self._forget_owed(entry.block_hash)
+                continue
+            if entry.claims is not claims:  # blocks of one prompt share their claims
+                claims, may_go = entry.claims, self.may_enter(entry, Tier.DISK)
+            if may_go and not entry.is_droppable:
+                owed[entry.block_hash] = None
+            elif may_go:
+                given_up.add(entry.block_hash)
+
+    def _forget_owed(self, block_hash: BlockHash) -> None:
+        self.owed.pop(block_hash, None)
+        self.given_up.discard(block_hash)
 
     def forget_disk(self) -> None:
         """Count no block as being on disk, since a new worker may have started with an empty store.
@@ -150,6 +200,7 @@ class Catalog:
             if entry.claims:
                 entry.disk_expires_at = 0.0
                 entry.is_droppable = False
+        self._note_owed(self._entries.values())
         held, self._held_by_disk = self._held_by_disk, set()
         self._queue(filter(None, map(self._entries.get, held)))
 
@@ -229,6 +280,8 @@ class Catalog:
             entry.hits += 1
         if pinned_until > now:
             self.add_all(entries)
+        else:
+            self._note_owed(entries)
 
     def forget(self, block_hash: BlockHash, reason: str) -> None:
         """Drop the entry of a block that no RAM tier holds any longer; see `why_departed`."""
@@ -236,6 +289,7 @@ class Catalog:
         if entry is not None:
             self._unqueue(entry)
         self.pinned.discard(block_hash)
+        self._forget_owed(block_hash)
         self.note_departed(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
     def note_departed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
@@ -431,6 +485,12 @@ class Catalog:
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
             raise IntegrityError("`pinned` differs from the pins of the entries")
+        for block_hash in [*self.owed, *self.given_up]:
+            owed = self._entries.get(block_hash)
+            if owed is None or owed.is_on_disk or not self.may_enter(owed, Tier.DISK):
+                raise IntegrityError(f"block {block_hash.hex()[:12]} is not owed to the disk")
+            if owed.is_droppable == (block_hash in self.owed):
+                raise IntegrityError(f"block {block_hash.hex()[:12]} is owed and given up")
 
 
 def _starting_with(hashes: Sequence[str], digits: str) -> list[BlockHash]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,6 +33,9 @@ they are.
 
 LOOKS_PER_MOVE = 8
 """Queued blocks that a step may examine for each move; many of them need no move any more."""
+
+EARLY_SHARE = 0.5
+"""Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
 
 Waiting = OrderedDict[BlockHash, None]
 """A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
@@ -91,17 +94,11 @@ class Demoter:
         self._is_stale = True
 
     def note_computed(self, entries: Iterable[Entry]) -> None:
-        """Queue blocks that were just computed for copies and writes ahead of need."""
-        fresh, behind = self._fresh, self._behind
-        claims, goes_to_disk = None, False
+        """Queue blocks that were just computed for copies ahead of need."""
+        fresh = self._fresh
         num_before = len(fresh)
         for entry in entries:
             fresh[entry.block_hash] = None
-            if entry.claims is not claims:  # blocks of one prompt share their claims
-                claims = entry.claims
-                goes_to_disk = self._writes_soon and self._tiers.catalog.may_enter(entry, Tier.DISK)
-            if goes_to_disk:
-                behind[entry.block_hash] = None
         self._num_noted += len(fresh) - num_before
         while len(fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
             fresh.popitem(last=False)
@@ -115,6 +112,7 @@ class Demoter:
         """
         at_most = MAX_MOVES + 2 * self._num_noted
         self._num_noted, self.has_more = 0, False
+        self._queue_owed(at_most)
         if self._behind or self._to_write:
             self._write_behind(at_most)
         if not self._is_stale:
@@ -175,18 +173,24 @@ class Demoter:
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
         assert tiers.store is not None
         self._is_stale = True
+        if event.is_held_back:
+            tiers.write_rate.skip(tiers.block_bytes, event.ended_at)
+        else:
+            is_written = event.ok and event.ended_at > 0
+            tiers.write_rate.end(tiers.block_bytes, event.ended_at, teaches=is_written)
         entry.refusal = event.reason
         if not event.ok:
             text = "a block could not be written to disk (%s)"
             count_failure(tiers.counters.store_failures, event.reason, text)
-            entry.is_droppable = True
+            catalog.give_up(entry)
             tiers.device.look_again(entry.block_hash)
         elif catalog.get(entry.block_hash) is not entry:  # expired or evicted
             tiers.counters.demoted_disk_blocks += 1
             tiers.store.delete([entry.block_hash], "evicted")
         else:
             tiers.counters.demoted_disk_blocks += 1
-            entry.disk_expires_at, now = record.expires_at, tiers.clock.now()
+            catalog.note_on_disk(entry, record.expires_at)
+            now = tiers.clock.now()
             until = catalog.disk_deadline(entry, now) or 0.0
             if until > record.expires_at or entry.pinned_until != record.pinned_until:
                 tiers.store.touch([catalog.touch_item(entry, now)])  # claimed meanwhile
@@ -202,7 +206,7 @@ class Demoter:
         for block in tiers.device.dirty(max(num_blocks, self._device_reserve)):
             entry = tiers.catalog.get(block.block_hash)
             if entry is not None:
-                entry.is_droppable = True
+                tiers.catalog.give_up(entry)
                 tiers.device.look_again(entry.block_hash)
                 tiers.counters.demotions_dropped += 1
 
@@ -251,9 +255,8 @@ class Demoter:
         Returns:
             How many blocks were not written; blocks that were dropped meanwhile do not count.
         """
+        self._tiers.catalog.try_again()
         entries = self._tiers.catalog.entries()
-        for entry in entries:
-            entry.is_droppable = False
         entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
         recency = {entry.block_hash: entry.last_used for entry in entries}
         for entry in sorted(entries, key=lambda entry: -entry.position):
@@ -307,7 +310,35 @@ class Demoter:
     @property
     def _writes_soon(self) -> bool:
         """Whether blocks are written to disk even if no allocation needs their room."""
-        return self._tiers.is_write_behind or self._is_draining
+        return self._is_draining or len(self._tiers.catalog.owed) > self._most_owed
+
+    @property
+    def _most_owed(self) -> int:
+        """How many blocks may wait to be written until an allocation needs their room."""
+        tiers = self._tiers
+        if tiers.is_write_behind:
+            return 0
+        return int(
+            EARLY_SHARE * tiers.drain_timeout_s * tiers.write_rate.steady / tiers.block_bytes
+        )
+
+    def _queue_owed(self, at_most: int) -> None:
+        """Queue the oldest blocks that are owed to the disk, if more are than may wait.
+
+        Those that are queued go behind the others, in case that they are still owed once the queue
+        is empty. A block whose write was given up is left for a stop, or until it is used again.
+        """
+        tiers, owed = self._tiers, self._tiers.catalog.owed
+        num_queued = len(self._behind) + len(self._to_write) + self._num_copying
+        num_late = len(owed) - self._most_owed - num_queued - len(self._writing)
+        if tiers.store is None or num_late <= 0:
+            return
+        for block_hash in list(islice(owed, min(num_late, at_most))):
+            if tiers.is_owed_to_disk(block_hash):
+                owed.move_to_end(block_hash)
+                self._behind[block_hash] = None
+            else:  # its claim has ended
+                del owed[block_hash]
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
         """Set `has_more` if a step started as many moves as it may."""
@@ -402,7 +433,7 @@ class Demoter:
         """Lend host pages to the store for writing, up to the cap; return how many."""
         tiers, catalog, now = self._tiers, self._tiers.catalog, self._tiers.clock.now()
         items: list[LentPage] = []
-        began_at = time.perf_counter()
+        began_at, began_s = time.perf_counter(), time.monotonic()
         for page in pages:
             entry = catalog.get(page.block_hash)
             expires_at = entry and catalog.disk_deadline(entry, now)
@@ -414,6 +445,7 @@ class Demoter:
             record = catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)
             self._writing[entry.block_hash] = _Write(page, entry, record, began_at)
+            tiers.write_rate.begin(tiers.block_bytes, began_s)
             items.append(LentPage(record, page.block_id))
         if items:
             assert tiers.store is not None

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -64,6 +64,7 @@ class SavedRates(msgspec.Struct, kw_only=True):
     format: Literal["tieredkv-rates/1"] = "tieredkv-rates/1"
     machine: Machine
     read_bytes_per_s: _BytesPerS | None = None
+    write_bytes_per_s: _BytesPerS | None = None
     up_bytes_per_s: _BytesPerS | None = None
     steps: Annotated[list[tuple[_Tokens, _Pairs, _Seconds]], msgspec.Meta(max_length=4096)] = []
 
@@ -122,14 +123,22 @@ class RateFile:
     Args:
         folder: the store's folder. The file is written only while there is a store in it.
         machine: what the rates belong to.
-        read, up, compute: the rates; those of the file are their first assumption.
+        read, write, up, compute: the rates; those of the file are their first assumption.
     """
 
     def __init__(
-        self, folder: str, machine: Machine, *, read: LinkRate, up: LinkRate, compute: ComputeRate
+        self,
+        folder: str,
+        machine: Machine,
+        *,
+        read: LinkRate,
+        write: LinkRate,
+        up: LinkRate,
+        compute: ComputeRate,
     ) -> None:
         self._folder, self._machine = os.path.abspath(folder), machine
-        self._read, self._up, self._compute = read, up, compute
+        self._links = {"read": read, "write": write, "up": up}
+        self._compute = compute
         self._saved = SavedRates(machine=machine)
         self._written = b""
         self._has_failed = False
@@ -148,8 +157,8 @@ class RateFile:
             self._ignore("its steps took times that are far from those of this machine")
         else:
             self._saved = found
-            self._read.bytes_per_s = found.read_bytes_per_s or self._read.bytes_per_s
-            self._up.bytes_per_s = found.up_bytes_per_s or self._up.bytes_per_s
+            for name, link in self._links.items():
+                link.bytes_per_s = getattr(found, f"{name}_bytes_per_s") or link.bytes_per_s
 
     def _ignore(self, why: str, level: int = logging.INFO) -> None:
         path = os.path.join(self._folder, NAME)
@@ -171,11 +180,13 @@ class RateFile:
     def _save(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             return
-        read, up, saved = self._read, self._up, self._saved
+        known: dict[str, Any] = {
+            field: link.bytes_per_s if link.is_learnt else getattr(self._saved, field)
+            for field, link in ((f"{name}_bytes_per_s", link) for name, link in self._links.items())
+        }
         rates = SavedRates(
             machine=self._machine,
-            read_bytes_per_s=read.bytes_per_s if read.is_learnt else saved.read_bytes_per_s,
-            up_bytes_per_s=up.bytes_per_s if up.is_learnt else saved.up_bytes_per_s,
+            **known,
             steps=[(it.num_tokens, it.num_pairs, it.seconds) for it in self._compute.steps],
         )
         text = msgspec.json.encode(rates) + b"\n"

@@ -80,6 +80,15 @@ class LinkRate:
                 self.learn(self._num_moved, self._busy_s, now)
             self._busy_s, self._num_moved = 0.0, 0
 
+    def skip(self, num_bytes: int, now: float) -> None:
+        """Note that a move has ended that something else than the link held back.
+
+        The time up to now teaches nothing, nor do moves that ended shortly before.
+        """
+        self.num_bytes -= num_bytes
+        self._busy_s, self._num_moved = 0.0, 0
+        self._moved_at = max(now, self._moved_at)
+
     def admits(self, num_bytes: int, now: float) -> bool:
         """Return whether the limit lets a move of so many bytes begin now."""
         if self.limit == math.inf:
@@ -107,7 +116,7 @@ class LinkRate:
 
     def effective(self, now: float) -> float:
         """Return the rate in bytes/s to plan with: what was learnt, or less if the link stalls."""
-        rate = min(self.bytes_per_s, self.limit)
+        rate = self.steady
         idle_s = now - self._moved_at
         if self.num_bytes and idle_s > MIN_WINDOW_S:
             rate = min(rate, self.num_bytes / idle_s)
@@ -118,8 +127,13 @@ class LinkRate:
 
         What is overdue is expected to take as long again as it is overdue already.
         """
-        left_s = self.num_bytes / min(self.bytes_per_s, self.limit) - (now - self._moved_at)
+        left_s = self.num_bytes / self.steady - (now - self._moved_at)
         return abs(left_s) if self.num_bytes else 0.0
+
+    @property
+    def steady(self) -> float:
+        """The rate in bytes/s, even if the link has stopped for now."""
+        return min(self.bytes_per_s, self.limit)
 
     @property
     def is_learnt(self) -> bool:

@@ -435,6 +435,9 @@ class TieredCache:
                 raise IntegrityError(
                     f"the block of entry {name} is neither in VRAM nor in host memory"
                 )
+            owed = tiers.catalog.given_up if entry.is_droppable else tiers.catalog.owed
+            if tiers.is_promised(entry) and entry.block_hash not in owed:
+                raise IntegrityError(f"block {entry.block_hash.hex()[:12]} is owed, but not noted")
         for page in tiers.host.duplicates:
             if page.block_hash is None or not tiers.device.holds_young(page.block_hash):
                 what = f"page {page.block_id} is a duplicate"

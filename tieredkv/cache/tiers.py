@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import ComputeRate, LinkRate
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 SEEN_S = 3600.0
 
+_LOST = "a block that was promised to the disk has left memory without a copy there (%s)"
+
 
 @dataclass(slots=True)
 class CacheCounters:
@@ -30,6 +32,9 @@ class CacheCounters:
         allocation_waits: allocations that had to wait for a copy to end.
         overtaken_blocks: blocks that were read from disk and computed before they arrived.
         demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
+        lost_blocks: blocks that the disk should have kept and that left RAM without a copy there,
+            by reason: `too_slow` if a write could not be waited for, else why the store refused.
+            At a stop, the reason `drain_timeout` counts blocks that no time was left for.
         load_failures: failed loads by reason; each of these blocks was recomputed.
         evictions: evicted copies in RAM by `tier,reason`.
         move_seconds: number of copies by `from,to`, and the sum of their durations in seconds. A
@@ -46,6 +51,7 @@ class CacheCounters:
     expired_blocks: int = 0
     load_failures: Counter[str] = field(default_factory=Counter)
     store_failures: Counter[str] = field(default_factory=Counter)
+    lost_blocks: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
     move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -56,7 +62,7 @@ class CacheCounters:
 
 
 def count_failure(failures: Counter[str], reason: str, text: str) -> None:
-    """Count a failed move, and log the first failure for each reason."""
+    """Count a failed move or a lost block, and log the first one for each reason."""
     failures[reason] += 1
     if failures[reason] == 1:
         logger.warning(text, reason)
@@ -82,9 +88,11 @@ class Tiers:
         block_size: tokens of one block.
         restore: see the setting; `compute` promotes nothing.
         is_write_behind: write blocks to disk soon after they are computed, not only for room.
+        drain_timeout_s: how long a stop may take to write what is owed to the disk.
         device_reserve_blocks: how many device blocks to keep clean ahead of need.
         load_timeout_s: a block that the disk has not loaded within this time is computed.
-        up_rate, read_rate: of copies from host memory to VRAM, and of reads from disk.
+        up_rate, read_rate, write_rate: of copies from host memory to VRAM, of reads from disk, and
+            of writes to it while no reads compete with them.
         compute_rate: of the device.
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
             what is left; empty while there is only one tenant.
@@ -102,11 +110,13 @@ class Tiers:
     block_size: int = 1
     restore: Restore = "auto"
     is_write_behind: bool = False
+    drain_timeout_s: float = 30.0
     device_reserve_blocks: int = 64
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     up_rate: LinkRate = field(default_factory=lambda: LinkRate(20e9))
     read_rate: LinkRate = field(default_factory=lambda: LinkRate(2e9))
+    write_rate: LinkRate = field(default_factory=lambda: LinkRate(1e9))
     compute_rate: ComputeRate = field(default_factory=lambda: ComputeRate(8192))
     shares: dict[bytes, float] = field(default_factory=dict)
     _given: Mapping[bytes, float] = field(default_factory=dict)
@@ -159,10 +169,26 @@ class Tiers:
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the block has yet to be written to disk; not if that was given up."""
-        entry = self.catalog.get(block_hash) if self.store is not None else None
-        if entry is None or entry.is_on_disk or entry.is_droppable:
+        entry = self.catalog.get(block_hash)
+        return entry is not None and not entry.is_droppable and self.is_promised(entry)
+
+    def is_promised(self, entry: Entry) -> bool:
+        """Return whether the disk should keep the block and does not have it."""
+        if self.store is None or entry.is_on_disk:
             return False
         return self.catalog.disk_deadline(entry, self.clock.now()) is not None
+
+    @property
+    def owed_bytes(self) -> int:
+        """Bytes in RAM that the disk should keep and does not have."""
+        if self.store is None:
+            return 0
+        return (len(self.catalog.owed) + len(self.catalog.given_up)) * self.block_bytes
+
+    @property
+    def drain_s(self) -> float:
+        """How many seconds a stop would need to write what is owed to the disk."""
+        return self.owed_bytes / self.write_rate.steady
 
     def _is_device_clean(self, block: Block) -> bool:
         entry = self.catalog.get(block.block_hash)
@@ -183,7 +209,11 @@ class Tiers:
         self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
 
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
-        """Count a copy that was evicted for room; forget the block if it was the last in RAM."""
+        """Count a copy that was evicted for room; forget the block if it was the last in RAM.
+
+        This is the only place where a block that was promised to the disk can be lost while the
+        engine runs: every other way out of RAM is an expiry or an operator's eviction.
+        """
         self.counters.evictions[f"{tier},capacity"] += 1
         if tier is Tier.HOST:
             self.device.look_again(block_hash)  # its copy in host memory is gone
@@ -191,4 +221,6 @@ class Tiers:
             self.host.end_duplicate(block_hash)
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
+            if self.is_promised(entry):
+                count_failure(self.counters.lost_blocks, entry.refusal or "too_slow", _LOST)
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")

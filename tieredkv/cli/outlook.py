@@ -52,6 +52,7 @@ class Rates(NamedTuple):
                 "model": self.saved.machine.model,
                 "device": self.saved.machine.device,
                 "disk_read_GBps": _GBps(self.saved.read_bytes_per_s),
+                "disk_write_GBps": _GBps(self.saved.write_bytes_per_s),
                 "h2d_GBps": _GBps(self.saved.up_bytes_per_s),
             }
         raw_rates = {"h2d_GBps": self.h2d_GBps, "disk_read_GBps": self.disk_GBps}
@@ -133,7 +134,11 @@ def _learnt(folder: str) -> tuple[SavedRates | None, tuple[str, str]]:
         return None, ("warn", "are of another disk, and will be learnt again")
     if saved is None:
         return None, ("ok", "none yet; a server leaves them here")
-    rates = {"disk": saved.read_bytes_per_s, "host memory": saved.up_bytes_per_s}
+    rates = {
+        "disk": saved.read_bytes_per_s,
+        "writes to disk": saved.write_bytes_per_s,
+        "host memory": saved.up_bytes_per_s,
+    }
     known = [f"{of} {rate / 1e9:.2f} GB/s" for of, rate in rates.items() if rate]
     steps = f"{len(saved.steps)} kinds of steps of `{saved.machine.model}`"
     return saved, ("ok", ", ".join([*known, f"{steps} on {saved.machine.device}"]))

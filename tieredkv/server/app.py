@@ -34,7 +34,7 @@ from tieredkv.server.admin import respond
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
-from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.engine_client import EngineClient, backlog
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import ID_HEADERS, Limits, default_body_size, read_body
@@ -126,7 +126,11 @@ class Api:
         if trouble:
             body |= {"status": "stuck" if engine.is_alive else "dead", "reason": trouble}
         if self._settings.disk_dir is not None:
-            told = {"off": info.disk_trouble, "failing": engine.store_error}
+            told = {
+                "off": info.disk_trouble,
+                "failing": engine.store_error,
+                "behind": backlog(engine.stats, self._settings.drain_timeout),
+            }
             causes = [(status, cause) for status, cause in told.items() if cause]
             status, cause = causes[0] if causes else ("ok", None)
             body["disk"] = {"status": status} | ({"cause": cause} if cause else {})

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutp
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.results import EvictFilter
 from tieredkv.types import Progress
+from tieredkv.units import format_bytes
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused, bury, describe_exit, start_process
 
@@ -255,6 +256,25 @@ class EngineClient:
 def _death() -> RequestError:
     text = "The engine has died, so the server ends; retry later."
     return RequestError(text, code="engine_dead", status=503)
+
+
+def backlog(stats: Mapping[str, Any], drain_timeout_s: float) -> str:
+    """Return why a stop would lose blocks that were promised to the disk; empty if it would not.
+
+    Args:
+        stats: what the engine reported.
+        drain_timeout_s: the setting.
+    """
+    owed = stats.get("owed")
+    if owed is None or owed["drain_s"] <= drain_timeout_s:
+        return ""
+    num_bytes = format_bytes(owed["bytes"])
+    rate = format_bytes(stats["learnt"]["write_bytes_per_s"])
+    return (
+        f"a stop would lose promised blocks: {num_bytes} are not on disk yet, and at {rate}/s they "
+        f"take {owed['drain_s']:.0f} s to write, but `drain_timeout` is {drain_timeout_s:g} s; "
+        "raise it, or make `host_size` smaller or `disk_write_limit` larger"
+    )
 
 
 def _death_of(request_id: str) -> TokenOutput:

@@ -54,7 +54,11 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family, and a copy of a family for each alias."""
-        reported = {**self._engine.stats, "block_size": self._settings.block_size, "one": 1}
+        settings = {
+            "block_size": self._settings.block_size,
+            "drain_timeout_s": self._settings.drain_timeout,
+        }
+        reported = {**self._engine.stats, **settings, "one": 1}
         families = {row["name"]: _read(row, reported) for row in _TABLE["engine"]}
         families |= {name: own.collect()[0] for name, own in self.observed.items()}
         yield from families.values()
