@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, Tier
 
 _SLACK = 64
 
@@ -31,6 +31,8 @@ class Block:
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
         is_begun: whether some of its tokens are computed, so that it is not loaded any more.
         is_loading: whether it is filled from a slower tier, and held until that has ended.
+        source: the slower tier that its content came from, or may come from; None if a request
+            computed it, or has to.
         tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
         rank: its place among the blocks that an eviction order has looked at.
@@ -44,6 +46,7 @@ class Block:
     is_ready: bool = False
     is_begun: bool = False
     is_loading: bool = False
+    source: Tier | None = None
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0
