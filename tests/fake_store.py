@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
@@ -35,7 +36,6 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
 BLOCK_BYTES = 64
 POISON = 0xEE
 OnEvict = Callable[[Block, BlockHash], None]
-START = 1_800_000_000.0
 DAY_S = 86_400.0
 
 
@@ -61,17 +61,6 @@ def kept_by(retention: str) -> list[BlockClaim]:
 def payload_of(block_hash: bytes) -> bytes:
     """Return the one right content of a block."""
     return hashlib.shake_128(block_hash).digest(BLOCK_BYTES)
-
-
-class ManualClock(Clock):
-    """A clock that moves only when `moment` is changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moment = START
-
-    def now(self) -> float:
-        return self.moment
 
 
 @dataclass(slots=True)
@@ -298,7 +287,7 @@ class Rig:
         block_size: int = 1,
         restore: Restore = "load",
     ) -> None:
-        self.clock = ManualClock()
+        self.clock = FakeClock()
         self.device_bytes = torch.full((num_blocks, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.arena_bytes = torch.full((num_pages, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.store = FakeStore(self.arena_bytes, self.clock)
