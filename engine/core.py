@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -431,21 +431,24 @@ class EngineCore:
         in VRAM.
         """
         digest = xxhash.xxh3_128()
-        for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
-            if block is None or not block.is_ready:
+        for content in self._contents(request):
+            if content is None:
                 return None
-            digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
+            digest.update(content)
         return digest.hexdigest()
 
     def kv_digests(self, request: EngineRequest) -> list[str | None]:
         """Return the xxh3_128 digest of each full block of a prompt; None for one not in VRAM."""
-        hashes = self._prefix(request, request.prompt_token_ids).hashes
-        return [
-            xxhash.xxh3_128_hexdigest(self._block_bytes[block.block_id].cpu().numpy().tobytes())
-            if block is not None and block.is_ready
-            else None
-            for block in self.tiers.device.find(hashes)
-        ]
+        contents = self._contents(request)
+        return [None if it is None else xxhash.xxh3_128_hexdigest(it) for it in contents]
+
+    def _contents(self, request: EngineRequest) -> Iterator[bytes | None]:
+        """Yield the bytes of each full block of a prompt; None for one that is not in VRAM."""
+        for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
+            if block is None or not block.is_ready:
+                yield None
+            else:
+                yield self._block_bytes[block.block_id].cpu().numpy().tobytes()
 
     def close(self, *, progress: Progress = ignore_progress) -> None:
         """Abort requests, write blocks that are owed to the disk, and release everything.
