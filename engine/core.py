@@ -25,7 +25,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.cache.rate_file import Machine, RateFile, device_name, disk_name
+from tieredkv.cache.rate_file import RateFile
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -33,6 +33,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.first_rates import open_rate_file, time_link, time_steps
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
@@ -49,7 +50,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.types import DTYPE_BYTES, BlockHash, BlockId, PageId, Progress, Tier, ignore_progress
+from tieredkv.types import DTYPE_BYTES, BlockHash, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,6 @@ one: later than it could be, since issuing a long step keeps the engine's thread
 
 PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
-MEASURED_BYTES = 256 << 20
-MOST_CPU_TOKENS = 64
-"""Tokens of the largest step that is timed at the start on a CPU."""
-
 TOLD_POSITIONS = (0, 16_384, 65_536)
 """Positions in a prompt at which the metrics tell how fast tokens are computed."""
 
@@ -192,43 +189,19 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._runner.warm_up(progress)
-        self._measure_steps(num_alone_tokens)
-        self._rate_file = self._open_rate_file(stack)
-
-    def _measure_steps(self, most_tokens: int) -> None:
-        """Time steps of several sizes and positions, so that the first plan is a good one."""
-        device = self.model.device
-        most_tokens = min(
-            most_tokens,
-            self._max_model_len,
-            MOST_CPU_TOKENS if device.type == "cpu" else most_tokens,
+        time_steps(
+            self._runner,
+            self._timer,
+            most_tokens=num_alone_tokens,
+            max_model_len=self._max_model_len,
+            is_cpu=device.type == "cpu",
         )
-        sizes = sorted({max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)})
-        shapes = [(size, 0) for size in sizes]
-        shapes.append((sizes[-1], self._max_model_len - sizes[-1]))
-        for num_tokens, start in shapes:
-            row = self._runner.idle_row(num_tokens, start)
-            for teaches in (False, True):  # the first one of its kind may compile something
-                self._timer.begin()
-                self._runner.execute([row])
-                self._timer.end([row], teaches=teaches)
-        self._runner.synchronize()
-        self._timer.poll()
-        self._measure_link()
-
-    def _measure_link(self) -> None:
-        """Copy pages that hold nothing yet into blocks that hold nothing yet, to time the link."""
-        tiers = self.tiers
-        count = min(
-            tiers.host.num_blocks, tiers.device.num_blocks, MEASURED_BYTES // tiers.block_bytes
-        )
-        for _ in range(2):  # the first copy warms up
-            tiers.transfer.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
-            tiers.transfer.synchronize()
-            tiers.transfer.poll()
-        num_bytes, seconds = tiers.transfer.take_measured()
-        if num_bytes and seconds:
-            tiers.up_rate.learn(num_bytes, seconds, time.monotonic())
+        time_link(self.tiers)
+        self._rate_file: RateFile | None = None
+        if settings.disk_dir is not None:
+            self._rate_file = open_rate_file(settings.disk_dir, self.tiers, self.model)
+        if self._rate_file is not None:
+            stack.callback(self._rate_file.close)
 
     @property
     def info(self) -> EngineInfo:
@@ -617,27 +590,6 @@ class EngineCore:
                     self.tiers.catalog.note_empty_disk()
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
-
-    def _open_rate_file(self, stack: contextlib.ExitStack) -> RateFile | None:
-        """Take the rates of an earlier run from the store's folder; they will be kept there."""
-        folder, tiers = self.settings.disk_dir, self.tiers
-        if folder is None:
-            return None
-        try:
-            disk = disk_name(folder)
-        except OSError:  # the store is gone already, which `disk_trouble` tells
-            return None
-        machine = Machine(
-            device=device_name(self.model.device),
-            disk=disk,
-            model=self.model.name,
-            fingerprint=self.model.fingerprint.hex(),
-            block_bytes=tiers.block_bytes,
-        )
-        rates = {"read": tiers.read_rate, "up": tiers.up_rate}
-        file = RateFile(folder, machine, **rates, compute=tiers.compute_rate)
-        stack.callback(file.close)
-        return file
 
     def _open_store(self, arena: HostArena, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self.settings
