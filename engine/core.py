@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.cache.rate_file import Machine, RateFile, device_name, disk_name
+from tieredkv.cache.rate_file import RateFile
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -33,6 +33,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.first_rates import open_rate_file, time_link, time_steps
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
@@ -49,7 +50,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.types import DTYPE_BYTES, BlockHash, BlockId, PageId, Progress, Tier, ignore_progress
+from tieredkv.types import DTYPE_BYTES, BlockHash, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,6 @@ one: later than it could be, since issuing a long step keeps the engine's thread
 
 PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
-MEASURED_BYTES = 256 << 20
-MOST_CPU_TOKENS = 64
-"""Tokens of the largest step that is timed at the start on a CPU."""
-
 TOLD_POSITIONS = (0, 16_384, 65_536)
 """Positions in a prompt at which the metrics tell how fast tokens are computed."""
 
@@ -124,7 +121,6 @@ class EngineCore:
         )
         device = found.device
         spec = self.kv_spec = found.kv_spec(settings.block_size)
-        num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
         most_tokens = longest_chunk(num_alone_tokens)
         limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
@@ -164,11 +160,41 @@ class EngineCore:
             stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
+        link = DeviceLink[Any](copier, early_bytes=early_bytes)
+        self._connect(link, store, num_blocks, num_pages, device.type)
+        self._timer = StepTimer(self.tiers.compute_rate, device)
+        self._runner.warm_up(progress)
+        time_steps(
+            self._runner,
+            self._timer,
+            most_tokens=num_alone_tokens,
+            max_model_len=self._max_model_len,
+            is_cpu=device.type == "cpu",
+        )
+        time_link(self.tiers)
+        self._rate_file: RateFile | None = None
+        if settings.disk_dir is not None:
+            self._rate_file = open_rate_file(settings.disk_dir, self.tiers, self.model)
+        if self._rate_file is not None:
+            stack.callback(self._rate_file.close)
+
+    def _connect(
+        self,
+        link: DeviceLink[Any],
+        store: StoreClient | None,
+        num_blocks: int,
+        num_pages: int,
+        device_type: str,
+    ) -> None:
+        """Make the tiers of this link and this store, and the cache and the scheduler over them."""
+        settings, spec = self.settings, self.kv_spec
+        num_batched_tokens = settings.resolve_max_num_batched_tokens(device_type)
+        num_alone_tokens = settings.resolve_max_num_alone_tokens(device_type)
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),
             catalog=Catalog(self._policies),
-            transfer=DeviceLink[Any](copier, early_bytes=early_bytes),
+            transfer=link,
             store=store,
             clock=Clock(settings.clock_offset_file),
             block_bytes=spec.block_bytes,
@@ -184,7 +210,6 @@ class EngineCore:
         self.tiers.write_rate.limit = settings.disk_write_limit or math.inf
         self.give_shares(settings.tenant_shares)
         self.cache = TieredCache(self.tiers)
-        self._timer = StepTimer(self.tiers.compute_rate, device)
         self.scheduler = Scheduler(
             cache=self.cache,
             block_size=spec.block_size,
@@ -193,44 +218,6 @@ class EngineCore:
             max_num_alone_tokens=num_alone_tokens,
             hash_algo=settings.hash_algo,
         )
-        self._runner.warm_up(progress)
-        self._measure_steps(num_alone_tokens)
-        self._rate_file = self._open_rate_file(stack)
-
-    def _measure_steps(self, most_tokens: int) -> None:
-        """Time steps of several sizes and positions, so that the first plan is a good one."""
-        device = self.model.device
-        most_tokens = min(
-            most_tokens,
-            self._max_model_len,
-            MOST_CPU_TOKENS if device.type == "cpu" else most_tokens,
-        )
-        sizes = sorted({max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)})
-        shapes = [(size, 0) for size in sizes]
-        shapes.append((sizes[-1], self._max_model_len - sizes[-1]))
-        for num_tokens, start in shapes:
-            row = self._runner.idle_row(num_tokens, start)
-            for teaches in (False, True):  # the first one of its kind may compile something
-                self._timer.begin()
-                self._runner.execute([row])
-                self._timer.end([row], teaches=teaches)
-        self._runner.synchronize()
-        self._timer.poll()
-        self._measure_link()
-
-    def _measure_link(self) -> None:
-        """Copy pages that hold nothing yet into blocks that hold nothing yet, to time the link."""
-        tiers = self.tiers
-        count = min(
-            tiers.host.num_blocks, tiers.device.num_blocks, MEASURED_BYTES // tiers.block_bytes
-        )
-        for _ in range(2):  # the first copy warms up
-            tiers.transfer.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
-            tiers.transfer.synchronize()
-            tiers.transfer.poll()
-        num_bytes, seconds = tiers.transfer.take_measured()
-        if num_bytes and seconds:
-            tiers.up_rate.learn(num_bytes, seconds, time.monotonic())
 
     @property
     def info(self) -> EngineInfo:
@@ -437,21 +424,24 @@ class EngineCore:
         in VRAM.
         """
         digest = xxhash.xxh3_128()
-        for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
-            if block is None or not block.is_ready:
+        for content in self._contents(request):
+            if content is None:
                 return None
-            digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
+            digest.update(content)
         return digest.hexdigest()
 
     def kv_digests(self, request: EngineRequest) -> list[str | None]:
         """Return the xxh3_128 digest of each full block of a prompt; None for one not in VRAM."""
-        hashes = self._prefix(request, request.prompt_token_ids).hashes
-        return [
-            xxhash.xxh3_128_hexdigest(self._block_bytes[block.block_id].cpu().numpy().tobytes())
-            if block is not None and block.is_ready
-            else None
-            for block in self.tiers.device.find(hashes)
-        ]
+        contents = self._contents(request)
+        return [None if it is None else xxhash.xxh3_128_hexdigest(it) for it in contents]
+
+    def _contents(self, request: EngineRequest) -> Iterator[bytes | None]:
+        """Yield the bytes of each full block of a prompt; None for one that is not in VRAM."""
+        for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
+            if block is None or not block.is_ready:
+                yield None
+            else:
+                yield self._block_bytes[block.block_id].cpu().numpy().tobytes()
 
     def close(self, *, progress: Progress = ignore_progress) -> None:
         """Abort requests, write blocks that are owed to the disk, and release everything.
@@ -623,27 +613,6 @@ class EngineCore:
                     self.tiers.catalog.note_empty_disk()
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
-
-    def _open_rate_file(self, stack: contextlib.ExitStack) -> RateFile | None:
-        """Take the rates of an earlier run from the store's folder; they will be kept there."""
-        folder, tiers = self.settings.disk_dir, self.tiers
-        if folder is None:
-            return None
-        try:
-            disk = disk_name(folder)
-        except OSError:  # the store is gone already, which `disk_trouble` tells
-            return None
-        machine = Machine(
-            device=device_name(self.model.device),
-            disk=disk,
-            model=self.model.name,
-            fingerprint=self.model.fingerprint.hex(),
-            block_bytes=tiers.block_bytes,
-        )
-        rates = {"read": tiers.read_rate, "write": tiers.write_rate, "up": tiers.up_rate}
-        file = RateFile(folder, machine, **rates, compute=tiers.compute_rate)
-        stack.callback(file.close)
-        return file
 
     def _open_store(self, arena: HostArena, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self.settings

@@ -139,7 +139,7 @@ class Request:
             why_missed: returns the reason why a block of the chain was not found.
         """
         prefix = self.prefix
-        sources = prefix.sources[: self.num_prompt_tokens // block_size]
+        sources = prefix.origins()[: self.num_prompt_tokens // block_size]
         if self.own_hashes:
             sources = [
                 None if block_hash in self.own_hashes else source

@@ -421,7 +421,7 @@ class Scheduler:
         self._stop_running(request)
         prefix = request.prefix
         if request.usage is None:
-            found = zip(prefix.hashes, prefix.sources, prefix.blocks, strict=False)
+            found = zip(prefix.hashes, prefix.origins(), prefix.blocks, strict=False)
             request.own_hashes.update(h for h, source, b in found if source is None and b.is_ready)
         if prefix.read_ends is not None:  # it may resume where it was preempted
             prefix.read_ends.append(request.num_computed_tokens // self.block_size)

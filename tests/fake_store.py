@@ -8,13 +8,13 @@ import hashlib
 import itertools
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.demotion import EARLY_SHARE
@@ -32,12 +32,11 @@ from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.results import NO_STATS, TouchItem
 from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
-from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
+from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
 
 BLOCK_BYTES = 64
 POISON = 0xEE
 OnEvict = Callable[[Block, BlockHash], None]
-START = 1_800_000_000.0
 DAY_S = 86_400.0
 
 
@@ -63,17 +62,6 @@ def kept_by(retention: str) -> list[BlockClaim]:
 def payload_of(block_hash: bytes) -> bytes:
     """Return the one right content of a block."""
     return hashlib.shake_128(block_hash).digest(BLOCK_BYTES)
-
-
-class ManualClock(Clock):
-    """A clock that moves only when `moment` is changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moment = START
-
-    def now(self) -> float:
-        return self.moment
 
 
 @dataclass(slots=True)
@@ -240,12 +228,14 @@ class FakeDeviceLink(DeviceLink[Any]):
     Attributes:
         is_held: Whether copies stay open until `complete`.
         may_fill: Whether a copy may be started into a device block, by its id.
+        on_fill: Called with the id of each device block into which a copy is started.
     """
 
     def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
         super().__init__(BlockCopier(device, arena))
         self.is_held = False
         self.may_fill: Callable[[int], bool] = lambda block_id: True
+        self.on_fill: Callable[[int], object] = lambda block_id: None
         self._up: list[tuple[Sequence[tuple[PageId, BlockId]], Any]] = []
         self._down: list[tuple[Sequence[tuple[BlockId, PageId]], Any]] = []
 
@@ -262,6 +252,7 @@ class FakeDeviceLink(DeviceLink[Any]):
         for _, block_id in pairs:
             assert self.may_fill(block_id), "a copy is started into a block that has a writer"
             assert block_id not in self.targets, "two copies fill one block"
+            self.on_fill(block_id)
         self._up.append((pairs, tag))
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any, *, after: int = 0) -> None:
@@ -286,7 +277,6 @@ class Rig:
     Attributes:
         admitted: The running requests in the order of service.
         busy_s: For how long the device is said to be busy.
-        computed_by: The indices of the blocks that each request has computed.
     """
 
     def __init__(
@@ -303,7 +293,7 @@ class Rig:
         block_size: int = 1,
         restore: Restore = "load",
     ) -> None:
-        self.clock = ManualClock()
+        self.clock = FakeClock()
         self.device_bytes = torch.full((num_blocks, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.arena_bytes = torch.full((num_pages, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.store = FakeStore(self.arena_bytes, self.clock)
@@ -331,8 +321,10 @@ class Rig:
         self.transfer.may_fill = self._is_unwritten
         self.admitted: list[Prefix] = []
         self.busy_s = 0.0
-        self.computed_by: defaultdict[Prefix, set[int]] = defaultdict(set)
         self.num_computed = 0
+        self._fillers: dict[int, Prefix | None] = {}  # of device blocks; None is a link
+        self._found: dict[Prefix, set[int]] = {}
+        self.transfer.on_fill = lambda block_id: self._fillers.update({block_id: None})
 
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
         """Return the prefix of a request that has not arrived yet.
@@ -375,13 +367,18 @@ class Rig:
         self.check()
         return prefix
 
-    def admit(self, prefix: Prefix, num_blocks: int | None = None) -> bool:
+    def admit(
+        self, prefix: Prefix, num_blocks: int | None = None, *, is_alone: bool = False
+    ) -> bool:
         """Try to give a request the blocks of its table; return whether it was admitted."""
         if not self.cache.is_settled(prefix):
             return False
-        is_admitted = self.cache.admit(prefix, num_blocks or len(prefix.hashes))
+        num_blocks = num_blocks or len(prefix.hashes)
+        is_admitted = self.cache.admit(prefix, num_blocks, is_alone=is_alone)
         if is_admitted:
             self.admitted.append(prefix)
+            blocks = enumerate(prefix.blocks[: len(prefix.hashes)])
+            self._found[prefix] = {index for index, block in blocks if block.is_ready}
         self.plan()
         self.check()
         return is_admitted
@@ -409,7 +406,7 @@ class Rig:
                 break
             self.write(block, prefix.hashes[index])
             self.cache.complete(prefix, index, index + 1)
-            self.computed_by[prefix].add(index)
+            self._fillers[block.block_id] = prefix
             count += 1
         self.num_computed += count
         self.check()
@@ -434,7 +431,8 @@ class Rig:
         index = self._num_ready(prefix)
         if index == len(prefix.hashes) or self.may_compute(prefix, index):
             return True
-        return bool(self.store.jobs or self.transfer.has_pending)
+        is_copied_next = prefix.blocks[index].is_loading  # with the next `pump`
+        return bool(is_copied_next or self.store.jobs or self.transfer.has_pending)
 
     def write(self, block: Block, block_hash: BlockHash) -> None:
         """Compute one block: write its right bytes into VRAM."""
@@ -457,10 +455,24 @@ class Rig:
         else:
             raise AssertionError(f"not ready after {steps} steps")
         self.verify(prefix)
+        self.end(prefix)
+        return count
+
+    def end(self, prefix: Prefix) -> None:
+        """End a request whose blocks are all ready, and verify where it says that they are from."""
+        for index, origin in enumerate(prefix.origins()):
+            if index in self._found[prefix]:
+                assert origin is Tier.DEVICE, "a block that was in VRAM counts as another"
+                continue
+            filler = self._fillers[prefix.blocks[index].block_id]
+            if filler is None:
+                assert origin in (Tier.HOST, Tier.DISK), "a block that was loaded counts as another"
+            else:
+                computed = None if filler is prefix else Tier.DEVICE
+                assert origin is computed, "a block that was computed counts as another"
         self.cache.touch(prefix)
         self.cache.release(prefix)
         self.check()
-        return count
 
     def run(self, name: str, length: int, retention: str = "24h") -> int:
         """Serve a request from arrival to end; return the number of blocks that it computed."""

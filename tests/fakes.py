@@ -2,24 +2,27 @@
 
 from tieredkv.clock import Clock
 
+START = 1_800_000_000.0
+
 
 class FakeClock(Clock):
-    """A clock that moves only when a test moves it."""
+    """A clock that moves only when a test moves it.
 
-    def __init__(self, start: float = 1_800_000_000.0) -> None:
+    Attributes:
+        moment: the time that it shows. A test may set it, even back, as a restarted process may
+            find it.
+    """
+
+    def __init__(self, start: float = START) -> None:
         super().__init__()
-        self._moment = start
+        self.moment = start
 
     def now(self) -> float:
-        return self._moment
+        return self.moment
 
     def advance_to(self, moment: float) -> None:
-        self._moment = max(self._moment, moment)
+        self.moment = max(self.moment, moment)
 
     def advance(self, seconds: float) -> None:
         """Let this many seconds pass."""
-        self._moment += seconds
-
-    def set(self, moment: float) -> None:
-        """Set the clock to this moment, even back, as a restarted process may find it."""
-        self._moment = moment
+        self.moment += seconds

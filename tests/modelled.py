@@ -354,7 +354,9 @@ class Disk(StoreClient):
             self.records.popitem(last=False)
         self.records[page.record.block_hash] = page.record
         self.bytes_written += page.record.size_bytes
-        self._done.append((self._at, PageStored(page.record.block_hash, page.page_id, "")))
+        ids = page.record.block_hash, page.page_id
+        event = PageStored(*ids, "", is_held_back=bool(self._reads), ended_at=self._at)
+        self._done.append((self._at, event))
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         self._advance()
@@ -461,44 +463,21 @@ class ModelledCore(EngineCore):
         assert settings.device_size is not None
         num_blocks = settings.device_size // spec.block_bytes
         self._max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
-        num_batched_tokens = settings.resolve_max_num_batched_tokens("cuda")
-        num_alone_tokens = settings.resolve_max_num_alone_tokens("cuda")
         device = self.device = _Device(self.machine, self.time)
         self.disk = None
         if settings.disk_dir is not None:
             self.disk = Disk(device, settings.disk_size // spec.block_bytes)
-        self.tiers = Tiers(
-            device=BlockPool(num_blocks),
-            host=BlockPool(settings.host_size // spec.page_bytes),
-            catalog=Catalog(self._policies),
-            transfer=_Link(device, spec.block_bytes, early_share=0.5),
-            store=self.disk,
-            clock=_Clock(self.time),
-            block_bytes=spec.block_bytes,
-            block_size=spec.block_size,
-            restore=settings.restore,
-            compute_rate=ComputeRate(num_alone_tokens),
-            is_write_behind=settings.disk_write == "write_behind",
-            device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
-            load_timeout_s=settings.load_timeout,
-        )
-        self.tiers.read_rate.limit = settings.disk_read_limit or math.inf
-        self.cache = TieredCache(self.tiers)
-        self.scheduler = Scheduler(
-            cache=self.cache,
-            block_size=spec.block_size,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=num_batched_tokens,
-            max_num_alone_tokens=num_alone_tokens,
-            hash_algo=settings.hash_algo,
-        )
+        link = _Link(device, spec.block_bytes, early_share=0.5)
+        num_pages = settings.host_size // spec.page_bytes
+        self._connect(link, self.disk, num_blocks, num_pages, "cuda")
+        self.tiers.clock = _Clock(self.time)
         self._runner = _Runner(device, found.vocab_size)  # type: ignore[assignment]
         self._timer = _Timer(self.tiers.compute_rate, self._runner, self.time)  # type: ignore
         disk = self.disk
         self._wake = _Wake(self.time, lambda: disk is not None and disk.has_due)
         self._rate_file = None
         self._ends: deque[float] = deque()
-        self._learn_steps(num_alone_tokens)
+        self._learn_steps(settings.resolve_max_num_alone_tokens("cuda"))
 
     def _learn_steps(self, most_tokens: int) -> None:
         """Learn steps of several sizes and positions, as the engine does at its start."""

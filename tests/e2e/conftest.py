@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.waiting import HANG_S
+from tieredkv.cache import tiered
+
 
 @pytest.fixture(scope="module", autouse=True)
 def everything_is_loaded() -> Iterator[None]:
@@ -14,3 +17,10 @@ def everything_is_loaded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDKV_RESTORE", "load")
         yield
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the disk however busy the machine is: what comes too late is a miss, or dropped."""
+    for name in ("LOOKUP_TIMEOUT_S", "PATIENCE_S"):
+        monkeypatch.setattr(tiered, name, HANG_S)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.test_claims import serve
 from tests.e2e.test_promises import flip_everywhere
-from tests.e2e.test_tiers import prompt
+from tests.prompts import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
 from tieredkv.cache.catalog import NUM_DEPARTED, Catalog

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.prompts import prompt
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import promotion, rates, tiered
@@ -21,6 +22,8 @@ from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.storage.worker_messages import LentPage
 from tieredkv.types import Tier
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 SIZES: dict[str, Any] = {
     "device_size": "16MiB",
@@ -30,12 +33,6 @@ SIZES: dict[str, Any] = {
     "load_timeout": HANG_S,
     "restore": "auto",
 }
-
-
-def prompt(seed: int, num_tokens: int) -> list[int]:
-    """Return random tokens of the demo model's vocabulary."""
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(num_tokens)]
 
 
 def families(seed: int) -> list[list[int]]:
@@ -72,10 +69,8 @@ def serve(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for lookups however busy the machine is, and check invariants at each plan."""
-    for name in ("LOOKUP_TIMEOUT_S", "PATIENCE_S"):
-        monkeypatch.setattr(tiered, name, HANG_S)
+def checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check every invariant of the cache after each step."""
     pump = tiered.TieredCache.pump
 
     def checked(cache: tiered.TieredCache) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import random
 import signal
 import threading
 import time
@@ -15,13 +14,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import write_checkpoint
-from tests.waiting import HANG_S, wait_until
+from tests.prompts import prompt
+from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import rates, tiered
 from tieredkv.engine.answer import Answer
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 from tieredkv.types import Tier
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SIZES: dict[str, Any] = {
@@ -30,12 +32,6 @@ SIZES: dict[str, Any] = {
     "disk_size": "256MiB",
     "restore": "load",
 }
-
-
-def prompt(seed: int, num_tokens: int = 500) -> list[int]:
-    """Return random tokens of the demo model's vocabulary."""
-    generator = random.Random(seed)
-    return [generator.randrange(256) for _ in range(num_tokens)]
 
 
 def by_tier(output: Answer) -> dict[str, int]:
@@ -49,13 +45,6 @@ def one(llm: LLM, tokens: list[int], **options: str) -> Answer:
     llm.core.cache.check()
     llm.core.scheduler.check()
     return output
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the disk however busy the machine is: what comes too late is a miss, or dropped."""
-    for name in ("LOOKUP_TIMEOUT_S", "PATIENCE_S"):
-        monkeypatch.setattr(tiered, name, HANG_S)
 
 
 @pytest.fixture

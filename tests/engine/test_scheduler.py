@@ -1,11 +1,14 @@
 """The scheduler over a real cache, a stand-in for the model and a disk that misbehaves."""
 
+import math
 import random
+from collections import defaultdict
 
 import pytest
 
 from tests.fake_store import Rig, kept_by, root_of
 from tieredkv.cache import tiered
+from tieredkv.cache.plan import Planner
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
 from tieredkv.engine.engine_messages import EngineRequest
@@ -15,7 +18,7 @@ from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.hashing import chain_hashes
-from tieredkv.types import BlockHash, BlockRecord
+from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SIZE = 4
 
@@ -44,6 +47,7 @@ class Loop:
         self.finished: list[str] = []
         self.pending: list[Request] = []
         self.num_computed_tokens = 0
+        self.computed: defaultdict[str, set[BlockHash]] = defaultdict(set)
 
     def add(
         self, name: str, num_tokens: int, *, max_tokens: int = 1, seed: int = 0, tenant: str = ""
@@ -77,6 +81,8 @@ class Loop:
             self.compute(row)
         for row in rows:
             scheduler.complete(row)
+            if row.row.needs_logits and row.request.usage is None:
+                self.measure_usage(row)
         self.collect()
         self.pending = [row.request for row in rows if row.row.needs_logits]
         cache.pump()
@@ -96,6 +102,17 @@ class Loop:
                 assert not block.is_ready, "a shared block is written"
                 assert not block.is_loading, "two writers of one block"
                 self.rig.write(block, prefix.hashes[index])
+                self.computed[row.request.request_id].add(prefix.hashes[index])
+
+    def measure_usage(self, row: ScheduledRow) -> None:
+        """Count where a prompt came from; verify that what it computed itself is no hit."""
+        request, num_again = row.request, int(row.row.write_from > row.start)
+        usage = request.measure_usage(SIZE, num_again, self.rig.cache.why_missed)
+        chain = request.prefix.hashes[: request.num_prompt_tokens // SIZE]
+        num_computed = SIZE * len(self.computed[request.request_id].intersection(chain))
+        assert usage.written_tokens + usage.recomputed_tokens - num_again == num_computed
+        assert usage.cached_tokens + num_again + num_computed == SIZE * len(chain)
+        request.usage = usage
 
     def collect(self) -> None:
         """Collect the tokens of the step before, except of requests that no longer run."""
@@ -299,16 +316,38 @@ def test_two_requests_with_one_prompt_compute_its_blocks_once() -> None:
     assert sorted(loop.finished) == ["a", "b"]
 
 
+def test_what_one_request_computed_and_what_the_disk_gave_is_told_to_each_that_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best = Planner.split
+    monkeypatch.setattr(Planner, "split", lambda *args: best(*args)._replace(block=6))
+    rig = Rig(num_blocks=32, num_pages=32, restore="auto")
+    loop = Loop(rig, max_num_batched_tokens=32)  # both requests are admitted in the first step
+    put_on_disk(rig, 0, 40)
+    rig.tiers.read_rate.learnt_at = math.inf  # nothing is read only to measure the disk
+    first, second = loop.add("first", 46), loop.add("second", 43)
+    loop.run()
+    assert first.usage is not None and second.usage is not None
+    assert first.usage.cached_tokens_by_tier == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 16}
+    assert (first.usage.recomputed_tokens, first.usage.written_tokens) == (24, 4)
+    assert second.usage.cached_tokens_by_tier == {Tier.DEVICE: 24, Tier.HOST: 0, Tier.DISK: 16}
+    assert second.usage.recomputed_tokens == second.usage.written_tokens == 0
+    assert second.usage.split_token == 24
+
+
 def test_a_block_that_became_ready_while_half_of_it_was_computed_is_skipped() -> None:
     loop = Loop(rig := Rig(), max_num_batched_tokens=6)
     request = loop.add("a", 16)
     loop.step()
     assert request.num_computed_tokens == 6
-    block = request.prefix.blocks[1]
-    rig.write(block, request.prefix.hashes[1])
-    rig.cache.complete(request.prefix, 1, 2)
+    other = Prefix(request.prefix.root, b"ns", list(request.prefix.hashes), kept_by("24h"))
+    assert rig.admit(other)
+    rig.write(other.blocks[1], other.hashes[1])
+    rig.cache.complete(other, 1, 2)
     loop.run(steps=10)
     assert loop.finished == ["a"]
+    assert request.usage is not None and request.usage.cached_tokens == SIZE
+    rig.cache.release(other)
 
 
 def test_a_request_cancelled_in_any_step_leaves_nothing_behind() -> None:

@@ -74,7 +74,7 @@ def test_new_blocks_take_the_place_of_the_longest_unused_ones(small_disk: Path) 
     records = [make_record(f"{number}", now=clock.now() + number) for number in range(500)]
     with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
         for number, record in enumerate([kept, *records]):
-            clock.set(record.computed_at)
+            clock.moment = record.computed_at
             assert put(store, record) == [True]
             assert load(store, record) == payload_of(record)
             store.claim_or_touch([TouchItem(kept.block_hash, clock.now())])

@@ -422,11 +422,11 @@ def test_a_clock_far_behind_the_store_expires_everything(tmp_path: Path) -> None
         put(store, record)
         clock.advance(1000)
         sweep(store)
-    clock.set(clock.now() - 59)
+    clock.moment = clock.now() - 59
     with open_store(tmp_path / "s", clock) as store:
         assert clock.now() == 1_800_000_000.0 + 1000
         assert load(store, record) == payload_of(record)
-    clock.set(clock.now() - 61)
+    clock.moment = clock.now() - 61
     with open_store(tmp_path / "s", clock) as store:
         assert load(store, record) is None
         assert (store.stats().blocks, store.stats().num_expired) == (0, 1)

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tests.fake_store import ManualClock, kept_by
+from tests.fake_store import kept_by
+from tests.fakes import START, FakeClock
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.cache.catalog import Catalog
@@ -129,7 +130,7 @@ class Replay:
         at_once: int = 256,
         batched_tokens: int = 8192,
     ) -> None:
-        self.clock, self.block_size = ManualClock(), block_size
+        self.clock, self.block_size = FakeClock(), block_size
         device = torch.zeros(device_blocks, BLOCK_BYTES, dtype=torch.uint8)
         host = torch.zeros(host_blocks, BLOCK_BYTES, dtype=torch.uint8)
         self.tiers = Tiers(
@@ -241,7 +242,7 @@ class Replay:
         return {
             "requests": len(chains),
             "prompt_tokens": total,
-            "seconds": self.clock.moment - ManualClock().moment,
+            "seconds": self.clock.moment - START,
             "hit_rate": {name: round(rate, 4) for name, rate in rates.items()},
             "hit_rate_by_tier": {k: round(n / total, 4) for k, n in self.by_tier.items() if n},
             "preemptions": self.scheduler.num_preemptions,

@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from tests.fake_store import DAY_S, kept_by
+from tests.fakes import FakeClock
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
@@ -35,7 +36,6 @@ from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
-from tieredkv.clock import Clock
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
@@ -101,17 +101,6 @@ class _Worker(StoreClient):
         return NO_STATS
 
 
-class _Clock(Clock):
-    """A clock that moves only when `moment` is changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moment = 1_800_000_000.0
-
-    def now(self) -> float:
-        return self.moment
-
-
 class _Engine:
     """A scheduler and a tiered cache with pools of tiny blocks and a fake store."""
 
@@ -121,7 +110,7 @@ class _Engine:
         num_pages = num_pages or num_blocks
         device = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
         host = torch.zeros(num_pages, BLOCK_BYTES, dtype=torch.uint8)
-        self.clock, self.worker, self.random = _Clock(), _Worker(), random.Random(0)
+        self.clock, self.worker, self.random = FakeClock(), _Worker(), random.Random(0)
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),

@@ -183,5 +183,5 @@ def test_the_fake_clock_stands_still_until_it_is_told_to_move() -> None:
     assert clock.now() == 102.5
     clock.advance_to(200.0)
     assert clock.now() == 200.0
-    clock.set(10.0)
+    clock.moment = 10.0
     assert clock.now() == 10.0

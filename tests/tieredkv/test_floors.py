@@ -85,7 +85,7 @@ def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
 
     def is_admitted() -> bool:
         rig.turn()
-        return rig.cache.admit(prefix, 11, is_alone=True)
+        return rig.admit(prefix, is_alone=True)
 
     wait_until(is_admitted, "never admitted")
     rig.finish(prefix)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.fake_store import DAY_S, START, Rig, chain_of
+from tests.fake_store import DAY_S, Rig, chain_of
+from tests.fakes import START
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy

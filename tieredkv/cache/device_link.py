@@ -47,10 +47,10 @@ class _Pending(NamedTuple, Generic[Tag]):
 class DeviceLink(Generic[Tag]):
     """Moves blocks both ways without stalling the compute stream.
 
-    On CUDA each direction has a stream of its own. A step may still read a block that is about to be
-    overwritten, or write one that is about to be copied out, so a copy first waits for the last
-    step that uses its blocks; steps are numbered as `note_step` is told of them. On other devices a
-    copy is done when the call returns.
+    On CUDA each direction has a stream of its own. A step may still read a block that is about to
+    be overwritten, or write one that is about to be copied out, so a copy first waits for the last
+    step that uses its blocks; `note_step` numbers the steps. On other devices a copy is done when
+    the call returns.
 
     A large promotion comes in two parts: the first layers of every block, then the late layers. A
     forward pass may start after the first part if it waits for `late_event` before the late layers.

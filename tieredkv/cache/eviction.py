@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, Tier
 
 _SLACK = 64
 
@@ -32,6 +32,8 @@ class Block:
         is_begun: whether some of its tokens are computed, so that it is not loaded any more.
         is_loading: whether it is filled from a slower tier, and held until that has ended.
         last_step: the last step that may use its memory, but for those of its present users.
+        source: the slower tier that its content came from, or may come from; None if a request
+            computed it, or has to.
         tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
         rank: its place among the blocks that an eviction order has looked at.
@@ -46,6 +48,7 @@ class Block:
     is_begun: bool = False
     is_loading: bool = False
     last_step: int = 0
+    source: Tier | None = None
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0

@@ -200,6 +200,7 @@ class BlockPool:
         for block in taken:
             block.ref_count = 1
             block.is_ready = block.is_begun = False
+            block.source = None
         return taken
 
     def insert(self, block: Block, block_hash: BlockHash, tenant: bytes = b"") -> Block:

@@ -36,8 +36,10 @@ class Prefix:
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
-        sources: tier in which each full block was found; None if the block had to be computed.
-        overtaken: blocks that a slower tier had at admission and that were computed.
+        sources: tier in which each full block was found at admission, or from which it was to come
+            then; None if the request computed it, or had to. See `origins`.
+        awaited: indices of blocks that were not ready at admission and that it has not computed.
+        overtaken: blocks that a slower tier had and that it computed.
         planned_at, predicted_s: when it was first planned what to compute and what to load, and
             how long after that its first token was expected; 0.0 without a plan.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
@@ -58,6 +60,7 @@ class Prefix:
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
+    awaited: set[int] = field(default_factory=set)
     overtaken: set[BlockHash] = field(default_factory=set)
     planned_at: float = 0.0
     predicted_s: float = 0.0
@@ -72,6 +75,18 @@ class Prefix:
     def tenant(self) -> bytes:
         """The tenant whose request this is."""
         return self.namespace[:TENANT_BYTES]
+
+    def origins(self) -> list[Tier | None]:
+        """Return where the request got each full block from; None if it computed the block itself.
+
+        A block that became ready while it waited came from the tier that it was loaded from, or
+        from VRAM if another request computed it. For a block that is not ready this is a forecast.
+        """
+        origins = self.sources.copy()
+        for index in self.awaited:
+            if (block := self.blocks[index]).is_ready:
+                origins[index] = block.source or Tier.DEVICE
+        return origins
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield each claim with the indices that it covers; `indices` must be ascending."""

@@ -33,7 +33,7 @@ from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.worker_messages import LentPage, PageLoaded
-from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
+from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Promoter:
             page.is_ready = True
             tiers.device.look_again(block_hash)
             block = tiers.device.lookup(block_hash)
-            if self._copy_if_wanted(page, block_hash):
+            if self._copy_if_wanted(page, block_hash, Tier.DISK):
                 tiers.counters.promoted_disk_blocks += 1
             elif block is not None and (block.is_ready or block.is_begun):
                 tiers.counters.overtaken_blocks += 1
@@ -320,7 +320,7 @@ class Promoter:
             return True
         page = self._tiers.host.lookup(block_hash)
         if page is not None and page.is_ready:
-            restore.is_begun |= self._copy_if_wanted(page, block_hash)
+            restore.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
             return True
         return restore.is_admitted and not self.restores.is_open(block_hash)
 
@@ -352,15 +352,21 @@ class Promoter:
         restore.is_begun = True
         return True
 
-    def _copy_if_wanted(self, page: Block, block_hash: BlockHash) -> bool:
-        """Queue a copy of a ready page if a request waits for its bytes in VRAM."""
+    def _copy_if_wanted(self, page: Block, block_hash: BlockHash, source: Tier) -> bool:
+        """Queue a copy of a ready page if a request waits for its bytes in VRAM.
+
+        Args:
+            page: of the block.
+            block_hash: of the block.
+            source: the tier whose bytes the request waits for.
+        """
         if not self.restores.is_open(block_hash):
             return False
         block = self._tiers.device.lookup(block_hash)
         assert block is not None
         self._tiers.host.acquire([page])
         self._tiers.device.acquire([block])
-        block.is_loading = True
+        block.is_loading, block.source = True, source
         self._num_copying += 1
         self._to_copy.append((page, block))
         return True

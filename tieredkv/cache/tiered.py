@@ -225,12 +225,14 @@ class TieredCache:
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
+        prefix.awaited.difference_update(computed)
         num_steps = self.tiers.transfer.num_steps
         for index in computed:
-            blocks[index].is_ready = True
-            blocks[index].last_step = num_steps
-            if prefix.sources[index] in (Tier.HOST, Tier.DISK):
+            block = blocks[index]
+            block.last_step = num_steps
+            if block.source is not None:
                 prefix.overtaken.add(hashes[index])
+            block.is_ready, block.source = True, None
             prefix.sources[index] = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
         now = self.tiers.clock.now()
@@ -313,6 +315,7 @@ class TieredCache:
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
+        prefix.awaited = set()
         prefix.planned_at = prefix.predicted_s = 0.0
         self.demoter.note_change()
 
@@ -505,28 +508,30 @@ class TieredCache:
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
             record = records.get(block_hash) if records else None
-            source: Tier | None = Tier.HOST if record is None else Tier.DISK
+            source: Tier | None
             if block is not None:
-                if block.is_ready or not block.is_loading:
-                    source = Tier.DEVICE
+                source = Tier.DEVICE if block.is_ready else block.source or Tier.DEVICE
                 if not block.is_ready and self.promoter.is_coming(block_hash):
                     reading.append(index)
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
+                    block.source = Tier.HOST if record is None else Tier.DISK
                     in_host.append(index)
                 elif self.promoter.is_coming(block_hash):
-                    source = Tier.DISK
+                    block.source = Tier.DISK
                     reading.append(index)
                 elif record and self._is_alive(block_hash, record):
+                    block.source = Tier.DISK
                     on_disk.append(index)
-                else:
-                    source = None
-            if source is not None and not block.is_ready:
-                end = index + 1
+                source = block.source
+            if not block.is_ready:
+                prefix.awaited.add(index)
+                end = end if source is None else index + 1
             blocks.append(block)
             sources.append(source)
+        prefix.awaited.update(range(len(chain), len(prefix.hashes)))
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
             sources.append(None)
