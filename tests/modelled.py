@@ -23,12 +23,8 @@ from unittest import mock
 
 import torch
 
-from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink
-from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rates import ComputeRate, pairs
-from tieredkv.cache.tiered import TieredCache
-from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
@@ -36,7 +32,6 @@ from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.model_runner import StepOutput
 from tieredkv.engine.sampling_params import TokenChoice
-from tieredkv.engine.scheduler import Scheduler
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import MIN_TOKENS, StepTimer
 from tieredkv.storage.client import Event, StoreClient
