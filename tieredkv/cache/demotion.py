@@ -197,17 +197,25 @@ class Demoter:
         tiers.host.unpin(page)
 
     def drop_oldest(self, num_blocks: int) -> None:
-        """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
+        """Give up the demotion of the oldest dirty blocks, so that device blocks can be evicted.
+
+        A block in host memory is older than one in VRAM. So if both are owed to the disk, the write
+        of the former is given up, and its page is for the latter.
 
         At least as many blocks as the reserve are given up, so that the next allocation does not
         have to wait either.
         """
         tiers = self._tiers
-        for block in tiers.device.dirty(max(num_blocks, self._device_reserve)):
+        oldest = tiers.device.dirty(max(num_blocks, self._device_reserve))
+        owed = [block for block in oldest if tiers.is_owed_to_disk(block.block_hash)]
+        older = tiers.host.dirty(len(owed))
+        kept = set(owed[: len(older)])
+        for block in [*older, *(block for block in oldest if block not in kept)]:
             entry = tiers.catalog.get(block.block_hash)
             if entry is not None:
                 tiers.catalog.give_up(entry)
-                tiers.device.look_again(entry.block_hash)
+                for pool in tiers.pools.values():
+                    pool.look_again(entry.block_hash)
                 tiers.counters.demotions_dropped += 1
 
     def flush(self, to: Tier, *, deadline: float) -> bool:

@@ -413,10 +413,12 @@ class BlockPool:
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            is_wanted = block.block_hash in self.pinned or block.block_hash in self.wanted
-            if is_wanted and self.num_pinned < self.most_pinned:
+            is_pinned, is_wanted = block.block_hash in self.pinned, block.block_hash in self.wanted
+            is_duplicate = self.is_duplicate is not None and self.is_duplicate(block.block_hash)
+            has_room = self.num_pinned < self.most_pinned
+            if has_room and (is_pinned or (is_wanted and not is_duplicate)):
                 self._last.append(block)
-            elif self.is_duplicate and self.is_duplicate(block.block_hash):
+            elif is_duplicate:
                 self._duplicates.append(block)
             else:
                 self._first.append(block)
