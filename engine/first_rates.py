@@ -33,6 +33,7 @@ def time_steps(
     sizes = sorted({max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)})
     shapes = [(size, 0) for size in sizes]
     shapes.append((sizes[-1], max_model_len - sizes[-1]))
+    shapes.append((1, 0))
     for num_tokens, start in shapes:
         row = runner.idle_row(num_tokens, start)
         for teaches in (False, True):  # the first one of its kind may compile something

@@ -292,7 +292,8 @@ class Scheduler:
             if request.is_prefilling
         )
         queued = (Progress(each.prefix, 0, each.num_tokens) for each in self.waiting.upcoming())
-        self.cache.plan([*running, *queued], busy_s=self.busy_s)
+        num_read = sum(each.num_tokens for each in self.running if not each.is_prefilling)
+        self.cache.plan([*running, *queued], busy_s=self.busy_s, num_read_beside=num_read)
 
     def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
         """Return the next stretch of tokens that is neither ready, on its way, nor claimed."""

@@ -16,15 +16,29 @@ import torch
 from tieredkv.cache.rates import ComputeRate, pairs
 from tieredkv.engine.step_buffers import BatchRow
 
-MIN_TOKENS = 64
-"""Steps with fewer tokens are not learnt from: they are replayed from graphs of their own."""
+
+class Work(NamedTuple):
+    """What a step computes, as `ComputeRate.learn` takes it."""
+
+    num_tokens: int
+    num_pairs: float
+    num_read: float
+
+    @classmethod
+    def of(cls, rows: Sequence[BatchRow]) -> "Work":
+        """Return the work of a step; a row of one token behind others is one that generates."""
+        prompts = [row for row in rows if len(row.token_ids) > 1 or not row.start]
+        return cls(
+            sum(len(row.token_ids) for row in prompts),
+            sum(pairs(row.start, row.start + len(row.token_ids)) for row in prompts),
+            float(sum(row.start for row in rows) - sum(row.start for row in prompts)),
+        )
 
 
 class _Step(NamedTuple):
     """A step that was issued: what it computes, how long it should take, and its two events."""
 
-    num_tokens: int
-    num_pairs: float
+    work: Work
     predicted_s: float
     teaches: bool
     began: torch.cuda.Event
@@ -66,18 +80,20 @@ class StepTimer:
             rows: of the step.
             teaches: whether its time is that of computing only.
         """
-        num_tokens = sum(len(row.token_ids) for row in rows)
-        num_pairs = sum(pairs(row.start, row.start + len(row.token_ids)) for row in rows)
-        teaches = teaches and num_tokens >= MIN_TOKENS
+        work = Work.of(rows)
         if self._began is None:
             if teaches:
-                self._rate.learn(num_tokens, num_pairs, time.monotonic() - self._began_at)
+                self._learn(work, time.monotonic() - self._began_at)
             return
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        predicted_s = self._rate.step_seconds(num_tokens, num_pairs)
-        self._steps.append(_Step(num_tokens, num_pairs, predicted_s, teaches, self._began, ended))
+        predicted_s = self._rate.step_seconds(*work)
+        self._steps.append(_Step(work, predicted_s, teaches, self._began, ended))
         self._began = None
+
+    def _learn(self, work: Work, seconds: float) -> None:
+        num_tokens, num_pairs, num_read = work
+        self._rate.learn(num_tokens, num_pairs, seconds, num_read=num_read)
 
     def poll(self) -> None:
         """Take in the steps that have ended."""
@@ -85,8 +101,7 @@ class StepTimer:
             step = self._steps.popleft()
             self._began_at = time.monotonic()
             if step.teaches:
-                seconds = step.began.elapsed_time(step.ended) / 1e3
-                self._rate.learn(step.num_tokens, step.num_pairs, seconds)
+                self._learn(step.work, step.began.elapsed_time(step.ended) / 1e3)
 
     def busy_s(self) -> float:
         """Return for how long the device is busy with the steps that were issued."""

@@ -33,7 +33,7 @@ from tieredkv.engine.loader import find_model
 from tieredkv.engine.model_runner import StepOutput
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.engine.step_timer import MIN_TOKENS, StepTimer
+from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
@@ -42,6 +42,7 @@ from tieredkv.storage.write_share import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId, Progress
 
 START = 1_800_000_000.0
+WAKE_S = 2e-4
 POLL_S = 1e-5
 """What a look at queues costs the engine's thread."""
 
@@ -163,13 +164,17 @@ class _Runner:
         self._device.time.now = max(self._device.time.now, self._device.free_at)
 
 
-class _Step(NamedTuple):
-    num_tokens: int
-    num_pairs: float
-    predicted_s: float
-    teaches: bool
-    began: float
-    ended: float
+class _Moment:
+    """Stands in for a CUDA event."""
+
+    def __init__(self, time_: VirtualTime, at: float) -> None:
+        self._time, self.at = time_, at
+
+    def query(self) -> bool:
+        return self.at <= self._time.now
+
+    def elapsed_time(self, other: "_Moment") -> float:
+        return 1e3 * (other.at - self.at)
 
 
 class _Timer(StepTimer):
@@ -179,23 +184,11 @@ class _Timer(StepTimer):
         super().__init__(rate, torch.device("cpu"))
         self._runner, self._time = runner, time_
 
-    def begin(self) -> None:
-        if not self._steps:
-            self._began_at = self._time.now
-
     def end(self, rows: Sequence[BatchRow], *, teaches: bool = True) -> None:
-        num_tokens = sum(len(row.token_ids) for row in rows)
-        num_pairs = sum(pairs(row.start, row.start + len(row.token_ids)) for row in rows)
-        predicted_s = self._rate.step_seconds(num_tokens, num_pairs)
-        teaches = teaches and num_tokens >= MIN_TOKENS
-        self._steps.append(_Step(num_tokens, num_pairs, predicted_s, teaches, *self._runner.last))
-
-    def poll(self) -> None:
-        while self._steps and self._steps[0].ended <= self._time.now:
-            step = self._steps.popleft()
-            self._began_at = self._time.now
-            if step.teaches:
-                self._rate.learn(step.num_tokens, step.num_pairs, step.ended - step.began)
+        work = Work.of(rows)
+        began, ended = (_Moment(self._time, at) for at in self._runner.last)
+        predicted_s = self._rate.step_seconds(*work)
+        self._steps.append(_Step(work, predicted_s, teaches, began, ended))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -426,8 +419,9 @@ class _Wake(threading.Event):
         return super().is_set() or self._has_due()
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not self.is_set():
-            self._time.sleep(timeout or 0.0)
+        until = self._time.now + (timeout or 0.0)
+        while not self.is_set() and self._time.now < until:
+            self._time.sleep(min(WAKE_S, until - self._time.now))
         return self.is_set()
 
 
@@ -482,6 +476,7 @@ class ModelledCore(EngineCore):
             seconds = max(self.machine.step_s, size * self.machine.token_s)
             seconds += self.machine.pair_s * pairs(start, start + size)
             self.tiers.compute_rate.learn(size, pairs(start, start + size), seconds)
+        self.tiers.compute_rate.learn(1, 0.0, self.machine.step_s)
 
     def _launch(self, scheduled: Any) -> Any:
         launched = super()._launch(scheduled)

@@ -8,24 +8,26 @@ import torch
 
 from tieredkv.cache.rates import ComputeRate, pairs
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.engine.step_timer import MIN_TOKENS, StepTimer
+from tieredkv.engine.step_timer import StepTimer
 
 
 class Rate(ComputeRate):
     """Remembers what it is taught, and predicts a millisecond a token.
 
     Attributes:
-        taught: tokens, pairs and seconds of each step.
+        taught: tokens, pairs, seconds and tokens read of each step.
     """
 
     def __init__(self) -> None:
         super().__init__(8192)
-        self.taught: list[tuple[int, float, float]] = []
+        self.taught: list[tuple[int, float, float, float]] = []
 
-    def learn(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        self.taught.append((num_tokens, num_pairs, seconds))
+    def learn(
+        self, num_tokens: int, num_pairs: float, seconds: float, *, num_read: float = 0.0
+    ) -> None:
+        self.taught.append((num_tokens, num_pairs, seconds, num_read))
 
-    def step_seconds(self, num_tokens: float, num_pairs: float) -> float:
+    def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
         return num_tokens / 1e3
 
 
@@ -98,19 +100,25 @@ def test_without_a_gpu_a_step_takes_as_long_as_its_call(now: list[float], rate: 
     timer.begin()
     now[0] += 0.25
     timer.end([row(100, 50), row(30)])
-    assert rate.taught == [(130, pairs(50, 150) + pairs(0, 30), 0.25)]
+    assert rate.taught == [(130, pairs(50, 150) + pairs(0, 30), 0.25, 0)]
     assert timer.busy_s() == timer.num_pending == 0
 
 
-def test_short_steps_and_steps_that_wait_for_bytes_teach_nothing(
+def test_steps_that_wait_for_bytes_teach_nothing(timer: StepTimer, rate: Rate) -> None:
+    issue(timer, row(100), teaches=False)
+    issue(timer, row(100))
+    Event.ended = 4
+    timer.poll()
+    assert rate.taught == [(100, pairs(0, 100), 0.007, 0)]
+
+
+def test_tokens_that_are_generated_beside_a_prompt_read_those_before_them(
     timer: StepTimer, rate: Rate
 ) -> None:
-    issue(timer, row(MIN_TOKENS - 1))
-    issue(timer, row(MIN_TOKENS), teaches=False)
-    issue(timer, row(MIN_TOKENS))
-    Event.ended = 6
+    issue(timer, row(1, 4000), row(100, 50), row(1, 300), row(1))
+    Event.ended = 2
     timer.poll()
-    assert rate.taught == [(MIN_TOKENS, pairs(0, MIN_TOKENS), 0.007)]
+    assert rate.taught == [(101, pairs(50, 150) + pairs(0, 1), 0.007, 4300)]
 
 
 def test_the_device_is_busy_with_what_is_left_of_the_first_step_and_with_the_others(

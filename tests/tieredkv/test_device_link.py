@@ -74,8 +74,7 @@ def test_a_copy_does_not_wait_for_steps_that_do_not_use_its_blocks() -> None:
     for _ in range(200):
         work = work @ work
         work /= work.norm()
-    ended = torch.cuda.Event()
-    ended.record()
+    ended = torch.cuda.current_stream().record_event()
     transfer.note_step()
     transfer.demote([(BlockId(0), PageId(0))], "down", after=1)
     transfer.promote([(PageId(1), BlockId(1))], "up", after=1)

@@ -183,6 +183,29 @@ def test_every_step_of_a_long_prompt_has_its_fixed_cost() -> None:
     assert rate.seconds(50, 50) == 0.0
 
 
+def test_a_step_with_few_tokens_takes_as_long_as_the_device_needs_for_any_step() -> None:
+    rate = ComputeRate(8192)
+    rate.learn(1, 0.0, 0.006)
+    for count in (2048, 8192) * 20:
+        rate.learn(count, 0.0, 2e-5 * count)
+    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.001)
+    assert rate.seconds(0, 200) == pytest.approx(0.006, rel=0.001)
+    assert rate.seconds(0, 2048) == pytest.approx(0.041, rel=0.02)
+    assert 200 < rate.least_tokens < 300
+
+
+def test_tokens_generated_beside_a_prompt_make_each_of_its_steps_longer() -> None:
+    rate = ComputeRate(1000)
+    for num_read in (0.0, 100_000.0, 300_000.0) * 20:
+        for count in (250, 1000):
+            rate.learn(count, 0.0, 2e-5 * count + 3e-8 * num_read, num_read=num_read)
+    alone_s = rate.seconds(0, 4000)
+    rate.num_read_beside = 200_000.0
+    assert rate.seconds(0, 4000) - alone_s == pytest.approx(4 * 0.006, rel=0.1)
+    rate.learn(1, 0.0, 0.004 + 0.003, num_read=100_000.0)
+    assert rate.step_seconds(1, 0.0) == pytest.approx(0.004, rel=0.05)
+
+
 def test_no_coefficient_is_negative_whatever_was_measured() -> None:
     rate, draw = ComputeRate(8192), random.Random(1)
     for _ in range(300):

@@ -133,7 +133,7 @@ class Planner:
         first = -(-begin // size)
         last = max(first, 0, *(each.end for each in demand.loads))
         rest = max(last, demand.loaded_to)
-        rest_s = self.compute(rest * size, end)
+        rest_s = self.compute(min(rest * size, end - 1), end)  # its last token is never cached
         gain = 1.0 if demand.is_begun else MIN_GAIN
 
         def compute_s(split: int) -> float:

@@ -58,7 +58,8 @@ class SavedRates(msgspec.Struct, kw_only=True):
     """The content of the file; a rate that was never measured is None.
 
     Attributes:
-        steps: of each kind of step its tokens, its pairs of tokens, and its seconds.
+        steps: of each kind of step its tokens, its pairs of tokens, its seconds, and the tokens
+            that it read.
     """
 
     format: Literal["tieredkv-rates/1"] = "tieredkv-rates/1"
@@ -66,7 +67,9 @@ class SavedRates(msgspec.Struct, kw_only=True):
     read_bytes_per_s: _BytesPerS | None = None
     write_bytes_per_s: _BytesPerS | None = None
     up_bytes_per_s: _BytesPerS | None = None
-    steps: Annotated[list[tuple[_Tokens, _Pairs, _Seconds]], msgspec.Meta(max_length=4096)] = []
+    steps: Annotated[
+        list[tuple[_Tokens, _Pairs, _Seconds, _Pairs]], msgspec.Meta(max_length=4096)
+    ] = []
 
     @property
     def known_steps(self) -> list[Step]:
@@ -185,9 +188,7 @@ class RateFile:
             for field, link in ((f"{name}_bytes_per_s", link) for name, link in self._links.items())
         }
         rates = SavedRates(
-            machine=self._machine,
-            **known,
-            steps=[(it.num_tokens, it.num_pairs, it.seconds) for it in self._compute.steps],
+            machine=self._machine, **known, steps=[(*it,) for it in self._compute.steps]
         )
         text = msgspec.json.encode(rates) + b"\n"
         if text != self._written:

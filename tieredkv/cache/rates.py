@@ -145,8 +145,11 @@ class LinkRate:
         return now - self.learnt_at >= PROBE_S
 
 
-_PRIOR = np.array([2e-3, 2e-5, 1e-10])
-"""Seconds a step, a token and a pair of tokens that is attended to, before any measurement."""
+_PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8])
+"""Seconds a step, a token, a pair of tokens and a token read, before any measurement."""
+
+FEW_TOKENS = 64
+"""A step of fewer prompt tokens takes as long as the device needs for any step."""
 
 _TRUST = 1e-3
 """Weight of the first assumption beside one measured kind of step."""
@@ -166,17 +169,18 @@ _FAR = 3.0
 
 
 class Step(NamedTuple):
-    """A step: tokens computed, pairs of a computed token and a token before it, and seconds."""
+    """A step that was measured; see `ComputeRate.learn`."""
 
     num_tokens: float
     num_pairs: float
     seconds: float
+    num_read: float = 0.0
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """Its size and its position, roughly."""
-        size = int(self.num_tokens)
-        return size.bit_length(), int(self.num_pairs / self.num_tokens).bit_length()
+    def kind(self) -> tuple[int, int, int]:
+        """Its size and its position, and what is generated beside it, roughly."""
+        size, position = int(self.num_tokens), int(self.num_pairs / self.num_tokens)
+        return size.bit_length(), position.bit_length(), int(self.num_read).bit_length()
 
 
 class _Kind(NamedTuple):
@@ -189,37 +193,50 @@ class _Kind(NamedTuple):
 class ComputeRate:
     """Learns how long the device takes for a prompt's tokens, as a function of their positions.
 
-    The time of a step is modelled as `a + b * tokens + c * pairs`, where each token is paired with
-    every token before it. The coefficients are fitted to measured steps by least squares of the
-    relative error. Steps are gathered by size and position, so that many steps of one kind do not
-    hide what is known of others.
+    The time of a step is modelled as `max(least, a + b * tokens) + c * pairs + d * read`. Each
+    token of a prompt is paired with every token before it. Each token that is generated beside them
+    reads all tokens before it. The least time is that of steps with few tokens. The coefficients
+    are fitted to the longer steps by least squares of the relative error. Steps are gathered by
+    kind, so that many steps of one kind do not hide what is known of others.
 
     Attributes:
         chunk: the most tokens of one step.
+        num_read_beside: what the steps to come will read for requests that are generating.
     """
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
-        self._kinds: dict[tuple[int, int], _Kind] = {}
+        self.num_read_beside = 0.0
+        self._kinds: dict[tuple[int, int, int], _Kind] = {}
         self._num_learnt = 0
-        self._fitted: tuple[float, float, float] | None = None
+        self._least_s = 0.0
+        self._fitted: tuple[float, float, float, float] | None = None
 
     @property
     def least_tokens(self) -> int:
-        """Tokens of a step that takes twice as long as one with hardly any."""
-        a, b, _ = self._fitted or self._fit()
-        return max(1, min(self.chunk, int(a / b))) if b else 1
+        """Tokens of a step that takes hardly longer than one with few tokens."""
+        a, b, _, _ = self._fitted or self._fit()
+        return max(1, min(self.chunk, int(max(a, self._least_s - a) / b))) if b else 1
 
-    def learn(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+    def learn(
+        self, num_tokens: int, num_pairs: float, seconds: float, *, num_read: float = 0.0
+    ) -> None:
         """Take in a measured step.
 
         Args:
-            num_tokens: tokens that the step computed.
-            num_pairs: pairs of a computed token and a token before it.
+            num_tokens: tokens of prompts that the step computed.
+            num_pairs: pairs of such a token and a token before it.
             seconds: how long the device took.
+            num_read: tokens before the tokens that it generated.
         """
+        if num_tokens < FEW_TOKENS:
+            d = (self._fitted or self._fit())[3]
+            least_s = max(0.0, seconds - d * num_read)
+            share = _NEW_SHARE if self._least_s else 1.0
+            self._least_s += share * (least_s - self._least_s)
+            return
         self._num_learnt += 1
-        new = Step(num_tokens, num_pairs, max(seconds, 1e-6))
+        new = Step(num_tokens, num_pairs, max(seconds, 1e-6), num_read)
         known = self._kinds.get(new.kind)
         before = new if known is None or known.last < 0 else known.mean
         mean = Step(*(was + _NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
@@ -247,45 +264,46 @@ class ComputeRate:
         return True
 
     def _is_near(self, step: Step) -> bool:
-        expected_s = self.step_seconds(step.num_tokens, step.num_pairs)
+        expected_s = self.step_seconds(step.num_tokens, step.num_pairs, step.num_read)
         return expected_s / _FAR <= step.seconds <= expected_s * _FAR
 
     def seconds(self, begin: int, end: int) -> float:
         """Return how long it takes to compute the tokens `[begin, end)` of one prompt."""
         if end <= begin:
             return 0.0
-        a, b, c = self._fitted or self._fit()
-        num_tokens = end - begin
-        num_steps = -(-num_tokens // self.chunk)
-        return a * num_steps + b * num_tokens + c * pairs(begin, end)
+        num_full, rest = divmod(end - begin, self.chunk)
+        seconds = num_full * self.step_seconds(self.chunk, 0.0, self.num_read_beside)
+        if rest:
+            seconds += self.step_seconds(rest, 0.0, self.num_read_beside)
+        _, _, c, _ = self._fitted or self._fit()
+        return seconds + c * pairs(begin, end)
 
-    def step_seconds(self, num_tokens: float, num_pairs: float) -> float:
+    def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
         """Return how long a step takes."""
-        a, b, c = self._fitted or self._fit()
-        return a + b * num_tokens + c * num_pairs
+        a, b, c, d = self._fitted or self._fit()
+        return max(self._least_s, a + b * num_tokens) + c * num_pairs + d * num_read
 
-    def _fit(self) -> tuple[float, float, float]:
+    def _fit(self) -> tuple[float, float, float, float]:
         kinds = self._kinds.values()
         steps = [each.mean for each in kinds]
         # In units of the first assumption, so that the equations are well conditioned.
-        rows = (
-            np.array([[1.0, it.num_tokens, it.num_pairs] for it in steps]).reshape(-1, 3) * _PRIOR
-        )
+        sizes = [[1.0, it.num_tokens, it.num_pairs, it.num_read] for it in steps]
+        rows = np.array(sizes).reshape(-1, 4) * _PRIOR
         rows /= np.array([it.seconds for it in steps]).reshape(-1, 1)
         newest = max((it.last for it in kinds), default=0)
         weights = np.array([0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds])
-        moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(3)
+        moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(4)
         targets = rows.T @ weights + _TRUST
-        free = [0, 1, 2]
+        free = [0, 1, 2, 3]
         while True:  # coefficients cannot be negative: leave out those that would be
             fitted = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
             if (fitted >= 0).all():
                 break
             free = [each for each, it in zip(free, fitted, strict=True) if it > 0]
-        whole = np.zeros(3)
+        whole = np.zeros(4)
         whole[free] = fitted
-        a, b, c = (whole * _PRIOR).tolist()
-        self._fitted = a, b, c
+        a, b, c, d = (whole * _PRIOR).tolist()
+        self._fitted = a, b, c, d
         return self._fitted
 
 

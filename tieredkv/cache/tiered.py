@@ -331,14 +331,18 @@ class TieredCache:
         """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
         return bool(self.restores)
 
-    def plan(self, requests: Iterable[Progress], *, busy_s: float = 0.0) -> None:
+    def plan(
+        self, requests: Iterable[Progress], *, busy_s: float = 0.0, num_read_beside: int = 0
+    ) -> None:
         """Decide which blocks of these requests are computed and which are loaded.
 
         Args:
             requests: all admitted requests that have tokens of their prompts to compute, and the
                 next queued ones, in the order of service.
             busy_s: for how long the device is busy with the steps that it was given.
+            num_read_beside: see `ComputeRate`.
         """
+        self.tiers.compute_rate.num_read_beside = num_read_beside
         self.promoter.plan(requests, busy_s)
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
