@@ -506,23 +506,35 @@ def test_a_block_whose_other_copy_has_gone_becomes_the_youngest_of_the_others(
 
 def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Evicted) -> None:
     doubled(pool, *"abcde")
-    owed, moving, _, wanted = (keep(pool, text)[0] for text in "abcd")
+    owed, moving, _, pinned = (keep(pool, text)[0] for text in "abcd")
     keep(pool, "other")
     pool.can_evict = lambda block: block is not owed
     pool.pin(moving)
-    pool.wanted = {name("d")}
+    pool.pinned = {name("d")}
     pool.touch([name("d")])
     held = keep(pool, "e")
     pool.acquire(held)
     take(pool, pool.num_empty)
     take(pool, 2)
     assert [lost for _, lost in evicted] == [name("c"), name("other")]
-    assert pool.allocate(1) is None, "what cannot be evicted yet goes before what is wanted"
+    assert pool.allocate(1) is None, "what cannot be evicted yet goes before what is pinned"
     pool.unpin(moving)
     take(pool, 1)
     assert [lost for _, lost in evicted][2:] == [name("b")]
-    assert wanted.block_hash is not None
+    assert pinned.block_hash is not None
     pool.check()
+
+
+def test_a_duplicate_that_a_queued_request_wants_goes_before_other_blocks(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    doubled(pool, "a")
+    keep(pool, "other")
+    pool.wanted = {name("a")}
+    keep(pool, "a")
+    take(pool, pool.num_empty)
+    take(pool, 1)
+    assert [lost for _, lost in evicted] == [name("a")]
 
 
 def test_duplicates_within_a_tenants_floor_are_not_evicted_for_another(evicted: Evicted) -> None:

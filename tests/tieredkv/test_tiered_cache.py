@@ -417,6 +417,40 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     assert rig.finish(prefix) == 4
 
 
+def test_what_the_disk_cannot_take_is_lost_from_the_oldest_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 0.02)
+    rig = Rig(num_blocks=8, num_pages=8)
+    rig.run("old", 8)
+    assert rig.cache.demoter.demote(8) == 8
+    rig.turn()
+    rig.store.is_held = True
+    rig.run_without_disk("young", 8)
+    rig.run_without_disk("new", 8)
+    left = [len(rig.on_device(name, 8)) + len(rig.on_host(name, 8)) for name in ("old", "young")]
+    assert left == [2, 6], "two pages are on loan to be written"
+    assert rig.tiers.counters.lost_blocks == {"too_slow": 8}
+
+
+def test_no_block_is_given_up_while_its_copy_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 0.0)
+    rig = Rig(num_blocks=16, num_pages=32, has_store=False, reserve=16)
+    rig.run("a", 16, "in_memory")
+    rig.transfer.is_held = True
+    prefix = rig.queue("b", 2, "in_memory")
+    for _ in range(5):
+        assert not rig.admit(prefix)
+        rig.turn()
+    assert rig.tiers.counters.demotions_dropped == 0
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.admit(prefix)
+    assert sorted({*rig.on_host("a", 16), *rig.on_device("a", 16)}) == [*range(16)]
+
+
 def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered, "PATIENCE_S", 0.05)
     rig = Rig(num_blocks=12, num_pages=4)

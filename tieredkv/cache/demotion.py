@@ -85,9 +85,9 @@ class Demoter:
         return not (self._num_copying or self._writing or self._behind or self._to_write)
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether no copy to host memory is under way."""
-        return not self._num_copying
+    def is_copying(self) -> bool:
+        """Whether copies to host memory are under way."""
+        return self._num_copying > 0
 
     def note_change(self) -> None:
         """Note that blocks were allocated or released: the next `pump` checks the reserves."""
@@ -209,7 +209,7 @@ class Demoter:
         oldest = tiers.device.dirty(max(num_blocks, self._device_reserve))
         owed = [block for block in oldest if tiers.is_owed_to_disk(block.block_hash)]
         older = tiers.host.dirty(len(owed))
-        kept = set(owed[: len(older)])
+        kept = set(owed[len(owed) - len(older) :])
         for block in [*older, *(block for block in oldest if block not in kept)]:
             entry = tiers.catalog.get(block.block_hash)
             if entry is not None:

@@ -585,10 +585,10 @@ class TieredCache:
                 if prefix not in self._short_since:
                     self._short_since[prefix] = now
                     self.tiers.counters.allocation_waits += 1
-                if device.num_ready >= num_blocks and not demoter.is_stuck:
-                    self._short_since[prefix] = now  # copies are under way, and they end
                 demoter.write(num_blocks)
-                if now - self._short_since[prefix] >= PATIENCE_S:
+                if demoter.is_copying and device.num_ready >= num_blocks:
+                    self._short_since[prefix] = now  # the room is coming for certain
+                elif now - self._short_since[prefix] >= PATIENCE_S:
                     demoter.drop_oldest(num_blocks)
                     blocks = take()
                 if blocks is None:
