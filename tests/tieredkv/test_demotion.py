@@ -9,7 +9,7 @@ import pytest
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import tiered
-from tieredkv.cache.demotion import MAX_MOVES
+from tieredkv.cache.demotion import MAX_MOVES, MIN_WRITES
 from tieredkv.cache.tiers import Tiers
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.storage.worker_messages import PageStored
@@ -480,3 +480,15 @@ def test_a_host_tier_smaller_than_the_device_reserve_comes_to_rest(has_store: bo
     for name in "abcdefgh":
         rig.run(name, 4)
     rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "most"), [(1.0, MIN_WRITES), (1e12, 64)])
+def test_pages_on_loan_to_be_written_are_those_that_the_disk_writes_soon(
+    bytes_per_s: float, most: int
+) -> None:
+    rig = Rig(num_blocks=256, num_pages=256, is_write_behind=True)
+    rig.tiers.write_rate.bytes_per_s = bytes_per_s
+    rig.store.is_held = True
+    rig.run_without_disk("a", 200)
+    rig.turn(10)
+    assert len(rig.store.jobs) == most, "at most a quarter of host memory"

@@ -433,9 +433,7 @@ def test_what_the_disk_cannot_take_is_lost_from_the_oldest_on(
     assert rig.tiers.counters.lost_blocks == {"too_slow": 8}
 
 
-def test_no_block_is_given_up_while_its_copy_is_under_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_block_is_given_up_while_its_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered, "PATIENCE_S", 0.0)
     rig = Rig(num_blocks=16, num_pages=32, has_store=False, reserve=16)
     rig.run("a", 16, "in_memory")

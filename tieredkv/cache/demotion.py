@@ -31,6 +31,10 @@ The queues then drain faster than they fill, and the work of a step does not dep
 they are.
 """
 
+MAX_WRITE_S = 0.1
+MIN_WRITES = 32
+"""Pages that may be on loan to be written at any rate, so that writes can be merged."""
+
 LOOKS_PER_MOVE = 8
 """Queued blocks that a step may examine for each move; many of them need no move any more."""
 
@@ -145,7 +149,7 @@ class Demoter:
             num_ahead: how many of the oldest pages have to be clean.
             at_most: how many writes to start at most.
         """
-        room = self._write_cap - len(self._writing)
+        room = self._most_writing - len(self._writing)
         pages = self._dirty(self._tiers.host, num_ahead, min(at_most, room)) if room else []
         return self._write_out(pages)
 
@@ -316,6 +320,16 @@ class Demoter:
         return block is not None and block.is_ready and not self._tiers.device.can_evict(block)
 
     @property
+    def _most_writing(self) -> int:
+        """How many pages may be on loan to be written: some 100 ms of writes.
+
+        A page on loan cannot be evicted, so more of them would only keep others out of memory.
+        """
+        tiers = self._tiers
+        most = int(MAX_WRITE_S * tiers.write_rate.steady / tiers.block_bytes)
+        return min(self._write_cap, max(MIN_WRITES, most))
+
+    @property
     def _writes_soon(self) -> bool:
         """Whether blocks are written to disk even if no allocation needs their room."""
         return self._is_draining or len(self._tiers.catalog.owed) > self._most_owed
@@ -395,7 +409,7 @@ class Demoter:
     def _write_first(self, at_most: int) -> int:
         """Start writes of the first queued blocks that have a page; return how many."""
         tiers, pages = self._tiers, list[Block]()
-        room = min(at_most, self._write_cap - len(self._writing))
+        room = min(at_most, self._most_writing - len(self._writing))
         while self._to_write and len(pages) < room:
             block_hash, _ = self._to_write.popitem(last=False)
             page = tiers.host.lookup(block_hash)
@@ -448,7 +462,7 @@ class Demoter:
             if not entry or not expires_at or entry.block_hash in self._writing:
                 tiers.host.postpone(page)
                 continue
-            if len(self._writing) == self._write_cap:
+            if len(self._writing) >= self._most_writing:
                 break
             record = catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)
