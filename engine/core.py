@@ -324,7 +324,7 @@ class EngineCore:
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
             if transfer.has_completed:
                 break
-            self._wake.wait(TRANSFER_POLL_S if transfer.has_pending else left)
+            self._wake.wait(min(left, TRANSFER_POLL_S) if transfer.has_pending else left)
         self._wake.clear()
 
     def wake(self) -> None:

@@ -5,35 +5,38 @@ move no bytes: each takes as long as it would at the rates of the machine, in a 
 passes only while the engine waits. So minutes of a GPU's work are replayed in seconds, always with
 the same result.
 
-Inside `VirtualTime.patched`, `time.monotonic`, `time.perf_counter` and `time.sleep` are those of
-the modelled machine.
+Inside `VirtualTime.patched`, the functions of the module `time` are those of the modelled machine.
 """
 
 import contextlib
+import heapq
 import itertools
 import math
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
 
-from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink
+from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending
 from tieredkv.cache.rates import ComputeRate, pairs
-from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine import core
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import TokenOutput
-from tieredkv.engine.loader import find_model
-from tieredkv.engine.model_runner import StepOutput
+from tieredkv.engine.first_rates import time_link, time_steps
+from tieredkv.engine.loader import LoadedModel, find_model
+from tieredkv.engine.model_runner import ModelRunner, StepOutput, late_layer
 from tieredkv.engine.sampling_params import TokenChoice
+from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
+from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
@@ -41,10 +44,12 @@ from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, P
 from tieredkv.storage.write_share import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId, Progress
 
-START = 1_800_000_000.0
-WAKE_S = 2e-4
-POLL_S = 1e-5
-"""What a look at queues costs the engine's thread."""
+WALL_TIME = 1_800_000_000.0
+STEP_S = 1e-5
+"""What a call of `EngineCore.step` costs the engine's thread."""
+
+LINK_POLL_S = 0.004
+"""How often the engine looks at its links; what ends wakes it earlier."""
 
 
 class Machine(NamedTuple):
@@ -95,73 +100,39 @@ class VirtualTime:
 
     Attributes:
         now: seconds since some moment.
+        wall_time: what the wall clock shows at moment 0.
     """
 
     def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        """Stand in for `time.monotonic` and `time.perf_counter`."""
-        return self.now
+        self.now, self.wall_time = 1000.0, WALL_TIME
 
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
         self.now += max(0.0, seconds)
 
+    def wait_until(self, moment: float) -> None:
+        """Let time pass until a moment, if it has not come yet."""
+        self.now = max(self.now, moment)
+
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Give this time to everything that asks the module `time`."""
-        with (
-            mock.patch.object(time, "monotonic", self.monotonic),
-            mock.patch.object(time, "perf_counter", self.monotonic),
-            mock.patch.object(time, "sleep", self.sleep),
-        ):
+        """Give this time to everything that asks the module `time`.
+
+        What ends on the machine wakes the engine, so that it need not look at its links as often as
+        a real one.
+        """
+        times: dict[str, Callable[..., float | None]] = {
+            "monotonic": lambda: self.now,
+            "perf_counter": lambda: self.now,
+            "time": lambda: self.wall_time + self.now,
+            "sleep": self.sleep,
+        }
+        with contextlib.ExitStack() as stack:
+            for name, function in times.items():
+                stack.enter_context(mock.patch.object(time, name, function))
+            stack.enter_context(mock.patch.object(core, "TRANSFER_POLL_S", math.inf))
+            stack.enter_context(mock.patch.object(core, "LINK_POLL_S", LINK_POLL_S))
             yield
-
-
-class _Clock(Clock):
-    def __init__(self, time_: VirtualTime) -> None:
-        super().__init__()
-        self._time = time_
-
-    def now(self) -> float:
-        return START + self._time.now
-
-
-class _Device:
-    """Computes steps, one after another."""
-
-    def __init__(self, machine: Machine, time_: VirtualTime) -> None:
-        self.machine, self.time, self.free_at = machine, time_, 0.0
-        self.busy_s = self.prefill_s = 0.0
-
-    def begin(self, rows: Sequence[BatchRow], not_before: float) -> tuple[float, float]:
-        """Issue a step; return when it begins and ends."""
-        began = max(self.time.now, self.free_at, not_before)
-        seconds = self.machine.seconds(rows)
-        self.free_at = began + seconds
-        self.busy_s += seconds
-        if any(len(row.token_ids) > 1 for row in rows):
-            self.prefill_s += seconds
-        return began, self.free_at
-
-
-class _Runner:
-    """Stands in for the model runner: every token that it samples is token 1."""
-
-    def __init__(self, device: _Device, vocab_size: int) -> None:
-        self._device, self._vocab_size = device, vocab_size
-        self.last = 0.0, 0.0
-
-    def execute(self, rows: Sequence[BatchRow], late_at: float | None = None) -> StepOutput:
-        self._device.time.sleep(self._device.machine.issue_s)
-        self.last = self._device.begin(rows, late_at or 0.0)
-        count = sum(row.needs_logits for row in rows)
-        tokens = torch.ones(count, dtype=torch.int64)
-        return StepOutput(torch.empty(count, 0), tokens, tokens)
-
-    def synchronize(self) -> None:
-        self._device.time.now = max(self._device.time.now, self._device.free_at)
 
 
 class _Moment:
@@ -177,103 +148,132 @@ class _Moment:
         return 1e3 * (other.at - self.at)
 
 
+class _Device:
+    """Computes steps, one after another.
+
+    Attributes:
+        free_at: when the steps that were issued have ended.
+        last: when the last of them begins and ends.
+        busy_s, prefill_s: time of all steps, and of those that compute prompts.
+    """
+
+    def __init__(self, machine: Machine, time_: VirtualTime, late_share: float) -> None:
+        self.machine, self.time, self.free_at = machine, time_, 0.0
+        self.last = self.moment(0.0), self.moment(0.0)
+        self.busy_s = self.prefill_s = 0.0
+        self._late_share = late_share
+
+    def moment(self, at: float) -> Any:
+        """Return what stands in for the event of a moment."""
+        return _Moment(self.time, at)
+
+    def begin(self, rows: Sequence[BatchRow], late_at: float) -> None:
+        """Issue a step, whose late layers wait until `late_at`."""
+        self.time.sleep(self.machine.issue_s)
+        began, seconds = max(self.time.now, self.free_at), self.machine.seconds(rows)
+        self.free_at = max(began + seconds, late_at + self._late_share * seconds)
+        self.last = self.moment(began), self.moment(self.free_at)
+        self.busy_s += seconds
+        if any(len(row.token_ids) > 1 for row in rows):
+            self.prefill_s += seconds
+
+
+class _Runner:
+    """Stands in for the model runner: every token that it samples is token 1."""
+
+    idle_row = ModelRunner.idle_row
+
+    def __init__(self, device: _Device, block_size: int) -> None:
+        self._device = device
+        self._tables = SimpleNamespace(block_size=block_size)  # for `idle_row`
+
+    def execute(self, rows: Sequence[BatchRow], late_event: _Moment | None = None) -> StepOutput:
+        self._device.begin(rows, late_event.at if late_event is not None else 0.0)
+        count = sum(row.needs_logits for row in rows)
+        tokens = torch.ones(count, dtype=torch.int64)
+        return StepOutput(torch.empty(count, 0), tokens, tokens)
+
+    def synchronize(self) -> None:
+        self._device.time.wait_until(self._device.free_at)
+
+
 class _Timer(StepTimer):
     """Times steps as on CUDA: a step's time is known once it has ended."""
 
-    def __init__(self, rate: ComputeRate, runner: _Runner, time_: VirtualTime) -> None:
+    def __init__(self, rate: ComputeRate, device: _Device) -> None:
         super().__init__(rate, torch.device("cpu"))
-        self._runner, self._time = runner, time_
+        self._device = device
 
     def end(self, rows: Sequence[BatchRow], *, teaches: bool = True) -> None:
         work = Work.of(rows)
-        began, ended = (_Moment(self._time, at) for at in self._runner.last)
         predicted_s = self._rate.step_seconds(*work)
-        self._steps.append(_Step(work, predicted_s, teaches, began, ended))  # type: ignore[arg-type]
-
-
-@dataclass
-class _Copy:
-    tag: Any
-    num_bytes: int
-    began: float
-    early: float
-    ended: float
+        self._steps.append(_Step(work, predicted_s, teaches, *self._device.last))
 
 
 class _Link(DeviceLink[Any]):
     """Copies of both directions, each direction at its own rate, one copy after another."""
 
-    def __init__(self, device: _Device, block_bytes: int, early_share: float) -> None:
-        self._device, self._block_bytes, self._early_share = device, block_bytes, early_share
-        self._up: deque[_Copy] = deque()
-        self._down: deque[_Copy] = deque()
-        self._up_free = self._down_free = 0.0
-        self._num_usable = self.num_steps = 0
-        self._step_ends = [0.0]
-        self._promoted_bytes, self._promoted_s = 0, 0.0
+    def __init__(self, device: _Device, block_bytes: int, early_bytes: int) -> None:
+        copier = SimpleNamespace(device=torch.device("cpu"), block_bytes=block_bytes)
+        super().__init__(cast(BlockCopier, copier), early_bytes=early_bytes)
+        self._device, self._step_ends = device, [0.0]
+        self._early_share = early_bytes / block_bytes
 
     @property
-    def has_pending(self) -> bool:
-        return bool(self._up or self._down)
-
-    @property
-    def has_completed(self) -> bool:
-        now = self._device.time.now
-        return any(queue and queue[0].ended <= now for queue in (self._up, self._down)) or any(
-            copy.early <= now
-            for copy in itertools.islice(self._up, self._num_usable, self._num_usable + 1)
-        )
+    def next_due(self) -> float:
+        """When `poll` or `poll_usable` will have something to report; infinite if nothing moves."""
+        times = [copies[0].event for copies in (self._promotions, self._demotions) if copies]
+        if len(self._promotions) > self._num_usable:
+            times.append(self._promotions[self._num_usable].early)
+        return min((it.at for it in cast(list[Any], times) if it is not None), default=math.inf)
 
     def note_step(self) -> None:
         self.num_steps += 1
         self._step_ends.append(self._device.free_at)
 
     def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any, *, after: int = 0) -> None:
-        rate = self._device.machine.up_GBps * 1e9
-        num_bytes = len(pairs) * self._block_bytes
-        began = max(self._device.time.now, self._up_free, self._step_ends[after])
-        ended = self._up_free = began + num_bytes / rate
-        is_split = num_bytes >= MIN_SPLIT_BYTES
-        early = began + self._early_share * num_bytes / rate if is_split else math.inf
-        self._up.append(_Copy(tag, num_bytes, began, early, ended))
+        self._move(self._promotions, len(pairs), self._device.machine.up_GBps, tag, after)
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any, *, after: int = 0) -> None:
-        num_bytes = len(pairs) * self._block_bytes
-        began = max(self._device.time.now, self._down_free, self._step_ends[after])
-        self._down_free = began + num_bytes / (self._device.machine.down_GBps * 1e9)
-        self._down.append(_Copy(tag, num_bytes, began, math.inf, self._down_free))
+        self._move(self._demotions, len(pairs), self._device.machine.down_GBps, tag, after)
 
-    def poll_usable(self) -> list[Any]:
-        tags, now = [], self._device.time.now
-        for copy in itertools.islice(self._up, self._num_usable, None):
-            if copy.early > now:
-                break
-            tags.append(copy.tag)
-        self._num_usable += len(tags)
-        return tags
-
-    @property
-    def late_event(self) -> Any:
-        return self._up[self._num_usable - 1].ended if self._num_usable else None
-
-    def poll(self) -> tuple[list[Any], list[Any]]:
-        promoted, demoted = self._ended(self._up), self._ended(self._down)
-        self._num_usable = max(0, self._num_usable - len(promoted))
-        for copy in promoted:
-            if copy.num_bytes >= MIN_SPLIT_BYTES:
-                self._promoted_bytes += copy.num_bytes
-                self._promoted_s += copy.ended - copy.began
-        return [copy.tag for copy in promoted], [copy.tag for copy in demoted]
-
-    def _ended(self, copies: deque[_Copy]) -> list[_Copy]:
-        ended = []
-        while copies and copies[0].ended <= self._device.time.now:
-            ended.append(copies.popleft())
-        return ended
+    def _move(
+        self, copies: deque[_Pending[Any]], count: int, GBps: float, tag: Any, after: int
+    ) -> None:
+        moment, num_bytes = self._device.moment, count * self._copier.block_bytes
+        before = cast(Any, copies[-1].event).at if copies else 0.0
+        began = max(self._device.time.now, before, self._step_ends[after])
+        seconds = num_bytes / (GBps * 1e9)
+        is_split = copies is self._promotions and num_bytes >= MIN_SPLIT_BYTES
+        early = moment(began + self._early_share * seconds) if is_split else None
+        ended = moment(began + seconds)
+        copies.append(_Pending(ended, tag, early, num_bytes, moment(began)))
 
     def synchronize(self) -> None:
-        last = max((copy.ended for copy in (*self._up, *self._down)), default=0.0)
-        self._device.time.now = max(self._device.time.now, last)
+        for copy in (*self._promotions, *self._demotions):
+            self._device.time.wait_until(cast(Any, copy.event).at)
+
+
+@dataclass
+class _Queue:
+    """What the disk was given to read, or to write.
+
+    Attributes:
+        left_bytes: of the first page.
+    """
+
+    pages: deque[LentPage] = field(default_factory=deque)
+    left_bytes: float = 0.0
+
+    def add(self, pages: Sequence[LentPage]) -> None:
+        if not self.pages:
+            self.left_bytes = float(pages[0].record.size_bytes)
+        self.pages.extend(pages)
+
+    def pop(self) -> LentPage:
+        page = self.pages.popleft()
+        self.left_bytes = float(self.pages[0].record.size_bytes) if self.pages else 0.0
+        return page
 
 
 class Disk(StoreClient):
@@ -283,51 +283,70 @@ class Disk(StoreClient):
     evicted for room.
 
     Attributes:
-        read_GBps: the device's rate; it may be changed at any time.
+        records: of the blocks that it holds, the one used the longest ago first.
         bytes_read, bytes_written: so far.
     """
 
     def __init__(self, device: _Device, num_blocks: int) -> None:
         self._device, self._num_blocks = device, num_blocks
-        self.read_GBps = device.machine.read_GBps
+        self._GBps = device.machine.read_GBps
         self.records: OrderedDict[bytes, BlockRecord] = OrderedDict()
         self.shares: dict[bytes, float] = {}
         self._numbers = itertools.count(1)
-        self._answers: deque[tuple[float, LookupDone]] = deque()
-        self._reads: deque[LentPage] = deque()
-        self._writes: deque[LentPage] = deque()
-        self._done: deque[tuple[float, Event]] = deque()
-        self._left = {"read": 0.0, "write": 0.0}
+        self._events: list[tuple[float, int, Event]] = []  # type: ignore[assignment]
+        self._reads, self._writes = _Queue(), _Queue()
         self._at = device.time.now
         self.bytes_read = self.bytes_written = 0
+
+    @property
+    def GBps(self) -> float:
+        """The device's rate; it may be changed at any time."""
+        return self._GBps
+
+    @GBps.setter
+    def GBps(self, GBps: float) -> None:
+        self._advance()
+        self._GBps = GBps
+
+    def _ends(self) -> dict[str, tuple[_Queue, float, float]]:
+        """Return each queue that has pages, its rate, and when its first page ends."""
+        rate = self._GBps * 1e9
+        reads, writes = rate, rate
+        if self._reads.pages and self._writes.pages:
+            reads, writes = (1 - WRITE_SHARE) * rate, WRITE_SHARE * rate
+        rates = {"read": (self._reads, reads), "write": (self._writes, writes)}
+        return {
+            name: (queue, rate, self._at + max(0.0, queue.left_bytes) / rate)
+            for name, (queue, rate) in rates.items()
+            if queue.pages
+        }
 
     def _advance(self) -> None:
         """Read and write until now."""
         now = self._device.time.now
-        while self._at < now:
-            queues = {"read": self._reads, "write": self._writes}
-            shares = {name: float(bool(queue)) for name, queue in queues.items()}
-            if all(shares.values()):
-                shares = {"read": 1 - WRITE_SHARE, "write": WRITE_SHARE}
-            ends = {
-                name: self._at + max(0.0, self._left[name]) / (share * self.read_GBps * 1e9)
-                for name, share in shares.items()
-                if share
-            }
-            if not ends:
-                self._at = now
-                return
-            name = min(ends, key=ends.__getitem__)
-            until = min(now, ends[name])
-            for each in ends:
-                moved = (until - self._at) * shares[each] * self.read_GBps * 1e9
-                self._left[each] -= moved
+        while self._at < now and (ends := self._ends()):
+            name = min(ends, key=lambda each: ends[each][2])
+            until = min(now, ends[name][2])
+            for queue, rate, _ in ends.values():
+                queue.left_bytes -= (until - self._at) * rate
             self._at = until
-            if until < ends[name]:
-                return
-            page = queues[name].popleft()
-            self._left[name] = float(queues[name][0].record.size_bytes) if queues[name] else 0.0
+            if until < ends[name][2]:
+                break
+            page = ends[name][0].pop()
             (self._finish_read if name == "read" else self._finish_write)(page)
+        self._at = now
+
+    @property
+    def next_due(self) -> float:
+        """When `poll` will have something to report; infinite if nothing is under way."""
+        self._advance()
+        latency_s = {"read": self._device.machine.read_s, "write": 0.0}
+        times = [end + latency_s[name] for name, (_, _, end) in self._ends().items()]
+        times += [self._events[0][0]] if self._events else []
+        return min(times, default=math.inf)
+
+    def _add_event(self, at: float, event: Event) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), event))
 
     def _finish_read(self, page: LentPage) -> None:
         record = self.records.get(page.record.block_hash)
@@ -335,7 +354,7 @@ class Disk(StoreClient):
         at = self._at + self._device.machine.read_s
         reason = "" if record is not None else "missing"
         event = PageLoaded(page.record.block_hash, page.page_id, reason, record, at)
-        self._done.append((at, event))
+        self._add_event(at, event)
 
     def _finish_write(self, page: LentPage) -> None:
         while len(self.records) >= self._num_blocks:
@@ -343,8 +362,8 @@ class Disk(StoreClient):
         self.records[page.record.block_hash] = page.record
         self.bytes_written += page.record.size_bytes
         ids = page.record.block_hash, page.page_id
-        event = PageStored(*ids, "", is_held_back=bool(self._reads), ended_at=self._at)
-        self._done.append((self._at, event))
+        event = PageStored(*ids, "", is_held_back=bool(self._reads.pages), ended_at=self._at)
+        self._add_event(self._at, event)
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         self._advance()
@@ -353,21 +372,18 @@ class Disk(StoreClient):
             if (record := self.records.get(block_hash)) is not None:
                 located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
                 found[block_hash] = encode_record(located)
-        at = self._device.time.now + self._device.machine.lookup_s
-        self._answers.append((at, LookupDone(job, found)))
+        self._add_event(
+            self._device.time.now + self._device.machine.lookup_s, LookupDone(job, found)
+        )
         return job
 
     def load(self, pages: Sequence[LentPage]) -> None:
-        self._queue("read", self._reads, pages)
+        self._advance()
+        self._reads.add(pages)
 
     def store(self, pages: Sequence[LentPage]) -> None:
-        self._queue("write", self._writes, pages)
-
-    def _queue(self, name: str, queue: deque[LentPage], pages: Sequence[LentPage]) -> None:
         self._advance()
-        if not queue:
-            self._left[name] = float(pages[0].record.size_bytes)
-        queue.extend(pages)
+        self._writes.add(pages)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         for item in items:
@@ -378,19 +394,11 @@ class Disk(StoreClient):
         for block_hash in hashes:
             self.records.pop(block_hash, None)
 
-    @property
-    def has_due(self) -> bool:
-        """Whether `poll` has something to report."""
-        self._advance()
-        now = self._device.time.now
-        return any(queue and queue[0][0] <= now for queue in (self._answers, self._done))
-
     def poll(self) -> list[Event]:
         self._advance()
         events: list[Event] = []
-        for queue in (self._answers, self._done):
-            while queue and queue[0][0] <= self._device.time.now:
-                events.append(queue.popleft()[1])
+        while self._events and self._events[0][0] <= self._device.time.now:
+            events.append(heapq.heappop(self._events)[-1])
         return events
 
     def stats(self) -> StoreStats:
@@ -409,19 +417,19 @@ class Disk(StoreClient):
 
 
 class _Wake(threading.Event):
-    """What the engine's thread waits for; waiting lets time pass."""
+    """What the engine's thread waits for: time jumps to when something on the machine ends."""
 
-    def __init__(self, time_: VirtualTime, has_due: Callable[[], bool]) -> None:
+    def __init__(self, time_: VirtualTime, next_due: Callable[[], float]) -> None:
         super().__init__()
-        self._time, self._has_due = time_, has_due
+        self._time, self._next_due = time_, next_due
 
     def is_set(self) -> bool:
-        return super().is_set() or self._has_due()
+        return super().is_set() or self._next_due() <= self._time.now
 
     def wait(self, timeout: float | None = None) -> bool:
-        until = self._time.now + (timeout or 0.0)
-        while not self.is_set() and self._time.now < until:
-            self._time.sleep(min(WAKE_S, until - self._time.now))
+        if not super().is_set():
+            until = math.inf if timeout is None else self._time.now + timeout
+            self._time.wait_until(min(until, self._next_due()))
         return self.is_set()
 
 
@@ -430,7 +438,8 @@ class ModelledCore(EngineCore):
 
     Attributes:
         time: the time of the machine.
-        disk: its disk; None without a disk tier.
+        device: what computes.
+        disk: the disk tier; None without one.
     """
 
     def __init__(self, settings: Settings, machine: Machine, time_: VirtualTime) -> None:
@@ -440,7 +449,7 @@ class ModelledCore(EngineCore):
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
         found = find_model(settings.model, dtype="bfloat16", device="cpu")
         spec = self.kv_spec = found.kv_spec(settings.block_size)
-        self.model = SimpleNamespace(  # type: ignore[assignment]
+        model = SimpleNamespace(
             name=found.name,
             fingerprint=bytes(32),
             vocab_size=found.vocab_size,
@@ -448,47 +457,46 @@ class ModelledCore(EngineCore):
             eos_token_ids=frozenset(),
             device=torch.device("cpu"),
         )
+        self.model = cast(LoadedModel, model)
         self._choice = TokenChoice()
         assert settings.device_size is not None
         num_blocks = settings.device_size // spec.block_bytes
         self._max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
-        device = self.device = _Device(self.machine, self.time)
+        early_share = late_layer(spec) / spec.num_layers
+        self.device = _Device(self.machine, self.time, 1 - early_share)
         self.disk = None
         if settings.disk_dir is not None:
-            self.disk = Disk(device, settings.disk_size // spec.block_bytes)
-        link = _Link(device, spec.block_bytes, early_share=0.5)
+            self.disk = Disk(self.device, settings.disk_size // spec.block_bytes)
+        link = _Link(self.device, spec.block_bytes, int(early_share * spec.block_bytes))
         num_pages = settings.host_size // spec.page_bytes
         self._connect(link, self.disk, num_blocks, num_pages, "cuda")
-        self.tiers.clock = _Clock(self.time)
-        self._runner = _Runner(device, found.vocab_size)  # type: ignore[assignment]
-        self._timer = _Timer(self.tiers.compute_rate, self._runner, self.time)  # type: ignore
-        disk = self.disk
-        self._wake = _Wake(self.time, lambda: disk is not None and disk.has_due)
+        self._runner = cast(ModelRunner, _Runner(self.device, spec.block_size))
+        self._timer = _Timer(self.tiers.compute_rate, self.device)
+        waited_for: list[_Link | Disk] = [link]
+        waited_for += [self.disk] if self.disk is not None else []
+        self._wake = _Wake(self.time, lambda: min(it.next_due for it in waited_for))
         self._rate_file = None
-        self._ends: deque[float] = deque()
-        self._learn_steps(settings.resolve_max_num_alone_tokens("cuda"))
+        self._ends: deque[float] = deque()  # of the steps whose tokens were not taken in
+        time_steps(
+            self._runner,
+            self._timer,
+            most_tokens=settings.resolve_max_num_alone_tokens("cuda"),
+            max_model_len=self._max_model_len,
+            is_cpu=False,
+        )
+        time_link(self.tiers)
 
-    def _learn_steps(self, most_tokens: int) -> None:
-        """Learn steps of several sizes and positions, as the engine does at its start."""
-        sizes = [max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)]
-        shapes = [(size, 0) for size in sizes]
-        for size, start in [*shapes, (sizes[-1], self._max_model_len - sizes[-1])]:
-            seconds = max(self.machine.step_s, size * self.machine.token_s)
-            seconds += self.machine.pair_s * pairs(start, start + size)
-            self.tiers.compute_rate.learn(size, pairs(start, start + size), seconds)
-        self.tiers.compute_rate.learn(1, 0.0, self.machine.step_s)
-
-    def _launch(self, scheduled: Any) -> Any:
+    def _launch(self, scheduled: list[ScheduledRow]) -> core._Launched | None:
         launched = super()._launch(scheduled)
         if launched is not None:
-            self._ends.append(self._runner.last[1])  # type: ignore[attr-defined]
+            self._ends.append(self.device.free_at)
         return launched
 
     def _collect(self) -> None:
         if self._launched is not None:
-            self.time.now = max(self.time.now, self._ends.popleft())
+            self.time.wait_until(self._ends.popleft())
         super()._collect()
 
     def step(self) -> list[TokenOutput]:
-        self.time.sleep(POLL_S)
+        self.time.sleep(STEP_S)
         return super().step()

@@ -739,3 +739,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=120, stateful_step_count=40)
+
+
+def test_all_clean_blocks_that_nobody_uses_are_evicted(pool: BlockPool, evicted: Evicted) -> None:
+    owed, _, used = (keep(pool, text)[0] for text in "abc")
+    pool.can_evict = lambda block: block is not owed
+    pool.acquire([used])
+    assert pool.evict_clean() == 1
+    assert [lost for _, lost in evicted] == [name("b")]
+    assert pool.evict_clean() == 0
+    assert list(pool.evictable()) == [owed]
+    pool.check()

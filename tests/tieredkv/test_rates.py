@@ -259,3 +259,20 @@ def test_steps_that_are_far_from_what_was_measured_are_not_believed(factor: floa
     assert rate.seconds(0, 8192) == before
     assert rate.assume([*steps_of(1.0), Step(4096, 0.0, factor)]), "one of them is left out"
     assert rate.seconds(0, 8192) == pytest.approx(before, rel=0.05)
+
+
+def test_steps_near_the_least_time_do_not_bend_the_time_of_long_ones() -> None:
+    rate = ComputeRate(8_192)
+    for num_tokens in (16, 70, 130, 256, 1_024, 4_096, 8_192):
+        for _ in range(8):
+            rate.learn(num_tokens, 0.0, max(6e-3, 2.4e-5 * num_tokens))
+    assert rate.step_seconds(8_192, 0.0) == pytest.approx(2.4e-5 * 8_192, rel=0.01)
+
+
+def test_a_device_that_becomes_slower_is_known_to_be_after_a_few_steps_of_some_kinds() -> None:
+    rate = ComputeRate(8_192)
+    for num_tokens in (512, 1_024, 2_048, 4_096, 8_192):
+        rate.learn(num_tokens, 0.0, 2.4e-5 * num_tokens)
+    for num_tokens in (512, 2_048) * 3:
+        rate.learn(num_tokens, 0.0, 3 * 2.4e-5 * num_tokens)
+    assert rate.step_seconds(8_192, 0.0) == pytest.approx(3 * 2.4e-5 * 8_192, rel=0.1)

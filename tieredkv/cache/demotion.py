@@ -238,7 +238,7 @@ class Demoter:
         pools = [device, host] if to is Tier.DISK else [device]
         while self._num_copying or any(pool.num_evictable for pool in pools):
             self._poll()
-            moved = sum(map(_drop_clean, pools))
+            moved = sum(pool.evict_clean() for pool in pools)
             started = self.demote(device.num_blocks)
             if to is Tier.DISK or (not started and device.num_evictable):
                 started += self.write(host.num_blocks)
@@ -480,10 +480,3 @@ class Demoter:
         if not is_free:
             self._tiers.device.postpone(block)
         return is_free
-
-
-def _drop_clean(pool: BlockPool) -> int:
-    """Evict the clean blocks of a pool that nobody uses; return how many."""
-    before = pool.num_evictable
-    pool.release(pool.allocate(pool.num_blocks, is_partial=True) or [])
-    return before - pool.num_evictable

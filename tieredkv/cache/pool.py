@@ -190,18 +190,21 @@ class BlockPool:
         if len(victims) < num_needed and not is_partial:
             return None
         taken = [self._empty.popleft() for _ in range(min(count, self.num_empty))]
-        for block in victims:
-            remove(block)
-            block_hash = block.block_hash
-            assert block_hash is not None, block
-            self._unindex(block)
-            self.on_evict(block, block_hash)
+        self._evict(victims)
         taken.extend(victims)
         for block in taken:
             block.ref_count = 1
             block.is_ready = block.is_begun = False
             block.source = None
         return taken
+
+    def evict_clean(self) -> int:
+        """Evict all blocks that nobody uses and that can be evicted now; return how many."""
+        victims = self._victims(self.num_evictable, None, is_partial=True)
+        self._evict(victims)
+        for block in victims:
+            self._append(block)
+        return len(victims)
 
     def insert(self, block: Block, block_hash: BlockHash, tenant: bytes = b"") -> Block:
         """Give a used block its hash, and return the block that has this hash in the index.
@@ -409,6 +412,15 @@ class BlockPool:
         for order in unpinned:
             victims += order.choose(num_needed - len(victims), spare, most_looks)
         return victims + last.choose(num_needed - max(0, num_unpinned), spare, most_looks)
+
+    def _evict(self, victims: Iterable[Block]) -> None:
+        """Take chosen blocks out of the order and the index."""
+        for block in victims:
+            remove(block)
+            block_hash = block.block_hash
+            assert block_hash is not None, block
+            self._unindex(block)
+            self.on_evict(block, block_hash)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""

@@ -7,6 +7,7 @@ Called by the engine's thread only.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +26,11 @@ FIRST_S = 0.1
 BURST_S = 0.02
 """A limit lets through at most what it allows in this time, at once."""
 
-PROBE_S = 10.0
-"""A rate that nothing taught for so long is measured again, while there is something to load."""
+PROBE_S = 5.0
+"""A rate that nothing taught for so long is measured again, while there is something to load.
+
+A rate that is wrong is so corrected within ten seconds, also if requests are seldom.
+"""
 
 
 @dataclass(slots=True)
@@ -164,6 +168,12 @@ _HALF_LIFE = 200
 _LONG_AGO = -5 * _HALF_LIFE
 """The number of a step of an earlier run, so that it weighs 1/32 and less."""
 
+_NEAR_LEAST = 1.1
+
+_NUM_RECENT = 6
+_CHANGED = 1.5
+"""If so many steps in turn take so many times what is expected, the device itself has changed."""
+
 _FAR = 3.0
 """A step of an earlier run is not believed if it took so many times what is expected of it."""
 
@@ -209,6 +219,7 @@ class ComputeRate:
         self.num_read_beside = 0.0
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
         self._num_learnt = 0
+        self._recent: deque[tuple[Step, float]] = deque(maxlen=_NUM_RECENT)
         self._least_s = 0.0
         self._fitted: tuple[float, float, float, float] | None = None
 
@@ -238,10 +249,27 @@ class ComputeRate:
         self._num_learnt += 1
         new = Step(num_tokens, num_pairs, max(seconds, 1e-6), num_read)
         known = self._kinds.get(new.kind)
+        if known is not None:
+            expected_s = self.step_seconds(num_tokens, num_pairs, num_read)
+            self._recent.append((new, new.seconds / expected_s))
         before = new if known is None or known.last < 0 else known.mean
         mean = Step(*(was + _NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
         self._kinds[new.kind] = _Kind(mean, self._num_learnt)
         self._fitted = None
+        if len(self._recent) == _NUM_RECENT:
+            self._follow_change()
+
+    def _follow_change(self) -> None:
+        """Scale what is known of all kinds if the recent steps say that the device has changed."""
+        ratios = sorted(ratio for _, ratio in self._recent)
+        if ratios[0] < _CHANGED and ratios[-1] > 1 / _CHANGED:
+            return
+        ratio = ratios[_NUM_RECENT // 2]
+        for kind, (mean, last) in self._kinds.items():
+            self._kinds[kind] = _Kind(mean._replace(seconds=ratio * mean.seconds), last)
+        for step, _ in self._recent:
+            self._kinds[step.kind] = _Kind(step, self._num_learnt)
+        self._recent.clear()
 
     @property
     def steps(self) -> list[Step]:
@@ -284,7 +312,9 @@ class ComputeRate:
         return max(self._least_s, a + b * num_tokens) + c * num_pairs + d * num_read
 
     def _fit(self) -> tuple[float, float, float, float]:
-        kinds = self._kinds.values()
+        # The time of a step near the least one does not depend on its tokens.
+        least_s = _NEAR_LEAST * self._least_s
+        kinds = [each for each in self._kinds.values() if each.mean.seconds > least_s]
         steps = [each.mean for each in kinds]
         # In units of the first assumption, so that the equations are well conditioned.
         sizes = [[1.0, it.num_tokens, it.num_pairs, it.num_read] for it in steps]

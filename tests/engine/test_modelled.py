@@ -1,0 +1,331 @@
+"""The engine on a modelled machine (`tests.modelled`): its times are computed, and so exact."""
+
+import contextlib
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Literal, NamedTuple, cast
+from unittest import mock
+
+import pytest
+
+from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
+from tieredkv.bench import crowd, sessions
+from tieredkv.cache.rates import pairs
+from tieredkv.config import load_settings
+from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenOutput
+from tieredkv.engine.llm import LLM
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.types import Tier, ignore_progress
+
+Restore = Literal["auto", "load", "compute"]
+RESTORES: tuple[Restore, ...] = ("load", "compute", "auto", "compute", "auto")
+LENGTHS = (2_048, 8_192, 32_768)
+BLOCK_SIZE = 64
+NUM_NEW = 16
+"""Tokens of a prompt behind those that the disk has."""
+
+MOST_BAD = 4
+"""Requests that a rate that is wrong may delay."""
+
+
+class Served(NamedTuple):
+    """The time to a request's first token in seconds, and where its prompt came from."""
+
+    ttft_s: float
+    usage: RequestUsage
+
+
+class Rig:
+    """An engine with a disk tier on a modelled machine; its requests come one after another."""
+
+    def __init__(self, machine: Machine, time: VirtualTime, **settings: object) -> None:
+        self.time, self.numbers = time, itertools.count()
+        known: dict[str, object] = {
+            "model": "random:llama-3.1-8b",
+            "block_size": BLOCK_SIZE,
+            "device_size": "10GiB",
+            "host_size": "10GiB",
+            "disk_dir": "/nowhere",
+            "disk_size": "40GiB",
+            "default_retention": "24h",
+        }
+        self.core = ModelledCore(
+            load_settings(arguments={**known, **settings}).settings, machine, self.time
+        )
+        self.tiers = self.core.tiers
+        self.random, self.in_vram_s = random.Random(0), 0.0
+
+    @property
+    def GBps(self) -> float:
+        """What the disk gives, within the operator's limit."""
+        assert self.core.disk is not None
+        return min(self.core.disk.GBps, self.tiers.read_rate.limit / 1e9)
+
+    def prompt(self, num_cached_tokens: int) -> list[int]:
+        """Return a new prompt, and have the disk hold the blocks of so many of its tokens."""
+        prompt = self.random.choices(range(128_000), k=num_cached_tokens + NUM_NEW)
+        self.serve(prompt)
+        self.in_vram_s = self.serve(prompt).ttft_s
+        self.demote()
+        return prompt
+
+    def demote(self) -> None:
+        """Leave all blocks to the disk."""
+        disk = self.core.disk
+        assert disk is not None
+        rate, disk.GBps = disk.GBps, 100.0
+        assert self.core.cache.demoter.flush(Tier.DISK, deadline=self.time.now + 60)
+        while self.core.has_work:
+            self.core.step()
+            self.core.wait(0.01)
+        disk.GBps = rate
+
+    def serve(
+        self,
+        prompt: list[int],
+        restore: Restore = "auto",
+        at_s: float = math.inf,
+        event: Callable[[], None] = lambda: None,
+    ) -> Served:
+        """Serve a request; after `at_s` seconds, unless it was answered, an event happens."""
+        self.tiers.restore = restore
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        name, began, has_come = f"{next(self.numbers)}", self.time.now, False
+        self.core.add_request(
+            EngineRequest(request_id=name, prompt_token_ids=prompt, params=params)
+        )
+        while True:
+            for output in self.core.step():
+                assert output.usage is not None
+                return Served(self.time.now - began, output.usage)
+            if not has_come and self.time.now - began >= at_s:
+                event()
+                has_come = True
+            self.core.wait(0.01)
+
+    def ideal_s(self, prompt: list[int]) -> float:
+        """Return the least time in which the head is computed and the tail is read, and the rest.
+
+        The prompt is the last one that `prompt` returned.
+        """
+        machine, length = self.core.machine, len(prompt) - NUM_NEW
+        bytes_per_token = self.core.kv_spec.token_bytes
+        return self.in_vram_s + min(
+            max(
+                m * machine.token_s + machine.pair_s * pairs(0, m),
+                (length - m) * bytes_per_token / (self.GBps * 1e9),
+            )
+            for m in range(0, length + 1, 16)
+        )
+
+    def num_bad(self, prompt: list[int], *, seconds: float = 12.0, right_after_s: float) -> int:
+        """Serve a request again and again, each time from disk, as traffic would.
+
+        Returns:
+            How many took more than 1.15 x the ideal; none that came after `right_after_s` may.
+        """
+        began, ideal_s, bad_at = self.time.now, self.ideal_s(prompt), list[float]()
+        while (at := self.time.now - began) < seconds:
+            if self.serve(prompt).ttft_s > 1.15 * ideal_s:
+                bad_at.append(at)
+            self.demote()
+            self.time.sleep(0.2)
+        assert all(at <= right_after_s for at in bad_at), bad_at
+        return len(bad_at)
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    with contextlib.ExitStack() as stack:
+
+        def make(machine: Machine = H200_8B, **settings: object) -> Rig:
+            time = VirtualTime()
+            stack.enter_context(time.patched())
+            rig = Rig(machine, time, **settings)
+            stack.callback(rig.core.close)
+            stack.callback(rig.core.evict)
+            return rig
+
+        yield make
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    ("GBps", "limit_GBps"),
+    [(0.5, None), (1.0, None), (2.0, None), (3.0, None), (3.0, 0.5), (3.0, 1.0)],
+)
+def test_a_plan_is_no_slower_than_computing_or_loading_and_near_the_ideal(
+    make_rig: MakeRig, GBps: float, length: int, limit_GBps: float | None
+) -> None:
+    limit = {} if limit_GBps is None else {"disk_read_limit": int(limit_GBps * 1e9)}
+    rig = make_rig(H200_8B._replace(read_GBps=GBps), **limit)
+    prompt, took_s = rig.prompt(length), dict[str, float]()
+    for restore in RESTORES:
+        took_s[restore] = rig.serve(prompt, restore).ttft_s
+        rig.demote()
+    assert took_s["auto"] <= 1.02 * min(took_s["compute"], took_s["load"])
+    assert took_s["auto"] <= 1.15 * rig.ideal_s(prompt)
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+@pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 3.0])
+def test_loading_everything_uses_the_whole_disk(
+    make_rig: MakeRig, GBps: float, length: int
+) -> None:
+    rig = make_rig(H200_8B._replace(read_GBps=GBps))
+    prompt = rig.prompt(length)
+    rig.serve(prompt, "load")
+    rig.demote()
+    served = rig.serve(prompt, "load")
+    num_tokens = served.usage.cached_tokens_by_tier[Tier.DISK]
+    assert num_tokens == length
+    assert num_tokens * rig.core.kv_spec.token_bytes / served.ttft_s >= 0.92 * GBps * 1e9
+
+
+def test_a_disk_that_slows_down_tenfold_during_a_load_delays_few_requests(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    prompt = rig.prompt(LENGTHS[-1])
+    fast = rig.serve(prompt)
+    rig.demote()
+
+    def slow_down() -> None:
+        assert rig.core.disk is not None
+        rig.core.disk.GBps /= 10
+
+    slowed = rig.serve(prompt, at_s=fast.ttft_s / 3, event=slow_down)
+    rig.demote()
+    assert slowed.ttft_s > fast.ttft_s
+    assert (slowed.ttft_s > 1.15 * rig.ideal_s(prompt)) + rig.num_bad(
+        prompt, right_after_s=10.0
+    ) <= MOST_BAD
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1, 0.001])
+def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
+    make_rig: MakeRig, factor: float
+) -> None:
+    rig = make_rig()
+    prompt, rate = rig.prompt(LENGTHS[-1]), rig.tiers.read_rate
+    rig.serve(prompt)
+    rig.demote()
+    rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now
+    assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD
+    assert rate.bytes_per_s == pytest.approx(rig.GBps * 1e9, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_step_times_that_were_learnt_wrong_delay_few_requests(
+    make_rig: MakeRig, factor: float
+) -> None:
+    rig = make_rig()
+    prompt, rate = rig.prompt(LENGTHS[-1]), rig.tiers.compute_rate
+    rig.serve(prompt)
+    rig.demote()
+    right_s = rate.seconds(0, LENGTHS[-1])
+    steps = [step._replace(seconds=factor * step.seconds) for step in rate.steps]
+    for step in [*steps] * 20:
+        rate.learn(int(step.num_tokens), step.num_pairs, step.seconds)
+    assert rate.seconds(0, LENGTHS[-1]) == pytest.approx(factor * right_s, rel=0.1)
+    assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD
+    assert rate.seconds(0, LENGTHS[-1]) == pytest.approx(right_s, rel=0.2)
+
+
+@pytest.mark.parametrize("jump_s", [-3_600.0, 3_600.0, 48 * 3_600.0])
+def test_a_wall_clock_that_jumps_during_a_load_loses_no_token(
+    make_rig: MakeRig, jump_s: float
+) -> None:
+    rig = make_rig()
+    prompt, counters = rig.prompt(LENGTHS[1]), rig.tiers.counters
+    whole = rig.serve(prompt, "load")
+    rig.demote()
+    num_loaded = counters.promoted_disk_blocks
+
+    def jump() -> None:
+        rig.time.wall_time += jump_s
+
+    usage = rig.serve(prompt, "load", at_s=whole.ttft_s / 2, event=jump).usage
+    num_loaded = counters.promoted_disk_blocks - num_loaded
+    has_expired = jump_s > 24 * 3_600
+    assert counters.load_failures.keys() == ({"expired"} if has_expired else set())
+    assert usage.cached_tokens_by_tier[Tier.DISK] == num_loaded * BLOCK_SIZE
+    assert 0 < num_loaded * BLOCK_SIZE <= LENGTHS[1]
+    assert (num_loaded * BLOCK_SIZE < LENGTHS[1]) == has_expired
+    counted = sum(usage.cached_tokens_by_tier.values())
+    assert counted + usage.written_tokens + usage.recomputed_tokens == LENGTHS[1]
+    rig.core.cache.check()
+
+
+def prediction_errors(usages: list[RequestUsage]) -> list[float]:
+    """Return by which part of the actual time each request with a plan was mispredicted."""
+    return [
+        abs(usage.predicted_s - usage.actual_s) / usage.actual_s
+        for usage in usages
+        if usage.predicted_s is not None and usage.actual_s
+    ]
+
+
+@pytest.mark.parametrize("GBps", [0.5, 2.0])
+def test_the_time_of_a_single_request_is_predicted(make_rig: MakeRig, GBps: float) -> None:
+    rig, usages = make_rig(H200_8B._replace(read_GBps=GBps)), list[RequestUsage]()
+    for length in (LENGTHS[-1], *LENGTHS):
+        prompt = rig.prompt(length)
+        for _ in range(3):
+            usages.append(rig.serve(prompt).usage)
+            rig.demote()
+    errors = prediction_errors(usages)
+    assert len(errors) == len(usages)
+    assert statistics.median(errors[3:]) <= 0.1, "the first three taught the rates"
+
+
+def serve_sessions(
+    rig: Rig, count: int, num_turns: int, scale: float
+) -> tuple[crowd.Outcome, list[RequestUsage]]:
+    """Serve sessions until the first ends; return what they saw, and the usage of each answer."""
+    usages, step = list[RequestUsage](), rig.core.step
+
+    def observed() -> list[TokenOutput]:
+        outputs = step()
+        usages.extend(it.usage for it in outputs if it.finish_reason and it.usage)
+        return outputs
+
+    shape = sessions.Shape(num_turns, scale, None)
+    scripts = [sessions.write_script(0, session, shape, 128_000) for session in range(count)]
+    with mock.patch.object(rig.core, "step", observed):
+        it = crowd.Crowd(cast(LLM, SimpleNamespace(core=rig.core)), None)
+        return sessions._run(it, scripts, ignore_progress, ""), usages
+
+
+SMALL_RAM = {"device_size": "2GiB", "host_size": "1GiB", "block_size": 16}
+"""For sessions scaled to an eighth: VRAM and host memory together do not hold all of them."""
+
+
+def test_half_of_the_times_in_a_crowd_are_predicted_within_a_fifth(make_rig: MakeRig) -> None:
+    _, usages = serve_sessions(make_rig(**SMALL_RAM), 8, 15, 8.0)
+    errors = prediction_errors(usages)
+    assert len(errors) >= 30
+    assert statistics.median(errors) <= 0.2
+
+
+def test_a_crowd_that_ram_does_not_hold_is_served_no_slower_with_a_disk(make_rig: MakeRig) -> None:
+    rates = dict[str, float]()
+    ram_only: dict[str, object] = {"disk_dir": None, "default_retention": "in_memory"}
+    for name, more in {"none": ram_only, "disk": {}}.items():
+        rig = make_rig(**SMALL_RAM, **more)
+        outcome, usages = serve_sessions(rig, 8, 15, 8.0)
+        assert len(usages) == len(outcome.answers)
+        from_disk = sum(answer.by_tier[Tier.DISK] for answer in outcome.answers)
+        assert (from_disk > 0) == (name == "disk")
+        rates[name] = len(outcome.answers) / outcome.wall_s
+        rig.core.cache.check()
+        rig.core.scheduler.check()
+        assert rig.tiers.device.num_used == rig.tiers.host.num_used == 0
+    assert rates["disk"] >= 0.98 * rates["none"]
