@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner
 
 from tests.stress.modelled_crowd import inclusive, main, one_pool
@@ -49,25 +48,6 @@ def test_sessions_are_run_in_each_arm_and_compared_with_ideal_pools() -> None:
         assert rates["measured"] <= rates["unbounded"]
         assert 0 < row["prefill_share"] < row["device_busy_share"] < 1
     assert none["GB"]["written"] == 0 < planned["GB"]["written"]
-
-
-def test_returns_find_their_prefixes_on_disk_alone() -> None:
-    sizes = "--device-size", "400MiB", "--host-size", "200MiB", "--disk-size", "4GiB"
-    shape = "--prefix-tokens", "1000,3000", "--new-tokens", 50, "--answers", 8
-    found = report(
-        "returns", "--sessions", 8, "--rates", "5,1", "--arms", "none,load", *shape, *sizes
-    )
-    assert [(row["arm"], row["rate"]) for row in found["rows"]] == [
-        ("none", 1.0),
-        ("none", 5.0),
-        ("load", 1.0),
-        ("load", 5.0),
-    ]
-    none, load = found["rows"][0], found["rows"][2]
-    assert none["hits"]["all"] == 0
-    assert load["hits"]["all"] == load["hits"]["disk"] > 0.9
-    assert load["GB"]["read"] == pytest.approx(load["GB"]["useful"], rel=0.01)
-    assert found["bounds"]["load"] == {"is": "at least", "rate": 5.0}
 
 
 def test_prefixes_that_ram_keeps_are_refused() -> None:
