@@ -117,6 +117,12 @@ def test_a_traces_requests_are_told_apart_by_what_they_repeat(tmp_path: Path) ->
         assert list(read_trace(path, 2, 2500)) == [[trace[1], trace[3]]], "the others are too long"
 
 
+def test_a_trace_may_name_its_sessions(tmp_path: Path) -> None:
+    named = [request(at, [0, at]) | {"session": at % 2} for at in range(4)]
+    path = write_trace(tmp_path / "trace.jsonl", [*named, request(4, [0, 3])])
+    assert list(read_trace(path, 2, 1 << 20)) == [[named[0], named[2]], [named[1], named[3]]]
+
+
 def test_a_replayed_session_repeats_tokens_as_the_trace_repeats_ids() -> None:
     recorded = [request(0, [0, 1, 2]), request(20, [0, 1, 3, 4], 1600, 70), request(999, [0, 5])]
     script = replay(recorded, 0, Shape(3, 4, None), 1000)

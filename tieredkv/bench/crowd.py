@@ -279,13 +279,18 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
         store_dir = None
         if arm != "none":
             store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
-        mode = "load" if arm == "load" else "auto"
-        retention = "24h" if store_dir else "in_memory"
-        told = settings | {"restore": mode, "disk_dir": store_dir}
-        llm = stack.enter_context(LLM(**told, retention=retention, progress=progress))
+        told = settings | arm_settings(arm, store_dir)
+        llm = stack.enter_context(LLM(**told, progress=progress))
         stack.callback(llm.core.evict)
         stack.callback(llm.core.abort_all)
         yield Crowd(llm, store_dir)
+
+
+def arm_settings(arm: str, store_dir: str | None) -> Row:
+    """Return the settings in which an arm differs from others; one without a disk has no folder."""
+    restore = "load" if arm == "load" else "auto"
+    retention = "24h" if store_dir else "in_memory"
+    return {"restore": restore, "disk_dir": store_dir, "default_retention": retention}
 
 
 class Plan(NamedTuple):

@@ -177,18 +177,10 @@ def run(
     shape = Shape(shortest=min(prefix_tokens), longest=max(prefix_tokens), **options)
     answer_tokens = max(shape.answer_tokens, OUTPUT_TOKENS)
     longest = shape.longest + max(shape.new_tokens, SUFFIX_TOKENS) + answer_tokens
-    num_tokens = sum(shape.lengths)
     tokens: dict[Tier, float] = {Tier.DEVICE: 2 * longest, Tier.HOST: shape.longest}
-    tokens[Tier.DISK] = 1.5 * num_tokens
+    tokens[Tier.DISK] = 1.5 * sum(shape.lengths)
     plan = crowd.plan(settings, tokens, longest, "give shorter `--prefix-tokens`")
-    between = num_tokens - shape.longest
-    if (in_ram := sum(map(plan.num_tokens, (Tier.DEVICE, Tier.HOST)))) >= between:
-        what = f"VRAM and host memory hold {in_ram} tokens, as many as the {between} between"
-        hint = "give more `--sessions`, or smaller `--device-size` and `--host-size`"
-        raise ConfigError(f"{what} two turns of a session\nhint: {hint}")
-    if (on_disk := plan.num_tokens(Tier.DISK)) < 1.1 * num_tokens:
-        what = f"`disk_size` holds {on_disk} tokens; the prefixes have {num_tokens}"
-        raise ConfigError(f"{what}, and a tenth more is needed")
+    check(plan, shape)
     rates, limit_ms = sorted(rates), 1e3 * ttft_limit
     results, raw_GBps = crowd.run_arms(plan.settings, arms, measure, shape, rates, limit_ms)
     rows, problems = list[Row](), [text for _, some in results.values() for text in some]
@@ -211,6 +203,23 @@ def run(
     facts = {**plan.facts, "workload": workload, "bounds": bounds}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
     return {**facts, **compared(rows, bounds), "raw": limits, "rows": rows, "problems": problems}
+
+
+def check(plan: crowd.Plan, shape: Shape) -> None:
+    """Check that returns can come from the disk, and from there alone.
+
+    Raises:
+        ConfigError: RAM holds prefixes for too long, or the disk does not hold them all.
+    """
+    num_tokens = sum(shape.lengths)
+    between = num_tokens - shape.longest
+    if (in_ram := sum(map(plan.num_tokens, (Tier.DEVICE, Tier.HOST)))) >= between:
+        what = f"VRAM and host memory hold {in_ram} tokens, as many as the {between} between"
+        hint = "give more `--sessions`, or smaller `--device-size` and `--host-size`"
+        raise ConfigError(f"{what} two turns of a session\nhint: {hint}")
+    if (on_disk := plan.num_tokens(Tier.DISK)) < 1.1 * num_tokens:
+        what = f"`disk_size` holds {on_disk} tokens; the prefixes have {num_tokens}"
+        raise ConfigError(f"{what}, and a tenth more is needed")
 
 
 def bound(rows: list[Row], limit_ms: float) -> Row:

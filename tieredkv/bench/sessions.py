@@ -118,8 +118,9 @@ def read_trace(path: Path, turns: int, most_tokens: int) -> Iterator[list[Row]]:
 
     Each line of the file (or of the gzipped file) is a request: `timestamp` in ms, `input_length`
     and `output_length` in tokens, and `hash_ids`, one for each 512 tokens of the prompt; equal ids
-    are equal tokens. The trace does not name sessions: a request continues the one with which it
-    shares its deepest known block, if it begins with at least half of that one's last prompt.
+    are equal tokens. A request belongs to the session that its `session` names. Without one, it
+    continues the session with which it shares its deepest known block, if it begins with at least
+    half of that one's last prompt.
 
     Args:
         path: of the trace.
@@ -130,6 +131,7 @@ def read_trace(path: Path, turns: int, most_tokens: int) -> Iterator[list[Row]]:
         ConfigError: the file is not such a trace.
     """
     sessions, owner = list[list[Row]](), dict[int, list[Row]]()
+    named = dict[object, list[Row]]()
     opened = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
@@ -141,12 +143,20 @@ def read_trace(path: Path, turns: int, most_tokens: int) -> Iterator[list[Row]]:
                 if len(ids) != -(-request["input_length"] // TRACE_BLOCK_TOKENS):
                     raise ValueError("`hash_ids` does not fit `input_length`")
                 float(request["timestamp"]), int(request["output_length"])
-                session = next((owner[each] for each in reversed(ids) if each in owner), None)
-                if session is None or not _continues(ids, session[-1]["hash_ids"]):
+                if (name := request.get("session")) is not None:
+                    session = named.get(name)
+                else:
+                    session = next((owner[each] for each in reversed(ids) if each in owner), None)
+                    if session is not None and not _continues(ids, session[-1]["hash_ids"]):
+                        session = None
+                if session is None:
                     session = []
                     sessions.append(session)
                 session.append(request)
-                owner.update(dict.fromkeys(ids, session))
+                if name is not None:
+                    named[name] = session
+                else:
+                    owner.update(dict.fromkeys(ids, session))
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
         where = f"`{path}`, line {number}" if number else f"`{path}`"
         raise ConfigError(f"{where} is not a trace: {error!r}") from error
@@ -199,6 +209,20 @@ def recorded_sessions(count: int, seed: int, shape: Shape, most_tokens: int) -> 
     return some
 
 
+def make_scripts(
+    count: int, seed: int, shape: Shape, most_tokens: int, vocab_size: int
+) -> list[Script]:
+    """Return the sessions of a run: generated ones, or those of the trace.
+
+    Raises:
+        ConfigError: the trace has too few sessions.
+    """
+    if shape.trace is None:
+        return [write_script(seed, each, shape, vocab_size) for each in range(count)]
+    recorded = recorded_sessions(count, seed, shape, most_tokens)
+    return [replay(each, seed, shape, vocab_size) for each in recorded]
+
+
 def measure(
     settings: Row,
     arm: str,
@@ -212,20 +236,16 @@ def measure(
     with crowd.engine(settings, arm, folder, progress) as it:
         vocab_size = it.core.info.vocab_size
         warm_up = write_script(-1, 0, shape._replace(turns=2, trace=None), vocab_size)
-        _run(it, [warm_up], progress, f"{arm}: warming up")
+        serve(it, [warm_up], progress, f"{arm}: warming up")
         for count, seed in cases:
             it.empty()
-            if shape.trace is None:
-                scripts = [write_script(seed, each, shape, vocab_size) for each in range(count)]
-            else:
-                recorded = recorded_sessions(count, seed, shape, most_tokens)
-                scripts = [replay(each, seed, shape, vocab_size) for each in recorded]
+            scripts = make_scripts(count, seed, shape, most_tokens, vocab_size)
             stage = f"{arm}: {count} sessions, seed {seed}"
-            outcomes.append(_run(it, scripts, progress, stage))
+            outcomes.append(serve(it, scripts, progress, stage))
     return outcomes
 
 
-def _run(it: crowd.Crowd, scripts: list[Script], progress: Progress, stage: str) -> Outcome:
+def serve(it: crowd.Crowd, scripts: list[Script], progress: Progress, stage: str) -> Outcome:
     """Run sessions until the first one ends."""
     num_turns = len(scripts[0])
 

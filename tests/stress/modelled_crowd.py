@@ -1,0 +1,442 @@
+"""Serves crowds on a modelled machine, to see what a policy does before a GPU is asked.
+
+    python -m tests.stress.modelled_crowd sessions --sessions 4,8,16
+    python -m tests.stress.modelled_crowd returns --rates 0.4,0.6,0.9,1.2
+
+The requests are those of `bench sessions` and `bench returns`. The engine's scheduler, planner,
+pools and queues serve them on the machine of `tests.modelled`, where only time is computed.
+
+A row also says which share of the prompt tokens was found, and which share ideal pools would have
+found for the same requests, in the order in which they were first admitted. Ideal pools hold
+nothing back for running requests or for copies, and have no disk:
+
+    measured    what the engine found, also on disk, and did not compute all the same
+    inclusive   VRAM and host memory are two LRU pools, and a block that returns to VRAM stays below
+    one_pool    one LRU pool as large as both
+    unbounded   nothing is ever evicted
+"""
+
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import click
+import torch
+
+from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
+from tieredkv.bench import crowd, raw, returns
+from tieredkv.bench.crowd import Answer, Ask, Outcome
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
+from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
+from tieredkv.cache import demotion
+from tieredkv.cli.bench import COUNT, NUMBER, several
+from tieredkv.cli.settings import settings_options
+from tieredkv.config import LoadedSettings, load_settings
+from tieredkv.engine.core import EngineCore
+from tieredkv.engine.request import Request
+from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.types import BlockHash, KVSpec, Tier, ignore_progress
+
+MODEL = "random:llama-3.1-8b"
+SESSIONS_SIZES = {"device_size": "24GiB", "host_size": "16GiB", "disk_size": "40GiB"}
+RETURNS_SIZES = {"device_size": "14GiB", "host_size": "8GiB", "disk_size": "60GiB"}
+SET_BY_ARM = ("disk_dir", "restore", "default_retention")
+DEMOTE_TIMEOUT_S, DEMOTE_POLL_S = 600.0, 0.05
+RATES = {
+    "step_s": "Least seconds of a step.",
+    "token_s": "Seconds for each token of a prompt.",
+    "pair_s": "Seconds for each pair of a prompt's token and a token before it.",
+    "decode_s": "Seconds for each token before one that is generated.",
+    "up_GBps": "Rate of copies from host memory.",
+    "down_GBps": "Rate of copies to host memory.",
+    "read_GBps": "Rate of the disk, which reads and writes share.",
+    "read_s": "Latency of a read in seconds.",
+    "lookup_s": "Seconds until the disk has answered a lookup.",
+    "issue_s": "Seconds for which issuing a step keeps the engine's thread.",
+}
+
+Row = dict[str, Any]
+Chains = Sequence[tuple[Sequence[BlockHash], int]]
+"""The hashes of each request's prompt and answer, and the number of tokens of the prompt."""
+
+
+class Case(NamedTuple):
+    """One run.
+
+    Attributes:
+        number: of sessions, or the rate of returns.
+        settings: of the engine, but for those in which the arms differ.
+        shape: what the sessions look like.
+    """
+
+    arm: str
+    number: float
+    seed: int
+    settings: Row
+    machine: Machine
+    shape: Any
+
+
+class Run(NamedTuple):
+    """What a case gave.
+
+    Attributes:
+        busy_s, prefill_s: for which the device computed steps, and steps that have prompt tokens.
+        prompt_tokens: of the requests whose prefill ended.
+        found: the tokens of these that the engine and ideal pools found.
+    """
+
+    outcome: Outcome
+    busy_s: float
+    prefill_s: float
+    prompt_tokens: int
+    found: Counter[str]
+
+
+class ModelledCrowd(crowd.Crowd):
+    """A crowd on a modelled machine, which notes in which order requests are first admitted."""
+
+    def __init__(self, core: ModelledCore) -> None:
+        super().__init__(SimpleNamespace(core=core), None)  # type: ignore[arg-type]
+        self.modelled = core
+        self._order: dict[Request, None] = {}
+        take = core.scheduler.waiting.take
+
+        def note(request: Request) -> None:
+            self._order.setdefault(request)
+            take(request)
+
+        core.scheduler.waiting.take = note  # type: ignore[method-assign]
+
+    def run(self, serve: Callable[[], Outcome]) -> Run:
+        """Serve requests, and return what became of them."""
+        device, tiers = self.modelled.device, self.modelled.tiers
+        busy_s, prefill_s = device.busy_s, device.prefill_s
+        self._order.clear()
+        outcome = serve()
+        chains, found = [], Counter[str]()
+        for request in self._order:
+            if request.usage is not None:
+                chains.append((request.prefix.hashes, request.num_prompt_tokens))
+                found["measured"] += sum(request.usage.cached_tokens_by_tier.values())
+        sizes, block_size = (tiers.device.num_blocks, tiers.host.num_blocks), tiers.block_size
+        found["inclusive"] = inclusive(chains, *sizes, block_size)
+        found["one_pool"] = one_pool(chains, sum(sizes), block_size)
+        found["unbounded"] = one_pool(chains, sum(len(some) for some, _ in chains), block_size)
+        times = device.busy_s - busy_s, device.prefill_s - prefill_s
+        return Run(outcome, *times, sum(count for _, count in chains), found)
+
+
+def one_pool(chains: Chains, num_blocks: int, block_size: int) -> int:
+    """Return how many prompt tokens one LRU pool finds."""
+    return inclusive(chains, num_blocks, 0, block_size)
+
+
+def inclusive(chains: Chains, device_blocks: int, host_blocks: int, block_size: int) -> int:
+    """Return how many prompt tokens two LRU pools find; the second keeps what the first reads."""
+    device: OrderedDict[BlockHash, None] = OrderedDict()
+    host: OrderedDict[BlockHash, None] = OrderedDict()
+    num_found = 0
+    for hashes, num_prompt_tokens in chains:
+        prompt = hashes[: (num_prompt_tokens - 1) // block_size]
+        found = itertools.takewhile(lambda each: each in device or each in host, prompt)
+        num_found += block_size * sum(1 for _ in found)
+        for block_hash in reversed(hashes):  # the head is evicted last
+            if block_hash in host:
+                host.move_to_end(block_hash)
+            device[block_hash] = None
+            device.move_to_end(block_hash)
+        while len(device) > device_blocks:
+            block_hash, _ = device.popitem(last=False)
+            host[block_hash] = None
+            host.move_to_end(block_hash)
+        while len(host) > host_blocks:
+            host.popitem(last=False)
+    return num_found
+
+
+@contextmanager
+def engine(case: Case) -> Iterator[ModelledCrowd]:
+    """Run an engine on the modelled machine, in whose time everything happens meanwhile."""
+    torch.set_num_threads(1)
+    time_ = VirtualTime()
+    with time_.patched():
+        told = case.settings | crowd.arm_settings(
+            case.arm, None if case.arm == "none" else "modelled"
+        )
+        core = ModelledCore(load_settings(arguments=told).settings, case.machine, time_)
+        try:
+            yield ModelledCrowd(core)
+        finally:
+            core.abort_all()
+            core.evict()
+            core.close()
+
+
+def run_sessions(case: Case) -> Run:
+    """Run sessions from empty tiers until the first one ends, as `bench sessions` does."""
+    with engine(case) as it:
+        info = it.core.info
+        shape: Shape = case.shape
+        answer_tokens = shape.scaled(ANSWER_TOKENS)
+        most_tokens = int((info.max_model_len - answer_tokens) * shape.scale)
+        asked = int(case.number), case.seed, shape, most_tokens, info.vocab_size
+        scripts = make_scripts(*asked)
+        return it.run(lambda: serve(it, scripts, ignore_progress, ""))
+
+
+def run_returns(case: Case) -> Run:
+    """Put the prefixes on disk, and run their returns at one rate, as `bench returns` does."""
+    shape: returns.Shape = case.shape
+    with engine(case) as it:
+        llm = it.llm
+        prefixes = [
+            make_prompt(llm, length, shape.arrival_seed * shape.sessions + session)[:-SUFFIX_TOKENS]
+            for session, length in enumerate(shape.lengths)
+        ]
+        # The first prefixes are served again, from disk, and so the rate of reads is learnt.
+        again = prefixes[: returns.NUM_CHECKED]
+        for prefix in [*prefixes, *again] if case.arm != "none" else ():
+            it.serve([Ask(0.0, 0, 0, prefix, shape.answer_tokens)], _nothing)
+            demote_all(it.core)
+        it.core.evict()
+        asks = shape.returns(case.number, prefixes, it.core.info.vocab_size)
+        return it.run(lambda: it.serve(asks, _nothing))
+
+
+def demote_all(core: EngineCore) -> None:
+    """Move all blocks to disk. The demoter looks seldom at what was written: a look costs time."""
+    deadline = time.monotonic() + DEMOTE_TIMEOUT_S
+    with mock.patch.object(demotion, "POLL_S", DEMOTE_POLL_S):
+        if not core.cache.demoter.flush(Tier.DISK, deadline=deadline):
+            raise TieredKVError("not every block could be demoted to disk")
+
+
+def _nothing(_: Answer) -> None:
+    return None
+
+
+def run_all(
+    work: Callable[[Case], Run], cases: Sequence[Case], num_jobs: int
+) -> dict[tuple[str, float], list[Run]]:
+    """Run cases in parallel processes; return their runs by arm and number, by ascending seeds."""
+    progress, done = terminal_progress(), itertools.count(1)
+    progress("cases", 0, len(cases))
+    with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(work, case) for case in cases]
+        for _ in as_completed(futures):
+            progress("cases", next(done), len(cases))
+    found: dict[tuple[str, float], list[Run]] = {}
+    for case, future in zip(cases, futures, strict=True):
+        found.setdefault((case.arm, case.number), []).append(future.result())
+    return found
+
+
+def figures(runs: Sequence[Run], spec: KVSpec, machine: Machine) -> Row:
+    """Return the figures of some runs, pooled: the bench's own, and those that only a model has."""
+    row = crowd.figures([run.outcome for run in runs], spec, machine.read_GBps)
+    prompt_tokens = sum(run.prompt_tokens for run in runs)
+    found = {name: sum(run.found[name] for run in runs) for name in runs[0].found}
+    row["hit_rate"] = {name: round(count / prompt_tokens, 4) for name, count in found.items()}
+    row["device_busy_share"] = sum(run.busy_s for run in runs) / row["wall_s"]
+    row["prefill_share"] = sum(run.prefill_s for run in runs) / row["wall_s"]
+    return row
+
+
+def plan(loaded: LoadedSettings, sizes: Row) -> crowd.Plan:
+    """Return the settings of all arms, and how many tokens the tiers have room for."""
+    given = {"model": MODEL} | sizes | loaded.given()
+    found, spec = look_up(given | {"device": "cpu", "dtype": "bfloat16"})
+    names = ("device_size", "host_size", "disk_size")
+    checked = load_settings(arguments=given).settings
+    return crowd.Plan(found, spec, given | {name: getattr(checked, name) for name in names}, 0)
+
+
+def tell(made: crowd.Plan, machine: Machine, commit: str | None, found: Row) -> None:
+    """Print a report as JSON."""
+    head = raw.head(commit, "python -m tests.stress.modelled_crowd")
+    facts = {"times": "computed, not measured", "machine": machine._asdict(), **made.facts}
+    click.echo(json.dumps(head | facts | found))
+
+
+@click.group()
+def main() -> None:
+    """Serve crowds on a modelled machine, to see what a policy does before a GPU is asked.
+
+    The engine's scheduler, planner, pools and queues are the real ones. Steps, copies and the disk
+    take the time that they would at the rates of the machine; nothing is really computed or moved.
+    So all times in the report are computed, not measured: they compare policies with each other,
+    and only a GPU can confirm them. The default rates are roughly those of one H200 with
+    Llama-3.1-8B shapes. The same command always gives the same figures.
+
+    A row has the figures of `tieredkv bench sessions` or `returns`, and further:
+
+    \b
+    hit_rate            share of the prompt tokens that was found, and that ideal pools find for
+                        the same requests in the same order: `inclusive` (VRAM and host memory, each
+                        LRU, a block in both stays in both), `one_pool` (one LRU pool as large as
+                        both), `unbounded`. Ideal pools have no disk.
+    device_busy_share   of the time, in which a step was computed
+    prefill_share       of the time, in which a step with prompt tokens was computed
+    """
+
+
+def crowd_options(command: Any) -> Any:
+    """Add the options of all commands: arms, settings of the engine, and rates of the machine.
+
+    The command gets the parameter `machine` in place of the rates.
+    """
+
+    @functools.wraps(command)
+    def with_machine(**options: Any) -> None:
+        rates = {name: options.pop(name) for name in Machine._fields}
+        try:
+            command(machine=Machine(**rates), **options)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from error
+
+    arms = several(
+        "--arms",
+        click.Choice(crowd.ARMS),
+        default=",".join(crowd.ARMS),
+        help="Arms to run, with commas between.",
+    )
+    jobs = click.option("--jobs", type=COUNT, default=os.cpu_count(), help="Parallel processes.")
+    commit = click.option("--commit", help="Commit to report, for a tree without its history.")
+    rates = [
+        click.option(
+            f"--{name.replace('_', '-').lower()}",
+            name,
+            type=NUMBER,
+            default=value,
+            help=RATES[name],
+        )
+        for name, value in H200_8B._asdict().items()
+    ]
+    engine = settings_options("cache", "scheduler", without=SET_BY_ARM)
+    return functools.reduce(
+        lambda it, add: add(it), [engine, commit, *reversed(rates), jobs, arms], with_machine
+    )
+
+
+@main.command(context_settings={"show_default": True})
+@several("--sessions", COUNT, default="4,8,16", help="Sessions at once, with commas between.")
+@click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session.")
+@click.option("--seeds", type=COUNT, default=3, help="Runs with other sessions, pooled.")
+@click.option(
+    "--scale", type=click.FloatRange(min=1), default=1.0, help="Divide numbers of tokens by this."
+)
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Recorded sessions to run instead, in a file as `tieredkv bench sessions` reads it.",
+)
+@crowd_options
+def sessions(
+    *,
+    loaded: LoadedSettings,
+    machine: Machine,
+    sessions: list[int],
+    turns: int,
+    seeds: int,
+    scale: float,
+    trace: Path | None,
+    arms: list[str],
+    jobs: int,
+    commit: str | None,
+) -> None:
+    """Run the agents of `tieredkv bench sessions`.
+
+    Unless their sizes are given, tiers have 24 GiB of VRAM, 16 GiB of host memory and 40 GiB of
+    disk.
+    """
+    made = plan(loaded, SESSIONS_SIZES)
+    shape = Shape(turns, scale, trace)
+    cases = [
+        Case(arm, count, seed, made.settings, machine, shape)
+        for count in sorted(sessions, reverse=True)  # the longest runs come first
+        for seed in range(seeds)
+        for arm in arms
+    ]
+    runs = run_all(run_sessions, cases, jobs)
+    rows = [
+        {"arm": arm, "sessions": count} | figures(runs[arm, count], made.kv_spec, machine)
+        for count in sessions
+        for arm in arms
+    ]
+    workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
+    tell(made, machine, commit, {"workload": workload, "rows": rows})
+
+
+@main.command("returns", context_settings={"show_default": True})
+@several(
+    "--rates", NUMBER, default="0.3,0.4,0.5,0.6,0.8,1,1.2", help="Returns per second, ascending."
+)
+@click.option("--ttft-limit", type=NUMBER, default=4.0, help="Seconds that TTFT p90 must hold.")
+@click.option("--sessions", type=COUNT, default=11, help="Sessions that return in turn.")
+@several(
+    "--prefix-tokens",
+    COUNT,
+    default="20000,60000",
+    help="Shortest and longest prefix of a session.",
+)
+@click.option("--new-tokens", type=COUNT, default=500, help="Tokens that each return adds.")
+@click.option("--answers", type=COUNT, default=120, help="Returns at each rate.")
+@click.option(
+    "--answer-tokens", type=click.IntRange(min=2), default=120, help="Tokens of each answer."
+)
+@click.option("--arrival-seed", type=int, default=0, help="Of arrivals, lengths and tokens.")
+@crowd_options
+def returns_command(
+    *,
+    loaded: LoadedSettings,
+    machine: Machine,
+    rates: list[float],
+    ttft_limit: float,
+    prefix_tokens: list[int],
+    arms: list[str],
+    jobs: int,
+    commit: str | None,
+    **options: int,
+) -> None:
+    """Run the returns of `tieredkv bench returns`, at all rates in all arms.
+
+    Unless their sizes are given, tiers have 14 GiB of VRAM, 8 GiB of host memory and 60 GiB of
+    disk. The report has each arm's bound and compares `planned` with the better other arm, as the
+    bench does.
+    """
+    made = plan(loaded, RETURNS_SIZES)
+    shape = returns.Shape(shortest=min(prefix_tokens), longest=max(prefix_tokens), **options)
+    returns.check(made, shape)
+    rates, limit_ms = sorted(rates), 1e3 * ttft_limit
+    cases = [Case(arm, rate, 0, made.settings, machine, shape) for rate in rates for arm in arms]
+    runs = run_all(run_returns, cases, jobs)
+    rows, bounds = list[Row](), dict[str, Row]()
+    for arm in arms:
+        of_arm: list[Row] = [
+            {"arm": arm, "rate": rate} | figures(runs[arm, rate], made.kv_spec, machine)
+            for rate in rates
+        ]
+        is_held = [row["ttft_p90_ms"] <= limit_ms for row in of_arm]
+        num_held = is_held.index(False) if False in is_held else len(rates)
+        bounds[arm] = returns.bound(of_arm[: num_held + 1], limit_ms)
+        rows += of_arm
+    compared = returns.compared(rows, bounds)
+    workload = shape._asdict() | {"ttft_limit_s": ttft_limit}
+    tell(made, machine, commit, {"workload": workload, "bounds": bounds, **compared, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
