@@ -449,6 +449,25 @@ def test_no_block_is_given_up_while_its_copy_is_under_way(monkeypatch: pytest.Mo
     assert sorted({*rig.on_host("a", 16), *rig.on_device("a", 16)}) == [*range(16)]
 
 
+def test_an_allocation_larger_than_host_memory_gets_its_room_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(tiered, "MAX_PATIENCE_S", 1e9)
+    rig = Rig(num_blocks=12, num_pages=4, has_store=False)
+    rig.run("a", 12, "in_memory")
+    rig.transfer.is_held = True
+    prefix = rig.queue("b", 10, "in_memory")
+    for _ in range(10):
+        if rig.admit(prefix):
+            break
+        rig.transfer.complete()  # nothing else ends while the others are tried again
+        rig.turn()
+    else:
+        raise AssertionError("copies evict one another's pages for ever")
+    assert rig.tiers.counters.demotions_dropped == 0
+
+
 def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered, "PATIENCE_S", 0.05)
     rig = Rig(num_blocks=12, num_pages=4)

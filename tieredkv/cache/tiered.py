@@ -47,6 +47,10 @@ MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
 
 PATIENCE_S = 0.25
+"""An allocation waits so long for room before blocks are given up."""
+
+MAX_PATIENCE_S = 2.0
+"""The same while copies are under way that will give it the room."""
 
 COMPUTED_SOONER = "computed_sooner"
 """Why a block was computed although a slower tier has it: that was faster than to load it."""
@@ -74,7 +78,7 @@ class TieredCache:
         self.control_requests: deque[ControlRequest] = deque()
         self._lookups: dict[int, Prefix | None] = {}  # None if the answer is overdue
         self._num_overdue = 0
-        self._short_since: dict[Prefix, float] = {}
+        self._short_since: dict[Prefix, tuple[float, float]] = {}  # and when it was last tried
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
             PageLoaded: self.promoter.on_page_loaded,
@@ -574,21 +578,24 @@ class TieredCache:
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
             if not prefix.blocks:
                 self.tiers.host.touch(prefix.hashes)  # other chains' pages go before these
-            demoter.demote(num_blocks)
+            # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
+            # are copied, since those copies may evict the pages that make them clean.
             self.poll()
-            # NOTE: an allocation larger than the host tier gets its room in parts. Clean blocks are
-            # evicted now: the next demotions may evict their pages and make them dirty again.
             device.release(take(is_partial=True) or [])
+            demoter.demote(num_blocks - device.num_empty)
+            self.poll()
             blocks = take()
             if blocks is None:
                 now = time.monotonic()
+                since, tried_at = self._short_since.get(prefix, (now, now))
                 if prefix not in self._short_since:
-                    self._short_since[prefix] = now
                     self.tiers.counters.allocation_waits += 1
+                elif now - tried_at >= MAX_PATIENCE_S:  # meanwhile it waited for something else
+                    since = now
+                self._short_since[prefix] = since, now
                 demoter.write(num_blocks)
-                if demoter.is_copying and device.num_ready >= num_blocks:
-                    self._short_since[prefix] = now  # the room is coming for certain
-                elif now - self._short_since[prefix] >= PATIENCE_S:
+                is_coming = demoter.is_copying and device.num_ready >= num_blocks
+                if now - since >= (MAX_PATIENCE_S if is_coming else PATIENCE_S):
                     demoter.drop_oldest(num_blocks)
                     blocks = take()
                 if blocks is None:
