@@ -301,7 +301,7 @@ def serve_sessions(
     scripts = [sessions.write_script(0, session, shape, 128_000) for session in range(count)]
     with mock.patch.object(rig.core, "step", observed):
         it = crowd.Crowd(cast(LLM, SimpleNamespace(core=rig.core)), None)
-        return sessions._run(it, scripts, ignore_progress, ""), usages
+        return sessions.serve(it, scripts, ignore_progress, ""), usages
 
 
 SMALL_RAM = {"device_size": "2GiB", "host_size": "1GiB", "block_size": 16}

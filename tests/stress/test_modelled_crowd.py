@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from tests.stress.modelled_crowd import inclusive, main, one_pool
@@ -34,6 +35,7 @@ def test_ideal_pools_find_what_they_should() -> None:
     assert one_pool(chains, 0, 16) == 0
 
 
+@pytest.mark.slow
 def test_sessions_are_run_in_each_arm_and_compared_with_ideal_pools() -> None:
     sizes = "--device-size", "1200MiB", "--host-size", "512MiB", "--disk-size", "4GiB"
     shape = "--scale", 10, "--turns", 4, "--seeds", 2
