@@ -32,6 +32,8 @@ they are.
 """
 
 MAX_WRITE_S = 0.1
+"""Pages are on loan to be written for about so long, at the measured rate."""
+
 MIN_WRITES = 32
 """Pages that may be on loan to be written at any rate, so that writes can be merged."""
 
