@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import click
 import torch
@@ -40,7 +39,6 @@ from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
-from tieredkv.cache import demotion
 from tieredkv.cli.bench import COUNT, NUMBER, several
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, load_settings
@@ -53,7 +51,7 @@ MODEL = "random:llama-3.1-8b"
 SESSIONS_SIZES = {"device_size": "24GiB", "host_size": "16GiB", "disk_size": "40GiB"}
 RETURNS_SIZES = {"device_size": "14GiB", "host_size": "8GiB", "disk_size": "60GiB"}
 SET_BY_ARM = ("disk_dir", "restore", "default_retention")
-DEMOTE_TIMEOUT_S, DEMOTE_POLL_S = 600.0, 0.05
+DEMOTE_TIMEOUT_S = 600.0
 RATES = {
     "step_s": "Least seconds of a step.",
     "token_s": "Seconds for each token of a prompt.",
@@ -217,11 +215,9 @@ def run_returns(case: Case) -> Run:
 
 
 def demote_all(core: EngineCore) -> None:
-    """Move all blocks to disk. The demoter looks seldom at what was written: a look costs time."""
-    deadline = time.monotonic() + DEMOTE_TIMEOUT_S
-    with mock.patch.object(demotion, "POLL_S", DEMOTE_POLL_S):
-        if not core.cache.demoter.flush(Tier.DISK, deadline=deadline):
-            raise TieredKVError("not every block could be demoted to disk")
+    """Move all blocks to disk."""
+    if not core.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + DEMOTE_TIMEOUT_S):
+        raise TieredKVError("not every block could be demoted to disk")
 
 
 def _nothing(_: Answer) -> None:

@@ -169,6 +169,7 @@ _LONG_AGO = -5 * _HALF_LIFE
 """The number of a step of an earlier run, so that it weighs 1/32 and less."""
 
 _NEAR_LEAST = 1.1
+"""A step that took no more than so many times the least one says nothing about its tokens."""
 
 _NUM_RECENT = 6
 _CHANGED = 1.5
@@ -312,7 +313,6 @@ class ComputeRate:
         return max(self._least_s, a + b * num_tokens) + c * num_pairs + d * num_read
 
     def _fit(self) -> tuple[float, float, float, float]:
-        # The time of a step near the least one does not depend on its tokens.
         least_s = _NEAR_LEAST * self._least_s
         kinds = [each for each in self._kinds.values() if each.mean.seconds > least_s]
         steps = [each.mean for each in kinds]
