@@ -263,23 +263,29 @@ def test_ctrl_c_leaves_nothing_of_a_crowd_behind(bench: str, tmp_path: Path) -> 
         "returns": ["--prefix-tokens", "160,320", "--new-tokens", "20", "--rates", "0.01"],
         "sessions": ["--scale", "60", "--sessions", "2", "--turns", "10000"],
     }
+    words = [*command, "--arms", "load", "--disk-dir", str(tmp_path), *sizes[bench]]
+    interrupt(words, tmp_path, "*/load*/index", "no store is made")
+
+
+def interrupt(command: list[str], folder: Path, made: str, complaint: str) -> None:
+    """Press Ctrl-C once a bench has made a file in a folder; check that it leaves nothing there."""
     process = subprocess.Popen(
-        [*command, "--arms", "load", "--disk-dir", str(tmp_path), *sizes[bench]],
+        command,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches all processes of a terminal's session
+        # A process that a shell starts in the background ignores Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        index = "*/load*/index"
-        wait_until(lambda: any(tmp_path.glob(index)), "no store is made", process=process)
+        wait_until(lambda: any(folder.glob(made)), complaint, process=process)
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,1000"]
@@ -358,23 +364,8 @@ def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
 
 def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "disk", "--dir", str(tmp_path)]
-    process = subprocess.Popen(
-        [*command, *DISK, "--repeats", "1000"],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        # A process that a shell starts in the background ignores Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        segments = "*/store/segments/*.seg"
-        wait_until(lambda: any(tmp_path.glob(segments)), "nothing is written", process=process)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=HANG_S)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 130
-    assert not list(tmp_path.iterdir())
+    words = [*command, *DISK, "--repeats", "1000"]
+    interrupt(words, tmp_path, "*/store/segments/*.seg", "nothing is written")
 
 
 TINY = ["--model", "tiny-random", "--scale", "50"]
