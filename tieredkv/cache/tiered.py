@@ -580,6 +580,7 @@ class TieredCache:
                 self.tiers.host.touch(prefix.hashes)  # other chains' pages go before these
             # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
             # are copied, since those copies may evict the pages that make them clean.
+            self.poll()
             device.release(take(is_partial=True) or [])
             demoter.demote(num_blocks - device.num_empty)
             self.poll()
