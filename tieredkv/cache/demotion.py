@@ -83,6 +83,7 @@ class Demoter:
         self._writing: dict[BlockHash, _Write] = {}
         self._is_draining = False
         self._is_stale = True
+        self._is_circling = False  # copies ahead of need have evicted as many others of the kind
         self.has_more = False
 
     @property
@@ -96,8 +97,8 @@ class Demoter:
         return self._num_copying > 0
 
     def note_change(self) -> None:
-        """Note that blocks were allocated or released: the next `pump` checks the reserves."""
-        self._is_stale = True
+        """Note that there may be more room, or less: the next `pump` checks the reserves."""
+        self._is_stale, self._is_circling = True, False
 
     def note_computed(self, entries: Iterable[Entry]) -> None:
         """Queue blocks that were just computed for copies ahead of need."""
@@ -125,8 +126,13 @@ class Demoter:
             return
         self._is_stale = False
         device, host = self._tiers.device, self._tiers.host
-        if device.num_empty < self._device_reserve:
-            self._keep_going(self.demote(self._device_reserve - device.num_empty, at_most), at_most)
+        if device.num_empty < self._device_reserve and not self._is_circling:
+            num_ready = device.num_ready
+            started = self.demote(self._device_reserve - device.num_empty, at_most)
+            # NOTE: in little host memory, such as one tenant's floor, these copies evict those that
+            # were made before. Then they end until something else changes.
+            self._is_circling = started > 0 and device.num_ready <= num_ready
+            self._keep_going(started, at_most)
         # NOTE: if running requests hold nearly all blocks, a request that ends releases many at
         # once, and the next request needs them at once. Full blocks never change, so blocks in
         # use can be copied before they are released.
@@ -178,7 +184,7 @@ class Demoter:
         tiers.counters.note_move("host,disk", began_at)
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
         assert tiers.store is not None
-        self._is_stale = True
+        self.note_change()
         if event.is_held_back:
             tiers.write_rate.skip(tiers.block_bytes, event.ended_at)
         else:

@@ -10,7 +10,7 @@ Only the engine's thread may call it.
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -71,7 +71,7 @@ class DeviceLink(Generic[Tag]):
         self._copier = copier
         self._early_bytes = early_bytes
         self.num_steps = 0
-        self._steps: deque[tuple[int, torch.cuda.Event]] = deque()  # that may not have ended
+        self._steps: dict[int, torch.cuda.Event] = {}  # those that may not have ended, in order
         self._num_usable = 0
         self._promoted_bytes, self._promoted_s = 0, 0.0
         is_cuda = copier.device.type == "cuda"
@@ -102,7 +102,7 @@ class DeviceLink(Generic[Tag]):
         if self._in_stream is not None:
             event = self._record(torch.cuda.current_stream(self._in_stream.device))
             assert event is not None
-            self._steps.append((self.num_steps, event))
+            self._steps[self.num_steps] = event
 
     def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Tag, *, after: int = 0) -> None:
         """Start copying host pages into device blocks.
@@ -184,11 +184,11 @@ class DeviceLink(Generic[Tag]):
 
     def _wait_for_step(self, stream: torch.cuda.Stream | None, step: int) -> None:
         """Have a stream wait until a step has ended."""
-        while self._steps and self._steps[0][1].query():
-            self._steps.popleft()
-        event = next((event for number, event in self._steps if number >= step), None)
-        if stream is not None and step and event is not None:
-            stream.wait_event(event)
+        ended = list(takewhile(lambda number: self._steps[number].query(), self._steps))
+        for number in ended:
+            del self._steps[number]
+        if stream is not None and step in self._steps:
+            stream.wait_event(self._steps[step])
 
     def _record(
         self, stream: torch.cuda.Stream | None, *, is_timed: bool = False
