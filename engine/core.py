@@ -424,24 +424,28 @@ class EngineCore:
         in VRAM.
         """
         digest = xxhash.xxh3_128()
-        for content in self._contents(request):
+        for _, content in self._contents(request):
             if content is None:
                 return None
             digest.update(content)
         return digest.hexdigest()
 
-    def kv_digests(self, request: EngineRequest) -> list[str | None]:
-        """Return the xxh3_128 digest of each full block of a prompt; None for one not in VRAM."""
-        contents = self._contents(request)
-        return [None if it is None else xxhash.xxh3_128_hexdigest(it) for it in contents]
+    def kv_digests(self, request: EngineRequest) -> dict[BlockHash, str]:
+        """Return the xxh3_128 digests of a prompt's full blocks that are in VRAM, by hash."""
+        return {
+            block_hash: xxhash.xxh3_128_hexdigest(content)
+            for block_hash, content in self._contents(request)
+            if content is not None
+        }
 
-    def _contents(self, request: EngineRequest) -> Iterator[bytes | None]:
-        """Yield the bytes of each full block of a prompt; None for one that is not in VRAM."""
-        for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
+    def _contents(self, request: EngineRequest) -> Iterator[tuple[BlockHash, bytes | None]]:
+        """Yield the hash and the bytes of each full block of a prompt; None if VRAM has it not."""
+        hashes = self._prefix(request, request.prompt_token_ids).hashes
+        for block_hash, block in zip(hashes, self.tiers.device.find(hashes), strict=True):
             if block is None or not block.is_ready:
-                yield None
+                yield block_hash, None
             else:
-                yield self._block_bytes[block.block_id].cpu().numpy().tobytes()
+                yield block_hash, self._block_bytes[block.block_id].cpu().numpy().tobytes()
 
     def close(self, *, progress: Progress = ignore_progress) -> None:
         """Abort requests, write blocks that are owed to the disk, and release everything.

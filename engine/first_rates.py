@@ -42,6 +42,7 @@ def time_steps(
             timer.end([row], teaches=teaches)
     runner.synchronize()
     timer.poll()
+    timer.rate.doubt()
 
 
 def time_link(tiers: Tiers) -> None:

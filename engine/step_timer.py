@@ -51,10 +51,13 @@ class StepTimer:
     Args:
         rate: learns from the steps, and predicts them.
         device: the model's device.
+
+    Attributes:
+        rate: as given.
     """
 
     def __init__(self, rate: ComputeRate, device: torch.device) -> None:
-        self._rate = rate
+        self.rate = rate
         self._is_cuda = device.type == "cuda"
         self._steps: deque[_Step] = deque()
         self._began: torch.cuda.Event | None = None
@@ -87,13 +90,13 @@ class StepTimer:
             return
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        predicted_s = self._rate.step_seconds(*work)
+        predicted_s = self.rate.step_seconds(*work)
         self._steps.append(_Step(work, predicted_s, teaches, self._began, ended))
         self._began = None
 
     def _learn(self, work: Work, seconds: float) -> None:
         num_tokens, num_pairs, num_read = work
-        self._rate.learn(num_tokens, num_pairs, seconds, num_read=num_read)
+        self.rate.learn(num_tokens, num_pairs, seconds, num_read=num_read)
 
     def poll(self) -> None:
         """Take in the steps that have ended."""

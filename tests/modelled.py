@@ -40,7 +40,13 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
-from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored
+from tieredkv.storage.worker_messages import (
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreOptions,
+)
 from tieredkv.storage.write_share import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId, Progress
 
@@ -206,7 +212,7 @@ class _Timer(StepTimer):
 
     def end(self, rows: Sequence[BatchRow], *, teaches: bool = True) -> None:
         work = Work.of(rows)
-        predicted_s = self._rate.step_seconds(*work)
+        predicted_s = self.rate.step_seconds(*work)
         self._steps.append(_Step(work, predicted_s, teaches, *self._device.last))
 
 
@@ -259,21 +265,37 @@ class _Queue:
     """What the disk was given to read, or to write.
 
     Attributes:
-        left_bytes: of the first page.
+        width: how many pages are moved at once, at equal shares of the rate.
+        pages: each with the bytes that are left of it.
     """
 
-    pages: deque[LentPage] = field(default_factory=deque)
-    left_bytes: float = 0.0
+    width: int
+    pages: deque[tuple[LentPage, list[float]]] = field(default_factory=deque)
 
     def add(self, pages: Sequence[LentPage]) -> None:
-        if not self.pages:
-            self.left_bytes = float(pages[0].record.size_bytes)
-        self.pages.extend(pages)
+        self.pages.extend((page, [float(page.record.size_bytes)]) for page in pages)
+
+    @property
+    def next_bytes(self) -> float:
+        """How many bytes are moved until the next page has ended."""
+        active = self._active
+        return max(0.0, min(left[0] for _, left in active)) * len(active)
+
+    def move(self, num_bytes: float) -> None:
+        """Move so many bytes of the pages that are moved at once."""
+        active = self._active
+        for _, left in active:
+            left[0] -= num_bytes / len(active)
 
     def pop(self) -> LentPage:
-        page = self.pages.popleft()
-        self.left_bytes = float(self.pages[0].record.size_bytes) if self.pages else 0.0
+        """Take out the page that has ended."""
+        page, left = min(self._active, key=lambda each: each[1][0])
+        self.pages.remove((page, left))
         return page
+
+    @property
+    def _active(self) -> list[tuple[LentPage, list[float]]]:
+        return list(itertools.islice(self.pages, self.width))
 
 
 class Disk(StoreClient):
@@ -294,7 +316,7 @@ class Disk(StoreClient):
         self.shares: dict[bytes, float] = {}
         self._numbers = itertools.count(1)
         self._events: list[tuple[float, int, Event]] = []  # type: ignore[assignment]
-        self._reads, self._writes = _Queue(), _Queue()
+        self._reads, self._writes = _Queue(StoreOptions(path="").num_readers), _Queue(1)
         self._at = device.time.now
         self.bytes_read = self.bytes_written = 0
 
@@ -316,7 +338,7 @@ class Disk(StoreClient):
             reads, writes = (1 - WRITE_SHARE) * rate, WRITE_SHARE * rate
         rates = {"read": (self._reads, reads), "write": (self._writes, writes)}
         return {
-            name: (queue, rate, self._at + max(0.0, queue.left_bytes) / rate)
+            name: (queue, rate, self._at + queue.next_bytes / rate)
             for name, (queue, rate) in rates.items()
             if queue.pages
         }
@@ -328,7 +350,7 @@ class Disk(StoreClient):
             name = min(ends, key=lambda each: ends[each][2])
             until = min(now, ends[name][2])
             for queue, rate, _ in ends.values():
-                queue.left_bytes -= (until - self._at) * rate
+                queue.move((until - self._at) * rate)
             self._at = until
             if until < ends[name][2]:
                 break

@@ -113,6 +113,27 @@ def test_a_queue_gets_shorter_while_it_is_waited_for() -> None:
     assert rate.busy_s(5.08) == pytest.approx(0.02)
 
 
+def test_what_is_moved_at_once_is_due_at_once() -> None:
+    rate = LinkRate(2e9)
+    for _ in range(32):
+        rate.begin(2 * MIB, 5.0)
+    each_s = 2 * MIB / 2e9
+    now = 5.0 + 31 * each_s
+    rate.end(2 * MIB, now)
+    assert rate.busy_s(now) == pytest.approx(each_s)
+    rate.begin(2 * MIB, now)
+    assert rate.busy_s(now) == pytest.approx(2 * each_s)
+
+
+def test_a_link_that_is_faster_than_known_is_not_due_later_than_the_rest_takes() -> None:
+    rate = LinkRate(1e9)
+    for _ in range(10):
+        rate.begin(100 * MIB, 0.0)
+    for _ in range(9):
+        rate.end(100 * MIB, 0.2)
+    assert rate.busy_s(0.2) == pytest.approx(100 * MIB / 1e9)
+
+
 def test_a_limit_caps_what_is_told_and_teaches_nothing() -> None:
     rate = LinkRate(3e9)
     rate.limit = 1e9
@@ -247,6 +268,17 @@ def test_what_is_measured_outweighs_an_earlier_run(factor: float) -> None:
         rate.learn(int(step.num_tokens), step.num_pairs, step.seconds)
     assert rate.assume(steps_of(factor, (128, 512, 1024, 2048)))
     assert rate.seconds(0, 8192) == pytest.approx(true_s(8192, pairs(0, 8192)), rel=0.1)
+
+
+def test_steps_of_made_up_tokens_predict_until_real_ones_are_measured() -> None:
+    rate = ComputeRate(8192)
+    for step in [*steps_of(0.9), Step(128, 128 * 130_000.0, 0.007)]:
+        rate.learn(int(step.num_tokens), step.num_pairs, step.seconds)
+    rate.doubt()
+    for count in (2048, 8192):
+        rate.learn(count, pairs(0, count), true_s(count, pairs(0, count)))
+    for count in (2048, 6000, 8192):
+        assert rate.seconds(0, count) == pytest.approx(true_s(count, pairs(0, count)), rel=0.03)
 
 
 @pytest.mark.parametrize("factor", [0.01, 10.0, 1000.0])

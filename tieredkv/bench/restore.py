@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -40,8 +41,9 @@ from tieredkv.bench.ttft import (
     serve_once,
     tier_sizes,
 )
+from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
-from tieredkv.types import Progress, Tier, tracked
+from tieredkv.types import BlockHash, Progress, Tier, tracked
 
 RAW_BYTES = 512 << 20
 ARMS = ("cold", "load", "planned", "device")
@@ -60,17 +62,19 @@ class Run(NamedTuple):
 
     Attributes:
         sample: what came back.
-        digests: of each block of the prefix, in VRAM.
+        digests: of each block of the prefix, in VRAM, by hash.
         raw_GBps: the disk's rate beside it.
         load_s: from the first read to the last block in VRAM; 0.0 if nothing was read.
         load_bytes: what was read from disk into VRAM.
+        loaded: hashes of the blocks that were copied to VRAM.
     """
 
     sample: Sample
-    digests: list[str | None]
+    digests: dict[BlockHash, str]
     raw_GBps: float | None
     load_s: float
     load_bytes: int
+    loaded: frozenset[BlockHash]
 
 
 Runs = dict[tuple[str, int, int], list[Run]]
@@ -120,29 +124,35 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
     core.tiers.restore = mode
     core.tiers.read_rate.limit = limit or math.inf
     times: list[float] = []
+    loaded = set[BlockHash | None]()
     store, promoter = core.tiers.store, core.cache.promoter
     assert store is not None
     load, on_copied = store.load, promoter.on_copied
-    with contextlib.ExitStack() as stack:
-        for owner, name, call in ((store, "load", load), (promoter, "on_copied", on_copied)):
-            setattr(owner, name, _noting(times, call))
-            stack.callback(delattr, owner, name)
-        sample = serve_once(llm, prompt)
-    loaded = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
-    length = len(prompt) - SUFFIX_TOKENS
-    digests = core.kv_digests(llm.make_request(prompt[:length], PARAMS))
-    took_s = times[-1] - times[0] if loaded else 0.0
-    return Run(sample, digests, raw_GBps, took_s, loaded)
 
-
-def _noting(times: list[float], call: Any) -> Any:
-    """Return `call` so that it also notes when it is called."""
-
-    def noted(*arguments: Any) -> Any:
+    def note_load(pages: Any) -> None:
         times.append(time.perf_counter())
-        return call(*arguments)
+        load(pages)
 
-    return noted
+    def note_copied(began_at: float, copies: Copies) -> None:
+        loaded.update(block.block_hash for _, block in copies)
+        times.append(time.perf_counter())
+        on_copied(began_at, copies)
+
+    with (
+        mock.patch.object(store, "load", note_load),
+        mock.patch.object(promoter, "on_copied", note_copied),
+    ):
+        sample = serve_once(llm, prompt)
+    load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
+    length = len(prompt) - SUFFIX_TOKENS
+    return Run(
+        sample,
+        core.kv_digests(llm.make_request(prompt[:length], PARAMS)),
+        raw_GBps,
+        times[-1] - times[0] if load_bytes else 0.0,
+        load_bytes,
+        frozenset(filter(None, loaded)),
+    )
 
 
 def run(
@@ -247,7 +257,7 @@ def _row(
         "tokens_equal_cold": all(are_equal),
         "num_prompts_excluded": sum(are_excluded),
         "max_logit_diff": max(differences),
-        "kv_bytes_equal": _have_equal_bytes(ours, cold, length),
+        "kv_bytes_equal": _have_equal_bytes(ours, cold),
     }
     if arm == "planned":
         better = min(_p50(runs["cold", length, limit]), _p50(runs["load", length, limit]))
@@ -262,16 +272,11 @@ def _row(
     return row
 
 
-def _have_equal_bytes(ours: list[Run], cold: list[Run], length: int) -> bool | None:
-    """Compare the blocks that were loaded, the last ones of each prefix, with the computed ones.
-
-    None if nothing was loaded.
-    """
-    compared = []
-    for run, other in zip(ours, cold, strict=True):
-        block_size = length // len(run.digests)
-        count = run.sample.by_tier[Tier.DISK] // block_size
-        if count:
-            some, others = run.digests[-count:], other.digests[-count:]
-            compared.append(None not in some and some == others)
-    return all(compared) if compared else None
+def _have_equal_bytes(ours: list[Run], cold: list[Run]) -> bool | None:
+    """Compare the blocks that were loaded with those that were computed; None if none was."""
+    pairs = [
+        (run.digests.get(block_hash), other.digests.get(block_hash))
+        for run, other in zip(ours, cold, strict=True)
+        for block_hash in run.loaded
+    ]
+    return all(one is not None and one == another for one, another in pairs) if pairs else None

@@ -165,8 +165,8 @@ class Planner:
             link = self.links[load.link]
             if move_s := self._move_s(load, split):
                 arrivals.append(self._free_s[load.link] + move_s + link.latency_s)
-            if count := _num_from(load.queued, split):
-                arrivals.append(link.busy_s * count / len(load.queued) + link.latency_s)
+            if load.queued and load.queued[-1] >= split:  # many are under way at once
+                arrivals.append(link.busy_s + link.latency_s)
         return max(arrivals)
 
     def _move_s(self, load: LinkLoad, split: int) -> float:

@@ -9,7 +9,7 @@ Called by the engine's thread only.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,24 @@ A rate that is wrong is so corrected within ten seconds, also if requests are se
 
 
 @dataclass(slots=True)
+class _Window:
+    """A measurement of a link.
+
+    A link moves many things at once, which arrive in bursts. So a measurement lasts until as many
+    bytes have arrived as were under way at its beginning.
+
+    Attributes:
+        busy_s: for how long something was under way.
+        num_moved: bytes that arrived.
+        left_bytes: bytes to arrive until it ends; 0 at its beginning.
+    """
+
+    busy_s: float = 0.0
+    num_moved: int = 0
+    left_bytes: int = 0
+
+
+@dataclass(slots=True)
 class LinkRate:
     """Learns the rate of one direction of a link while it has something to move.
 
@@ -52,9 +70,9 @@ class LinkRate:
     limit: float = math.inf
     learnt_at: float = -math.inf
     num_bytes: int = 0
-    _busy_s: float = 0.0
     _moved_at: float = 0.0
-    _num_moved: int = 0
+    _due_at: float = 0.0
+    _window: _Window = field(default_factory=_Window)
     _learnt_s: float = FIRST_S
     _allowed: float = 0.0
     _allowed_at: float = -math.inf
@@ -63,6 +81,7 @@ class LinkRate:
         """Note that a move of so many bytes was handed to the link; it counts for the limit."""
         if not self.num_bytes:
             self._moved_at = now
+        self._due_at = now + self.busy_s(now) + num_bytes / self.steady
         self.num_bytes += num_bytes
         if self.limit < math.inf:
             self._allowed -= num_bytes
@@ -75,22 +94,27 @@ class LinkRate:
             now: when it ended.
             teaches: whether the bytes arrived; if not, the move says nothing about the rate.
         """
-        self.num_bytes -= num_bytes
-        self._busy_s += max(0.0, now - self._moved_at)
-        self._moved_at = max(now, self._moved_at)
-        self._num_moved += num_bytes if teaches else 0
-        if self._busy_s >= MIN_WINDOW_S:
-            if self._num_moved:
-                self.learn(self._num_moved, self._busy_s, now)
-            self._busy_s, self._num_moved = 0.0, 0
+        window = self._window
+        window.left_bytes = (window.left_bytes or self.num_bytes) - num_bytes
+        window.busy_s += max(0.0, now - self._moved_at)
+        window.num_moved += num_bytes if teaches else 0
+        self._note_end(num_bytes, now)
+        if window.left_bytes <= 0 and window.busy_s >= MIN_WINDOW_S:
+            if window.num_moved:
+                self.learn(window.num_moved, window.busy_s, now)
+            self._window = _Window()
 
     def skip(self, num_bytes: int, now: float) -> None:
         """Note that a move has ended that something else than the link held back.
 
         The time up to now teaches nothing, nor do moves that ended shortly before.
         """
+        self._note_end(num_bytes, now)
+        self._window = _Window()
+
+    def _note_end(self, num_bytes: int, now: float) -> None:
         self.num_bytes -= num_bytes
-        self._busy_s, self._num_moved = 0.0, 0
+        self._due_at = min(self._due_at, now + self.num_bytes / self.steady)
         self._moved_at = max(now, self._moved_at)
 
     def admits(self, num_bytes: int, now: float) -> bool:
@@ -129,10 +153,10 @@ class LinkRate:
     def busy_s(self, now: float) -> float:
         """Return for how long the link is busy with what is under way.
 
-        What is overdue is expected to take as long again as it is overdue already.
+        A link moves many things at once, so that none may have arrived while all nearly have. What
+        is overdue is expected to take as long again as it is overdue already.
         """
-        left_s = self.num_bytes / self.steady - (now - self._moved_at)
-        return abs(left_s) if self.num_bytes else 0.0
+        return abs(self._due_at - now) if self.num_bytes else 0.0
 
     @property
     def steady(self) -> float:
@@ -288,9 +312,19 @@ class ComputeRate:
         if 2 * len(believed) < len(steps):
             return False
         for step in believed:
-            self._kinds.setdefault(step.kind, _Kind(step, _LONG_AGO))
+            if step.kind not in self._kinds or self._kinds[step.kind].last < 0:
+                self._kinds[step.kind] = _Kind(step, _LONG_AGO)
         self._fitted = None
         return True
+
+    def doubt(self) -> None:
+        """Have what was measured so far weigh as little as the steps of an earlier run.
+
+        It was measured with made-up tokens, which a GPU computes a little faster than real ones.
+        """
+        for kind, (mean, _) in self._kinds.items():
+            self._kinds[kind] = _Kind(mean, _LONG_AGO)
+        self._fitted = None
 
     def _is_near(self, step: Step) -> bool:
         expected_s = self.step_seconds(step.num_tokens, step.num_pairs, step.num_read)
