@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
     Attributes:
         sample: what came back.
-        digests: of each block of the prefix, in VRAM, by hash.
+        digests: of each block of the prefix, in VRAM, by hash; none if all was in VRAM before.
         raw_GBps: the disk's rate beside it.
         load_s: from the first read to the last block in VRAM; 0.0 if nothing was read.
         load_bytes: what was read from disk into VRAM.
@@ -144,10 +144,10 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
     ):
         sample = serve_once(llm, prompt)
     load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
-    length = len(prompt) - SUFFIX_TOKENS
+    length, digested = len(prompt) - SUFFIX_TOKENS, mode == "compute" or loaded
     return Run(
         sample,
-        core.kv_digests(llm.make_request(prompt[:length], PARAMS)),
+        core.kv_digests(llm.make_request(prompt[:length], PARAMS)) if digested else {},
         raw_GBps,
         times[-1] - times[0] if load_bytes else 0.0,
         load_bytes,
