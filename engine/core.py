@@ -523,11 +523,13 @@ class EngineCore:
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
-        late_event = self.tiers.transfer.late_event
+        late_event, batch = self.tiers.transfer.late_event, [row.row for row in scheduled]
+        if self.cache.is_restoring:
+            self.cache.read_ahead(self._timer.issue_s(batch))
         self._timer.begin()
-        output = self._runner.execute([row.row for row in scheduled], late_event)
+        output = self._runner.execute(batch, late_event)
         self.cache.note_step()
-        self._timer.end([row.row for row in scheduled], teaches=late_event is None)
+        self._timer.end(batch, teaches=late_event is None)
         rows = [row for row in scheduled if row.row.needs_logits]
         if any(row.row.all_logits for row in scheduled):
             output = _score(scheduled, output)

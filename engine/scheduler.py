@@ -330,6 +330,8 @@ class Scheduler:
             return None
         last = min(-(-end // size), num_chain)
         claimed.update(block.block_id for block in prefix.blocks[start // size : last])
+        if write_from == start:
+            self.cache.claim(prefix, start // size, last)
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,

@@ -45,6 +45,13 @@ class _Step(NamedTuple):
     ended: torch.cuda.Event
 
 
+MIN_LONG_STEP = 256
+"""Issuing a step of fewer tokens of prompts takes no time that matters."""
+
+_NEW_SHARE = 0.25
+"""Share of the last step in the mean time that issuing takes."""
+
+
 class StepTimer:
     """Times steps in the order in which they are issued.
 
@@ -61,7 +68,8 @@ class StepTimer:
         self._is_cuda = device.type == "cuda"
         self._steps: deque[_Step] = deque()
         self._began: torch.cuda.Event | None = None
-        self._began_at = 0.0
+        self._began_at = self._called_at = 0.0
+        self._issue_token_s = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -70,6 +78,7 @@ class StepTimer:
 
     def begin(self) -> None:
         """Note that a step is about to be issued."""
+        self._called_at = time.monotonic()
         if self._is_cuda:
             self._began = torch.cuda.Event(enable_timing=True)
             self._began.record()
@@ -84,6 +93,7 @@ class StepTimer:
             teaches: whether its time is that of computing only.
         """
         work = Work.of(rows)
+        self._learn_issue(work)
         if self._began is None:
             if teaches:
                 self._learn(work, time.monotonic() - self._began_at)
@@ -98,6 +108,12 @@ class StepTimer:
         num_tokens, num_pairs, num_read = work
         self.rate.learn(num_tokens, num_pairs, seconds, num_read=num_read)
 
+    def _learn_issue(self, work: Work) -> None:
+        if work.num_tokens >= MIN_LONG_STEP:
+            token_s = (time.monotonic() - self._called_at) / work.num_tokens
+            share = _NEW_SHARE if self._issue_token_s else 1.0
+            self._issue_token_s += share * (token_s - self._issue_token_s)
+
     def poll(self) -> None:
         """Take in the steps that have ended."""
         while self._steps and self._steps[0].ended.query():
@@ -105,6 +121,11 @@ class StepTimer:
             self._began_at = time.monotonic()
             if step.teaches:
                 self._learn(step.work, step.began.elapsed_time(step.ended) / 1e3)
+
+    def issue_s(self, rows: Sequence[BatchRow]) -> float:
+        """Return for how long issuing a step keeps the engine's thread, as far as it is known."""
+        num_tokens = Work.of(rows).num_tokens
+        return num_tokens * self._issue_token_s if num_tokens >= MIN_LONG_STEP else 0.0
 
     def busy_s(self) -> float:
         """Return for how long the device is busy with the steps that were issued."""

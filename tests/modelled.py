@@ -70,7 +70,8 @@ class Machine(NamedTuple):
         read_GBps: of the disk, which reads and writes share.
         read_s: latency of a read.
         lookup_s: time until the disk has answered a lookup.
-        issue_s: time for which issuing a step keeps the engine's thread.
+        issue_s: time for which issuing a step keeps the engine's thread; the device begins then.
+        issue_token_s: for each of its prompt tokens, time for which the thread is kept beyond that.
     """
 
     step_s: float = 0.006
@@ -83,18 +84,22 @@ class Machine(NamedTuple):
     read_s: float = 0.001
     lookup_s: float = 0.001
     issue_s: float = 0.0005
+    issue_token_s: float = 6e-6
+
+    def num_tokens(self, rows: Sequence[BatchRow]) -> int:
+        """Return the number of prompt tokens of a step."""
+        return sum(len(row.token_ids) for row in rows if len(row.token_ids) > 1)
 
     def seconds(self, rows: Sequence[BatchRow]) -> float:
         """Return the time of a step."""
-        num_tokens, more_s = 0, 0.0
+        more_s = 0.0
         for row in rows:
             count = len(row.token_ids)
             if count > 1:
-                num_tokens += count
                 more_s += self.pair_s * pairs(row.start, row.start + count)
             else:
                 more_s += self.decode_s * row.start
-        return max(self.step_s, num_tokens * self.token_s) + more_s
+        return max(self.step_s, self.num_tokens(rows) * self.token_s) + more_s
 
 
 H200_8B = Machine()
@@ -177,7 +182,8 @@ class _Device:
         """Issue a step, whose late layers wait until `late_at`."""
         self.time.sleep(self.machine.issue_s)
         began, seconds = max(self.time.now, self.free_at), self.machine.seconds(rows)
-        self.free_at = max(began + seconds, late_at + self._late_share * seconds)
+        self.time.sleep(self.machine.issue_token_s * self.machine.num_tokens(rows))
+        self.free_at = max(began + seconds, late_at + self._late_share * seconds, self.time.now)
         self.last = self.moment(began), self.moment(self.free_at)
         self.busy_s += seconds
         if any(len(row.token_ids) > 1 for row in rows):
@@ -212,6 +218,7 @@ class _Timer(StepTimer):
 
     def end(self, rows: Sequence[BatchRow], *, teaches: bool = True) -> None:
         work = Work.of(rows)
+        self._learn_issue(work)
         predicted_s = self.rate.step_seconds(*work)
         self._steps.append(_Step(work, predicted_s, teaches, *self._device.last))
 

@@ -219,7 +219,7 @@ def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
     rig.demote()
     rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now
     assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD
-    assert rate.bytes_per_s == pytest.approx(rig.GBps * 1e9, rel=0.05)
+    assert rate.bytes_per_s == pytest.approx(rig.GBps * 1e9, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])

@@ -63,6 +63,7 @@ RATES = {
     "read_s": "Latency of a read in seconds.",
     "lookup_s": "Seconds until the disk has answered a lookup.",
     "issue_s": "Seconds for which issuing a step keeps the engine's thread.",
+    "issue_token_s": "The same for each token of a prompt.",
 }
 
 Row = dict[str, Any]

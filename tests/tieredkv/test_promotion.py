@@ -1,8 +1,11 @@
 """Promotion of blocks: pages on loan, late answers and limits."""
 
-from tests.fake_store import Rig, chain_of
+import pytest
+
+from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.promotion import MAX_READ_S
 from tieredkv.types import Tier
 
 
@@ -220,3 +223,29 @@ def test_a_limit_far_below_a_block_a_second_holds_up_no_request() -> None:
     rig.store.put("a", 8)
     assert rig.run("a", 8) >= 7
     assert len(rig.store.loaded) <= 1
+
+
+def test_more_is_read_ahead_before_the_thread_is_away() -> None:
+    rig = Rig(num_blocks=512, num_pages=512)
+    rig.tiers.read_rate.bytes_per_s = 1000 * BLOCK_BYTES
+    rig.store.put("a", 400)
+    prefix = rig.queue("a", 400)
+    rig.cache.poll()
+    rig.store.is_held = True
+    assert rig.admit(prefix)
+    assert len(rig.store.jobs) == 1000 * MAX_READ_S
+    rig.cache.read_ahead(0.0)
+    assert len(rig.store.jobs) == 1000 * MAX_READ_S
+    rig.cache.read_ahead(0.1)
+    assert len(rig.store.jobs) == pytest.approx(1000 * (MAX_READ_S + 0.1))
+    rig.store.is_held = False
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_nothing_is_copied_into_a_block_that_a_step_will_compute() -> None:
+    rig = Rig(restore="auto")
+    prefix = rig.start("a", 3)
+    rig.cache.claim(prefix, 0, 1)
+    assert [rig.cache.restores.is_open(each) for each in prefix.hashes] == [False, True, True]
+    rig.finish(prefix)

@@ -20,7 +20,9 @@ from typing import NamedTuple
 from tieredkv.cache.rates import ComputeSeconds
 
 MIN_GAIN = 1.08
-"""Loading is begun if computing everything at once would take longer by this factor."""
+"""Loading is begun if computing everything at once would take longer by this factor, and by more
+than one step, which late reads would cost.
+"""
 
 
 class LinkLoad(NamedTuple):
@@ -134,7 +136,6 @@ class Planner:
         last = max(first, 0, *(each.end for each in demand.loads))
         rest = max(last, demand.loaded_to)
         rest_s = self.compute(min(rest * size, end - 1), end)  # its last token is never cached
-        gain = 1.0 if demand.is_begun else MIN_GAIN
 
         def compute_s(split: int) -> float:
             """Return when the device has computed the tokens before `split`."""
@@ -151,7 +152,11 @@ class Planner:
             range(least, last + 1), True, key=lambda m: compute_s(m) >= self._load_s(demand, m)
         )
         candidates = {first, max(least, crossing - 1), min(crossing, last), last}
-        block = min(sorted(candidates), key=lambda m: done_s(m) * (gain if m < last else 1.0))
+        if not demand.is_begun:
+            best_s = min(map(done_s, candidates))
+            if max(best_s * MIN_GAIN, best_s + rest_s) >= done_s(last):
+                candidates = {last}
+        block = min(sorted(candidates), key=done_s)
         split = Split(block, compute_s(block), self._load_s(demand, block), done_s(block))
         for load in demand.loads:
             self._free_s[load.link] += self._move_s(load, block)

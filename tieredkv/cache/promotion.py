@@ -186,8 +186,11 @@ class Promoter:
 
     # Moves
 
-    def pump(self) -> bool:
+    def pump(self, away_s: float = 0.0) -> bool:
         """Start the reads and copies that the plan wants and that there is room for.
+
+        Args:
+            away_s: the next call comes so much later than usual, so that more is given ahead.
 
         Returns:
             Whether a read has to wait for a page.
@@ -195,7 +198,7 @@ class Promoter:
         tiers, now = self._tiers, time.monotonic()
         self._is_short = self.has_more = False
         most_copies = self._most_queued(MAX_COPY_S * tiers.up_rate.effective(now))
-        most_reads = self._most_queued(MAX_READ_S * tiers.read_rate.effective(now))
+        most_reads = self._most_queued((MAX_READ_S + away_s) * tiers.read_rate.effective(now))
         most_reads = max(MIN_READS, most_reads)
         items: list[LentPage] = []
         for restore in self.restores.order:

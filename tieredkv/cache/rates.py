@@ -17,6 +17,9 @@ import numpy as np
 MIN_WINDOW_S = 0.02
 """A shorter busy time is no measurement: it would be one of latency."""
 
+BURST_GAP_S = 0.002
+"""Moves that end so shortly after one another belong to one burst."""
+
 MEMORY_S = 0.5
 """Busy seconds after which a measurement has lost most of its weight."""
 
@@ -38,17 +41,20 @@ class _Window:
     """A measurement of a link.
 
     A link moves many things at once, which arrive in bursts. So a measurement lasts until as many
-    bytes have arrived as were under way at its beginning.
+    bytes have arrived as were under way at its beginning, and then to the end of a burst. If they
+    arrive one by one, it ends once twice as many have.
 
     Attributes:
         busy_s: for how long something was under way.
-        num_moved: bytes that arrived.
-        left_bytes: bytes to arrive until it ends; 0 at its beginning.
+        num_bytes: what was under way at its beginning; 0 before anything has ended.
+        num_ended: bytes whose moves have ended.
+        num_moved: those of them that arrived.
     """
 
     busy_s: float = 0.0
+    num_bytes: int = 0
+    num_ended: int = 0
     num_moved: int = 0
-    left_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -94,15 +100,16 @@ class LinkRate:
             now: when it ended.
             teaches: whether the bytes arrived; if not, the move says nothing about the rate.
         """
-        window = self._window
-        window.left_bytes = (window.left_bytes or self.num_bytes) - num_bytes
-        window.busy_s += max(0.0, now - self._moved_at)
+        window, gap_s = self._window, max(0.0, now - self._moved_at)
+        if gap_s > BURST_GAP_S and 0 < window.num_bytes <= window.num_ended:
+            window = self._measure(self._moved_at)
+        window.num_bytes = window.num_bytes or self.num_bytes
+        window.busy_s += gap_s
+        window.num_ended += num_bytes
         window.num_moved += num_bytes if teaches else 0
         self._note_end(num_bytes, now)
-        if window.left_bytes <= 0 and window.busy_s >= MIN_WINDOW_S:
-            if window.num_moved:
-                self.learn(window.num_moved, window.busy_s, now)
-            self._window = _Window()
+        if not self.num_bytes or window.num_ended >= 2 * window.num_bytes:
+            self._measure(now)
 
     def skip(self, num_bytes: int, now: float) -> None:
         """Note that a move has ended that something else than the link held back.
@@ -111,6 +118,17 @@ class LinkRate:
         """
         self._note_end(num_bytes, now)
         self._window = _Window()
+
+    def _measure(self, now: float) -> _Window:
+        """Learn from the window and return the next one; one that is too short goes on."""
+        window = self._window
+        if window.busy_s < MIN_WINDOW_S:
+            window.num_bytes = window.num_ended = 0
+            return window
+        if window.num_moved:
+            self.learn(window.num_moved, window.busy_s, now)
+        self._window = _Window()
+        return self._window
 
     def _note_end(self, num_bytes: int, now: float) -> None:
         self.num_bytes -= num_bytes

@@ -218,6 +218,11 @@ class TieredCache:
 
     # Completion
 
+    def claim(self, prefix: Prefix, first: int, last: int) -> None:
+        """Note that a step will compute the blocks `[first, last)`, so that they are not loaded."""
+        for block in prefix.blocks[first:last]:
+            block.is_begun = True
+
     def complete(self, prefix: Prefix, first: int, last: int, *, has_rest: bool = False) -> None:
         """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed.
 
@@ -375,6 +380,15 @@ class TieredCache:
             self.demoter.on_copied(began_at, pairs)
         for event in store.poll() if store is not None else ():
             self._handlers[type(event)](event)
+
+    def read_ahead(self, seconds: float) -> None:
+        """Give the disk enough to read for the time that the engine's thread is about to be away.
+
+        Args:
+            seconds: for how long issuing the next step keeps the thread.
+        """
+        if seconds:
+            self.promoter.pump(seconds)
 
     def pump(self) -> None:
         """Expire blocks, and start loads and demotions ahead of need; called once a step."""
