@@ -98,14 +98,6 @@ def test_no_step_of_a_few_tokens_is_planned() -> None:
             assert block == 0 or block * SIZE >= 128, (GBps, num_blocks)
 
 
-def test_loading_begins_only_where_it_gains_enough() -> None:
-    for num_blocks in range(1, 400, 7):
-        link, demand = LinkState(2e9), on_disk(num_blocks)
-        split = planner(link).split(demand)
-        gain = seconds(0, demand.end) / time_of(demand, split.block, link)
-        assert split.block == num_blocks or gain >= MIN_GAIN
-
-
 def test_requests_in_a_row_find_the_device_and_the_link_busy() -> None:
     crowd = planner(LinkState(2.7e9))
     splits = [crowd.split(on_disk(2560, suffix=500)) for _ in range(8)]
@@ -176,3 +168,28 @@ def test_the_outlook_of_a_request_is_the_plan_beside_computing_all_and_loading_a
     assert compute_s == pytest.approx(time_of(demand, 512, link))
     assert load_s == pytest.approx(time_of(demand, 0, link))
     assert split.done_s <= min(compute_s, load_s)
+
+
+def test_what_is_computed_in_any_case_is_no_reason_to_compute_the_prefix_too() -> None:
+    demand = on_disk(1024)._replace(end=8 * 1024 * SIZE)
+    for busy_s in (0.0, 100.0):
+        assert planner(LinkState(50e9), busy_s=busy_s).split(demand).block < 256
+
+
+def test_a_steady_link_is_used_whatever_it_saves() -> None:
+    demand = on_disk(4, suffix=256)
+    assert planner(LinkState(50e9)).split(demand).block == 4
+    assert planner(LinkState(50e9, is_steady=True)).split(demand).block == 0
+
+
+@pytest.mark.parametrize("num_blocks", [16, 64, 256, 1024])
+@pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 4.0, 8.0])
+def test_loading_is_begun_only_if_it_gains_more_than_a_step(num_blocks: int, GBps: float) -> None:
+    demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)
+    least_gain_s = max(
+        MIN_GAIN * seconds(0, num_blocks * SIZE), seconds(demand.end - 1, demand.end)
+    )
+    begun = planner(link).split(demand._replace(is_begun=True))
+    is_worth_it = seconds(0, demand.end) - begun.done_s > least_gain_s
+    split = planner(link).split(demand)
+    assert split == begun if is_worth_it else split.block == num_blocks

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from tieredkv.cache.rates import ComputeSeconds
 
-MIN_GAIN = 1.08
-"""Loading is begun if computing everything at once would take longer by this factor, and by more
-than one step, which late reads would cost.
+MIN_GAIN = 0.08
+"""Loading from a link whose rate varies is begun if it saves this share of the time that computing
+the same blocks takes, and more than one step, which late blocks would cost.
 """
 
 
@@ -74,11 +74,13 @@ class LinkState(NamedTuple):
         bytes_per_s: its rate.
         busy_s: seconds until what it was given so far has arrived.
         latency_s: seconds from the arrival of the last byte until it can be used.
+        is_steady: whether its rate hardly varies.
     """
 
     bytes_per_s: float
     busy_s: float = 0.0
     latency_s: float = 0.0
+    is_steady: bool = False
 
 
 class Split(NamedTuple):
@@ -152,9 +154,12 @@ class Planner:
             range(least, last + 1), True, key=lambda m: compute_s(m) >= self._load_s(demand, m)
         )
         candidates = {first, max(least, crossing - 1), min(crossing, last), last}
-        if not demand.is_begun:
-            best_s = min(map(done_s, candidates))
-            if max(best_s * MIN_GAIN, best_s + rest_s) >= done_s(last):
+        varies = any(each.indices and not self.links[each.link].is_steady for each in demand.loads)
+        if varies and not demand.is_begun:
+            least_gain_s = max(
+                MIN_GAIN * self.compute(begin, last * size), self.compute(end - 1, end)
+            )
+            if done_s(last) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {last}
         block = min(sorted(candidates), key=done_s)
         split = Split(block, compute_s(block), self._load_s(demand, block), done_s(block))

@@ -154,7 +154,7 @@ class Promoter:
         tiers, now = self._tiers, time.monotonic()
         up, disk = tiers.up_rate.effective(now), tiers.read_rate.effective(now)
         links = [
-            LinkState(up, self._num_copying * tiers.block_bytes / up),
+            LinkState(up, self._num_copying * tiers.block_bytes / up, is_steady=True),
             LinkState(
                 NO_ROOM_BYTES_PER_S if self._is_short else disk,
                 tiers.read_rate.busy_s(now),
