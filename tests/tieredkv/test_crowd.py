@@ -194,7 +194,8 @@ def answer(turn: int, by_tier: dict[Tier, int], ttft_ms: float, *ids: int) -> An
 
 def test_the_figures_of_several_runs_are_pooled() -> None:
     some = {Tier.DEVICE: 16, Tier.HOST: 0, Tier.DISK: 64}
-    counts = {"move_seconds.disk,host.0": 5, "overtaken_blocks": 1, "demoted_disk_blocks": 3}
+    counts = {"move_seconds.disk,host.0": 5, "overtaken_blocks": 1, "used_reads": 4}
+    counts["demoted_disk_blocks"] = 3
     outcomes = [
         Outcome([answer(0, some, 10.0, 1, 2), answer(1, some, 30.0, 3, 4)], 2.0, counts, 0.5),
         Outcome(
@@ -208,8 +209,8 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert told["hits"] == pytest.approx(hits)
     assert told["computed_tokens"] == 300 - 160 + 6
     assert told["GB"]["read"] == pytest.approx(5 * SPEC.block_bytes / 1e9)
-    assert told["GB"]["useful"] == pytest.approx(128 * SPEC.token_bytes / 1e9)
-    assert told["useful_share"] == pytest.approx(128 * SPEC.token_bytes / 0.5 / 1e5)
+    assert told["GB"]["useful"] == pytest.approx(4 * SPEC.block_bytes / 1e9)
+    assert told["useful_share"] == pytest.approx(4 * SPEC.block_bytes / 0.5 / 1e5)
     assert told["overtaken"] == 1 / 5
     assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
     assert (told["dropped"], told["lost_blocks"]) == (4, {"lost_blocks.too_slow": 4})

@@ -249,3 +249,18 @@ def test_nothing_is_copied_into_a_block_that_a_step_will_compute() -> None:
     rig.cache.claim(prefix, 0, 1)
     assert [rig.cache.restores.is_open(each) for each in prefix.hashes] == [False, True, True]
     rig.finish(prefix)
+
+
+def test_a_read_that_is_copied_to_vram_is_counted_as_used_once() -> None:
+    rig = Rig(num_blocks=8, num_pages=16)
+    rig.store.put("a", 6)
+    ahead = rig.queue("a", 6)
+    rig.turn(3)
+    counters = rig.tiers.counters
+    assert (len(rig.store.loaded), counters.used_reads) == (6, 0), "read ahead, and not used yet"
+    assert rig.admit(ahead)
+    rig.finish(ahead)
+    assert counters.used_reads == 6
+    rig.run("b", 8)
+    rig.run("a", 6)
+    assert counters.promoted_host_blocks > 6 and counters.used_reads == 6

@@ -403,7 +403,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     made = sum(len(answer.token_ids) for answer in answers)
     computed = prompt_tokens - sum(by_tier.values()) + made
     num_read = counts["move_seconds.disk,host.0"]
-    useful_bytes = by_tier[Tier.DISK] * kv_spec.token_bytes
+    useful_bytes = counts["used_reads"] * block_bytes
     written_bytes = counts["demoted_disk_blocks"] * block_bytes
     gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
     lost = {

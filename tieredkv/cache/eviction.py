@@ -33,7 +33,7 @@ class Block:
         is_loading: whether it is filled from a slower tier, and held until that has ended.
         last_step: the last step that may use its memory, but for those of its present users.
         source: the slower tier that its content came from, or may come from; None if a request
-            computed it, or has to.
+            computed it, or has to, and of a page whose content was copied to VRAM.
         tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
         rank: its place among the blocks that an eviction order has looked at.

@@ -241,7 +241,7 @@ class Promoter:
             reason = "expired"
         if record is not None and not reason:
             tiers.catalog.add(tiers.catalog.entry_of(record))
-            page.is_ready = True
+            page.is_ready, page.source = True, Tier.DISK
             tiers.device.look_again(block_hash)
             block = tiers.device.lookup(block_hash)
             if self._copy_if_wanted(page, block_hash, Tier.DISK):
@@ -378,6 +378,9 @@ class Promoter:
         if self._to_copy:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
+            for page, _ in copies:
+                self._tiers.counters.used_reads += page.source is Tier.DISK
+                page.source = None
             ids = [(page.block_id, block.block_id) for page, block in copies]
             tag = (time.perf_counter(), copies)
             pairs = cast(list[tuple[PageId, BlockId]], ids)

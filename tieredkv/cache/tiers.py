@@ -31,6 +31,7 @@ class CacheCounters:
     Attributes:
         allocation_waits: allocations that had to wait for a copy to end.
         overtaken_blocks: blocks that were read from disk and computed before they arrived.
+        used_reads: blocks that were read from disk and then copied to VRAM.
         demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
         lost_blocks: blocks that the disk should have kept and that left RAM without a copy there,
             by reason: `too_slow` if a write could not be waited for, else why the store refused.
@@ -44,6 +45,7 @@ class CacheCounters:
     promoted_host_blocks: int = 0
     promoted_disk_blocks: int = 0
     overtaken_blocks: int = 0
+    used_reads: int = 0
     demoted_host_blocks: int = 0
     demoted_disk_blocks: int = 0
     demotions_dropped: int = 0
