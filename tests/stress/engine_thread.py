@@ -26,7 +26,7 @@ import torch
 
 from tests.fake_store import kept_by
 from tieredkv.bench import raw
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
@@ -229,7 +229,7 @@ def main(commit: str | None, **options: Any) -> None:
     click.echo(
         json.dumps(
             raw.head(commit, "python -m tests.stress.engine_thread")
-            | run(terminal_progress(), **options)
+            | run(bench_progress(), **options)
         )
     )
 

@@ -36,7 +36,7 @@ import torch
 from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
 from tieredkv.bench import crowd, raw, returns
 from tieredkv.bench.crowd import Answer, Ask, Outcome
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
 from tieredkv.cli.bench import COUNT, NUMBER, several
@@ -229,7 +229,7 @@ def run_all(
     work: Callable[[Case], Run], cases: Sequence[Case], num_jobs: int
 ) -> dict[tuple[str, float], list[Run]]:
     """Run cases in parallel processes; return their runs by arm and number, by ascending seeds."""
-    progress, done = terminal_progress(), itertools.count(1)
+    progress, done = bench_progress(), itertools.count(1)
     progress("cases", 0, len(cases))
     with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(work, case) for case in cases]

@@ -25,7 +25,7 @@ import numpy as np
 
 from tieredkv.bench import raw
 from tieredkv.bench.decode import Bench, Row, Workload, begin, parse_workload
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.engine.loader import find_model
@@ -205,7 +205,7 @@ class Moving(Bench):
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 def main(loaded: LoadedSettings, commit: str | None, **options: Any) -> None:
     """Measure how much moving blocks slows down running requests; print JSON."""
-    report = run(loaded.given(), terminal_progress(), **options)
+    report = run(loaded.given(), bench_progress(), **options)
     click.echo(json.dumps(raw.head(commit, "python -m tests.stress.moving_blocks") | report))
     sys.exit(1 if report["problems"] else 0)
 

@@ -29,7 +29,7 @@ from tests.fake_store import DAY_S, kept_by
 from tests.fakes import FakeClock
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
@@ -434,7 +434,7 @@ def _measure(case: Callable[[int], Steps], entries: int, steps: int) -> list[flo
 def main(commit: str | None, **options: Any) -> None:
     """Measure the cost of a step of the engine's thread beside long queues; print JSON."""
     head = raw.head(commit, "python -m tests.stress.step_cost")
-    click.echo(json.dumps(head | {"rows": run(terminal_progress(), **options)}))
+    click.echo(json.dumps(head | {"rows": run(bench_progress(), **options)}))
 
 
 if __name__ == "__main__":

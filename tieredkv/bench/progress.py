@@ -1,8 +1,9 @@
-"""Progress of long work: bars on a terminal, log lines elsewhere."""
+"""Progress of long work: bars on a terminal, lines elsewhere."""
 
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeElapsedColumn
@@ -15,7 +16,12 @@ logger = logging.getLogger(__name__)
 LOG_INTERVAL_S = 2.0
 
 
-def terminal_progress() -> Progress:
+def bench_progress() -> Progress:
+    """Return a function that draws one bar per stage on stderr, or writes lines to it."""
+    return terminal_progress(lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def terminal_progress(log_line: Callable[[str], object] = logger.info) -> Progress:
     """Return a function that draws one bar per stage on stderr, or logs if that is no terminal."""
     parts = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     screen = RichProgress(*parts, console=Console(stderr=True), transient=True)
@@ -36,6 +42,6 @@ def terminal_progress() -> Progress:
         now = time.monotonic()
         if now - told_at.setdefault(stage, now) >= LOG_INTERVAL_S:
             told_at[stage] = now
-            logger.info("%s: %d of %s", stage, done, total or "?")
+            log_line(f"{stage}: {done} of {total or '?'}")
 
     return draw if sys.stderr.isatty() else log

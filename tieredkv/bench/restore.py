@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
     PARAMS,
     SUFFIX_TOKENS,
@@ -85,7 +85,7 @@ def measure(
     settings: Row, folder: Path, lengths: list[int], limits: list[int], repeats: int
 ) -> tuple[Runs, Row]:
     """Serve every prompt in each arm, in this process; also return the rates learnt."""
-    progress, runs = terminal_progress(), Runs()
+    progress, runs = bench_progress(), Runs()
     with (
         LLM(**settings, retention="24h", progress=progress) as llm,
         contextlib.closing(raw.RawDisk(folder, 4 * RAW_BYTES, raw.BEST_THREADS)) as disk,

@@ -26,7 +26,7 @@ import numpy as np
 
 from tieredkv.bench import crowd, raw
 from tieredkv.bench.crowd import Answer, Ask, Outcome
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
     OUTPUT_TOKENS,
     SUFFIX_TOKENS,
@@ -105,7 +105,7 @@ def measure(
 
     Also return what was wrong with the tokens that were served from disk.
     """
-    progress, outcomes, problems = terminal_progress(), list[Outcome](), list[str]()
+    progress, outcomes, problems = bench_progress(), list[Outcome](), list[str]()
     with crowd.engine(settings, arm, folder, progress) as it:
         llm, core = it.llm, it.core
         prompts = [

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tieredkv.bench import crowd, raw
 from tieredkv.bench.crowd import Answer, Ask, Outcome
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.errors import ConfigError
 from tieredkv.types import Progress, Tier
 
@@ -232,7 +232,7 @@ def measure(
     most_tokens: int,
 ) -> list[Outcome]:
     """Run the cases, numbers of sessions with their seeds, in one arm, in this process."""
-    progress, outcomes = terminal_progress(), list[Outcome]()
+    progress, outcomes = bench_progress(), list[Outcome]()
     with crowd.engine(settings, arm, folder, progress) as it:
         vocab_size = it.core.info.vocab_size
         warm_up = write_script(-1, 0, shape._replace(turns=2, trace=None), vocab_size)

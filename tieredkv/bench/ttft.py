@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import bench_progress
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ def measure(
     settings: Row, lengths: list[int], repeats: int, arms: list[str], last: str | None
 ) -> Samples:
     """Serve every prompt in each arm, in this process; demote all of them to the tier `last`."""
-    progress, samples = terminal_progress(), Samples()
+    progress, samples = bench_progress(), Samples()
     with LLM(**settings, retention="24h", progress=progress) as llm:
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
         llm.core.evict()

@@ -98,13 +98,13 @@ def measure(
     for each panel, by default the ratio to a raw limit.
     """
     from tieredkv.bench import plots, raw
-    from tieredkv.bench.progress import terminal_progress
+    from tieredkv.bench.progress import bench_progress
 
     plots.check(plot)
     if loaded is not None:
         options["settings"] = loaded.given()
     module = importlib.import_module(f"tieredkv.bench.{name}")
-    report = raw.head(commit) | module.run(terminal_progress(), **options)
+    report = raw.head(commit) | module.run(bench_progress(), **options)
     rows = report["rows"]
     if names := getattr(module, "COLUMNS", ()):
         rows = [{it: reduce(getitem, it.split("."), row) for it in names} for row in rows]

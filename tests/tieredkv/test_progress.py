@@ -1,0 +1,31 @@
+"""Progress where there is no terminal."""
+
+import logging
+
+import pytest
+
+from tieredkv.bench import progress
+
+
+def test_a_bench_without_a_terminal_writes_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = progress.bench_progress()
+    draw("measuring", 1, 6)
+    assert capsys.readouterr() == ("", ""), "it has only begun"
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+    draw("measuring", 2, 6)
+    draw("timing", 3, 0)
+    assert capsys.readouterr() == ("", "measuring: 2 of 6\ntiming: 3 of ?\n")
+
+
+def test_a_server_without_a_terminal_logs_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        progress.terminal_progress()("loading", 1, 2)
+    assert caplog.messages == ["loading: 1 of 2"]
+    assert capsys.readouterr().err == ""
