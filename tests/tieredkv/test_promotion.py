@@ -6,6 +6,7 @@ from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import MAX_READ_S
+from tieredkv.cache.rates import LinkRate
 from tieredkv.types import Tier
 
 
@@ -225,7 +226,8 @@ def test_a_limit_far_below_a_block_a_second_holds_up_no_request() -> None:
     assert len(rig.store.loaded) <= 1
 
 
-def test_more_is_read_ahead_before_the_thread_is_away() -> None:
+def test_more_is_read_ahead_before_the_thread_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinkRate, "effective", lambda rate, now: rate.steady)  # it never stalls
     rig = Rig(num_blocks=512, num_pages=512)
     rig.tiers.read_rate.bytes_per_s = 1000 * BLOCK_BYTES
     rig.store.put("a", 400)
