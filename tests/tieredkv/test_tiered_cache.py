@@ -253,8 +253,11 @@ def test_what_is_evicted_for_a_request_is_not_what_it_came_for() -> None:
     assert rig.on_host("a", 6) == list(range(6))
     assert rig.on_host("b", 4) == list(range(4))
     prefix = rig.prefix("a", 6, "in_memory")
-    assert rig.admit(prefix)
-    assert rig.on_host("b", 4) == []
+    for _ in range(20):
+        if rig.admit(prefix):
+            break
+        rig.turn()
+    assert rig.on_host("c", 6) == list(range(6)), "it takes the pages of what is copied up"
     assert rig.finish(prefix) == 0
 
 

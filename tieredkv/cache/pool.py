@@ -141,6 +141,11 @@ class BlockPool:
         return len(self._last)
 
     @property
+    def num_duplicates(self) -> int:
+        """Evictable blocks that are evicted first."""
+        return len(self._duplicates)
+
+    @property
     def duplicates(self) -> Iterable[Block]:
         """Evictable blocks that are evicted first, in that order."""
         return self._duplicates

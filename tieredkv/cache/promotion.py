@@ -227,6 +227,19 @@ class Promoter:
         self._start_copies()
         return self._is_short
 
+    def bring_up(self, page: Block, block: Block, source: Tier) -> None:
+        """Queue a copy of a ready page for a request that has no block table yet.
+
+        Args:
+            page: of the content.
+            block: a new block with the hash of the content. Its only user is the copy.
+            source: the tier that the content came from.
+        """
+        self._tiers.host.acquire([page])
+        block.is_loading, block.source = True, source
+        self._num_copying += 1
+        self._to_copy.append((page, block))
+
     def on_page_loaded(self, event: PageLoaded) -> None:
         """Take a page back from the store, whether the read succeeded or failed."""
         tiers, block_hash = self._tiers, BlockHash(event.block_hash)

@@ -52,6 +52,13 @@ PATIENCE_S = 0.25
 MAX_PATIENCE_S = 2.0
 """The same while copies are under way that will give it the room."""
 
+SLICE = 1 / 64
+"""Share of host memory that blocks may be copied to at once, besides pages that nobody needs.
+
+A larger allocation gets its room in turns: what the request has in host memory is copied up, and
+its pages then take what VRAM has to evict.
+"""
+
 COMPUTED_SOONER = "computed_sooner"
 """Why a block was computed although a slower tier has it: that was faster than to load it."""
 
@@ -173,6 +180,7 @@ class TieredCache:
         device.acquire(found)
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
+            self._bring_up(prefix)
             device.release(found[::-1])
             refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             prefix.refused_at = None if self.is_room_coming(prefix) else refused_at
@@ -180,13 +188,53 @@ class TieredCache:
         prefix.refused_at, rest = None, iter(fresh)
         if len(found) == len(prefix.hashes) and all(block.is_ready for block in found):
             prefix.blocks = found
-            prefix.sources = [Tier.DEVICE] * len(found)
+            prefix.sources = [prefix.brought.get(each, Tier.DEVICE) for each in prefix.hashes]
         else:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
         self._unpin(prefix)
         return True
+
+    def _bring_up(self, prefix: Prefix) -> None:
+        """Copy pages of a chain into the empty blocks of VRAM while there is no room for all of it.
+
+        The pages are duplicates then and make room for what VRAM has to evict. If the whole table
+        were allocated first, as much as is brought up would be evicted from host memory.
+        """
+        tiers = self.tiers
+        pages = self._pages_to_copy(prefix) if tiers.device.num_empty else []
+        blocks = tiers.device.allocate(len(pages), is_partial=True, only_empty=True) or []
+        for page, block in zip(pages, blocks, strict=False):
+            block_hash = page.block_hash
+            assert block_hash is not None, page
+            tiers.device.insert(block, block_hash, prefix.tenant)
+            source = Tier.DISK if prefix.records.get(block_hash) else Tier.HOST
+            prefix.brought[block_hash] = source
+            self.promoter.bring_up(page, block, source)
+        if blocks:
+            self.promoter.pump()
+            since = self._short_since.get(prefix)
+            if since is not None:
+                self._short_since[prefix] = since[1], since[1]  # it gets on
+
+    def _num_to_demote(self, prefix: Prefix, num_blocks: int) -> int:
+        """Return how many blocks VRAM may evict at once for a request that lacks so many.
+
+        For what the request has in host memory, its own pages make the room, in turns.
+        """
+        host = self.tiers.host
+        num_up = len(self._pages_to_copy(prefix)) if not prefix.blocks else 0
+        in_turns = host.num_empty + host.num_duplicates + max(1, int(SLICE * host.num_blocks))
+        return min(num_blocks, max(in_turns, num_blocks - num_up))
+
+    def _pages_to_copy(self, prefix: Prefix) -> list[Block]:
+        """Return the pages of a waiting request whose blocks VRAM does not hold."""
+        tiers = self.tiers
+        if not tiers.can_load:
+            return []
+        pages = tiers.host.find(tiers.device.missing(self._readable(prefix)))
+        return [page for page in pages if page is not None and page.is_ready]
 
     def is_room_coming(self, prefix: Prefix) -> bool:
         """Whether the blocks that a request lacks become free soon without a preemption."""
@@ -325,6 +373,7 @@ class TieredCache:
         prefix.block_ids = array("i")
         prefix.sources = []
         prefix.awaited = set()
+        prefix.brought = {}
         prefix.planned_at = prefix.predicted_s = 0.0
         self.demoter.note_change()
 
@@ -532,7 +581,8 @@ class TieredCache:
             record = records.get(block_hash) if records else None
             source: Tier | None
             if block is not None:
-                source = Tier.DEVICE if block.is_ready else block.source or Tier.DEVICE
+                source = prefix.brought.get(block_hash) if block.is_ready else block.source
+                source = source or Tier.DEVICE
                 if not block.is_ready and self.promoter.is_coming(block_hash):
                     reading.append(index)
             else:
@@ -596,7 +646,7 @@ class TieredCache:
             # are copied, since those copies may evict the pages that make them clean.
             self.poll()
             device.release(take(is_partial=True) or [])
-            demoter.demote(num_blocks - device.num_empty)
+            demoter.demote(self._num_to_demote(prefix, num_blocks - device.num_empty))
             self.poll()
             blocks = take()
             if blocks is None:
