@@ -252,13 +252,19 @@ def test_what_is_evicted_for_a_request_is_not_what_it_came_for() -> None:
         rig.run(name, length, "in_memory")
     assert rig.on_host("a", 6) == list(range(6))
     assert rig.on_host("b", 4) == list(range(4))
-    prefix = rig.prefix("a", 6, "in_memory")
-    for _ in range(20):
-        if rig.admit(prefix):
-            break
-        rig.turn()
-    assert rig.on_host("c", 6) == list(range(6)), "it takes the pages of what is copied up"
+    prefix = rig.start("a", 6, "in_memory")
+    assert rig.on_host("b", 4) == []
     assert rig.finish(prefix) == 0
+
+
+def test_what_is_brought_up_gives_its_pages_to_what_vram_evicts() -> None:
+    rig = Rig(num_blocks=256, num_pages=256, has_store=False)
+    rig.run("a", 200, "in_memory")
+    rig.run("b", 240, "in_memory")
+    prefix = rig.start("a", 200, "in_memory")
+    assert prefix.sources.count(Tier.HOST) >= 200 - 16 - tiered.MIN_SLICE, "16 are left in VRAM"
+    assert rig.finish(prefix) <= tiered.MIN_SLICE, "as many as one turn takes from others"
+    rig.check_nothing_is_held()
 
 
 def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:

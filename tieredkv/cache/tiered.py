@@ -59,6 +59,9 @@ A larger allocation gets its room in turns: what the request has in host memory 
 its pages then take what VRAM has to evict.
 """
 
+MIN_SLICE = 32
+"""The least number of blocks of a turn: each takes a step, in which nobody else is admitted."""
+
 COMPUTED_SOONER = "computed_sooner"
 """Why a block was computed although a slower tier has it: that was faster than to load it."""
 
@@ -180,7 +183,8 @@ class TieredCache:
         device.acquire(found)
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
-            self._bring_up(prefix)
+            if self.is_room_coming(prefix):
+                self._bring_up(prefix)
             device.release(found[::-1])
             refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             prefix.refused_at = None if self.is_room_coming(prefix) else refused_at
@@ -197,7 +201,7 @@ class TieredCache:
         return True
 
     def _bring_up(self, prefix: Prefix) -> None:
-        """Copy pages of a chain into the empty blocks of VRAM while there is no room for all of it.
+        """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
 
         The pages are duplicates then and make room for what VRAM has to evict. If the whole table
         were allocated first, as much as is brought up would be evicted from host memory.
@@ -214,9 +218,8 @@ class TieredCache:
             self.promoter.bring_up(page, block, source)
         if blocks:
             self.promoter.pump()
-            since = self._short_since.get(prefix)
-            if since is not None:
-                self._short_since[prefix] = since[1], since[1]  # it gets on
+            _, tried_at = self._short_since[prefix]
+            self._short_since[prefix] = tried_at, tried_at  # it gets on
 
     def _num_to_demote(self, prefix: Prefix, num_blocks: int) -> int:
         """Return how many blocks VRAM may evict at once for a request that lacks so many.
@@ -225,8 +228,9 @@ class TieredCache:
         """
         host = self.tiers.host
         num_up = len(self._pages_to_copy(prefix)) if not prefix.blocks else 0
-        in_turns = host.num_empty + host.num_duplicates + max(1, int(SLICE * host.num_blocks))
-        return min(num_blocks, max(in_turns, num_blocks - num_up))
+        turn = max(MIN_SLICE, int(SLICE * host.num_blocks))
+        turn += host.num_empty + host.num_duplicates
+        return min(num_blocks, max(turn, num_blocks - num_up))
 
     def _pages_to_copy(self, prefix: Prefix) -> list[Block]:
         """Return the pages of a waiting request whose blocks VRAM does not hold."""
