@@ -203,6 +203,8 @@ def test_bench_returns_finds_nothing_in_ram_and_the_bound_of_each_arm(
         if row["arm"] == "load":
             assert row["hits"]["disk"] > 0.8
             assert 0.8 < row["GB"]["useful"] / row["GB"]["read"] <= 1
+            hit_bytes = row["hits"]["disk"] * row["prompt_tokens"] * 2048
+            assert row["GB"]["useful"] == pytest.approx(hit_bytes / 1e9)
             assert row["reading_s"] > 0
     held = {"is": "at least", "rate": 4.0}
     assert report["bounds"] == {"none": held, "load": held}
