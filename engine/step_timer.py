@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.cache.rates import ComputeRate, pairs, smoothed
 from tieredkv.engine.step_buffers import BatchRow
+
+MIN_LONG_STEP = 256
+"""Issuing a step of fewer tokens of prompts takes no time that matters."""
 
 
 class Work(NamedTuple):
@@ -43,13 +46,6 @@ class _Step(NamedTuple):
     teaches: bool
     began: torch.cuda.Event
     ended: torch.cuda.Event
-
-
-MIN_LONG_STEP = 256
-"""Issuing a step of fewer tokens of prompts takes no time that matters."""
-
-_NEW_SHARE = 0.25
-"""Share of the last step in the mean time that issuing takes."""
 
 
 class StepTimer:
@@ -111,8 +107,7 @@ class StepTimer:
     def _learn_issue(self, work: Work) -> None:
         if work.num_tokens >= MIN_LONG_STEP:
             token_s = (time.monotonic() - self._called_at) / work.num_tokens
-            share = _NEW_SHARE if self._issue_token_s else 1.0
-            self._issue_token_s += share * (token_s - self._issue_token_s)
+            self._issue_token_s = smoothed(self._issue_token_s, token_s)
 
     def poll(self) -> None:
         """Take in the steps that have ended."""

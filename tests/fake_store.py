@@ -461,10 +461,7 @@ class Rig:
     def end(self, prefix: Prefix) -> None:
         """End a request whose blocks are all ready, and verify where it says that they are from."""
         for index, origin in enumerate(prefix.origins()):
-            if prefix.hashes[index] in prefix.brought:
-                assert origin is prefix.brought[prefix.hashes[index]]
-                continue
-            if index in self._found[prefix]:
+            if index in self._found[prefix] and prefix.hashes[index] not in prefix.brought:
                 assert origin is Tier.DEVICE, "a block that was in VRAM counts as another"
                 continue
             filler = self._fillers[prefix.blocks[index].block_id]

@@ -47,8 +47,7 @@ class Prefix:
         lookup_job, lookup_give_up_at: the lookup on disk that has no answer yet.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         wanted: blocks that are evicted last while the request waits.
-        brought: blocks that were copied to VRAM for it while it waited for room, each with the tier
-            that it came from.
+        brought: blocks that were copied to VRAM for it while it waited for room.
         refused_at: the state in which the request last found no room: free and cached blocks,
             blocks wanted, and whether it was alone. It is not tried again until these change.
     """
@@ -71,7 +70,7 @@ class Prefix:
     lookup_give_up_at: float = 0.0
     num_present: int = 0
     wanted: list[BlockHash] = field(default_factory=list)
-    brought: dict[BlockHash, Tier] = field(default_factory=dict)
+    brought: set[BlockHash] = field(default_factory=set)
     refused_at: tuple[int, int, int, bool] | None = None
 
     @property

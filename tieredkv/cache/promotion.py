@@ -227,12 +227,12 @@ class Promoter:
         self._start_copies()
         return self._is_short
 
-    def bring_up(self, page: Block, block: Block, source: Tier) -> None:
-        """Queue a copy of a ready page for a request that has no block table yet.
+    def queue_copy(self, page: Block, block: Block, source: Tier) -> None:
+        """Queue a copy of a ready page; the next `pump` starts it.
 
         Args:
             page: of the content.
-            block: a new block with the hash of the content. Its only user is the copy.
+            block: with the hash of the content. The copy takes over one use of it.
             source: the tier that the content came from.
         """
         self._tiers.host.acquire([page])
@@ -380,11 +380,8 @@ class Promoter:
             return False
         block = self._tiers.device.lookup(block_hash)
         assert block is not None
-        self._tiers.host.acquire([page])
         self._tiers.device.acquire([block])
-        block.is_loading, block.source = True, source
-        self._num_copying += 1
-        self._to_copy.append((page, block))
+        self.queue_copy(page, block, source)
         return True
 
     def _start_copies(self) -> None:

@@ -203,6 +203,12 @@ _TRUST = 1e-3
 _NEW_SHARE = 0.25
 """Share of the last step in the mean of its kind."""
 
+
+def smoothed(mean: float, new: float) -> float:
+    """Return the mean of steps with one more; it follows the last ones, and 0.0 is none."""
+    return mean + _NEW_SHARE * (new - mean) if mean else new
+
+
 _HALF_LIFE = 200
 """Steps after which a kind that was not seen again has half of its weight."""
 
@@ -285,9 +291,7 @@ class ComputeRate:
         """
         if num_tokens < FEW_TOKENS:
             d = (self._fitted or self._fit())[3]
-            least_s = max(0.0, seconds - d * num_read)
-            share = _NEW_SHARE if self._least_s else 1.0
-            self._least_s += share * (least_s - self._least_s)
+            self._least_s = smoothed(self._least_s, max(0.0, seconds - d * num_read))
             return
         self._num_learnt += 1
         new = Step(num_tokens, num_pairs, max(seconds, 1e-6), num_read)

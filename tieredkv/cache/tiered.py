@@ -190,9 +190,10 @@ class TieredCache:
             prefix.refused_at = None if self.is_room_coming(prefix) else refused_at
             return False
         prefix.refused_at, rest = None, iter(fresh)
-        if len(found) == len(prefix.hashes) and all(block.is_ready for block in found):
+        is_whole = len(found) == len(prefix.hashes) and not prefix.brought
+        if is_whole and all(block.is_ready for block in found):
             prefix.blocks = found
-            prefix.sources = [prefix.brought.get(each, Tier.DEVICE) for each in prefix.hashes]
+            prefix.sources = [Tier.DEVICE] * len(found)
         else:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
@@ -213,9 +214,9 @@ class TieredCache:
             block_hash = page.block_hash
             assert block_hash is not None, page
             tiers.device.insert(block, block_hash, prefix.tenant)
-            source = Tier.DISK if prefix.records.get(block_hash) else Tier.HOST
-            prefix.brought[block_hash] = source
-            self.promoter.bring_up(page, block, source)
+            prefix.brought.add(block_hash)
+            source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
+            self.promoter.queue_copy(page, block, source)
         if blocks:
             self.promoter.pump()
             _, tried_at = self._short_since[prefix]
@@ -227,10 +228,11 @@ class TieredCache:
         For what the request has in host memory, its own pages make the room, in turns.
         """
         host = self.tiers.host
-        num_up = len(self._pages_to_copy(prefix)) if not prefix.blocks else 0
         turn = max(MIN_SLICE, int(SLICE * host.num_blocks))
         turn += host.num_empty + host.num_duplicates
-        return min(num_blocks, max(turn, num_blocks - num_up))
+        if num_blocks <= turn:
+            return num_blocks
+        return max(turn, num_blocks - len(self._pages_to_copy(prefix)))
 
     def _pages_to_copy(self, prefix: Prefix) -> list[Block]:
         """Return the pages of a waiting request whose blocks VRAM does not hold."""
@@ -377,7 +379,7 @@ class TieredCache:
         prefix.block_ids = array("i")
         prefix.sources = []
         prefix.awaited = set()
-        prefix.brought = {}
+        prefix.brought = set()
         prefix.planned_at = prefix.predicted_s = 0.0
         self.demoter.note_change()
 
@@ -585,7 +587,8 @@ class TieredCache:
             record = records.get(block_hash) if records else None
             source: Tier | None
             if block is not None:
-                source = prefix.brought.get(block_hash) if block.is_ready else block.source
+                was_there = block.is_ready and block_hash not in prefix.brought
+                source = None if was_there else block.source
                 source = source or Tier.DEVICE
                 if not block.is_ready and self.promoter.is_coming(block_hash):
                     reading.append(index)
