@@ -233,6 +233,18 @@ def test_vram_and_host_memory_hold_together_what_one_pool_of_both_would(
     assert num_computed == [length] * len(names) + [0] * (4 * len(names))
 
 
+@pytest.mark.parametrize(("num_blocks", "num_pages"), [(8, 16), (12, 12)])
+def test_pages_owed_to_the_disk_make_room_while_vram_keeps_their_blocks(
+    num_blocks: int, num_pages: int
+) -> None:
+    rig = Rig(num_blocks=num_blocks, num_pages=num_pages)
+    rig.store.is_held = True  # so that every page stays owed
+    num_computed = [rig.run_without_disk(name, 6) for name in 5 * "abc"]
+    assert num_computed == [6, 6, 6] + [0] * 12
+    assert not rig.tiers.counters.lost_blocks
+    assert rig.tiers.counters.demotions_dropped == 0
+
+
 def test_the_page_of_a_block_that_vram_evicts_next_is_the_youngest_page() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False, reserve=2)
     rig.run("a", 6, "in_memory")

@@ -1,7 +1,9 @@
+import errno
 import os
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import msgspec
 import pytest
@@ -92,6 +94,21 @@ def test_messages_to_a_closed_channel_are_not_kept() -> None:
     assert not channel.has_queued
     with pytest.raises(EOFError):
         channel.receive()
+
+
+def test_a_channel_that_is_closed_while_a_thread_waits_has_ended_for_it() -> None:
+    channel, sock = _pair()
+
+    def close_and_fail(_timeout_s: float | None) -> list[tuple[int, int]]:
+        channel.close()  # as another thread may do at any time
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with mock.patch.object(channel, "_ready", wraps=channel._ready) as ready:
+        ready.closed, ready.poll.side_effect = False, close_and_fail
+        ready.close.side_effect = lambda: setattr(ready, "closed", True)
+        with pytest.raises(EOFError):
+            channel.receive(None)
+    sock.close()
 
 
 def test_a_waiting_thread_sends_the_rest_of_another_threads_message() -> None:

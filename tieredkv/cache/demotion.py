@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.pool import Block, BlockPool
-from tieredkv.cache.tiers import Tiers, count_failure
+from tieredkv.cache.tiers import Tiers, Waiting, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.worker_messages import LentPage, PageStored
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Tier, ignore_progress
@@ -42,9 +42,6 @@ LOOKS_PER_MOVE = 8
 
 EARLY_SHARE = 0.5
 """Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
-
-Waiting = OrderedDict[BlockHash, None]
-"""A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
 
 
 class _Write(NamedTuple):
@@ -76,7 +73,7 @@ class Demoter:
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._behind: Waiting = OrderedDict()  # owed to the disk
-        self._to_write: Waiting = OrderedDict()  # owed to the disk, with a host page
+        self._to_write = tiers.to_write
         self._fresh: Waiting = OrderedDict()  # owed to host memory
         self._num_noted = 0  # blocks computed since the last step
         self._num_copying = 0
@@ -171,7 +168,7 @@ class Demoter:
             if block_hash is not None:  # if not, it expired or an operator evicted it
                 page.is_ready = True
                 tiers.counters.demoted_host_blocks += 1
-                if self._writes_soon and tiers.is_owed_to_disk(block_hash):
+                if self._may_queue and tiers.is_owed_to_disk(block_hash):
                     self._to_write[block_hash] = None
             tiers.device.unpin(block)
             tiers.host.release([page])
@@ -341,6 +338,12 @@ class Demoter:
     def _writes_soon(self) -> bool:
         """Whether blocks are written to disk even if no allocation needs their room."""
         return self._is_draining or len(self._tiers.catalog.owed) > self._most_owed
+
+    @property
+    def _may_queue(self) -> bool:
+        """Whether blocks are written soon, and few enough are queued; others are queued later."""
+        has_room = self._is_draining or len(self._to_write) < self._most_writing
+        return self._writes_soon and has_room
 
     @property
     def _most_owed(self) -> int:

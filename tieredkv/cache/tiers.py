@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,9 @@ from tieredkv.types import BlockHash, Tier
 logger = logging.getLogger(__name__)
 
 SEEN_S = 3600.0
+
+Waiting = OrderedDict[BlockHash, None]
+"""A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
 
 _LOST = "a block that was promised to the disk has left memory without a copy there (%s)"
 
@@ -78,9 +81,10 @@ class Tiers:
     copy, or no retention policy lets the block go to a slower tier.
 
     VRAM and host memory hold as many blocks as one pool of both sizes would: a page whose block is
-    in use or young in VRAM is a duplicate, and goes before all others. Once its block is one of the
-    next to be evicted in VRAM, the page is what makes the block clean. From then on it is the
-    youngest of the other pages.
+    in use or young in VRAM is a duplicate, and goes before all others. It goes even if the disk is
+    owed the block, which is then copied down once more; only pages that are written next stay. Once
+    its block is one of the next to be evicted in VRAM, the page is what makes the block clean. From
+    then on it is the youngest of the other pages.
 
     Attributes:
         device, host: pools of blocks; the host pool's block ids are arena pages.
@@ -100,6 +104,7 @@ class Tiers:
             what is left; empty while there is only one tenant.
         pools: the pools of the two RAM tiers.
         wanted: blocks that queued requests want, and by how many requests; evicted last.
+        to_write: blocks whose pages are written to disk next.
     """
 
     device: BlockPool
@@ -124,6 +129,7 @@ class Tiers:
     _given: Mapping[bytes, float] = field(default_factory=dict)
     pools: dict[Tier, BlockPool] = field(init=False)
     wanted: Counter[BlockHash] = field(default_factory=Counter)
+    to_write: Waiting = field(default_factory=OrderedDict)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,7 +140,7 @@ class Tiers:
         self.host.is_duplicate = self.device.holds_young
         self.device.on_clean = self._on_device_clean
         self.device.can_evict = self._is_device_clean
-        self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
+        self.host.can_evict = self._is_host_clean
 
     @property
     def can_load(self) -> bool:
@@ -198,6 +204,14 @@ class Tiers:
             return True
         page = self.host.lookup(entry.block_hash)
         return page is not None and page.is_ready
+
+    def _is_host_clean(self, page: Block) -> bool:
+        """Return whether the disk is owed nothing, or VRAM keeps the block for longer anyway."""
+        block_hash = page.block_hash
+        if not self.is_owed_to_disk(block_hash):
+            return True
+        assert block_hash is not None, page
+        return block_hash not in self.to_write and self.device.holds_young(block_hash)
 
     def _on_device_clean(self, block: Block) -> None:
         if block.block_hash is not None:

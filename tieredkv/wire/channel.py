@@ -129,9 +129,13 @@ class FrameChannel(Generic[Incoming]):
 
     def _wait(self, timeout_s: float | None) -> list[Incoming] | None:
         """Send and read once, and return the complete messages; None if nothing happens in time."""
-        if self._ready.closed:
-            raise EOFError
-        if not (ready := self._ready.poll(timeout_s)):
+        try:
+            ready = self._ready.poll(timeout_s)
+        except (OSError, ValueError) as error:
+            if not self._ready.closed:
+                raise
+            raise EOFError from error  # another thread may close it at any time
+        if not ready:
             return None
         (_, events) = ready[0]
         if events & select.EPOLLOUT:
