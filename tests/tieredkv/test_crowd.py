@@ -217,6 +217,13 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert crowd.figures(outcomes, SPEC, None)["useful_share"] is None
 
 
+def test_a_run_is_told_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [answer(0, {}, ttft_ms, 1) for ttft_ms in (100.0, 200.0, 700.0)]
+    crowd.tell("planned: 8 sessions, seed 0", Outcome(answers, 2.0, {}, 0.0))
+    told = "planned: 8 sessions, seed 0: 3 answers, 1.50 a second, TTFT p50 200 ms, p90 600 ms\n"
+    assert capsys.readouterr() == ("", told)
+
+
 def test_answers_of_two_arms_are_compared_where_both_gave_one() -> None:
     tiers = dict.fromkeys(Tier, 0)
     ours = Outcome([answer(0, tiers, 1.0, 1, 2), answer(1, tiers, 1.0, 3, 4)], 1.0, {}, 0.0)

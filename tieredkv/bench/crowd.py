@@ -8,6 +8,7 @@ not know how prompts and times are made.
 import heapq
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -381,6 +382,15 @@ def run_arms(
         rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
     known = [rate for rate in rates if rate]
     return results, statistics.median(known) if known else None
+
+
+def tell(stage: str, outcome: Outcome) -> None:
+    """Write the main figures of a run to stderr, since the report comes only after the last run."""
+    times_ms = [answer.ttft_ms for answer in outcome.answers]
+    p50_ms, p90_ms = np.percentile(times_ms, (50, 90))
+    count, ttft = len(times_ms), f"TTFT p50 {p50_ms:.0f} ms, p90 {p90_ms:.0f} ms"
+    a_second = f"{count / outcome.wall_s:.2f} a second"
+    print(f"{stage}: {count} answers, {a_second}, {ttft}", file=sys.stderr, flush=True)
 
 
 def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None) -> Row:

@@ -129,6 +129,7 @@ def measure(
 
             progress(stage, 0, shape.answers)
             outcomes.append(it.serve(asks, follow))
+            crowd.tell(stage, outcomes[-1])
             if _p90_ms(outcomes[-1]) > limit_ms:
                 break
     return outcomes, problems

@@ -242,6 +242,7 @@ def measure(
             scripts = make_scripts(count, seed, shape, most_tokens, vocab_size)
             stage = f"{arm}: {count} sessions, seed {seed}"
             outcomes.append(serve(it, scripts, progress, stage))
+            crowd.tell(stage, outcomes[-1])
     return outcomes
 
 
