@@ -295,6 +295,7 @@ class EngineCore:
         if self._is_early:  # what to compute next is decided when more has been loaded
             self.cache.pump()
             return self._take_outputs()
+        self._await_answers()
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
         if must_see or self.scheduler.is_short or self.on_logits:  # else it runs ahead
@@ -307,6 +308,17 @@ class EngineCore:
         self._is_issued = bool(scheduled)
         self._is_stalled = not scheduled and not self.scheduler.is_short
         return self._take_outputs()
+
+    def _await_answers(self) -> None:
+        """Wait a moment for what the disk has of new requests, so that this step may take them."""
+        until, has_waited = self.cache.answers_until(len(self.scheduler.waiting)), False
+        while until and (left_s := until - time.monotonic()) > 0:
+            self._wake.wait(left_s)
+            self._wake.clear()
+            self.cache.poll()
+            until, has_waited = self.cache.answers_until(len(self.scheduler.waiting)), True
+        if has_waited:
+            self._wake.set()  # it may have been meant for the caller
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""

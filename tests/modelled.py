@@ -457,8 +457,9 @@ class _Wake(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().is_set():
-            until = math.inf if timeout is None else self._time.now + timeout
-            self._time.wait_until(min(until, self._next_due()))
+            now = self._time.now
+            until = math.inf if timeout is None else now + timeout
+            self._time.wait_until(max(now + STEP_S, min(until, self._next_due())))
         return self.is_set()
 
 

@@ -304,8 +304,25 @@ def serve_sessions(
         return sessions.serve(it, scripts, ignore_progress, ""), usages
 
 
+RAM_ONLY: dict[str, object] = {"disk_dir": None, "default_retention": "in_memory"}
 SMALL_RAM = {"device_size": "2GiB", "host_size": "1GiB", "block_size": 16}
 """For sessions scaled to an eighth: VRAM and host memory together do not hold all of them."""
+
+
+@pytest.mark.parametrize("lookup_s", [0.0005, 0.002])
+def test_a_request_that_the_disk_is_asked_about_misses_no_step(
+    make_rig: MakeRig, lookup_s: float
+) -> None:
+    """It comes while another one generates; the disk has nothing of it."""
+    prompts = [random.Random(name).choices(range(128_000), k=512) for name in range(2)]
+    asks = [crowd.Ask(at_s, int(at_s > 0), 0, prompts[at_s > 0], 200) for at_s in (0.0, 0.5)]
+    ttft_ms = dict[str, float]()
+    for name, more in {"none": RAM_ONLY, "disk": {}}.items():
+        rig = make_rig(H200_8B._replace(lookup_s=lookup_s), **more)
+        it = crowd.Crowd(cast(LLM, SimpleNamespace(core=rig.core)), None)
+        outcome = it.serve(asks, lambda _: None)
+        [ttft_ms[name]] = [answer.ttft_ms for answer in outcome.answers if answer.client == 1]
+    assert ttft_ms["disk"] - ttft_ms["none"] < 1e3 * H200_8B.step_s / 2
 
 
 def test_half_of_the_times_in_a_crowd_are_predicted_within_a_fifth(make_rig: MakeRig) -> None:
@@ -317,8 +334,7 @@ def test_half_of_the_times_in_a_crowd_are_predicted_within_a_fifth(make_rig: Mak
 
 def test_a_crowd_that_ram_does_not_hold_is_served_no_slower_with_a_disk(make_rig: MakeRig) -> None:
     rates = dict[str, float]()
-    ram_only: dict[str, object] = {"disk_dir": None, "default_retention": "in_memory"}
-    for name, more in {"none": ram_only, "disk": {}}.items():
+    for name, more in {"none": RAM_ONLY, "disk": {}}.items():
         rig = make_rig(**SMALL_RAM, **more)
         outcome, usages = serve_sessions(rig, 8, 15, 8.0)
         assert len(usages) == len(outcome.answers)

@@ -44,7 +44,7 @@ class Prefix:
             how long after that its first token was expected; 0.0 without a plan.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
-        lookup_job, lookup_give_up_at: the lookup on disk that has no answer yet.
+        lookup_job, asked_at: the lookup on disk that has no answer yet, and when it began.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         wanted: blocks that are evicted last while the request waits.
         brought: blocks that were copied to VRAM for it while it waited for room.
@@ -67,7 +67,7 @@ class Prefix:
     predicted_s: float = 0.0
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None
-    lookup_give_up_at: float = 0.0
+    asked_at: float = 0.0
     num_present: int = 0
     wanted: list[BlockHash] = field(default_factory=list)
     brought: set[BlockHash] = field(default_factory=set)

@@ -43,6 +43,10 @@ from tieredkv.storage.worker_messages import (
 from tieredkv.types import BlockHash, Tier
 
 LOOKUP_TIMEOUT_S = 1.0
+
+ANSWER_S = 0.003
+"""Most lookups on disk are answered within so long; a step is worth holding back for it."""
+
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
 
@@ -115,13 +119,24 @@ class TieredCache:
         """Return whether the chain's lookup has ended; the disk gets a bounded time to answer."""
         if prefix.lookup_job is None:
             return True
-        if time.monotonic() < prefix.lookup_give_up_at:
+        if time.monotonic() < prefix.asked_at + LOOKUP_TIMEOUT_S:
             return False
         self._lookups[prefix.lookup_job] = None
         self._num_overdue += 1
         prefix.lookup_job = None
         self.tiers.counters.load_failures["lookup_timeout"] += 1
         return True
+
+    def answers_until(self, num_waiting: int) -> float:
+        """Return until when (monotonic) answers of the disk are worth waiting for; 0.0 for not.
+
+        Without its answer a request misses a step, which may take 100 times as long as the answer.
+
+        Args:
+            num_waiting: how many requests are queued; if others could take their turn, none waits.
+        """
+        asked_at = [each.asked_at for each in self._lookups.values() if each is not None]
+        return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
 
     def pin(self, prefix: Prefix) -> None:
         """Have the blocks that a queued request wants evicted last, up to half of each pool."""
@@ -545,7 +560,7 @@ class TieredCache:
         if unknown:
             records.update(dict.fromkeys(unknown))
             prefix.lookup_job = tiers.store.lookup(unknown)
-            prefix.lookup_give_up_at = time.monotonic() + LOOKUP_TIMEOUT_S
+            prefix.asked_at = time.monotonic()
             self._lookups[prefix.lookup_job] = prefix
 
     def _on_lookup_done(self, event: LookupDone) -> None:
