@@ -270,7 +270,7 @@ class Scheduler:
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
                 continue
-            if self.cache.is_room_coming(request.prefix):
+            if self.cache.room.is_coming(request.prefix):
                 return False
             if not may_preempt:
                 self.is_short = True
@@ -364,7 +364,7 @@ class Scheduler:
                 break
             if not self._try(request):
                 self.cache.pin(request.prefix)
-                if self.cache.is_room_coming(request.prefix):
+                if self.cache.room.is_coming(request.prefix):
                     break
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)

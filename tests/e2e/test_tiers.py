@@ -17,7 +17,7 @@ from tests.engine.conftest import write_checkpoint
 from tests.prompts import prompt
 from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import rates, tiered
+from tieredkv.cache import rates, room, tiered
 from tieredkv.engine.answer import Answer
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
@@ -298,7 +298,7 @@ def test_an_expired_prefix_misses_to_the_second(
 def test_a_write_limit_drops_demotions_and_holds_up_no_request(
     disk_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.25)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.25)
     sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB", "drain_timeout": 0.1}
     started_at = time.monotonic()
     with LLM(

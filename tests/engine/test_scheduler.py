@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from tests.fake_store import Rig, kept_by, root_of
-from tieredkv.cache import tiered
+from tieredkv.cache import room, tiered
 from tieredkv.cache.plan import Planner
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
@@ -181,7 +181,7 @@ def put_on_disk(rig: Rig, seed: int, num_tokens: int) -> None:
 @pytest.fixture
 def endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never drop blocks to make room, so that a circular wait is not hidden."""
-    monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(room, "PATIENCE_S", 1e9)
 
 
 @pytest.mark.usefixtures("endless_patience")
@@ -246,7 +246,7 @@ def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_pin() -> None:
 def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.01)
     monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
     loop = Loop(rig := Rig(num_blocks=8, num_pages=4))
     for seed in (1, 2, 3):
@@ -261,7 +261,7 @@ def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinne
 
 
 def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.01)
     monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
     loop = Loop(rig := Rig(num_blocks=16, num_pages=4, load_timeout_s=0.02))
     put_on_disk(rig, 1, 24)

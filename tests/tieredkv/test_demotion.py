@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
-from tieredkv.cache import tiered
+from tieredkv.cache import room
 from tieredkv.cache.demotion import MAX_MOVES, MIN_WRITES
 from tieredkv.cache.tiers import Tiers
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
@@ -295,7 +295,7 @@ def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> Non
 def test_an_allocation_larger_than_the_host_tier_drops_nothing_and_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(room, "PATIENCE_S", 1e9)
     rig = Rig(num_blocks=12, num_pages=4)
     rig.run("a", 12, "in_memory")
     prefix = rig.queue("b", 12, "in_memory")

@@ -81,7 +81,7 @@ def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
     prefix = rig.prefix("flood/large", 11, "in_memory")
     rig.cache.arrive(prefix)
     assert not rig.cache.admit(prefix, 11)
-    assert not rig.cache.is_room_coming(prefix)
+    assert not rig.cache.room.is_coming(prefix)
 
     def is_admitted() -> bool:
         rig.turn()

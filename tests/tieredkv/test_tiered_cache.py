@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
-from tieredkv.cache import tiered
+from tieredkv.cache import room, tiered
 from tieredkv.cache.pool import Block
 from tieredkv.types import BlockHash, Tier
 
@@ -274,8 +274,8 @@ def test_what_is_brought_up_gives_its_pages_to_what_vram_evicts() -> None:
     rig.run("a", 200, "in_memory")
     rig.run("b", 240, "in_memory")
     prefix = rig.start("a", 200, "in_memory")
-    assert prefix.sources.count(Tier.HOST) >= 200 - 16 - tiered.MIN_SLICE, "16 are left in VRAM"
-    assert rig.finish(prefix) <= tiered.MIN_SLICE, "as many as one turn takes from others"
+    assert prefix.sources.count(Tier.HOST) >= 200 - 16 - room.MIN_SLICE, "16 are left in VRAM"
+    assert rig.finish(prefix) <= room.MIN_SLICE, "as many as one turn takes from others"
     rig.check_nothing_is_held()
 
 
@@ -416,7 +416,7 @@ def test_prefetch_leaves_room_for_what_an_admitted_request_reads() -> None:
 def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.02)
     rig = Rig(num_blocks=4, num_pages=4)
     rig.run("a", 4)
     rig.turn(3)
@@ -429,7 +429,7 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     def is_admitted() -> bool:
         if rig.admit(prefix):
             return True
-        assert rig.cache.is_room_coming(prefix)
+        assert rig.cache.room.is_coming(prefix)
         rig.turn()
         return False
 
@@ -441,7 +441,7 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
 def test_what_the_disk_cannot_take_is_lost_from_the_oldest_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.02)
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("old", 8)
     assert rig.cache.demoter.demote(8) == 8
@@ -455,7 +455,7 @@ def test_what_the_disk_cannot_take_is_lost_from_the_oldest_on(
 
 
 def test_no_block_is_given_up_while_its_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.0)
     rig = Rig(num_blocks=16, num_pages=32, has_store=False, reserve=16)
     rig.run("a", 16, "in_memory")
     rig.transfer.is_held = True
@@ -473,8 +473,8 @@ def test_no_block_is_given_up_while_its_copy_is_under_way(monkeypatch: pytest.Mo
 def test_an_allocation_larger_than_host_memory_gets_its_room_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
-    monkeypatch.setattr(tiered, "MAX_PATIENCE_S", 1e9)
+    monkeypatch.setattr(room, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(room, "MAX_PATIENCE_S", 1e9)
     rig = Rig(num_blocks=12, num_pages=4, has_store=False)
     rig.run("a", 12, "in_memory")
     rig.transfer.is_held = True
@@ -490,7 +490,7 @@ def test_an_allocation_larger_than_host_memory_gets_its_room_in_parts(
 
 
 def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(room, "PATIENCE_S", 0.05)
     rig = Rig(num_blocks=12, num_pages=4)
     rig.run("a", 4)
     rig.run("b", 4)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.fake_store import BLOCK_BYTES, Rig
-from tieredkv.cache import tiered
+from tieredkv.cache import room
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.config import Restore
@@ -26,7 +26,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patience_s = tiered.PATIENCE_S
+        self.patience_s = room.PATIENCE_S
         self.waiting: list[Prefix] = []
         self.running: list[Prefix] = []
 
@@ -49,7 +49,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         is_patient: bool,
         restore: Restore,
     ) -> None:
-        tiered.PATIENCE_S = 1e9 if is_patient else 0.0
+        room.PATIENCE_S = 1e9 if is_patient else 0.0
         self.rig = Rig(
             num_blocks=num_blocks,
             num_pages=num_pages,
@@ -189,11 +189,11 @@ class TieredCacheMachine(RuleBasedStateMachine):
             assert self.rig.can_go_on(prefix), "a request waits for nothing"
 
     def teardown(self) -> None:
-        tiered.PATIENCE_S = 1e9  # everything completes now, so no block needs to be dropped
+        room.PATIENCE_S = 1e9  # everything completes now, so no block needs to be dropped
         try:
             self.complete_all()
         finally:
-            tiered.PATIENCE_S = self.patience_s
+            room.PATIENCE_S = self.patience_s
 
     def complete_all(self) -> None:
         """Let all reads and copies complete, and serve every request that is left."""

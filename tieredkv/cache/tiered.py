@@ -20,7 +20,6 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from tieredkv.cache.catalog import Entry
@@ -29,6 +28,7 @@ from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import Progress
+from tieredkv.cache.room import Room
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
@@ -50,22 +50,6 @@ ANSWER_S = 0.003
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
 
-PATIENCE_S = 0.25
-"""An allocation waits so long for room before blocks are given up."""
-
-MAX_PATIENCE_S = 2.0
-"""The same while copies are under way that will give it the room."""
-
-SLICE = 1 / 64
-"""Share of host memory that blocks may be copied to at once, besides pages that nobody needs.
-
-A larger allocation gets its room in turns: what the request has in host memory is copied up, and
-its pages then take what VRAM has to evict.
-"""
-
-MIN_SLICE = 32
-"""The least number of blocks of a turn: each takes a step, in which nobody else is admitted."""
-
 COMPUTED_SOONER = "computed_sooner"
 """Why a block was computed although a slower tier has it: that was faster than to load it."""
 
@@ -81,6 +65,7 @@ class TieredCache:
     block of every page that counts as a duplicate.
 
     Attributes:
+        room: finds device blocks for requests.
         control_requests: an operator's requests that the store's worker has passed on.
     """
 
@@ -92,7 +77,7 @@ class TieredCache:
         self.control_requests: deque[ControlRequest] = deque()
         self._lookups: dict[int, Prefix | None] = {}  # None if the answer is overdue
         self._num_overdue = 0
-        self._short_since: dict[Prefix, tuple[float, float]] = {}  # and when it was last tried
+        self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
             PageLoaded: self.promoter.on_page_loaded,
@@ -196,13 +181,13 @@ class TieredCache:
         chain = device.find(self._readable(prefix))
         found = [block for block in chain if block is not None]
         device.acquire(found)
-        fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
+        fresh = self.room.allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
-            if self.is_room_coming(prefix):
-                self._bring_up(prefix)
+            if self.room.is_coming(prefix):
+                self.room.bring_up(prefix)
             device.release(found[::-1])
             refused_at = device.num_free, device.num_cached, num_blocks, is_alone
-            prefix.refused_at = None if self.is_room_coming(prefix) else refused_at
+            prefix.refused_at = None if self.room.is_coming(prefix) else refused_at
             return False
         prefix.refused_at, rest = None, iter(fresh)
         is_whole = len(found) == len(prefix.hashes) and not prefix.brought
@@ -216,54 +201,9 @@ class TieredCache:
         self._unpin(prefix)
         return True
 
-    def _bring_up(self, prefix: Prefix) -> None:
-        """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
-
-        The pages are duplicates then and make room for what VRAM has to evict. If the whole table
-        were allocated first, as much as is brought up would be evicted from host memory.
-        """
-        tiers = self.tiers
-        pages = self._pages_to_copy(prefix) if tiers.device.num_empty else []
-        blocks = tiers.device.allocate(len(pages), is_partial=True, only_empty=True) or []
-        for page, block in zip(pages, blocks, strict=False):
-            block_hash = page.block_hash
-            assert block_hash is not None, page
-            tiers.device.insert(block, block_hash, prefix.tenant)
-            prefix.brought.add(block_hash)
-            source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
-            self.promoter.queue_copy(page, block, source)
-        if blocks:
-            self.promoter.pump()
-            _, tried_at = self._short_since[prefix]
-            self._short_since[prefix] = tried_at, tried_at  # it gets on
-
-    def _num_to_demote(self, prefix: Prefix, num_blocks: int) -> int:
-        """Return how many blocks VRAM may evict at once for a request that lacks so many.
-
-        For what the request has in host memory, its own pages make the room, in turns.
-        """
-        host = self.tiers.host
-        turn = max(MIN_SLICE, int(SLICE * host.num_blocks))
-        turn += host.num_empty + host.num_duplicates
-        if num_blocks <= turn:
-            return num_blocks
-        return max(turn, num_blocks - len(self._pages_to_copy(prefix)))
-
-    def _pages_to_copy(self, prefix: Prefix) -> list[Block]:
-        """Return the pages of a waiting request whose blocks VRAM does not hold."""
-        tiers = self.tiers
-        if not tiers.can_load:
-            return []
-        pages = tiers.host.find(tiers.device.missing(self._readable(prefix)))
-        return [page for page in pages if page is not None and page.is_ready]
-
-    def is_room_coming(self, prefix: Prefix) -> bool:
-        """Whether the blocks that a request lacks become free soon without a preemption."""
-        return prefix in self._short_since
-
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
         """Add one private block to an admitted request's table; False if there is no room yet."""
-        fresh = self._allocate(prefix, 1, is_alone)
+        fresh = self.room.allocate(prefix, 1, is_alone)
         if fresh is None:
             return False
         prefix.blocks.extend(fresh)
@@ -385,7 +325,7 @@ class TieredCache:
         if prefix.lookup_job is not None:
             self._lookups.pop(prefix.lookup_job, None)
             prefix.lookup_job = None
-        self._short_since.pop(prefix, None)
+        self.room.forget(prefix)
         self._unpin(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
@@ -651,41 +591,3 @@ class TieredCache:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
-
-    def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
-        """Allocate blocks by evicting clean ones and, after a bounded wait, the oldest others."""
-        device, demoter = self.tiers.device, self.demoter
-        take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
-        blocks = take()
-        if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
-            take = partial(take, tenant=None)
-            blocks = take()
-        # If too few are free, requests or floors hold the rest, and no demotion can help.
-        if blocks is None and device.num_free - device.num_kept >= num_blocks:
-            if not prefix.blocks:
-                self.tiers.host.touch(prefix.hashes)  # other chains' pages go before these
-            # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
-            # are copied, since those copies may evict the pages that make them clean.
-            self.poll()
-            device.release(take(is_partial=True) or [])
-            demoter.demote(self._num_to_demote(prefix, num_blocks - device.num_empty))
-            self.poll()
-            blocks = take()
-            if blocks is None:
-                now = time.monotonic()
-                since, tried_at = self._short_since.get(prefix, (now, now))
-                if prefix not in self._short_since:
-                    self.tiers.counters.allocation_waits += 1
-                elif now - tried_at >= MAX_PATIENCE_S:  # meanwhile it waited for something else
-                    since = now
-                self._short_since[prefix] = since, now
-                demoter.write(num_blocks)
-                is_coming = demoter.is_copying and device.num_ready >= num_blocks
-                if now - since >= (MAX_PATIENCE_S if is_coming else PATIENCE_S):
-                    demoter.drop_oldest(num_blocks)
-                    blocks = take()
-                if blocks is None:
-                    return None
-        self._short_since.pop(prefix, None)
-        demoter.note_change()
-        return blocks

@@ -1,0 +1,175 @@
+"""Finds room in VRAM for the blocks of requests.
+
+Blocks that are clean are evicted at once. If there are too few, others are copied down, and the
+request asks again in a later step. What it has in host memory is copied up meanwhile. When it has
+waited long enough, the oldest blocks are given up.
+
+Called by the engine's thread only.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.pool import Block
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.tiers import Tiers
+from tieredkv.types import BlockHash, Tier
+
+PATIENCE_S = 0.25
+"""An allocation waits so long for room before blocks are given up."""
+
+MAX_PATIENCE_S = 2.0
+"""The same while copies are under way that will give it the room."""
+
+SLICE = 1 / 64
+"""Share of host memory that blocks may be copied to at once, besides pages that nobody needs.
+
+A larger allocation gets its room in turns: what the request has in host memory is copied up, and
+its pages then take what VRAM has to evict.
+"""
+
+MIN_SLICE = 32
+"""The least number of blocks of a turn: each takes a step, in which nobody else is admitted."""
+
+
+class _Wait(NamedTuple):
+    """A request's wait for room: since when, and when it last asked, in monotonic time."""
+
+    since: float
+    asked_at: float
+
+
+class Room:
+    """Gives requests their device blocks.
+
+    Args:
+        tiers: the tiers.
+        promoter: copies up what a waiting request has in host memory.
+        demoter: copies blocks down.
+        readable: returns the head of a request's chain that may be a hit.
+        poll: takes in the copies and writes that have ended.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        promoter: Promoter,
+        demoter: Demoter,
+        readable: Callable[[Prefix], list[BlockHash]],
+        poll: Callable[[], None],
+    ) -> None:
+        self._tiers, self._promoter, self._demoter = tiers, promoter, demoter
+        self._readable, self._poll = readable, poll
+        self._waits: dict[Prefix, _Wait] = {}
+
+    def is_coming(self, prefix: Prefix) -> bool:
+        """Whether the blocks that a request lacks become free soon without a preemption."""
+        return prefix in self._waits
+
+    def forget(self, prefix: Prefix) -> None:
+        """Note that a request needs no more blocks."""
+        self._waits.pop(prefix, None)
+
+    def allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
+        """Allocate device blocks for a request.
+
+        Args:
+            prefix: the request's chain.
+            num_blocks: how many blocks.
+            is_alone: no other request runs that could release blocks, so that floors give way.
+
+        Returns:
+            None if there is no room yet.
+        """
+        device = self._tiers.device
+        take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
+        blocks = take()
+        if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
+            take = partial(take, tenant=None)
+            blocks = take()
+        # If too few are free, requests or floors hold the rest, and no demotion can help.
+        if blocks is None and device.num_free - device.num_kept >= num_blocks:
+            blocks = self._make_room(prefix, num_blocks, take)
+            if blocks is None:
+                return None
+        self.forget(prefix)
+        self._demoter.note_change()
+        return blocks
+
+    def bring_up(self, prefix: Prefix) -> None:
+        """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
+
+        The pages are duplicates then and make room for what VRAM has to evict. If the whole table
+        were allocated first, as much as is brought up would be evicted from host memory.
+        """
+        device = self._tiers.device
+        pages = self._pages_to_copy(prefix) if device.num_empty else []
+        blocks = device.allocate(len(pages), is_partial=True, only_empty=True) or []
+        for page, block in zip(pages, blocks, strict=False):
+            block_hash = page.block_hash
+            assert block_hash is not None, page
+            device.insert(block, block_hash, prefix.tenant)
+            prefix.brought.add(block_hash)
+            source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
+            self._promoter.queue_copy(page, block, source)
+        if blocks:
+            self._promoter.pump()
+            asked_at = self._waits[prefix].asked_at
+            self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
+
+    def _make_room(
+        self, prefix: Prefix, num_blocks: int, take: Callable[..., list[Block] | None]
+    ) -> list[Block] | None:
+        """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
+        device, demoter = self._tiers.device, self._demoter
+        if not prefix.blocks:
+            self._tiers.host.touch(prefix.hashes)  # other chains' pages go before these
+        # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
+        # are copied, since those copies may evict the pages that make them clean.
+        self._poll()
+        device.release(take(is_partial=True) or [])
+        demoter.demote(self._num_to_demote(prefix, num_blocks - device.num_empty))
+        self._poll()
+        if (blocks := take()) is not None:
+            return blocks
+        demoter.write(num_blocks)
+        is_coming = demoter.is_copying and device.num_ready >= num_blocks
+        if self._wait(prefix) < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
+            return None
+        demoter.drop_oldest(num_blocks)
+        return take()
+
+    def _wait(self, prefix: Prefix) -> float:
+        """Note that a request goes on waiting, and return for how many seconds it has waited."""
+        now = time.monotonic()
+        if prefix not in self._waits:
+            self._tiers.counters.allocation_waits += 1
+        since, asked_at = self._waits.get(prefix, (now, now))
+        if now - asked_at >= MAX_PATIENCE_S:  # meanwhile it waited for something else
+            since = now
+        self._waits[prefix] = _Wait(since, now)
+        return now - since
+
+    def _num_to_demote(self, prefix: Prefix, num_blocks: int) -> int:
+        """Return how many blocks VRAM may evict at once for a request that lacks so many.
+
+        For what the request has in host memory, its own pages make the room, in turns.
+        """
+        host = self._tiers.host
+        turn = max(MIN_SLICE, int(SLICE * host.num_blocks))
+        turn += host.num_empty + host.num_duplicates
+        if num_blocks <= turn:
+            return num_blocks
+        return max(turn, num_blocks - len(self._pages_to_copy(prefix)))
+
+    def _pages_to_copy(self, prefix: Prefix) -> list[Block]:
+        """Return the pages of a waiting request whose blocks VRAM does not hold."""
+        tiers = self._tiers
+        if not tiers.can_load:
+            return []
+        pages = tiers.host.find(tiers.device.missing(self._readable(prefix)))
+        return [page for page in pages if page is not None and page.is_ready]
