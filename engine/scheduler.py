@@ -358,7 +358,7 @@ class Scheduler:
                 break
             request, *others = self.waiting.upcoming()
             num_free = self.cache.tiers.device.num_free
-            if request.asked.tenant in busy or not self.cache.is_settled(request.prefix):
+            if request.asked.tenant in busy or not self.cache.lookups.is_settled(request.prefix):
                 break
             if busy and self._num_blocks(request) > num_free - len(self.running):
                 break

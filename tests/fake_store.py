@@ -371,7 +371,7 @@ class Rig:
         self, prefix: Prefix, num_blocks: int | None = None, *, is_alone: bool = False
     ) -> bool:
         """Try to give a request the blocks of its table; return whether it was admitted."""
-        if not self.cache.is_settled(prefix):
+        if not self.cache.lookups.is_settled(prefix):
             return False
         num_blocks = num_blocks or len(prefix.hashes)
         is_admitted = self.cache.admit(prefix, num_blocks, is_alone=is_alone)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import HANG_S
-from tieredkv.cache import room, tiered
+from tieredkv.cache import lookups, room
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,5 +22,5 @@ def everything_is_loaded() -> Iterator[None]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the disk however busy the machine is: what comes too late is a miss, or dropped."""
-    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(room, "PATIENCE_S", HANG_S)

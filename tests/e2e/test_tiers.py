@@ -17,7 +17,7 @@ from tests.engine.conftest import write_checkpoint
 from tests.prompts import prompt
 from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import rates, room, tiered
+from tieredkv.cache import lookups, rates, room
 from tieredkv.engine.answer import Answer
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
@@ -210,7 +210,7 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(
         llm.core.add_request(request)
         while not llm.core.tiers.host.num_used:  # until a page is being read
             llm.core.step()
-        monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.3)
         os.kill(pid, signal.SIGSTOP)
         try:
             ids: list[int] = []

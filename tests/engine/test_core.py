@@ -8,7 +8,7 @@ import pytest
 
 from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import tiered
+from tieredkv.cache import lookups
 from tieredkv.engine import core, scheduler
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
@@ -103,7 +103,7 @@ class Busy:
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Busy]:
     sizes: dict[str, Any] = {"device_size": "16MiB", "host_size": "16MiB", "load_timeout": HANG_S}
-    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", HANG_S)
     with LLM(
         "tiny-random", retention="24h", disk_dir=str(tmp_path), restore="load", **sizes
     ) as llm:

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from tests.fake_store import Rig, kept_by, root_of
-from tieredkv.cache import room, tiered
+from tieredkv.cache import lookups, room
 from tieredkv.cache.plan import Planner
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
@@ -247,7 +247,7 @@ def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinne
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(room, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.0)
     loop = Loop(rig := Rig(num_blocks=8, num_pages=4))
     for seed in (1, 2, 3):
         loop.add(f"warm {seed}", 16, seed=seed)
@@ -262,7 +262,7 @@ def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinne
 
 def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.0)
     loop = Loop(rig := Rig(num_blocks=16, num_pages=4, load_timeout_s=0.02))
     put_on_disk(rig, 1, 24)
     loop.add("first", 24, seed=1)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
-from tieredkv.cache import room, tiered
+from tieredkv.cache import lookups, room
 from tieredkv.cache.pool import Block
 from tieredkv.types import BlockHash, Tier
 
@@ -102,7 +102,7 @@ def test_a_store_that_is_down_costs_misses_only() -> None:
 def test_a_lookup_that_gets_no_answer_is_a_miss_and_only_the_first_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.0)
     rig = Rig()
     rig.store.put("a", 2)
     rig.store.is_held = True

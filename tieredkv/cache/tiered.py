@@ -24,6 +24,7 @@ from typing import Any
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
@@ -41,11 +42,6 @@ from tieredkv.storage.worker_messages import (
     WorkerUp,
 )
 from tieredkv.types import BlockHash, Tier
-
-LOOKUP_TIMEOUT_S = 1.0
-
-ANSWER_S = 0.003
-"""Most lookups on disk are answered within so long; a step is worth holding back for it."""
 
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
@@ -65,6 +61,7 @@ class TieredCache:
     block of every page that counts as a duplicate.
 
     Attributes:
+        lookups: asks the disk which blocks it has.
         room: finds device blocks for requests.
         control_requests: an operator's requests that the store's worker has passed on.
     """
@@ -75,8 +72,7 @@ class TieredCache:
         self.restores = self.promoter.restores
         self.demoter = Demoter(tiers, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
-        self._lookups: dict[int, Prefix | None] = {}  # None if the answer is overdue
-        self._num_overdue = 0
+        self.lookups = Lookups(tiers)
         self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
@@ -96,32 +92,9 @@ class TieredCache:
             is_next: the request is about to be admitted, so that its blocks need no pin.
         """
         self.tiers.note_tenant(prefix.tenant)
-        self._ask(prefix)
+        self.lookups.ask(prefix)
         if not is_next:
             self.pin(prefix)
-
-    def is_settled(self, prefix: Prefix) -> bool:
-        """Return whether the chain's lookup has ended; the disk gets a bounded time to answer."""
-        if prefix.lookup_job is None:
-            return True
-        if time.monotonic() < prefix.asked_at + LOOKUP_TIMEOUT_S:
-            return False
-        self._lookups[prefix.lookup_job] = None
-        self._num_overdue += 1
-        prefix.lookup_job = None
-        self.tiers.counters.load_failures["lookup_timeout"] += 1
-        return True
-
-    def answers_until(self, num_waiting: int) -> float:
-        """Return until when (monotonic) answers of the disk are worth waiting for; 0.0 for not.
-
-        Without its answer a request misses a step, which may take 100 times as long as the answer.
-
-        Args:
-            num_waiting: how many requests are queued; if others could take their turn, none waits.
-        """
-        asked_at = [each.asked_at for each in self._lookups.values() if each is not None]
-        return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
 
     def pin(self, prefix: Prefix) -> None:
         """Have the blocks that a queued request wants evicted last, up to half of each pool."""
@@ -164,7 +137,7 @@ class TieredCache:
         """Give a request its block table, and start the promotions that it needs.
 
         Args:
-            prefix: the request's chain, for which `is_settled` holds.
+            prefix: the request's chain, whose lookup is settled.
             num_blocks: length of the table: the chain and the partial block behind it.
             is_alone: no other request runs that could release blocks, so that floors give way.
 
@@ -174,7 +147,7 @@ class TieredCache:
         device = self.tiers.device
         if prefix.refused_at == (device.num_free, device.num_cached, num_blocks, is_alone):
             return False
-        self._ask(prefix)
+        self.lookups.ask(prefix)
         if prefix.lookup_job is not None:
             return False
         self._expire(prefix.hashes)
@@ -322,9 +295,7 @@ class TieredCache:
 
     def release(self, prefix: Prefix) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
-        if prefix.lookup_job is not None:
-            self._lookups.pop(prefix.lookup_job, None)
-            prefix.lookup_job = None
+        self.lookups.forget(prefix)
         self.room.forget(prefix)
         self._unpin(prefix)
         self.tiers.host.touch(prefix.hashes)
@@ -484,35 +455,9 @@ class TieredCache:
 
     # Inside
 
-    def _ask(self, prefix: Prefix) -> None:
-        """Ask the disk for the blocks that no RAM tier has and that it was not asked for yet.
-
-        While an answer is overdue the disk is not asked again, so that a disk that hangs costs one
-        timeout.
-        """
-        tiers, records = self.tiers, prefix.records
-        can_ask = tiers.store is not None and tiers.can_load and not self._num_overdue
-        if tiers.store is None or not can_ask or prefix.lookup_job is not None:
-            return
-        end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
-        unknown = tiers.host.missing(tiers.device.missing(prefix.hashes[:end]))
-        unknown = [block_hash for block_hash in unknown if block_hash not in records]
-        if unknown:
-            records.update(dict.fromkeys(unknown))
-            prefix.lookup_job = tiers.store.lookup(unknown)
-            prefix.asked_at = time.monotonic()
-            self._lookups[prefix.lookup_job] = prefix
-
     def _on_lookup_done(self, event: LookupDone) -> None:
-        if event.job not in self._lookups:
-            return
-        prefix = self._lookups.pop(event.job)
-        if prefix is None:
-            self._num_overdue -= 1
-            return
-        prefix.lookup_job = None
-        prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
-        if event.found and not prefix.blocks:
+        prefix = self.lookups.take(event)
+        if prefix is not None and event.found and not prefix.blocks:
             self._unpin(prefix)
             hashes = self._readable(prefix)
             on_disk = [index for index, each in enumerate(hashes) if each in event.found]

@@ -1,0 +1,85 @@
+"""Asks the disk which blocks of a chain it has.
+
+The answer is a message of the store's worker, so that a request is admitted a moment after it came.
+A disk that does not answer costs one timeout: until it answers, it is not asked again.
+
+Called by the engine's thread only.
+"""
+
+import time
+
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiers import Tiers
+from tieredkv.storage.worker_messages import LookupDone
+from tieredkv.types import BlockHash
+
+LOOKUP_TIMEOUT_S = 1.0
+"""Without an answer for so long, the disk counts as having nothing of the chain."""
+
+ANSWER_S = 0.003
+"""Most lookups are answered within so long; a step is worth holding back for it."""
+
+
+class Lookups:
+    """The lookups of all queued requests, from the question to the answer."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._open: dict[int, Prefix | None] = {}  # None if the answer is overdue
+        self._num_overdue = 0
+
+    def ask(self, prefix: Prefix) -> None:
+        """Ask for the blocks that no RAM tier has and that the disk was not asked for yet."""
+        tiers, records = self._tiers, prefix.records
+        if tiers.store is None or not tiers.can_load:
+            return
+        if self._num_overdue or prefix.lookup_job is not None:
+            return
+        end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
+        unknown = tiers.host.missing(tiers.device.missing(prefix.hashes[:end]))
+        unknown = [block_hash for block_hash in unknown if block_hash not in records]
+        if unknown:
+            records.update(dict.fromkeys(unknown))
+            prefix.lookup_job, prefix.asked_at = tiers.store.lookup(unknown), time.monotonic()
+            self._open[prefix.lookup_job] = prefix
+
+    def is_settled(self, prefix: Prefix) -> bool:
+        """Return whether a chain's lookup has ended, or took too long."""
+        if prefix.lookup_job is None:
+            return True
+        if time.monotonic() < prefix.asked_at + LOOKUP_TIMEOUT_S:
+            return False
+        self._open[prefix.lookup_job] = None
+        self._num_overdue += 1
+        prefix.lookup_job = None
+        self._tiers.counters.load_failures["lookup_timeout"] += 1
+        return True
+
+    def answers_until(self, num_waiting: int) -> float:
+        """Return until when (monotonic) answers are worth waiting for; 0.0 if none is.
+
+        Without its answer a request misses a step, which may take 100 times as long as the answer.
+
+        Args:
+            num_waiting: how many requests are queued; if others could take their turn, none waits.
+        """
+        asked_at = [prefix.asked_at for prefix in self._open.values() if prefix is not None]
+        return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
+
+    def take(self, event: LookupDone) -> Prefix | None:
+        """Note an answer; return the chain that it is about, unless it comes too late."""
+        if event.job not in self._open:
+            return None
+        prefix = self._open.pop(event.job)
+        if prefix is None:
+            self._num_overdue -= 1
+            return None
+        prefix.lookup_job = None
+        prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
+        return prefix
+
+    def forget(self, prefix: Prefix) -> None:
+        """Note that nobody waits for a chain's answer any more."""
+        if prefix.lookup_job is not None:
+            self._open.pop(prefix.lookup_job, None)
+            prefix.lookup_job = None
