@@ -311,12 +311,12 @@ class EngineCore:
 
     def _await_answers(self) -> None:
         """Wait a moment for what the disk has of new requests, so that this step may take them."""
-        until, has_waited = self.cache.lookups.answers_until(len(self.scheduler.waiting)), False
-        while until and (left_s := until - time.monotonic()) > 0:
+        lookups, waiting, has_waited = self.cache.lookups, self.scheduler.waiting, False
+        while (left_s := lookups.answers_until(len(waiting)) - time.monotonic()) > 0:
             self._wake.wait(left_s)
             self._wake.clear()
             self.cache.poll()
-            until, has_waited = self.cache.lookups.answers_until(len(self.scheduler.waiting)), True
+            has_waited = True
         if has_waited:
             self._wake.set()  # it may have been meant for the caller
 
