@@ -25,6 +25,11 @@ SMALL = (
 )
 
 
+def heed_ctrl_c() -> None:
+    """Have a new process heed Ctrl-C, which one that a shell starts in the background ignores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def ask_store(folder: Path, verb: str, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
     """Run a command such as `df` on a store and return its JSON."""
     result = subprocess.run(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import Server, running
+from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import disk, raw
 from tieredkv.cli import main
@@ -276,8 +276,7 @@ def interrupt(command: list[str], folder: Path, made: str, complaint: str) -> No
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches all processes of a terminal's session
-        # A process that a shell starts in the background ignores Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_ctrl_c,
     )
     try:
         wait_until(lambda: any(folder.glob(made)), complaint, process=process)

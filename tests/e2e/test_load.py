@@ -218,8 +218,9 @@ def test_sigterm_under_load_ends_the_server_in_an_orderly_way(server: Server) ->
             base_url=server.url, headers=headers, limits=LIMITS, timeout=HANG_S
         ) as http:
             tasks = [asyncio.create_task(ask(http, i)) for i in range(32)]
-            while len(begun) < 8:
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(HANG_S):
+                while len(begun) < 8:
+                    await asyncio.sleep(0.05)
             server.process.send_signal(signal.SIGTERM)
             await asyncio.gather(*tasks)
 

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.serving import heed_ctrl_c
 from tests.storage.blocks import make_record, open_store, put
 from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
@@ -327,8 +328,7 @@ def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Pa
             [sys.executable, "-P", "-m", "tieredkv", "ls", "--disk-dir", str(path), *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A process that a shell starts in the background ignores Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_ctrl_c,
         )
         assert process.stdout is not None
         assert len(process.stdout.read(1000)) == 1000  # the rest does not fit into the pipe

@@ -387,10 +387,10 @@ def run_arms(
 def tell(stage: str, outcome: Outcome) -> None:
     """Write the main figures of a run to stderr, since the report comes only after the last run."""
     times_ms = [answer.ttft_ms for answer in outcome.answers]
-    p50_ms, p90_ms = np.percentile(times_ms, (50, 90))
-    count, ttft = len(times_ms), f"TTFT p50 {p50_ms:.0f} ms, p90 {p90_ms:.0f} ms"
-    a_second = f"{count / outcome.wall_s:.2f} a second"
-    print(f"{stage}: {count} answers, {a_second}, {ttft}", file=sys.stderr, flush=True)
+    p50_ms, p90_ms = raw.percentiles_ms("ttft", times_ms, (50, 90)).values()
+    speed = f"{len(times_ms)} answers, {len(times_ms) / outcome.wall_s:.2f} a second"
+    ttft = f"TTFT p50 {p50_ms:.0f} ms, p90 {p90_ms:.0f} ms"
+    print(f"{stage}: {speed}, {ttft}", file=sys.stderr, flush=True)
 
 
 def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None) -> Row:
