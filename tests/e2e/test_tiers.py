@@ -18,6 +18,7 @@ from tests.prompts import prompt
 from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups, rates, room
+from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
@@ -341,6 +342,12 @@ def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_t
 
         wait_until(is_all_written, "some are still owed")
         assert not llm.core.tiers.counters.lost_blocks
+
+    def is_kept() -> bool:
+        saved = read_rates(disk_dir)
+        return saved is not None and saved.write_bytes_per_s == write_rate.bytes_per_s
+
+    wait_until(is_kept, "the learnt rate is not kept")  # a stop waits for the file only so long
     with LLM("tiny-random", **settings) as llm:
         assert by_tier(one(llm, prompt(1))) == {"disk": 496}
         assert llm.core.tiers.write_rate.bytes_per_s == write_rate.bytes_per_s

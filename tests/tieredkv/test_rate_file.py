@@ -95,13 +95,12 @@ def test_a_file_of_another_machine_or_model_is_ignored_with_one_line(
         {"read_bytes_per_s": -1e9},
         {"read_bytes_per_s": 1e300},
         {"up_bytes_per_s": "fast"},
-        {"steps": [[512, 1e5, 0.0]]},
-        {"steps": [[0, 0, 0.1]]},
-        {"steps": [[512, -1, 0.1]]},
+        {"steps": [[512, 1e5, 0.0, 0]]},
+        {"steps": [[0, 0, 0.1, 0]]},
+        {"steps": [[512, -1, 0.1, 0]]},
+        {"steps": [[512, 1e5, 0.1, -1]]},
         {"steps": [[512, 1e5]]},
-        {"steps": [[8192, 1e7, 500.0]]},
-        {"steps": [[8192, 1e7, 2e-6]]},
-        {"steps": [[512, 1e5, 0.02]] * 5000},
+        {"steps": [[512, 1e5, 0.02, 0]] * 5000},
         {"format": "tieredkv-rates/2"},
         {"machine": None},
     ],
@@ -116,6 +115,21 @@ def test_an_absurd_file_is_ignored_with_one_line(
         rates = Rates(folder)
     assert rates.read.bytes_per_s == 2e9 and len(rates.compute.steps) == 1
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("seconds", [500.0, 2e-6])
+def test_steps_that_are_far_from_what_is_measured_are_ignored_and_the_links_rates_are_taken(
+    folder: Path, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(folder)
+    document = json.loads((folder / NAME).read_text()) | {"steps": [[8192, 1e7, seconds, 0]]}
+    (folder / NAME).write_text(json.dumps(document))
+    with caplog.at_level(logging.INFO):
+        rates = Rates(folder)
+    assert len(rates.compute.steps) == 1
+    assert rates.read.bytes_per_s == 3e9 and rates.write.bytes_per_s == 1.5e9
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the step times of an earlier run in ")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Keeps the measured rates across restarts, in a file in the store's folder.
 
 What is read is a first assumption: the first measurements replace it. A file of another machine,
-disk or model is ignored, and so is one that is damaged or absurd.
+disk or model is ignored, and so is one that is damaged or absurd. Step times that are far from what
+was measured at the start are ignored, and the links' rates are taken all the same: a machine that
+is busy for a while computes slower, and its disk is the one it was.
 """
 
 import logging
@@ -156,16 +158,16 @@ class RateFile:
     def _take(self, found: SavedRates) -> None:
         if found.machine != self._machine:
             self._ignore("it is of another machine, disk or model")
-        elif not self._compute.assume(found.known_steps):
-            self._ignore("its steps took times that are far from those of this machine")
-        else:
-            self._saved = found
-            for name, link in self._links.items():
-                link.bytes_per_s = getattr(found, f"{name}_bytes_per_s") or link.bytes_per_s
+            return
+        self._saved = found
+        for name, link in self._links.items():
+            link.bytes_per_s = getattr(found, f"{name}_bytes_per_s") or link.bytes_per_s
+        if not self._compute.assume(found.known_steps):
+            self._ignore("they are far from what was measured now", what="step times")
 
-    def _ignore(self, why: str, level: int = logging.INFO) -> None:
+    def _ignore(self, why: str, level: int = logging.INFO, *, what: str = "rates") -> None:
         path = os.path.join(self._folder, NAME)
-        logger.log(level, "the rates of an earlier run in `%s` are ignored: %s", path, why)
+        logger.log(level, "the %s of an earlier run in `%s` are ignored: %s", what, path, why)
 
     def keep(self) -> None:
         """Have the file written if that is due."""
