@@ -408,7 +408,12 @@ class Disk(StoreClient):
 
     def load(self, pages: Sequence[LentPage]) -> None:
         self._advance()
-        self._reads.add(pages)
+        self._reads.add([page for page in pages if page.record.block_hash in self.records])
+        at = self._device.time.now + self._device.machine.lookup_s
+        for page in pages:
+            if page.record.block_hash not in self.records:  # found out before anything is read
+                block_hash = page.record.block_hash
+                self._add_event(at, PageLoaded(block_hash, page.page_id, "missing", None, at))
 
     def store(self, pages: Sequence[LentPage]) -> None:
         self._advance()
