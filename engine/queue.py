@@ -5,12 +5,12 @@ were computed; a tenant that returns starts level with the others. So if a tenan
 queued, at most one request of each other tenant is admitted before its first one.
 Cached tokens are not counted; generated tokens are counted once a request has ended.
 
-Within a tenant, the next request is the one of the oldest 16 of which most blocks are in VRAM or
-host memory, or will be, since it shares them with the request admitted last. So conversations that
-do not fit into the memory together do not push each other out in turns. While there is no room for
-it, the first request that fits may pass it: the oldest of another tenant, or one of those 16. The
-oldest request of the tenant whose turn it is can be passed at most 8 times; then no request is
-admitted before it.
+Within a tenant, the next request is the one of the oldest 16 that has the fewest tokens to compute:
+those that no tier holds, and that it does not share with the request admitted last. So short work
+does not wait for long work, and conversations that do not fit into the tiers together do not push
+each other out in turns. While there is no room for it, the first request that fits may pass it: the
+oldest of another tenant, or one of those 16. The oldest request of the tenant whose turn it is can
+be passed at most 8 times; then no request is admitted before it.
 
 Called by the engine's thread only.
 
@@ -36,14 +36,15 @@ class RequestQueue:
     """Waiting requests, one queue per tenant; no operation takes longer for longer queues.
 
     Args:
-        num_resident: returns how many blocks at the head of a chain VRAM or host memory holds.
+        block_size: tokens a block.
+        num_held: returns how many blocks at the head of a chain some tier holds, or soon will.
 
     Attributes:
         waited_s: how long the request that was admitted last had waited.
     """
 
-    def __init__(self, num_resident: Callable[[Prefix], int] = lambda _: 0) -> None:
-        self._num_resident = num_resident
+    def __init__(self, block_size: int, num_held: Callable[[Prefix], int]) -> None:
+        self._block_size, self._num_held = block_size, num_held
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
         self._tokens: Counter[str] = Counter()  # per tenant: computed, or missed while away
@@ -68,7 +69,7 @@ class RequestQueue:
         if not window or window[0].num_passes >= MAX_PASSES:
             return window[:1]
         last = self._last.get(tenants[0], ())
-        window.sort(key=lambda each: -self._num_near(each, last))
+        window.sort(key=lambda each: self._num_to_compute(each, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
     def check_room(self, tenant: str, most: int) -> None:
@@ -117,13 +118,14 @@ class RequestQueue:
             del self._queues[tenant]
             self._last.pop(tenant, None)
 
-    def _num_near(self, request: Request, last: Sequence[BlockHash]) -> int:
-        """Return how many blocks a request need not wait for if it comes next.
+    def _num_to_compute(self, request: Request, last: Sequence[BlockHash]) -> int:
+        """Return how many tokens a request has to compute if it comes next.
 
         What a preempted request has left in memory gives it no precedence over new requests.
         """
-        num_resident = 0 if request.table_key else self._num_resident(request.prefix)
-        return max(num_shared(request.prefix.hashes, last), num_resident)
+        num_held = 0 if request.table_key else self._num_held(request.prefix)
+        num_held = max(num_shared(request.prefix.hashes, last), num_held)
+        return request.num_tokens - self._block_size * num_held
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

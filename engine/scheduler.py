@@ -127,7 +127,7 @@ class Scheduler:
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
-        self.waiting = RequestQueue(self.cache.num_resident)
+        self.waiting = RequestQueue(self.block_size, self.cache.num_held)
         self._free_indices = list(range(self.max_num_seqs))[::-1]
         budget = self.max_num_batched_tokens
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.engine.test_scheduler import SIZE, Loop
+from tests.engine.test_scheduler import SIZE, Loop, put_on_disk
 from tests.fake_store import Rig
 from tieredkv.engine.queue import MAX_PASSES, WINDOW, RequestQueue
 from tieredkv.engine.request import Request
@@ -90,10 +90,30 @@ def test_the_longest_shared_prefix_counts() -> None:
     short = loop.add("a", 4 * SIZE, seed=1)
     loop.add("far", 4 * SIZE, seed=2)
     near = loop.add("near", 4 * SIZE, seed=1)
-    nearer = loop.add("nearer", 6 * SIZE, seed=1)
+    nearer = loop.add("nearer", 5 * SIZE, seed=1)
     near.prefix.hashes[2:] = short.prefix.hashes[:2][::-1]
     assert order(loop.scheduler.waiting) == ["a", "nearer", "near", "far"]
     assert nearer.num_passes == 0
+
+
+def test_short_work_comes_before_long_work_whichever_is_older() -> None:
+    loop = one_at_a_time()
+    for name, num_tokens in (("long", 40), ("short", 8), ("middle", 24), ("as short", 8)):
+        loop.add(name, num_tokens, seed=num_tokens)
+    assert order(loop.scheduler.waiting) == ["short", "as short", "middle", "long"]
+
+
+def test_what_the_disk_holds_counts_as_held_once_it_has_told() -> None:
+    loop = Loop(rig := Rig(num_blocks=64, num_pages=64), max_num_seqs=1)
+    put_on_disk(rig, 3, 40)
+    loop.add("running", 8, seed=9, max_tokens=20)
+    loop.step()
+    loop.add("cold", 32, seed=4)
+    loop.add("on disk", 44, seed=3)
+    assert [each.request_id for each in loop.scheduler.waiting.upcoming()] == ["cold", "on disk"]
+    loop.step()
+    assert [each.request_id for each in loop.scheduler.waiting.upcoming()] == ["on disk", "cold"]
+    loop.run()
 
 
 def test_the_oldest_request_is_passed_so_often_and_no_more() -> None:

@@ -325,13 +325,13 @@ def test_what_one_request_computed_and_what_the_disk_gave_is_told_to_each_that_w
     loop = Loop(rig, max_num_batched_tokens=32)  # both requests are admitted in the first step
     put_on_disk(rig, 0, 40)
     rig.tiers.read_rate.learnt_at = math.inf  # nothing is read only to measure the disk
-    first, second = loop.add("first", 46), loop.add("second", 43)
+    first, second = loop.add("first", 43), loop.add("second", 46)
     loop.run()
     assert first.usage is not None and second.usage is not None
     assert first.usage.cached_tokens_by_tier == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 16}
-    assert (first.usage.recomputed_tokens, first.usage.written_tokens) == (24, 4)
+    assert (first.usage.recomputed_tokens, first.usage.written_tokens) == (24, 0)
     assert second.usage.cached_tokens_by_tier == {Tier.DEVICE: 24, Tier.HOST: 0, Tier.DISK: 16}
-    assert second.usage.recomputed_tokens == second.usage.written_tokens == 0
+    assert (second.usage.recomputed_tokens, second.usage.written_tokens) == (0, 4)
     assert second.usage.split_token == 24
 
 

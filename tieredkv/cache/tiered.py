@@ -121,15 +121,18 @@ class TieredCache:
         for pool in tiers.pools.values():
             pool.touch(wanted)
 
-    def num_resident(self, prefix: Prefix) -> int:
-        """Return how many blocks at the head of a chain VRAM or host memory holds, or soon will.
+    def num_held(self, prefix: Prefix) -> int:
+        """Return how many blocks at the head of a chain some tier holds, or soon will.
 
-        A chain is evicted from its tail, so that the end of its head is found by bisection.
+        Blocks on disk count once the disk has told of them. A chain is evicted from its tail, so
+        that the end of its head is found by bisection.
         """
-        device, host = self.tiers.device.lookup, self.tiers.host.lookup
-        return bisect_left(
-            prefix.hashes, True, key=lambda each: device(each) is None and host(each) is None
-        )
+        device, host, records = self.tiers.device.lookup, self.tiers.host.lookup, prefix.records
+
+        def is_missing(block_hash: BlockHash) -> bool:
+            return not (device(block_hash) or host(block_hash) or records.get(block_hash))
+
+        return bisect_left(prefix.hashes, True, key=is_missing)
 
     # Admission
 
