@@ -175,7 +175,7 @@ def failed(request_id: str, error: RequestError) -> TokenOutput:
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
-    """All outputs of one step, about once a second with `EngineCore.tier_stats`."""
+    """All outputs of one step, about once a second with `TierStats.read`."""
 
     outputs: list[TokenOutput]
     stats: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
 
 
 class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
-    """The result of an `Evict`, as `EngineCore.evict_verb` returns it."""
+    """The result of an `Evict`, as `Verbs.answer_evict` returns it."""
 
     id: int
     body: dict[str, Any]

@@ -104,7 +104,7 @@ class EngineProcess:
         """Step once and send the outputs, with statistics about once a second and at the end."""
         outputs, stats = core.step(), None
         if self._is_stopping or time.monotonic() - self._told_at > STATS_INTERVAL_S:
-            self._told_at, stats = time.monotonic(), core.tier_stats()
+            self._told_at, stats = time.monotonic(), core.tier_stats.read()
         if outputs or stats:
             self._channel.send(StepOutputs(outputs, stats))
 
@@ -146,9 +146,9 @@ class EngineProcess:
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case messages.Shares(of_tenants):
-                core.give_shares(of_tenants)
+                core.verbs.give_shares(of_tenants)
             case messages.Evict(id, wanted):
-                self._channel.send(messages.Evicted(id, core.evict_verb(wanted)))
+                self._channel.send(messages.Evicted(id, core.verbs.answer_evict(wanted)))
             case Shutdown():
                 self._is_stopping = True
         return 0

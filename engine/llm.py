@@ -143,7 +143,7 @@ class LLM:
 
     def tier_stats(self) -> dict[str, object]:
         """Return the blocks and bytes of each tier, and the counters of the cache."""
-        return self.core.tier_stats()
+        return self.core.tier_stats.read()
 
     def close(self) -> None:
         """Write the blocks that `24h` promises to keep, and release everything.

@@ -32,6 +32,7 @@ from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.first_rates import time_link, time_steps
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, StepOutput, late_layer
+from tieredkv.engine.parts import Parts, make_scheduler, make_tiers
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import BatchRow
@@ -48,7 +49,7 @@ from tieredkv.storage.worker_messages import (
     StoreOptions,
 )
 from tieredkv.storage.write_share import WRITE_SHARE
-from tieredkv.types import BlockId, BlockRecord, PageId, Progress
+from tieredkv.types import BlockId, BlockRecord, PageId
 
 WALL_TIME = 1_800_000_000.0
 STEP_S = 1e-5
@@ -479,11 +480,15 @@ class ModelledCore(EngineCore):
 
     def __init__(self, settings: Settings, machine: Machine, time_: VirtualTime) -> None:
         self.machine, self.time = machine, time_
-        super().__init__(settings)
+        self._ends: deque[float] = deque()  # of the steps whose tokens were not taken in
+        super().__init__(settings, build=self._model_parts)
+        waited_for: list[_Link | Disk] = [cast(_Link, self.tiers.transfer)]
+        waited_for += [self.disk] if self.disk is not None else []
+        self._wake = _Wake(self.time, lambda: min(it.next_due for it in waited_for))
 
-    def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
+    def _model_parts(self, settings: Settings, *_: object, **__: object) -> Parts:
         found = find_model(settings.model, dtype="bfloat16", device="cpu")
-        spec = self.kv_spec = found.kv_spec(settings.block_size)
+        spec = found.kv_spec(settings.block_size)
         model = SimpleNamespace(
             name=found.name,
             fingerprint=bytes(32),
@@ -492,11 +497,9 @@ class ModelledCore(EngineCore):
             eos_token_ids=frozenset(),
             device=torch.device("cpu"),
         )
-        self.model = cast(LoadedModel, model)
-        self._choice = TokenChoice()
         assert settings.device_size is not None
         num_blocks = settings.device_size // spec.block_bytes
-        self._max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
+        max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
         early_share = late_layer(spec) / spec.num_layers
         self.device = _Device(self.machine, self.time, 1 - early_share)
         self.disk = None
@@ -504,22 +507,30 @@ class ModelledCore(EngineCore):
             self.disk = Disk(self.device, settings.disk_size // spec.block_bytes)
         link = _Link(self.device, spec.block_bytes, int(early_share * spec.block_bytes))
         num_pages = settings.host_size // spec.page_bytes
-        self._connect(link, self.disk, num_blocks, num_pages, "cuda")
-        self._runner = cast(ModelRunner, _Runner(self.device, spec.block_size))
-        self._timer = _Timer(self.tiers.compute_rate, self.device)
-        waited_for: list[_Link | Disk] = [link]
-        waited_for += [self.disk] if self.disk is not None else []
-        self._wake = _Wake(self.time, lambda: min(it.next_due for it in waited_for))
-        self._rate_file = None
-        self._ends: deque[float] = deque()  # of the steps whose tokens were not taken in
+        tiers = make_tiers(settings, spec, link, self.disk, num_blocks, num_pages, "cuda")
+        scheduler = make_scheduler(settings, tiers, "cuda")
+        runner = cast(ModelRunner, _Runner(self.device, spec.block_size))
+        timer = _Timer(tiers.compute_rate, self.device)
         time_steps(
-            self._runner,
-            self._timer,
+            runner,
+            timer,
             most_tokens=settings.resolve_max_num_alone_tokens("cuda"),
-            max_model_len=self._max_model_len,
+            max_model_len=max_model_len,
             is_cpu=False,
         )
-        time_link(self.tiers)
+        time_link(tiers)
+        return Parts(
+            model=cast(LoadedModel, model),
+            spec=spec,
+            choice=TokenChoice(),
+            max_model_len=max_model_len,
+            device_blocks=torch.empty(num_blocks, 0, dtype=torch.uint8),  # no bytes are modelled
+            runner=runner,
+            timer=timer,
+            tiers=tiers,
+            scheduler=scheduler,
+            rate_file=None,
+        )
 
     def _launch(self, scheduled: list[ScheduledRow]) -> core._Launched | None:
         launched = super()._launch(scheduled)

@@ -57,7 +57,7 @@ def sums(answers: Sequence[Answer]) -> tuple[int, int]:
 def move_to_disk(llm: LLM) -> None:
     """Leave every block on disk only."""
     assert llm.demote("disk")
-    llm.core.evict()
+    llm.core.verbs.evict()
 
 
 def serve(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
@@ -310,7 +310,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
             os.kill(pid, signal.SIGCONT)
 
         def is_loaded_again() -> bool:
-            llm.core.evict()
+            llm.core.verbs.evict()
             again = finish(llm, tokens)
             assert again.token_ids == cold.token_ids
             return sums([again])[0] > 0

@@ -150,7 +150,7 @@ def make_rig() -> Iterator[MakeRig]:
             stack.enter_context(time.patched())
             rig = Rig(machine, time, **settings)
             stack.callback(rig.core.close)
-            stack.callback(rig.core.evict)
+            stack.callback(rig.core.verbs.evict)
             return rig
 
         yield make

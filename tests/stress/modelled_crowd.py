@@ -180,7 +180,7 @@ def engine(case: Case) -> Iterator[ModelledCrowd]:
             yield ModelledCrowd(core)
         finally:
             core.abort_all()
-            core.evict()
+            core.verbs.evict()
             core.close()
 
 
@@ -210,7 +210,7 @@ def run_returns(case: Case) -> Run:
         for prefix in [*prefixes, *again] if case.arm != "none" else ():
             it.serve([Ask(0.0, 0, 0, prefix, shape.answer_tokens)], _nothing)
             demote_all(it.core)
-        it.core.evict()
+        it.core.verbs.evict()
         asks = shape.returns(case.number, prefixes, it.core.info.vocab_size)
         return it.run(lambda: it.serve(asks, _nothing))
 

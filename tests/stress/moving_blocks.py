@@ -186,7 +186,7 @@ class Moving(Bench):
 
     def counts(self) -> Row:
         """Return the cache's counters, and as `held` the blocks in use in each RAM tier."""
-        stats: Row = self.core.tier_stats()
+        stats: Row = self.core.tier_stats.read()
         return {**stats["counters"], "held": [stats[t]["blocks_used"] for t in ("device", "host")]}
 
     def since(self, before: Row, counter: str) -> int:

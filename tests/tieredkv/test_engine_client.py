@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -72,6 +73,7 @@ class StuckCore:
 
     go_on = threading.Event()
     info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
+    tier_stats = SimpleNamespace(read=dict)
 
     def __init__(self, _settings: Settings, *, progress: Any) -> None:
         """Do nothing; no model is loaded."""
@@ -82,9 +84,6 @@ class StuckCore:
 
     def wait(self, timeout_s: float) -> None:
         threading.Event().wait(timeout_s / 10)
-
-    def tier_stats(self) -> dict[str, object]:
-        return {}
 
     def wake(self) -> None:
         """Do nothing; `wait` is short."""

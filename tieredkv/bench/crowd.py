@@ -227,7 +227,7 @@ class Crowd:
             TieredKVError: the store did not carry it out.
         """
         self.settle()
-        self.core.evict()
+        self.core.verbs.evict()
         if self._store_dir is None:
             return
         errors: list[Exception] = []
@@ -258,7 +258,7 @@ class Crowd:
         return name
 
     def _counts(self) -> dict[str, float]:
-        return dict(_flat(self.core.tier_stats()["counters"]))
+        return dict(_flat(self.core.tier_stats.read()["counters"]))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -282,7 +282,7 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
             store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
         told = settings | arm_settings(arm, store_dir)
         llm = stack.enter_context(LLM(**told, progress=progress))
-        stack.callback(llm.core.evict)
+        stack.callback(llm.core.verbs.evict)
         stack.callback(llm.core.abort_all)
         yield Crowd(llm, store_dir)
 

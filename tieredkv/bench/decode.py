@@ -159,7 +159,7 @@ class Bench:
 
     def serve(self, part: str, workload: Workload, retention: str | None = None) -> Row:
         """Serve a workload of new prompts with empty RAM tiers, and return a row of the report."""
-        self.core.evict()
+        self.core.verbs.evict()
         requests, given, made = workload
         prompts = [self.prompt(given) for _ in range(requests)]
         start = time.perf_counter()

@@ -94,7 +94,7 @@ def measure(
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
         demote_all(llm, "disk")
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # the disk's rate is learnt
-        llm.core.evict()
+        llm.core.verbs.evict()
         cases = [
             (length, limit, it) for length in lengths for limit in limits for it in range(repeats)
         ]
@@ -107,7 +107,7 @@ def measure(
                 run = _serve(llm, prompt, MODES[arm], limit, disk if arm in arms else None)
                 runs.setdefault((arm, length, limit), []).append(run)
             demote_all(llm, "disk")
-            llm.core.evict()
+            llm.core.verbs.evict()
         now = time.monotonic()
         learnt = {
             "read_GBps": round(tiers.read_rate.effective(now) / 1e9, 3),
@@ -147,7 +147,7 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
     length, digested = len(prompt) - SUFFIX_TOKENS, mode == "compute" or loaded
     return Run(
         sample,
-        core.kv_digests(llm.make_request(prompt[:length], PARAMS)) if digested else {},
+        core.kv_digests.by_block(llm.make_request(prompt[:length], PARAMS)) if digested else {},
         raw_GBps,
         times[-1] - times[0] if load_bytes else 0.0,
         load_bytes,

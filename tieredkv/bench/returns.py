@@ -119,7 +119,7 @@ def measure(
             problems = _fill(it, prompts, progress, arm)
         for rate in rates:
             demote_all(llm, "disk" if arm != "none" else None)
-            core.evict()
+            core.verbs.evict()
             stage = f"{arm}: {rate:g} returns/s"
             asks = shape.returns(rate, prefixes, core.info.vocab_size)
             answered = itertools.count(1)
@@ -142,7 +142,7 @@ def _fill(it: crowd.Crowd, prompts: list[list[int]], progress: Progress, arm: st
         cold = serve_once(it.llm, prompt)
         demote_all(it.llm, "disk")
         if session < NUM_CHECKED:
-            it.core.evict()
+            it.core.verbs.evict()
             again = serve_once(it.llm, prompt)
             length = len(prompt) - SUFFIX_TOKENS
             if not again.by_tier[Tier.DISK] and arm == "load":

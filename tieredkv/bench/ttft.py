@@ -91,7 +91,7 @@ def measure(
     progress, samples = bench_progress(), Samples()
     with LLM(**settings, retention="24h", progress=progress) as llm:
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
-        llm.core.evict()
+        llm.core.verbs.evict()
         cases = list(itertools.product(lengths, range(repeats)))
         for length, repeat in tracked(progress, "measuring", cases):
             prompt = make_prompt(llm, length, repeat)
@@ -99,13 +99,13 @@ def measure(
                 demote_all(llm, TIER_OF_ARM[arm])
                 sample = serve_once(llm, prompt)
                 prefix = llm.make_request(prompt[:length], PARAMS)
-                sample = sample._replace(kv_digest=llm.core.kv_digest(prefix))
+                sample = sample._replace(kv_digest=llm.core.kv_digests.of_prompt(prefix))
                 if arm == "cold" and sample.kv_digest is None:
                     what = f"a prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 samples.setdefault((arm, length), []).append(sample)
             demote_all(llm, last)
-            llm.core.evict()
+            llm.core.verbs.evict()
     return samples
 
 

@@ -1,0 +1,274 @@
+"""The parts of an engine, made from the settings: model, memory, links, tiers, scheduler.
+
+Budgets are checked before anything is allocated.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.rate_file import RateFile
+from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.tiers import Tiers
+from tieredkv.clock import Clock
+from tieredkv.config import Settings
+from tieredkv.engine import model_runner
+from tieredkv.engine.first_rates import open_rate_file, time_link, time_steps
+from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
+from tieredkv.engine.model_runner import ModelRunner
+from tieredkv.engine.sampling_params import TokenChoice
+from tieredkv.engine.scheduler import Scheduler, longest_chunk
+from tieredkv.engine.step_timer import StepTimer
+from tieredkv.errors import ConfigError
+from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.storage.client import StoreClient
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
+from tieredkv.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+CPU_DEVICE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of.
+
+    Attributes:
+        model: the model that it runs.
+        spec: how the model's keys and values lie in blocks.
+        choice: how tokens are chosen where a request does not say.
+        max_model_len: tokens of the longest context, by the model and by VRAM.
+        device_blocks: uint8 [num_blocks, block_bytes], the blocks in VRAM.
+        runner: computes steps.
+        timer: learns how long steps take.
+        tiers: where blocks lie.
+        scheduler: decides on each step; it has the cache over the tiers.
+        rate_file: keeps what is learnt for the next start; None without a disk tier.
+    """
+
+    model: LoadedModel
+    spec: KVSpec
+    choice: TokenChoice
+    max_model_len: int
+    device_blocks: torch.Tensor
+    runner: ModelRunner
+    timer: StepTimer
+    tiers: Tiers
+    scheduler: Scheduler
+    rate_file: RateFile | None
+
+
+Build = Callable[..., Parts]
+"""Makes the parts of an engine, with the arguments of `build_parts`."""
+
+
+def build_parts(
+    settings: Settings, stack: contextlib.ExitStack, *, progress: Progress, wake: Callable[[], None]
+) -> Parts:
+    """Load the model, take the memory, start the store's worker, and join them.
+
+    Args:
+        settings: sizes, tiers, retention, scheduling.
+        stack: releases the parts when it is closed.
+        progress: told about loading, profiling and pinning.
+        wake: called by another thread when the store has something for the engine.
+
+    Raises:
+        ConfigError: a budget is smaller than one block, or a setting does not fit the model.
+        ModelError: the model cannot be loaded or is not supported.
+        StorageError: the disk tier's folder is not usable; nothing in it was changed.
+    """
+    found = find_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_context_len=settings.max_model_len,
+    )
+    device, spec = found.device, found.kv_spec(settings.block_size)
+    num_pages, num_blocks = _count_blocks(settings, spec, device.type)
+    report = partial(progress, "taking host memory")
+    arena = HostArena(num_pages, spec.page_bytes, progress=report)
+    stack.callback(arena.close)
+    store = None
+    if settings.disk_dir is not None:
+        store = StoreClient(_store_options(settings.disk_dir, settings, spec), arena, wake=wake)
+        stack.callback(store.close)
+    model = found.load(progress=progress, fingerprint=settings.fingerprint)
+    choice = _sampling_defaults(settings, found)
+    num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
+    most_tokens = longest_chunk(num_alone_tokens)
+    limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
+    if num_blocks is None:
+        progress("profiling", 0, 1)
+        share = settings.gpu_memory_utilization
+        num_blocks = model_runner.num_device_blocks(model, spec, share, **limits)
+        progress("profiling", 1, 1)
+    pool = model_runner.make_kv_pool(spec, num_blocks, device)
+    max_model_len = min(model.max_model_len, num_blocks * spec.block_size)
+    runner = ModelRunner(model, pool, spec, max_context_len=max_model_len, **limits)
+    device_blocks = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
+    link = _make_link(spec, device_blocks, arena, stack, progress)
+    tiers = make_tiers(settings, spec, link, store, num_blocks, num_pages, device.type)
+    scheduler = make_scheduler(settings, tiers, device.type)
+    timer = StepTimer(tiers.compute_rate, device)
+    runner.warm_up(progress)
+    time_steps(
+        runner,
+        timer,
+        most_tokens=num_alone_tokens,
+        max_model_len=max_model_len,
+        is_cpu=device.type == "cpu",
+    )
+    time_link(tiers)
+    rate_file = None
+    if settings.disk_dir is not None:
+        rate_file = open_rate_file(settings.disk_dir, tiers, model)
+    if rate_file is not None:
+        stack.callback(rate_file.close)
+    return Parts(
+        model=model,
+        spec=spec,
+        choice=choice,
+        max_model_len=max_model_len,
+        device_blocks=device_blocks,
+        runner=runner,
+        timer=timer,
+        tiers=tiers,
+        scheduler=scheduler,
+        rate_file=rate_file,
+    )
+
+
+def make_tiers(
+    settings: Settings,
+    spec: KVSpec,
+    link: DeviceLink[Any],
+    store: StoreClient | None,
+    num_blocks: int,
+    num_pages: int,
+    device_type: str,
+) -> Tiers:
+    """Make the tiers of this link and this store."""
+    num_batched_tokens = settings.resolve_max_num_batched_tokens(device_type)
+    tiers = Tiers(
+        device=BlockPool(num_blocks),
+        host=BlockPool(num_pages),
+        catalog=Catalog(settings.retention_policies()),
+        transfer=link,
+        store=store,
+        clock=Clock(settings.clock_offset_file),
+        block_bytes=spec.block_bytes,
+        block_size=spec.block_size,
+        restore=settings.restore,
+        compute_rate=ComputeRate(settings.resolve_max_num_alone_tokens(device_type)),
+        is_write_behind=settings.disk_write == "write_behind",
+        drain_timeout_s=settings.drain_timeout,
+        device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
+        load_timeout_s=settings.load_timeout,
+    )
+    tiers.read_rate.limit = settings.disk_read_limit or math.inf
+    tiers.write_rate.limit = settings.disk_write_limit or math.inf
+    return tiers
+
+
+def make_scheduler(settings: Settings, tiers: Tiers, device_type: str) -> Scheduler:
+    """Make the cache over these tiers, and the scheduler over the cache."""
+    return Scheduler(
+        cache=TieredCache(tiers),
+        block_size=tiers.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.resolve_max_num_batched_tokens(device_type),
+        max_num_alone_tokens=settings.resolve_max_num_alone_tokens(device_type),
+        hash_algo=settings.hash_algo,
+    )
+
+
+def _count_blocks(settings: Settings, spec: KVSpec, device_type: str) -> tuple[int, int | None]:
+    """Return the pages of host memory and the blocks of VRAM; None for as many as fit there.
+
+    Raises:
+        ConfigError: a budget is too small.
+    """
+    num_pages = _num_blocks("host_size", settings.host_size, spec.page_bytes, least=4)
+    num_blocks = None
+    device_size = settings.device_size or (None if device_type == "cuda" else CPU_DEVICE_BYTES)
+    if device_size is not None:
+        num_blocks = _num_blocks("device_size", device_size, spec.block_bytes, least=2)
+    if settings.disk_dir is not None:
+        least_bytes = minimum_budget_bytes(spec.block_bytes)
+        few = f"no block of {format_bytes(spec.block_bytes)}"
+        _check_budget("disk_size", settings.disk_size, least_bytes, few)
+    return num_pages, num_blocks
+
+
+def _num_blocks(field: str, size_bytes: int, block_bytes: int, *, least: int) -> int:
+    """Return how many blocks fit into a budget; fewer than `least` are refused."""
+    few = f"fewer than {least} blocks of {format_bytes(block_bytes)}"
+    _check_budget(field, size_bytes, least * block_bytes, few)
+    return size_bytes // block_bytes
+
+
+def _check_budget(field: str, size_bytes: int, least_bytes: int, holds: str) -> None:
+    """Refuse a budget that is too small.
+
+    Raises:
+        ConfigError: names the budget, what it holds, and how large it must be.
+    """
+    if size_bytes < least_bytes:
+        size, least = format_bytes(size_bytes), format_bytes(least_bytes)
+        raise ConfigError(f"`{field}` = {size} holds {holds}; it must be at least {least}")
+
+
+def _store_options(folder: str, settings: Settings, spec: KVSpec) -> StoreOptions:
+    return StoreOptions(
+        path=folder,
+        disk_retentions=tuple(each.name for each in settings.policies if each.may_use_disk),
+        budget_bytes=settings.disk_size,
+        sync=settings.disk_sync,
+        write_limit=settings.disk_write_limit,
+        compression=settings.disk_compression,
+        element_bytes=DTYPE_BYTES[spec.dtype],
+        sweep_interval_s=settings.sweep_interval,
+        clock_offset_file=settings.clock_offset_file,
+    )
+
+
+def _sampling_defaults(settings: Settings, found: FoundModel) -> TokenChoice:
+    is_recommended = settings.generation_config == "auto"
+    choice = found.generation.choice if is_recommended else TokenChoice()
+    if choice != TokenChoice():
+        logger.info("sampling defaults of the model's generation_config.json: %s", choice)
+    return choice
+
+
+def _make_link(
+    spec: KVSpec,
+    device_blocks: torch.Tensor,
+    arena: HostArena,
+    stack: contextlib.ExitStack,
+    progress: Progress,
+) -> DeviceLink[Any]:
+    """Join the blocks in VRAM and the pages of the arena, which is pinned for a GPU."""
+    arena_bytes = torch.frombuffer(arena.buffer, dtype=torch.uint8)
+    if device_blocks.is_cuda:
+        address, size = arena_bytes.data_ptr(), arena.size_bytes
+        report = partial(progress, "pinning host memory")
+        pinned = register_pinned(address, size, page_bytes=spec.page_bytes, progress=report)
+        stack.callback(pinned.close)
+    copier = BlockCopier(device_blocks, arena_bytes.view(-1, spec.page_bytes))
+    early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
+    return DeviceLink[Any](copier, early_bytes=early_bytes)

@@ -1,0 +1,63 @@
+"""How a request's prompt is found in the cache and kept there: namespace, block hashes, claims."""
+
+import sys
+from collections.abc import Sequence
+
+from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.clock import Clock
+from tieredkv.config import Settings
+from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.types import KVSpec
+
+
+class Prefixes:
+    """Makes the prefixes of one model's requests.
+
+    Args:
+        settings: how to hash, what isolates requests, and the retention policies.
+        spec: how the model's keys and values lie in blocks.
+        fingerprint: of the model.
+        clock: the time at which pins begin.
+    """
+
+    def __init__(self, settings: Settings, spec: KVSpec, fingerprint: bytes, clock: Clock) -> None:
+        self._settings, self._spec = settings, spec
+        self._fingerprint, self._clock = fingerprint, clock
+        self._policies = settings.retention_policies()
+
+    def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
+        """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
+        settings, size, algo = self._settings, self._spec.block_size, self._settings.hash_algo
+        # Cached blocks have no logits, which the prompt's log-probabilities need.
+        most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
+        max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
+        namespace = namespace_digest(
+            asked.tenant if settings.isolate_by != "none" else "",
+            asked.cache_salt if settings.isolate_by in ("salt", "prompt_cache_key") else None,
+            asked.prompt_cache_key if settings.isolate_by == "prompt_cache_key" else None,
+            algo=algo,
+        )
+        root = model_root(self._fingerprint, self._spec, namespace, algo=algo)
+        ends = asked.read_ends
+        read_ends = None if ends is None else [end // size for end in ends]
+        hashes = chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo)
+        return Prefix(root, namespace, hashes, self._claims(asked), max_blocks, read_ends)
+
+    def _claims(self, asked: EngineRequest) -> list[BlockClaim]:
+        """Cut a request where its claims end; of overlapping claims the longest counts.
+
+        A pin's time begins now.
+        """
+        now, size, made = self._clock.now(), self._spec.block_size, list[BlockClaim]()
+        for end in sorted({claim.end_token // size for claim in asked.claims}):
+            over = [claim for claim in asked.claims if claim.end_token // size >= end]
+            names = frozenset(self._policy(claim.retention) for claim in over)
+            pin_s = max(claim.pin_s for claim in over)
+            made.append(BlockClaim(end, names, now + pin_s if pin_s else 0.0))
+        rest = self._policy(asked.retention or self._settings.default_retention)
+        return [*made, BlockClaim(sys.maxsize, frozenset({rest}))]
+
+    def _policy(self, name: str) -> str:
+        """Return the name of a policy that is given by its name or an alias."""
+        return self._policies.get(name, is_any=True).name
