@@ -267,9 +267,13 @@ def test_a_disk_that_becomes_tenfold_slower_in_the_middle_is_believed(
             if disk.num_passed > 40:
                 disk.bytes_per_s = 4e6
 
-        answer = finish(llm, tokens, slow_down)
-        assert disk.bytes_per_s == 4e6
-        assert answer.token_ids == cold.token_ids
+        for _ in range(5):  # the processor may have too little time to read much at the new rate
+            answer = finish(llm, tokens, slow_down)
+            assert disk.bytes_per_s == 4e6
+            assert answer.token_ids == cold.token_ids
+            if tiers.read_rate.bytes_per_s < 30e6:
+                break
+            move_to_disk(llm)
         assert tiers.read_rate.bytes_per_s < 30e6
         assert tiers.counters.load_failures.total() == 0, "it waited for a timeout"
 

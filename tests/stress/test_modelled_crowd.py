@@ -37,7 +37,7 @@ def test_ideal_pools_find_what_they_should() -> None:
 
 @pytest.mark.slow
 def test_sessions_are_run_in_each_arm_and_compared_with_ideal_pools() -> None:
-    sizes = "--device-size", "1200MiB", "--host-size", "512MiB", "--disk-size", "4GiB"
+    sizes = "--device-size", "800MiB", "--host-size", "256MiB", "--disk-size", "4GiB"
     shape = "--scale", 10, "--turns", 4, "--seeds", 2
     found = report("sessions", "--sessions", 4, "--arms", "none,planned", *shape, *sizes)
     assert found["times"] == "computed, not measured"
