@@ -15,11 +15,11 @@ from functools import partial
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.claims import Claims
 from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.compression import Packed, extent_bytes_of
 from tieredkv.storage.fault_log import FaultLog
+from tieredkv.storage.index_txn import TXN_BLOCKS
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
 from tieredkv.storage.worker_messages import LentPage, PageStored
