@@ -1,8 +1,8 @@
 """Extents under a byte budget: which are lent, which wait to be erased, which blocks are evicted.
 
-This module knows segments, extent sizes and the budget. The least recently used blocks are evicted
-first, the end of a prompt before its beginning, and no more blocks than needed. An extent that
-failed twice is not used again until the next start.
+This module knows segments and extent sizes, and asks `space` how much room there is. The least
+recently used blocks are evicted first, the end of a prompt before its beginning, and no more blocks
+than needed. An extent that failed twice is not used again until the next start.
 """
 
 import errno
@@ -10,53 +10,34 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
-from typing import TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
+from tieredkv.storage.filesystem import NO_SPACE
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import PAGE_BYTES, Index
+from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
-from tieredkv.storage.index_txn import IndexTxn
+from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn
+from tieredkv.storage.space import Space
 from tieredkv.types import TENANT_BYTES
 
 logger = logging.getLogger(__name__)
 
-TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
 # Limits of one step of erasing. An extent changes two pages of the index; a block changes four.
 _ERASED_EXTENTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
-_FULL_S = 1.0  # after this time, a filesystem that was full is asked for space again
-
-
-def headroom_bytes(index_bytes: int) -> int:
-    """Bytes kept free for an index of this size to grow in one transaction of `TXN_BLOCKS` changes.
-
-    LMDB copies each page that it changes: at most four pages for each block, and never more than
-    the index has. It may add a few new pages.
-    """
-    return min(4 * TXN_BLOCKS * PAGE_BYTES, index_bytes) + 48 * PAGE_BYTES
 
 
 def largest_file_bytes(budget_bytes: int) -> int:
     """Return the size that no segment file exceeds, unless one extent alone is larger."""
     return max(_SEGMENT_BYTES, budget_bytes // 256)
-
-
-Item = TypeVar("Item")
-
-
-def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Cut a list into batches that one transaction can change."""
-    return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
 
 
 @dataclass(eq=False)
@@ -68,9 +49,6 @@ class ExtentAllocator:
     `dirty` (it will be reused or erased). A tenant with a share of the budget keeps that much when
     other tenants need room. If no other blocks are left, its longest unused blocks are evicted.
 
-    While the filesystem has less room than the budget, that room is the limit instead of the
-    budget, and the longest unused blocks are evicted. Some space is left to the index.
-
     `lent` and `_dirty` mirror the pending extents of the last committed transaction. After a failed
     transaction, `reload` restores them. Only the store's thread uses this class.
 
@@ -78,7 +56,6 @@ class ExtentAllocator:
         faulty: extents that could not be read or written and are still lent or hold a block.
         strikes: how often each extent became dirty while it was faulty. After the first time the
             extent is erased before it is lent again; after the second time it is never lent again.
-        lack: what the filesystem lacked when it was last full.
         has_no_file: whether the last request for extents failed because it needed a new file and
             the filesystem has no inode left.
     """
@@ -86,7 +63,7 @@ class ExtentAllocator:
     folder: StoreFolder
     files: SegmentFiles
     index: Index
-    budget_bytes: int
+    space: Space
     clock: Clock
     failpoint: Callable[[str], None]
     shares: Mapping[bytes, float] = field(default_factory=dict)
@@ -96,14 +73,10 @@ class ExtentAllocator:
     faulty: set[Extent] = field(default_factory=set)
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
-    lack: str = ""
     has_no_file: bool = False
     _erase_errors: set[int | None] = field(default_factory=set)  # error codes already logged
-    _full_until: float = 0.0
-    _most_there: int = 0  # until `_full_until`: room that the filesystem has for all files
     _lacks_room: bool = False  # whether the disk was too full for the last transaction
     _made: set[int] = field(default_factory=set)  # segments of the transaction under way
-    overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
 
@@ -117,7 +90,7 @@ class ExtentAllocator:
         self._dirty = {}
         for extent in pending - self.lent.keys():
             self._add_dirty(extent)
-        self.measure()
+        self.space.measure()
 
     @contextmanager
     def changing(self) -> Iterator[IndexTxn]:
@@ -127,17 +100,18 @@ class ExtentAllocator:
                 yield txn
         except BaseException as error:
             self.reload()
+            space = self.space
             is_full = isinstance(error, StoreFullError)
-            is_short = self.is_disk_full or self.files.free_bytes() < self._headroom_bytes
+            is_short = space.is_disk_full or self.files.free_bytes() < space.headroom_bytes
             if is_full or is_short:
-                self.note_full(error.errno if isinstance(error, StoreFullError) else None)
+                space.note_full(error.errno if isinstance(error, StoreFullError) else None)
                 self._lacks_room = True
             if is_short and type(error) is StorageError:  # a page written in part is EIO for LMDB
-                raise StoreFullError(errno.ENOSPC, self.lack) from error
+                raise StoreFullError(errno.ENOSPC, space.lack) from error
             raise
         self._lacks_room = False
         self._made.clear()
-        self.measure()
+        self.space.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
         """Drop a block's entry and mark its extent as dirty, if that extent exists.
@@ -165,54 +139,6 @@ class ExtentAllocator:
         """Return whether an extent failed too often to be used again."""
         return self.strikes[extent] > 1
 
-    def measure(self) -> None:
-        """Measure again how many bytes all files other than segments occupy."""
-        self.overhead_bytes = self.folder.occupied_bytes()
-
-    @property
-    def occupied_bytes(self) -> int:
-        """Bytes that all files of the store occupy."""
-        return self.overhead_bytes + self.files.occupied_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes by which segment files may still grow; negative when they must shrink."""
-        return self._most_bytes - self.files.occupied_bytes
-
-    @property
-    def _fitting_bytes(self) -> int:
-        """Bytes of neighbouring extents that certainly fit into `room_bytes`."""
-        return self.files.filesystem.fitting_bytes(self.room_bytes)
-
-    @property
-    def is_disk_full(self) -> bool:
-        """Whether the filesystem was full within the last second."""
-        return time.monotonic() < self._full_until
-
-    def note_full(self, code: int | None, free_bytes: float = 0.0) -> None:
-        """Limit the store for a second to what it occupies now plus what `free_bytes` leaves.
-
-        A few blocks are evicted to make room for the index, but only once in that time: otherwise
-        another program that fills the disk would make the store evict everything. No block is
-        evicted where erasing gives no space back.
-        """
-        self.measure()
-        headroom, occupied = self._headroom_bytes, self.occupied_bytes
-        can_shrink = self.files.punch_hole and not self.is_disk_full
-        least = -min(headroom, occupied // 16) if can_shrink else min(self.room_bytes, 0)
-        self._note_lack(code)
-        if not self.is_disk_full:
-            self._full_until = time.monotonic() + _FULL_S
-        self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
-
-    def _note_lack(self, code: int | None) -> None:
-        if code is None and self.is_disk_full:
-            return  # the lack is known already
-        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
-        if lack != self.lack:
-            logger.warning("%s; stored blocks stay, or are evicted for new ones", lack)
-        self.lack = lack
-
     @property
     def pending_bytes(self) -> int:
         """Bytes of the extents that are lent or dirty."""
@@ -227,31 +153,6 @@ class ExtentAllocator:
         states = txn.segments().values()
         unused = sum((each.num_extents - each.num_used) * each.extent_bytes for each in states)
         return self._dirty_bytes + unused
-
-    @property
-    def _headroom_bytes(self) -> int:
-        """Bytes kept free for the index, in the pieces in which this filesystem hands out space."""
-        return self.files.filesystem.spread_bytes(headroom_bytes(self.overhead_bytes))
-
-    @property
-    def _most_bytes(self) -> int:
-        """Bytes that all extents together may occupy at the moment."""
-        budget = self.budget_bytes
-        limit = min(budget, self._most_there) if self.is_disk_full else budget
-        return limit - self.overhead_bytes - self._headroom_bytes
-
-    def check_fits(self, extent_bytes: int) -> None:
-        """Raise an error if no eviction could make room for an extent of this size.
-
-        Raises:
-            StoreFullError: the extent is larger than the budget leaves; names both sizes.
-        """
-        most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
-        most = self.files.filesystem.fitting_bytes(most)
-        if extent_bytes > most:
-            needs = f"a block needs {extent_bytes} bytes on disk, but the budget of"
-            leaves = f"leaves {max(most, 0)} beside the index; raise `disk_size`"
-            raise StoreFullError(f"{needs} {self.budget_bytes} bytes {leaves}")
 
     # --- lending ----------------------------------------------------------------------------
 
@@ -301,7 +202,7 @@ class ExtentAllocator:
         ]
         free = chain.from_iterable(map(txn.free, same))
         for extent in list(islice((e for e in free if not self.is_retired(e)), count)):
-            if self.files.punch_hole and self._fitting_bytes < extent_bytes:
+            if self.files.punch_hole and self.space.fitting_bytes < extent_bytes:
                 break
             if not self._allocate(extent.segment, extent.number, 1):
                 break
@@ -311,15 +212,16 @@ class ExtentAllocator:
 
     def _take_new(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
         """Take extents from a segment that grows by one step, or from a new segment."""
-        largest = largest_file_bytes(self.budget_bytes) // extent_bytes or 1
+        largest = largest_file_bytes(self.space.budget_bytes) // extent_bytes or 1
         same = {
             s: state for s, state in txn.segments().items() if state.extent_bytes == extent_bytes
         }
         fits = [s for s in same if same[s].num_extents < largest and s in self.files]
         state = same[fits[-1]] if fits else SegmentState(extent_bytes, 0, 0)
         num_extents = state.num_extents
-        step = min(_STEP_BYTES, self.budget_bytes // 64) // extent_bytes
-        growth = min(max(step, count), self._fitting_bytes // extent_bytes, largest - num_extents)
+        step = min(_STEP_BYTES, self.space.budget_bytes // 64) // extent_bytes
+        fitting = self.space.fitting_bytes // extent_bytes
+        growth = min(max(step, count), fitting, largest - num_extents)
         if growth <= 0:
             return []
         try:
@@ -328,7 +230,7 @@ class ExtentAllocator:
             if error.errno not in NO_SPACE:
                 raise
             # No inode is left. Evicting blocks of another size would not help.
-            self._note_lack(error.errno)
+            self.space.note_lack(error.errno)
             self.has_no_file = True
             return []
         self.failpoint("segment:opened")
@@ -351,15 +253,15 @@ class ExtentAllocator:
         extent_bytes = self.files.extent_bytes(segment)
         needed_bytes = self.files.filesystem.spread_bytes(num_extents * extent_bytes)
         free_bytes = self.files.free_bytes()
-        if needed_bytes + self._headroom_bytes > free_bytes:
-            self.note_full(None, free_bytes)
+        if needed_bytes + self.space.headroom_bytes > free_bytes:
+            self.space.note_full(None, free_bytes)
             return False
         try:
             self.files.allocate(segment, first_extent, num_extents)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self.note_full(error.errno)
+            self.space.note_full(error.errno)
             return False
         return True
 
@@ -409,7 +311,7 @@ class ExtentAllocator:
         """
         before = self.files.occupied_bytes, self.pending_bytes
         for _ in self.erasing():
-            if self.room_bytes >= needed_bytes and self.pending_bytes < before[1]:
+            if self.space.room_bytes >= needed_bytes and self.pending_bytes < before[1]:
                 return True
         with self.index.reading() as txn:
             states = txn.segments().items()
@@ -460,7 +362,7 @@ class ExtentAllocator:
             with self.changing() as txn:
                 taken = self.take(txn, extent_bytes, short)
                 if len(taken) < short and not self.has_no_file:
-                    spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
+                    spare = max(self.space.room_bytes, 0) + self.idle_bytes(txn)
                     needed_bytes = (short - len(taken)) * extent_bytes
                     needed_bytes = self.files.filesystem.spread_bytes(needed_bytes)
                     self._evict(txn, needed_bytes - spare, tenant)
@@ -483,7 +385,7 @@ class ExtentAllocator:
         """
         if not self.shares:
             return set()
-        spare = {each: -share * self._most_bytes for each, share in self.shares.items()}
+        spare = {each: -share * self.space.most_bytes for each, share in self.shares.items()}
         others_bytes = 0  # of tenants without a share
         for namespace, (num_blocks, num_bytes) in txn.namespaces().items():
             has_bytes = num_blocks * extent_bytes_for(num_bytes // num_blocks)
@@ -520,7 +422,7 @@ class ExtentAllocator:
 
     def enforce_budget(self) -> None:
         """Evict until the files fit into the budget, with room left for the index to grow."""
-        while self.room_bytes < 0 and self.give_way():
+        while self.space.room_bytes < 0 and self.give_way():
             pass
 
     def give_way(self) -> bool:
@@ -528,4 +430,4 @@ class ExtentAllocator:
         if self.release_idle(0):
             return True
         with self.changing() as txn:
-            return bool(self._evict(txn, -self.room_bytes))
+            return bool(self._evict(txn, -self.space.room_bytes))

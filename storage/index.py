@@ -13,6 +13,7 @@ import errno
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape, glob
@@ -46,6 +47,8 @@ _PAGE = np.dtype(  # the header of an LMDB page; its flags are 1 in a branch and
 )
 _LOOKED_OVER_KEYS = 256  # how many keys one step of `looking_over` checks
 _READ_AHEAD_BYTES = 1 << 20
+_PAUSES = 25  # each pause while the index is checked lasts this many times the step before it
+_MAX_PAUSE_S = 0.5
 _MADV_POPULATE_READ = 22
 
 
@@ -209,6 +212,28 @@ class Index:
         with self._changing, self.reading() as txn:
             is_sound = not txn.contradictions()
         yield is_sound
+
+    def is_sound(self, is_over: threading.Event) -> bool:
+        """Read the index into memory and check its consistency, beside the store's other work.
+
+        Pages that swapped places break no checksum, but blocks in them may not be found. Checking
+        competes with lookups for the interpreter's lock, so a pause follows each of its steps.
+
+        Args:
+            is_over: set to end the check early, as if nothing were wrong.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+        for steps, pauses in (self.reading_ahead(), 0), (self.looking_over(), _PAUSES):
+            begin = time.monotonic()
+            for is_sound in steps:
+                if not is_sound:
+                    return False
+                if is_over.wait(min(pauses * (time.monotonic() - begin), _MAX_PAUSE_S)):
+                    return True
+                begin = time.monotonic()
+        return True
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from functools import cached_property
 from heapq import merge
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -33,7 +33,17 @@ from tieredkv.storage.index_entries import (
 )
 from tieredkv.types import TENANT_BYTES
 
+TXN_BLOCKS = 64
+"""How many blocks one transaction changes at most."""
+
 _NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
+
+Item = TypeVar("Item")
+
+
+def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Cut a list into batches that one transaction can change."""
+    return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
 
 
 class IndexTxn:

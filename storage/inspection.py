@@ -21,10 +21,9 @@ from msgspec.structs import asdict
 
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage import codec
-from tieredkv.storage.allocator import TXN_BLOCKS, batches
 from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
-from tieredkv.storage.index_txn import IndexTxn
+from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
 from tieredkv.storage.results import (
     ChainInfo,

@@ -19,15 +19,16 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import codec, recovery
-from tieredkv.storage.allocator import TXN_BLOCKS, ExtentAllocator, batches, headroom_bytes
+from tieredkv.storage.allocator import ExtentAllocator
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, extent_bytes_for
 from tieredkv.storage.compression import Packed, Packing, extent_bytes_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import Index
-from tieredkv.storage.index_txn import IndexTxn
+from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.space import Space, headroom_bytes
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
@@ -64,6 +65,7 @@ class BlockStore:
         self._folder = allocator.folder
         self.index = allocator.index
         self._files = allocator.files
+        self._space = allocator.space
         self.allocator = allocator
         self.clock = allocator.clock
         self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
@@ -120,7 +122,8 @@ class BlockStore:
                 undo.callback(index.close)
                 files = SegmentFiles(folder.segments_path, filesystem)
                 undo.callback(files.close)
-                allocator = ExtentAllocator(folder, files, index, earlier, clock, failpoint)
+                space = Space(folder, files, earlier)
+                allocator = ExtentAllocator(folder, files, index, space, clock, failpoint)
                 num_expired = recovery.recover(allocator, progress)
             recovery.reach_budget(allocator, budget)
             folder.note_budget(budget)  # used when the store is opened without a budget
@@ -223,7 +226,7 @@ class BlockStore:
         kinds = list(zip(sizes, tenants, strict=True))
         for record, size in zip(records, sizes, strict=True):
             check_record(record)
-            self.allocator.check_fits(size)
+            self._space.check_fits(size)
         lent_before = set(self.allocator.lent)
         try:
             self.allocator.enforce_budget()
@@ -231,9 +234,9 @@ class BlockStore:
                 kind: iter(self.allocator.obtain(*kind, kinds.count(kind))) for kind in set(kinds)
             }
             answer = [next(lent[kind], None) for kind in kinds]
-            is_full = self.allocator.is_disk_full or self.allocator.has_no_file
+            is_full = self._space.is_disk_full or self.allocator.has_no_file
             if is_full and not any(answer):
-                raise StoreFullError(errno.ENOSPC, self.allocator.lack)
+                raise StoreFullError(errno.ENOSPC, self._space.lack)
         except BaseException as error:
             for extent in self.allocator.lent.keys() - lent_before:
                 self.abandon(extent)
@@ -394,9 +397,9 @@ class BlockStore:
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
-            bytes_files=self.allocator.occupied_bytes,
-            bytes_index=self.allocator.overhead_bytes,
-            bytes_budget=self.allocator.budget_bytes,
+            bytes_files=self._space.occupied_bytes,
+            bytes_index=self._space.overhead_bytes,
+            bytes_budget=self._space.budget_bytes,
             bytes_pending=self.allocator.pending_bytes,
             bytes_written=self._files.bytes_written,
             bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,

@@ -115,34 +115,35 @@ def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
     A bloated index is replaced by a compact copy. The index and the copy exist side by side for a
     while, so the copy is made only once both fit into the larger budget that was in force before.
     """
-    larger_bytes, allocator.budget_bytes = allocator.budget_bytes, budget_bytes
+    space = allocator.space
+    larger_bytes, space.budget_bytes = space.budget_bytes, budget_bytes
 
     def compact() -> bool:
-        before = allocator.overhead_bytes
+        before = space.overhead_bytes
         copy_bytes = allocator.files.filesystem.spread_bytes(allocator.index.used_bytes())
-        if allocator.occupied_bytes + copy_bytes <= larger_bytes:
+        if space.occupied_bytes + copy_bytes <= larger_bytes:
             with suppress(StoreFullError):
                 allocator.index.compact()
-            allocator.measure()
-        return allocator.overhead_bytes < before
+            space.measure()
+        return space.overhead_bytes < before
 
-    if allocator.room_bytes < 0:
+    if space.room_bytes < 0:
         allocator.folder.drop_set_aside()
-        allocator.measure()
-    others_bytes = allocator.overhead_bytes - allocator.index.file_bytes()
+        space.measure()
+    others_bytes = space.overhead_bytes - allocator.index.file_bytes()
     if others_bytes > budget_bytes:
         what = f"the files beside the index and segments in `{allocator.folder.path}`"
         takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
         raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
-    while allocator.room_bytes < 0:
+    while space.room_bytes < 0:
         is_bloated = 2 * allocator.index.used_bytes() < allocator.index.file_bytes()
         if not (is_bloated and compact()) and not allocator.give_way():
             break
-    if allocator.room_bytes < 0:
+    if space.room_bytes < 0:
         compact()
-    if allocator.occupied_bytes > allocator.budget_bytes:
-        where = f"the store at `{allocator.index.path}` occupies {allocator.occupied_bytes} bytes"
-        what = f"{where} without any block, but its budget is {allocator.budget_bytes}"
+    if space.occupied_bytes > space.budget_bytes:
+        where = f"the store at `{allocator.index.path}` occupies {space.occupied_bytes} bytes"
+        what = f"{where} without any block, but its budget is {space.budget_bytes}"
         raise StoreFullError(f"{what}; raise `disk_size`")
 
 
@@ -299,7 +300,7 @@ def _fill_new_index(
         with draft.writing() as txn:
             txn.begin(meta, segments)
         for stored, extents in batches:
-            allocator.measure()
+            allocator.space.measure()
             with draft.writing() as txn:
                 _fill(txn, [each for each in stored if now < each.record.expires_at], extents)
                 draft.keep_ahead(_make_room(txn, allocator, len(stored)))
@@ -313,7 +314,7 @@ def _fill_new_index(
         folder.drop_draft()
         raise
     index.become(draft)
-    allocator.measure()
+    allocator.space.measure()
 
 
 def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
@@ -336,12 +337,13 @@ def _make_room(txn: IndexTxn, allocator: ExtentAllocator, num_blocks: int) -> in
     The index that was set aside is dropped first. Then the longest unused blocks are evicted: their
     bytes are erased at once, and their extents become pending.
     """
+    space = allocator.space
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
     needed_bytes = allocator.files.filesystem.spread_bytes(needed_bytes)
-    if allocator.room_bytes < needed_bytes:
+    if space.room_bytes < needed_bytes:
         allocator.folder.drop_set_aside()
-        allocator.measure()
-    short_bytes, victims = needed_bytes - allocator.room_bytes, list[Located]()
+        space.measure()
+    short_bytes, victims = needed_bytes - space.room_bytes, list[Located]()
     for block_hash in txn.longest_unused():
         if short_bytes <= 0:
             break

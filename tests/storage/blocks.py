@@ -133,8 +133,8 @@ def _extent_problems(
                 problems.append(f"extent {extent} has {roles} roles")
     if free_keys:
         problems.append(f"{len(free_keys)} free extents lie in no segment")
-    if allocator.occupied_bytes > allocator.budget_bytes:
-        sizes = f"{allocator.occupied_bytes} of {allocator.budget_bytes}"
+    if allocator.space.occupied_bytes > allocator.space.budget_bytes:
+        sizes = f"{allocator.space.occupied_bytes} of {allocator.space.budget_bytes}"
         problems.append(f"files occupy {sizes} bytes")
     return problems
 

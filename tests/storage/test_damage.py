@@ -384,7 +384,7 @@ def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Pat
             put(store, record)
         store.make_index_again()
         shutil.rmtree(path / "index.bad")  # else room for it would be made by evictions first
-        store.allocator.measure()
+        store.allocator.space.measure()
         put(store, *small)
         store.check()
     assert max(occupied) <= 2 << 20

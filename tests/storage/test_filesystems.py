@@ -119,7 +119,7 @@ def test_a_full_disk_that_cannot_set_space_aside_takes_no_space_for_a_block_that
             store.abandon(extent)
         assert segment_files(tmp_path / "store")[0].stat().st_size == size_bytes
         monkeypatch.undo()
-        wait_until(lambda: not store.allocator.is_disk_full)
+        wait_until(lambda: not store.allocator.space.is_disk_full)
         assert put(store, make_record("c")) == [True]
         store.check()
 
@@ -265,9 +265,9 @@ def assert_blocks_give_way(
     with open_store(folder, clock, budget_bytes=64 << 20) as store:
         for _ in range(200):
             store_some()
-            if store.allocator.lack:
+            if store.allocator.space.lack:
                 break
-        assert cause in store.allocator.lack
+        assert cause in store.allocator.space.lack
         assert len(stored) > 100
         for _ in range(20):
             wait_until(store_some) if can_erase else store_some()

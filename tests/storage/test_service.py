@@ -209,6 +209,21 @@ def test_a_store_that_the_write_limit_held_back_says_so(tmp_path: Path, arena: H
         assert told[-1]
 
 
+def test_stores_that_the_write_limit_holds_back_are_written_when_the_store_closes(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with serving(tmp_path / "store", arena, write_limit=1) as engine:
+        records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(3)]
+        for page_id, record in enumerate(records):
+            arena.page(page_id)[:] = payload_of(record)
+        engine.channel.send(StoreCall([LentPage(each, n) for n, each in enumerate(records)]))
+        assert engine.next_page().ok, "the first write is within any limit"
+        engine.channel.send(CloseCall())
+        engine.served.result(HANG_S)
+        ended = [each for each in engine.channel.receive() if isinstance(each, Completions)]
+        assert [page.ok for each in ended for page in each.pages] == [True, True]
+
+
 @pytest.mark.parametrize("label", ["delete:before", "delete:done", "erase:before", "erase:done"])
 def test_what_is_deleted_is_a_miss_at_once_and_the_rest_is_served(
     tmp_path: Path, arena: HostArena, label: str

@@ -1,0 +1,133 @@
+"""Loads: blocks that the engine wants to have read into pages, and what becomes of each.
+
+A load waits, is located together with others, is read by a thread and ends. If reading fails, the
+load ends once the index thread has found out why.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.storage.codec import Located, corrupt, decode_record
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.mover import Mover
+from tieredkv.storage.worker_messages import LentPage, PageLoaded
+from tieredkv.storage.write_share import WriteShare
+from tieredkv.types import BlockRecord
+
+_MAX_LOCATES_A_TURN = 64
+_READS_A_THREAD = 4  # enough to keep the threads busy while the next loads are located
+
+Find = Callable[[list[bytes]], dict[bytes, bytes]]
+Judge = Callable[[Located, StorageError, Callable[[str], None]], None]
+
+
+@dataclass(eq=False)
+class Reads:
+    """The loads that one worker was asked for; only the front thread uses them.
+
+    Args:
+        store: where blocks are stored.
+        mover: has payloads read.
+        num_readers: how many threads the mover has.
+        share: told of every read, so that writes give way.
+        find: returns the sealed records of those blocks that may be read.
+        judge: finds out why a read failed, and then calls back with the reason.
+    """
+
+    store: BlockStore
+    mover: Mover
+    num_readers: int
+    share: WriteShare
+    find: Find
+    judge: Judge
+    _waiting: deque[LentPage] = field(default_factory=deque)
+    _num_reading: int = 0
+    _ended: list[PageLoaded] = field(default_factory=list)
+
+    def add(self, pages: Iterable[LentPage]) -> None:
+        """Have blocks read into these pages, after those that wait already."""
+        self._waiting += pages
+
+    def refuse_waiting(self) -> None:
+        """End the loads that have not been started, because the store closes."""
+        for page in self._waiting:
+            self._answer(page, "closing")
+        self._waiting.clear()
+
+    def take_ended(self) -> list[PageLoaded]:
+        """Return the loads that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether any load has not ended."""
+        return bool(self._waiting or self._num_reading)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether to start another load; only as many are started as keep the readers busy."""
+        return bool(self._waiting) and self._num_reading < _READS_A_THREAD * self.num_readers
+
+    def start(self) -> None:
+        """Look several blocks up at once, then have them read.
+
+        Lookups are made first, because busy readers slow them down.
+        """
+        if not self.can_start:
+            return
+        pages: list[LentPage] = []
+        while self.can_start and len(pages) < _MAX_LOCATES_A_TURN:
+            pages.append(self._waiting.popleft())
+            self._num_reading += 1
+        found = self.find([page.record.block_hash for page in pages])
+        for page in pages:
+            self._start(page, found.get(page.record.block_hash))
+
+    def _start(self, page: LentPage, sealed: bytes | None) -> None:
+        wanted = page.record
+        if sealed is None:
+            return self._end(page, "missing")
+        try:
+            located = decode_record(wanted.block_hash, sealed)
+        except CorruptBlockError:  # the seal is right, but the bytes under it are no record
+            self.store.note_damaged(wanted.block_hash)
+            return self._end(page, "missing")
+        end = partial(self._end_read, page, located)
+        if _identity(located.record) != _identity(wanted):
+            # This block must be dropped, or the right one could never take its place.
+            what = "its record describes another block"
+            return end(corrupt(wanted.block_hash, "identity", what))
+        self.share.note_read(0)
+        return self.mover.start(page.page_id, partial(self.store.read_payload, located), end)
+
+    def _end_read(self, page: LentPage, located: Located, error: StorageError | None) -> None:
+        if error is None:
+            self.share.note_read(page.record.size_bytes)
+            self._end(page, "", located.record)
+        else:
+            self.judge(located, error, partial(self._end_failed, page))
+
+    def _end_failed(self, page: LentPage, reason: str) -> None:
+        if reason == "evicted":  # the block may also have moved since it was located: look again
+            self._num_reading -= 1
+            self._waiting.append(page)
+        else:
+            self.share.note_read(page.record.size_bytes)
+            self._end(page, reason)
+
+    def _end(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
+        self._num_reading -= 1
+        self._answer(page, reason, record)
+
+    def _answer(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
+        now = time.monotonic()
+        self._ended.append(PageLoaded(page.record.block_hash, page.page_id, reason, record, now))
+
+
+def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
+    return record.parent_hash, record.root, record.position, record.size_bytes

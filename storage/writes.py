@@ -1,0 +1,281 @@
+"""Stores: blocks in pages that the engine wants to have written, and what becomes of each.
+
+A store waits, is compressed by a thread, waits for an extent, is written by a thread, waits for its
+group's transaction and ends after it. Writes give way to reads and keep to the write limit. A store
+that fails ends with the reason.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec.structs import replace
+
+from tieredkv.errors import StorageError, StoreFullError
+from tieredkv.storage.claims import Claims
+from tieredkv.storage.codec import Extent, Located
+from tieredkv.storage.compression import Packed, extent_bytes_of
+from tieredkv.storage.fault_log import FaultLog
+from tieredkv.storage.index_txn import TXN_BLOCKS
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.mover import Mover
+from tieredkv.storage.worker_messages import LentPage, PageStored
+from tieredkv.storage.write_share import WriteShare
+
+_WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed
+_MAX_GROUP_AGE_S = 0.005  # how long written blocks wait for others to share a transaction
+_POLL_S = 0.002  # how often writes look whether reads have earned them a share
+
+
+@dataclass(slots=True, eq=False)
+class WriteTask:
+    """One block to be compressed and written by a thread.
+
+    The extent is None until the block is compressed, because its size is not known before.
+    `is_held_back` and `ended_at` are for `PageStored`.
+    """
+
+    page: LentPage
+    packed: Packed | None = None
+    extent: Extent | None = None
+    written: Located | None = None
+    is_held_back: bool = False
+    ended_at: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the extent that the block needs."""
+        return extent_bytes_of(self.page.record, self.packed)
+
+
+@dataclass(eq=False)
+class Writes:
+    """The stores that one worker was asked for; only the index thread uses them.
+
+    Each moves from `_waiting` through `_packed`, `_reserved` and `_written` to `_ended`.
+
+    Args:
+        store: where blocks are stored.
+        mover: has payloads compressed and written.
+        num_writers: how many threads the mover has.
+        share: what writes get of the disk while blocks are read.
+        claims: decides which blocks may be stored, and until when.
+        log: told of failures.
+
+    Attributes:
+        last_error: why the last blocks could not be stored, or empty.
+    """
+
+    store: BlockStore
+    mover: Mover
+    num_writers: int
+    share: WriteShare
+    claims: Claims
+    log: FaultLog
+    last_error: str = ""
+    _is_hurried: bool = False
+    # A function among those that wait is a barrier; see `add_barrier`.
+    _waiting: deque[LentPage | Callable[[], None]] = field(default_factory=deque)
+    _packed: deque[WriteTask] = field(default_factory=deque)
+    _reserved: deque[WriteTask] = field(default_factory=deque)
+    _num_writing: int = 0  # compressions included
+    _is_held_back: bool = False  # now
+    _was_held_back: bool = False  # before this turn
+    _written: list[WriteTask] = field(default_factory=list)
+    _written_since: float = 0.0
+    _ended: list[PageStored] = field(default_factory=list)
+
+    # --- what comes and goes -------------------------------------------------------------------
+
+    def add(self, pages: Iterable[LentPage]) -> None:
+        """Have the blocks in these pages written, after those that wait already."""
+        for page in pages:
+            if (record := self.claims.of_block(page.record)) is None:
+                self._end(page, "retention")
+            else:
+                self._waiting.append(replace(page, record=record))
+
+    def add_barrier(self, call: Callable[[], None]) -> None:
+        """Call a function once every store before it is committed and none after it has begun."""
+        self._waiting.append(call)
+
+    def hurry(self) -> None:
+        """Give way to nothing from now on, because the store closes."""
+        self._is_hurried = True
+
+    def take_ended(self) -> list[PageStored]:
+        """Return the stores that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether any store has not ended, or any barrier's function was not called."""
+        waiting = self._waiting or self._packed or self._reserved
+        return bool(waiting or self._num_writing or self._written)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until there is something to do that no thread hands over."""
+        waits_s = [math.inf]
+        if self._written:
+            waits_s.append(self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
+        if self._reserved and not self._num_writing:
+            waits_s.append(max(self.store.write_limit.wait_s(), min(self.share.wait_s, _POLL_S)))
+        return max(0.0, min(waits_s))
+
+    def step(self) -> None:
+        """Start what may be started, and commit the group of written blocks if it is due."""
+        self._start()
+        if self._is_group_due():
+            self._commit()
+            self._start()
+
+    # --- compressing and writing ---------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Hand writes to the writer threads; beside reads, one at a time and within their share.
+
+        If a limit delays writes, their pages stay lent, as with a slow disk. No limit applies while
+        the store closes.
+        """
+        is_reading = self.share.wait_s > 0 and not self._is_hurried
+        self._was_held_back, self._is_held_back = self._is_held_back, is_reading
+        max_writing = 1 if is_reading else _WRITES_A_THREAD * self.num_writers
+        is_packing = self.store.packing.is_on
+        max_packed = 2 * self.num_writers if is_packing else TXN_BLOCKS
+        while self._num_writing < max_writing:
+            head = self._waiting[0] if self._waiting else None
+            if self._reserved:
+                if not self._admits(self._reserved[0].size):
+                    self._is_held_back = True
+                    return
+                self._start_task(self._reserved.popleft())
+            elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
+                self._waiting.popleft()
+                task = WriteTask(head)
+                self._start_task(task) if is_packing else self._packed.append(task)
+            elif self._packed:
+                if not self._reserve():
+                    return
+            elif callable(head) and not self._num_writing:
+                self._commit()
+                self._waiting.popleft()
+                head()
+            else:
+                return
+
+    def _admits(self, num_bytes: int) -> bool:
+        """Return whether both limits let a write of so many bytes begin."""
+        if self._is_hurried:
+            return True
+        limit = self.store.write_limit
+        return not limit.wait_s() and self.share.admits(num_bytes) and limit.admits(num_bytes)
+
+    def _start_task(self, task: WriteTask) -> None:
+        self._num_writing += 1
+        task.is_held_back |= self._was_held_back or self._is_held_back
+        move, end = partial(self._move, task), partial(self._end_task, task)
+        self.mover.start(task.page.page_id, move, end)
+
+    def _move(self, task: WriteTask, page: memoryview) -> None:
+        """Compress or write a block, on a writer thread."""
+        if task.extent is None:
+            task.packed = self.store.packing.pack(page[: task.page.record.size_bytes])
+        else:
+            what = (task.page.record, page, task.packed)
+            task.written = self.store.write_payload(task.extent, *what)
+            task.packed = None  # its memory
+            task.ended_at = time.monotonic()
+
+    def _end_task(self, task: WriteTask, error: StorageError | None) -> None:
+        self._num_writing -= 1
+        task.is_held_back |= self._is_held_back or self.share.wait_s > 0
+        if error is not None:
+            if task.extent is not None:
+                self.store.write_failed(task.extent, error)
+            self._end(task.page, _refusal(error))
+            self._note_refusal(error)
+        elif task.written is None:
+            self._packed.append(task)
+        else:
+            if not self._written:
+                self._written_since = time.monotonic()
+            self._written.append(task)
+
+    # --- extents -------------------------------------------------------------------------------
+
+    def _reserve(self) -> bool:
+        """Get extents for the next writes, in one transaction; return False to try again later."""
+        batch = list(self._packed)
+        self._packed.clear()
+        try:
+            batch = self._leave_out_known(batch)
+            records = [task.page.record for task in batch]
+            extents = self.store.reserve_many(records, [task.packed for task in batch])
+        except StorageError as error:
+            self._note_refusal(error)
+            for task in batch:
+                self._end(task.page, _refusal(error))
+            return True
+        waiting = []
+        for task, extent in zip(batch, extents, strict=True):
+            task.extent = extent
+            if extent is not None:
+                self._reserved.append(task)
+            elif self._reserved or self._num_writing or self._written:
+                waiting.append(task)  # there may be room once the writes under way are committed
+            else:
+                self.last_error = "the budget leaves no room for another block"
+                self._end(task.page, "full")
+        self._packed.extendleft(reversed(waiting))
+        return not waiting or bool(self._reserved)
+
+    def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
+        """Acknowledge blocks that are stored already and keep their claims; return the others."""
+        known = [task for task in batch if self.store.holds(task.page.record)]
+        self.store.claim_or_touch([task.page.record for task in known])
+        for task in known:
+            self._end(task.page, "")
+        return [task for task in batch if task not in known]
+
+    # --- transactions --------------------------------------------------------------------------
+
+    def _is_group_due(self) -> bool:
+        return bool(self._written) and (
+            (self._num_writing == 0 and not self._reserved)
+            or len(self._written) >= TXN_BLOCKS
+            or time.monotonic() - self._written_since >= _MAX_GROUP_AGE_S
+        )
+
+    def _commit(self) -> None:
+        """Acknowledge every block that is written, in one index transaction."""
+        group, self._written = self._written, []
+        if not group:
+            return
+        rows = [task.written for task in group if task.written is not None]
+        try:
+            reasons = ["" if is_stored else "expired" for is_stored in self.store.commit(rows)]
+            self.last_error = ""
+        except StorageError as error:
+            reasons = [_refusal(error)] * len(group)
+            self._note_refusal(error)
+        for task, reason in zip(group, reasons, strict=True):
+            page_id, block_hash = task.page.page_id, task.page.record.block_hash
+            times = task.is_held_back, task.ended_at
+            self._ended.append(PageStored(block_hash, page_id, reason, *times))
+
+    def _note_refusal(self, error: StorageError) -> None:
+        """Report why blocks are not stored, and keep the reason for `stats`."""
+        self.last_error = str(error)
+        self.log.report("store", error)
+
+    def _end(self, page: LentPage, reason: str) -> None:
+        self._ended.append(PageStored(page.record.block_hash, page.page_id, reason))
+
+
+def _refusal(error: StorageError) -> str:
+    return "full" if isinstance(error, StoreFullError) else "io_error"
