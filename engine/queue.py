@@ -5,12 +5,12 @@ were computed; a tenant that returns starts level with the others. So if a tenan
 queued, at most one request of each other tenant is admitted before its first one.
 Cached tokens are not counted; generated tokens are counted once a request has ended.
 
-Within a tenant, the next request is the one of the oldest 16 that has the fewest tokens to compute:
+Within a tenant, the next request is the one of the oldest 64 that has the fewest tokens to compute:
 those that no tier holds, and that it does not share with the request admitted last. So short work
 does not wait for long work, and conversations that do not fit into the tiers together do not push
 each other out in turns. While there is no room for it, the first request that fits may pass it: the
-oldest of another tenant, or one of those 16. The oldest request of the tenant whose turn it is can
-be passed at most 8 times; then no request is admitted before it.
+oldest of another tenant, or one of those 64. The oldest request of the tenant whose turn it is can
+be passed at most 64 times; then no request is admitted before it.
 
 Called by the engine's thread only.
 
@@ -28,8 +28,8 @@ from tieredkv.errors import RequestError
 from tieredkv.hashing import num_shared
 from tieredkv.types import BlockHash
 
-WINDOW = 16
-MAX_PASSES = 8
+WINDOW = 64
+MAX_PASSES = 64
 
 
 class RequestQueue:

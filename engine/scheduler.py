@@ -33,6 +33,9 @@ MAX_REST = 1 / 32
 CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
 
+MAX_PLANNED = 16
+"""Queued requests whose loads are planned: more of them would take long, and wait for long."""
+
 MAX_ADMITTED_TOKENS = 32_768
 """The most prompt tokens that are admitted in one step.
 
@@ -291,7 +294,8 @@ class Scheduler:
             for request in self.running
             if request.is_prefilling
         )
-        queued = (Progress(each.prefix, 0, each.num_tokens) for each in self.waiting.upcoming())
+        upcoming = self.waiting.upcoming()[:MAX_PLANNED]
+        queued = (Progress(each.prefix, 0, each.num_tokens) for each in upcoming)
         num_read = sum(each.num_tokens for each in self.running if not each.is_prefilling)
         self.cache.plan([*running, *queued], busy_s=self.busy_s, num_read_beside=num_read)
 

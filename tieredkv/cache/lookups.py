@@ -8,7 +8,7 @@ Called by the engine's thread only.
 
 import time
 
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.prefix import Prefix, stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.storage.worker_messages import LookupDone
 from tieredkv.types import BlockHash
@@ -36,8 +36,13 @@ class Lookups:
         if self._num_overdue or prefix.lookup_job is not None:
             return
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
-        unknown = tiers.host.missing(tiers.device.missing(prefix.hashes[:end]))
-        unknown = [block_hash for block_hash in unknown if block_hash not in records]
+        hashes = prefix.hashes[:end]
+        missing = tiers.host.missing(tiers.device.missing(hashes))
+        unknown = [block_hash for block_hash in missing if block_hash not in records]
+        if len(missing) < len(hashes) and (unknown or not prefix.ready):
+            absent = set(missing)
+            indices = (index for index, each in enumerate(hashes) if each in absent)
+            prefix.ready = stretches_between(indices, len(hashes))
         if unknown:
             records.update(dict.fromkeys(unknown))
             prefix.lookup_job, prefix.asked_at = tiers.store.lookup(unknown), time.monotonic()

@@ -58,6 +58,7 @@ class Demand(NamedTuple):
         is_begun: whether something was loaded already, so that the plan is not a new one.
         loaded_to: index behind the last block that was loaded; those behind the last of `loads` and
             before it need no computing.
+        ready: stretches of blocks `[first, last)` that need no computing, ascending.
     """
 
     begin: int
@@ -65,6 +66,7 @@ class Demand(NamedTuple):
     loads: Sequence[LinkLoad] = ()
     is_begun: bool = False
     loaded_to: int = 0
+    ready: Sequence[tuple[int, int]] = ()
 
 
 class LinkState(NamedTuple):
@@ -134,19 +136,22 @@ class Planner:
         Without anything to load, all is computed.
         """
         size, begin, end = self.block_size, demand.begin, demand.end
+        for ready_first, ready_last in demand.ready:
+            if ready_first * size <= begin:
+                begin = min(max(begin, ready_last * size), end - 1)
         first = -(-begin // size)
         last = max(first, 0, *(each.end for each in demand.loads))
         rest = max(last, demand.loaded_to)
-        rest_s = self.compute(min(rest * size, end - 1), end)  # its last token is never cached
+        rest_s = self._compute_s(demand, min(rest * size, end - 1), end)
 
         def compute_s(split: int) -> float:
             """Return when the device has computed the tokens before `split`."""
-            return self.busy_s + self.compute(begin, min(split * size, end))
+            return self.busy_s + self._compute_s(demand, begin, min(split * size, end))
 
         def done_s(split: int) -> float:
             """Return when the last token is computed; without loads it needs no step of its own."""
             if split == last == rest:
-                return self.busy_s + self.compute(begin, end)
+                return self.busy_s + self._compute_s(demand, begin, end)
             return max(compute_s(split), self._load_s(demand, split)) + rest_s
 
         least = min(last, first - (-self.least_tokens // size))
@@ -157,7 +162,7 @@ class Planner:
         varies = any(each.indices and not self.links[each.link].is_steady for each in demand.loads)
         if varies and not demand.is_begun:
             least_gain_s = max(
-                MIN_GAIN * self.compute(begin, last * size), self.compute(end - 1, end)
+                MIN_GAIN * self._compute_s(demand, begin, last * size), self.compute(end - 1, end)
             )
             if done_s(last) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {last}
@@ -167,6 +172,18 @@ class Planner:
             self._free_s[load.link] += self._move_s(load, block)
         self.busy_s = split.compute_s + rest_s
         return split
+
+    def _compute_s(self, demand: Demand, begin: int, end: int) -> float:
+        """Return how long the device takes for those tokens of a stretch that are not ready."""
+        seconds = 0.0
+        for first, last in demand.ready:
+            # The last token of a request is never cached.
+            first, last = first * self.block_size, min(last * self.block_size, demand.end - 1)
+            if begin < first < end:
+                seconds += self.compute(begin, first)
+            if first < end:
+                begin = max(begin, last)
+        return seconds + self.compute(begin, end)
 
     def _load_s(self, demand: Demand, split: int) -> float:
         """Return when all blocks from `split` on have arrived."""

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ class Prefix:
         sources: tier in which each full block was found at admission, or from which it was to come
             then; None if the request computed it, or had to. See `origins`.
         awaited: indices of blocks that were not ready at admission and that it has not computed.
+        ready: stretches of blocks `[first, last)` that were in VRAM at admission, or on their way
+            to it; while it is queued, those that were in RAM when the disk was asked.
         overtaken: blocks that a slower tier had and that it computed.
         planned_at, predicted_s: when it was first planned what to compute and what to load, and
             how long after that its first token was expected; 0.0 without a plan.
@@ -62,6 +64,7 @@ class Prefix:
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
+    ready: list[tuple[int, int]] = field(default_factory=list)
     overtaken: set[BlockHash] = field(default_factory=set)
     planned_at: float = 0.0
     predicted_s: float = 0.0
@@ -97,3 +100,13 @@ class Prefix:
             end = bisect_left(indices, claim.end)
             yield claim, indices[start:end]
             start = end
+
+
+def stretches_between(indices: Iterable[int], end: int) -> list[tuple[int, int]]:
+    """Return the stretches `[first, last)` of `range(end)` that ascending indices leave."""
+    found, begin = list[tuple[int, int]](), 0
+    for index in indices:
+        if begin < index:
+            found.append((begin, index))
+        begin = index + 1
+    return [*found, (begin, end)] if begin < end else found

@@ -236,7 +236,7 @@ class Restores:
             shared = (num_shared(prefix.hashes, each.prefix.hashes) for each in planned)
             num_covered = min(num_tokens, size * max(shared, default=0))
             restore = self._restores.get(prefix)
-            demand = Demand(max(num_computed, num_covered), num_tokens)
+            demand = Demand(max(num_computed, num_covered), num_tokens, ready=prefix.ready)
             if restore is not None:
                 demand = demand._replace(
                     loads=restore.loads,

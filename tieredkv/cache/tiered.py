@@ -26,7 +26,7 @@ from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.pool import Block
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.prefix import Prefix, stretches_between
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import Progress
 from tieredkv.cache.room import Room
@@ -170,6 +170,7 @@ class TieredCache:
         if is_whole and all(block.is_ready for block in found):
             prefix.blocks = found
             prefix.sources = [Tier.DEVICE] * len(found)
+            prefix.ready = [(0, len(found))]
         else:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
@@ -308,6 +309,7 @@ class TieredCache:
         prefix.block_ids = array("i")
         prefix.sources = []
         prefix.awaited = set()
+        prefix.ready = []
         prefix.brought = set()
         prefix.planned_at = prefix.predicted_s = 0.0
         self.demoter.note_change()
@@ -484,7 +486,7 @@ class TieredCache:
         tiers, tenant = self.tiers, prefix.tenant
         in_host, on_disk, reading, end = list[int](), list[int](), list[int](), 0
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
-        hashes = prefix.hashes[: len(chain)]
+        hashes, missing = prefix.hashes[: len(chain)], list[int]()
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
             record = records.get(block_hash) if records else None
@@ -510,9 +512,12 @@ class TieredCache:
                 source = block.source
             if not block.is_ready:
                 prefix.awaited.add(index)
+                if not block.is_loading:
+                    missing.append(index)
                 end = end if source is None else index + 1
             blocks.append(block)
             sources.append(source)
+        prefix.ready = stretches_between(missing, len(chain))
         prefix.awaited.update(range(len(chain), len(prefix.hashes)))
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
