@@ -312,6 +312,7 @@ class EngineCore:
             is_first = not request.num_output_tokens
             if is_first:
                 request.note_first_token()
+                self.cache.promoter.note_first_token(request.prefix)
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)

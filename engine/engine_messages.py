@@ -109,8 +109,8 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             faster. None where it cannot be.
         split_token: where computing and loading met: blocks before it were in VRAM or computed, and
             those from it on were loaded, if they were cached. None if no slower tier had any.
-        predicted_s: from the first plan of what to load until the first token, as planned; None
-            without a plan.
+        predicted_s: from the first plan of what to load until the first token, as expected then;
+            None without a plan.
         actual_s: the same, as it was.
     """
 

@@ -173,10 +173,10 @@ class Request:
 
     def note_first_token(self) -> None:
         """Note in the usage when the first token has come, if that was predicted."""
-        prefix = self.prefix
-        if prefix.planned_at and self.usage is not None:
-            times = {"predicted_s": prefix.predicted_s}
-            times["actual_s"] = time.monotonic() - prefix.planned_at
+        forecast = self.prefix.forecast
+        if forecast is not None and self.usage is not None:
+            times = {"predicted_s": forecast.predicted_s}
+            times["actual_s"] = time.monotonic() - forecast.made_at
             self.usage = msgspec.structs.replace(self.usage, **times)
 
 

@@ -325,11 +325,11 @@ def test_a_request_that_the_disk_is_asked_about_misses_no_step(
     assert ttft_ms["disk"] - ttft_ms["none"] < 1e3 * H200_8B.step_s / 2
 
 
-def test_half_of_the_times_in_a_crowd_are_predicted_within_a_fifth(make_rig: MakeRig) -> None:
+def test_half_of_the_times_in_a_crowd_are_predicted_within_a_tenth(make_rig: MakeRig) -> None:
     _, usages = serve_sessions(make_rig(**SMALL_RAM), 8, 20, 8.0)
     errors = prediction_errors(usages)
     assert len(errors) >= 30
-    assert statistics.median(errors) <= 0.2
+    assert statistics.median(errors[3:]) <= 0.1, "the first three taught the rates"
 
 
 def test_a_crowd_that_ram_does_not_hold_is_served_no_slower_with_a_disk(make_rig: MakeRig) -> None:

@@ -90,6 +90,27 @@ def test_what_was_loaded_already_keeps_the_device_busy_no_longer() -> None:
     assert planner(link).split(half).block < planner(link).split(whole).block
 
 
+def test_what_vram_has_already_is_not_computed() -> None:
+    link, whole = LinkState(2.7e9), on_disk(2048, first=1024, suffix=500)
+    split = planner(link).split(whole._replace(begin=0, ready=[(0, 1024)]))
+    assert split == planner(link).split(whole), "its head is as good as computed"
+    split = planner(link).split(on_disk(1024)._replace(end=whole.end, ready=[(1024, 2048)]))
+    assert split.done_s == split.ready_s + seconds(2048 * SIZE, whole.end)
+    assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
+
+
+def test_only_what_lies_between_ready_blocks_is_computed() -> None:
+    demand = Demand(0, 100 * SIZE + 1, ready=[(10, 20), (30, 40)])
+    stretches = (0, 10 * SIZE), (20 * SIZE, 30 * SIZE), (40 * SIZE, 100 * SIZE + 1)
+    split = planner(LinkState(2e9)).split(demand)
+    assert split.done_s == pytest.approx(sum(seconds(*each) for each in stretches))
+
+
+def test_the_last_token_is_computed_also_if_all_blocks_are_ready() -> None:
+    split = planner(LinkState(2e9)).split(Demand(0, 100 * SIZE, ready=[(0, 100)]))
+    assert split.done_s == seconds(100 * SIZE - 1, 100 * SIZE)
+
+
 def test_no_step_of_a_few_tokens_is_planned() -> None:
     for GBps in (1.0, 2.0, 2.5, 3.0, 4.0, 10.0, 30.0, 100.0):
         for num_blocks in (10, 50, 100):
@@ -134,6 +155,7 @@ def test_two_links_load_what_each_has() -> None:
     busy_s=st.floats(0, 1e3),
     least_tokens=st.integers(1, 10_000),
     is_begun=st.booleans(),
+    edges=st.sets(st.integers(0, 3500), max_size=8),
 )
 def test_any_numbers_give_a_split_within_the_request(
     begin: int,
@@ -145,15 +167,17 @@ def test_any_numbers_give_a_split_within_the_request(
     busy_s: float,
     least_tokens: int,
     is_begun: bool,
+    edges: set[int],
 ) -> None:
-    first = -(-begin // SIZE)
+    first, at = -(-begin // SIZE), sorted(edges)
     load = LinkLoad(0, sorted(indices - queued), sorted(queued))
     end = max(begin, load.end * SIZE) + suffix
-    demand = Demand(begin, end, (load,), is_begun)
+    ready = list(zip(at[::2], at[1::2], strict=False))
+    demand = Demand(begin, end, (load,), is_begun, ready=ready)
     split = planner(LinkState(bytes_per_s, link_s), busy_s=busy_s, least_tokens=least_tokens).split(
         demand
     )
-    assert first <= split.block <= max(first, load.end)
+    assert first <= split.block <= max(first, load.end, *(end for _, end in ready))
     assert math.isfinite(split.ready_s) and split.ready_s >= 0
 
 

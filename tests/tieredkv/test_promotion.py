@@ -198,10 +198,11 @@ def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted() -> None:
     rig.store.answer(0)
     rig.cache.poll()
     assert rig.admit(prefix)
-    assert prefix.predicted_s == rig.tiers.compute_rate.seconds(0, 4)
-    began_at = prefix.planned_at
+    forecast = prefix.forecast
+    assert forecast is not None
+    assert forecast.predicted_s == rig.tiers.compute_rate.seconds(0, 4)
     rig.turn()
-    assert prefix.planned_at == began_at, "the first plan is the one that is told"
+    assert prefix.forecast is forecast, "the first plan is the one that is told"
     assert rig.compute(prefix) == 4
     assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
     rig.cache.release(prefix)

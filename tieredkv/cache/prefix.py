@@ -25,6 +25,25 @@ class BlockClaim(NamedTuple):
     pinned_until: float = 0.0
 
 
+class Forecast(NamedTuple):
+    """When a request's first token is expected.
+
+    Attributes:
+        made_at: when that was first planned, in monotonic time.
+        planned_s: how long after that by the plan.
+        lag_s: how much later than planned other requests got theirs.
+    """
+
+    made_at: float
+    planned_s: float
+    lag_s: float
+
+    @property
+    def predicted_s(self) -> float:
+        """How long after `made_at` it is expected."""
+        return self.planned_s + self.lag_s
+
+
 @dataclass(slots=True, eq=False)
 class Prefix:
     """One request's chain of full blocks, and what it holds in the tiers.
@@ -42,8 +61,7 @@ class Prefix:
         ready: stretches of blocks `[first, last)` that were in VRAM at admission, or on their way
             to it; while it is queued, those that were in RAM when the disk was asked.
         overtaken: blocks that a slower tier had and that it computed.
-        planned_at, predicted_s: when it was first planned what to compute and what to load, and
-            how long after that its first token was expected; 0.0 without a plan.
+        forecast: of its first token; None without a plan of what to compute and what to load.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
         lookup_job, asked_at: the lookup on disk that has no answer yet, and when it began.
@@ -66,8 +84,7 @@ class Prefix:
     awaited: set[int] = field(default_factory=set)
     ready: list[tuple[int, int]] = field(default_factory=list)
     overtaken: set[BlockHash] = field(default_factory=set)
-    planned_at: float = 0.0
-    predicted_s: float = 0.0
+    forecast: Forecast | None = None
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None
     asked_at: float = 0.0

@@ -27,7 +27,8 @@ import msgspec
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.plan import Demand, LinkState, Planner
 from tieredkv.cache.pool import Block
-from tieredkv.cache.rates import PROBE_S
+from tieredkv.cache.prefix import Forecast, Prefix
+from tieredkv.cache.rates import PROBE_S, Lag
 from tieredkv.cache.restores import Progress, Restore, Restores
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -106,6 +107,7 @@ class Promoter:
         self._num_copying = 0  # including `_to_copy`
         self._is_short = False  # the last read found no page
         self._probed_at = -sys.float_info.max
+        self._lag = Lag()
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -138,9 +140,15 @@ class Promoter:
         if self._is_short:
             self._divide(demands, busy_s)
         for _, restore in demands if self._tiers.restore == "auto" else ():
-            if restore is not None and restore.is_admitted and not restore.prefix.planned_at:
-                restore.prefix.planned_at = time.monotonic()
-                restore.prefix.predicted_s = restore.predicted_s
+            if restore is not None and restore.is_admitted and restore.prefix.forecast is None:
+                told = time.monotonic(), restore.planned_s, self._lag.seconds
+                restore.prefix.forecast = Forecast(*told)
+
+    def note_first_token(self, prefix: Prefix) -> None:
+        """Learn from a forecast whose time has come."""
+        if prefix.forecast is not None:
+            made_at, planned_s, _ = prefix.forecast
+            self._lag.learn(time.monotonic() - made_at - planned_s)
 
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""

@@ -311,7 +311,7 @@ class TieredCache:
         prefix.awaited = set()
         prefix.ready = []
         prefix.brought = set()
-        prefix.planned_at = prefix.predicted_s = 0.0
+        prefix.forecast = None
         self.demoter.note_change()
 
     # Moves
