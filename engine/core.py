@@ -34,9 +34,12 @@ logger = logging.getLogger(__name__)
 TRANSFER_POLL_S = 0.00005
 LINK_POLL_S = 0.0005
 ISSUE_AHEAD_S = 0.015
-"""While blocks are being loaded, a step is issued so long before the device has computed the last
-one: later than it could be, since issuing a long step keeps the engine's thread from the links.
+"""A step is issued so long before the device has computed the last one, and not sooner: requests
+that come meanwhile, and blocks that are loaded meanwhile, have a part in it.
 """
+
+ISSUE_AHEAD_SHARE = 0.05
+"""The same as a share of the steps that were issued, beyond that: they may end sooner."""
 
 PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
@@ -83,7 +86,8 @@ class EngineCore:
         self._outputs: list[TokenOutput] = []
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
-        self._is_closed = self._is_issued = self._is_stalled = self._is_early = False
+        self._is_closed = self._is_issued = self._is_stalled = False
+        self._spare_s = 0.0  # for so long there is no need to issue the next step
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
         with contextlib.ExitStack() as stack:
             parts = build(settings, stack, progress=progress, wake=self.wake)
@@ -161,8 +165,9 @@ class EngineCore:
         """Issue one step, then return the outputs of the step before it.
 
         The device computes the new step while the host takes in the outputs. The list is empty
-        after the first step, and while requests wait for blocks. While steps are short, no step is
-        issued ahead, so that the caller can add new requests before each step.
+        after the first step, while requests wait for blocks, and while the device has enough to do.
+        While steps are short, no step is issued ahead, so that the caller can add new requests
+        before each step.
         """
         if self._is_issued and self.scheduler.has_short_steps:
             self._is_issued = False
@@ -173,9 +178,9 @@ class EngineCore:
         self.verbs.answer_control()
         if self._rate_file is not None:
             self._rate_file.keep()
-        self.scheduler.busy_s = self._timer.busy_s()
-        self._is_early = self.cache.is_restoring and self.scheduler.busy_s > ISSUE_AHEAD_S
-        if self._is_early:  # what to compute next is decided when more has been loaded
+        busy_s = self.scheduler.busy_s = self._timer.busy_s()
+        self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
+        if self._spare_s > 0:
             self.cache.pump()
             return self._take_outputs()
         self._await_answers()
@@ -205,8 +210,9 @@ class EngineCore:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
-        if self._is_early:
-            self._wake.wait(LINK_POLL_S)
+        if self._spare_s > 0:
+            is_moving = self.cache.is_restoring or not self.cache.is_idle
+            self._wake.wait(LINK_POLL_S if is_moving else min(self._spare_s, PLAN_AGAIN_S))
             self._wake.clear()
             return
         is_stepping = self._launched is not None or (not self._is_stalled and self._requests)

@@ -68,9 +68,18 @@ class RequestQueue:
         window = list(islice(self._queues[tenants[0]], WINDOW)) if tenants else []
         if not window or window[0].num_passes >= MAX_PASSES:
             return window[:1]
-        last = self._last.get(tenants[0], ())
-        window.sort(key=lambda each: self._num_to_compute(each, last))
+        window.sort(key=self.num_to_compute)
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
+
+    def num_to_compute(self, request: Request) -> int:
+        """Return how many tokens a waiting request has to compute if it comes next.
+
+        What a preempted request has left in memory gives it no precedence over new requests.
+        """
+        last = self._last.get(request.asked.tenant, ())
+        num_held = 0 if request.table_key else self._num_held(request.prefix)
+        num_held = max(num_shared(request.prefix.hashes, last), num_held)
+        return request.num_tokens - self._block_size * num_held
 
     def check_room(self, tenant: str, most: int) -> None:
         """Refuse a request if `most` requests wait and its tenant has its equal share of them.
@@ -117,15 +126,6 @@ class RequestQueue:
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._last.pop(tenant, None)
-
-    def _num_to_compute(self, request: Request, last: Sequence[BlockHash]) -> int:
-        """Return how many tokens a request has to compute if it comes next.
-
-        What a preempted request has left in memory gives it no precedence over new requests.
-        """
-        num_held = 0 if request.table_key else self._num_held(request.prefix)
-        num_held = max(num_shared(request.prefix.hashes, last), num_held)
-        return request.num_tokens - self._block_size * num_held
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

@@ -9,6 +9,7 @@ Called by the engine's thread only.
 
 import itertools
 import logging
+import math
 import sys
 import time
 from bisect import bisect_left
@@ -41,6 +42,14 @@ MAX_ADMITTED_TOKENS = 32_768
 
 Looking up more blocks would hold up the next tokens of other requests, and so does hashing: if so
 many tokens were hashed since the last step, their requests are admitted in the next one.
+"""
+
+BRIEF = 1 / 4
+"""Fraction of a budget: a request with at most that many tokens left to compute is brief.
+
+Brief requests are computed before others, also before those that were admitted first. A step that
+computes some has at most as many tokens of the others, so that brief requests get their first
+tokens soon and the others go on.
 """
 
 SHORT_STEP = 1 / 32
@@ -134,6 +143,7 @@ class Scheduler:
         self._free_indices = list(range(self.max_num_seqs))[::-1]
         budget = self.max_num_batched_tokens
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
+        self._most_brief = int(budget * BRIEF)
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
@@ -174,8 +184,7 @@ class Scheduler:
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
         has_room = True
-        # Decodes come first, so that a long prefill delays no request's next token.
-        order = sorted(self.running, key=lambda r: r.is_prefilling)
+        order = sorted(self.running, key=self._rank)
         self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
@@ -188,11 +197,17 @@ class Scheduler:
             quarters = (3 if was_held else 1) if scheduled else 4
             budget = -(-self._short_step * quarters // 4)
             order[num_decodes:] = sorted(order[num_decodes:], key=self._is_long)
+        elif not (self.held_until or all(map(self._is_brief, order[num_decodes:]))):
+            self._admit(self._most_brief, claimed, scheduled, set(), only_brief=True)
+            budget -= sum(row.end - row.start for row in scheduled)
+        has_brief = bool(scheduled)
         if self.held_until:
             order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
         for request in order:
             if budget <= 0:
                 break
+            if has_brief and not self._is_brief(request):
+                budget = min(budget, self._most_brief)
             is_preempted = not request.is_running  # by an earlier one of this loop
             if is_preempted or request.is_long_enough:
                 continue
@@ -204,6 +219,7 @@ class Scheduler:
                 scheduled.append(row)
                 # A decode does not count against the budget, so that chunks beside it stay whole.
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
+                has_brief = has_brief or (row.end - row.start > 1 and self._is_brief(request))
         is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
         if has_room and not is_late and not self.held_until:
@@ -291,7 +307,7 @@ class Scheduler:
             return
         running = (
             Progress(request.prefix, request.num_computed_tokens, request.num_tokens)
-            for request in self.running
+            for request in sorted(self.running, key=self._rank)
             if request.is_prefilling
         )
         upcoming = self.waiting.upcoming()[:MAX_PLANNED]
@@ -349,12 +365,18 @@ class Scheduler:
         return ScheduledRow(request, start, end, row)
 
     def _admit(
-        self, budget: int, claimed: set[int], scheduled: list[ScheduledRow], busy: set[str]
+        self,
+        budget: int,
+        claimed: set[int],
+        scheduled: list[ScheduledRow],
+        busy: set[str],
+        *,
+        only_brief: bool = False,
     ) -> None:
         """Admit and schedule requests in order, until it is the turn of a busy tenant.
 
-        If there are busy tenants, one block is left free for each running request, since those are
-        scheduled later.
+        If there are busy tenants, or only brief requests are admitted, one block is left free for
+        each running request, since those are scheduled later.
         """
         num_admitted_tokens = 0
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
@@ -364,7 +386,10 @@ class Scheduler:
             num_free = self.cache.tiers.device.num_free
             if request.asked.tenant in busy or not self.cache.lookups.is_settled(request.prefix):
                 break
-            if busy and self._num_blocks(request) > num_free - len(self.running):
+            is_ahead = bool(busy) or only_brief
+            if is_ahead and self._num_blocks(request) > num_free - len(self.running):
+                break
+            if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
                 break
             if not self._try(request):
                 self.cache.pin(request.prefix)
@@ -398,6 +423,23 @@ class Scheduler:
     def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Admit a request with blocks for its next token too; False if there is no room yet."""
         return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
+
+    def _rank(self, request: Request) -> tuple[bool, float]:
+        """Sort running requests in the order of service; of others the first one comes first.
+
+        Decodes come first, so that a long prefill delays no request's next token.
+        """
+        is_brief = self._is_brief(request)
+        return request.is_prefilling, self._num_left(request) if is_brief else math.inf
+
+    def _is_brief(self, request: Request) -> bool:
+        """Whether a running request is brief; see `BRIEF`."""
+        return self._num_left(request) <= self._most_brief
+
+    def _num_left(self, request: Request) -> int:
+        """Return how many tokens a running request has to compute, at most."""
+        num_left = request.num_tokens - request.num_computed_tokens
+        return min(request.num_uncached_tokens, num_left)
 
     def _is_long(self, request: Request) -> bool:
         """Whether a request is not quick; see `SHORT_STEP`."""

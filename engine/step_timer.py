@@ -122,6 +122,11 @@ class StepTimer:
         num_tokens = Work.of(rows).num_tokens
         return num_tokens * self._issue_token_s if num_tokens >= MIN_LONG_STEP else 0.0
 
+    @property
+    def issued_s(self) -> float:
+        """How long the steps take that were issued and have not ended, each from its beginning."""
+        return sum(step.predicted_s for step in self._steps)
+
     def busy_s(self) -> float:
         """Return for how long the device is busy with the steps that were issued."""
         self.poll()

@@ -110,9 +110,14 @@ def busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Busy]:
         yield Busy(llm, monkeypatch)
 
 
-def test_while_blocks_are_loaded_a_step_is_issued_only_when_the_last_is_nearly_computed(
-    busy: Busy,
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_a_step_is_issued_only_when_the_last_is_nearly_computed(
+    busy: Busy, is_loading: bool
 ) -> None:
+    if not is_loading:
+        busy.let_go()
+        busy.finish()
+        busy.issued.clear()
     busy.busy_s = 1.0
     busy.core.add_request(busy.llm.make_request([7] * 40, SamplingParams(max_tokens=1)))
     for _ in range(20):
@@ -123,19 +128,24 @@ def test_while_blocks_are_loaded_a_step_is_issued_only_when_the_last_is_nearly_c
     while not busy.core.step():
         busy.core.wait(0.01)
     assert busy.issued == [1], "the new request was taken in, and waits for no blocks"
-    busy.let_go()
-    [output] = busy.finish()
-    assert output.token_ids == busy.cold.token_ids
+    if is_loading:
+        busy.let_go()
+        [output] = busy.finish()
+        assert output.token_ids == busy.cold.token_ids
 
 
-def test_a_busy_device_holds_up_no_step_when_nothing_is_loaded(busy: Busy) -> None:
+def test_the_longer_the_steps_that_were_issued_the_earlier_the_next_one_is_issued(
+    busy: Busy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(busy.core._timer), "issued_s", 1.0)
+    busy.core.add_request(busy.llm.make_request([7] * 40, SamplingParams(max_tokens=1)))
+    nearly_s = core.ISSUE_AHEAD_S + core.ISSUE_AHEAD_SHARE
+    for busy.busy_s, issued in ((nearly_s + 0.01, []), (nearly_s, [1])):
+        while not busy.core.step() and busy.busy_s == nearly_s:
+            busy.core.wait(0.01)
+        assert busy.issued == issued
     busy.let_go()
     busy.finish()
-    busy.issued.clear()
-    busy.busy_s = 1.0
-    busy.core.add_request(busy.llm.make_request([7] * 40, SamplingParams(max_tokens=1)))
-    assert len(busy.finish()) == 1
-    assert busy.issued == [1]
 
 
 @pytest.mark.parametrize("busy_s", [0.0, 1.0])

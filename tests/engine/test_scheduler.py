@@ -539,3 +539,44 @@ def test_a_tenant_of_cached_prompts_does_not_keep_all_places() -> None:
         loop.add(f"long {index}", 8 * SIZE, seed=1 + index, tenant="long")
     loop.run(steps=2000)
     assert loop.finished.index("long 3") <= 14
+
+
+def sizes_of(rows: list[ScheduledRow]) -> dict[str, int]:
+    """Return how many tokens each request computes."""
+    return {row.request.request_id: row.end - row.start for row in rows}
+
+
+def test_brief_requests_are_computed_beside_a_long_prompt_that_came_first() -> None:
+    loop = Loop(Rig(num_blocks=200, has_store=False), max_num_batched_tokens=64)
+    loop.add("long", 400, seed=1)
+    assert sizes_of(loop.step()) == {"long": 64}
+    loop.add("brief", 16, seed=2, max_tokens=2)
+    loop.add("as brief", 10, seed=3)
+    loop.add("not brief", 17, seed=4)
+    assert sizes_of(loop.step()) == {"as brief": 10, "brief": 6, "long": 16}
+    assert sizes_of(loop.step()) == {"brief": 10, "long": 16}
+    assert sizes_of(loop.step()) == {"brief": 1, "long": 64}
+    loop.run()
+    assert loop.finished == ["as brief", "brief", "long", "not brief"]
+
+
+def test_a_long_prompt_goes_on_beside_brief_requests_without_end() -> None:
+    loop = Loop(Rig(num_blocks=200, has_store=False), max_num_batched_tokens=64)
+    loop.add("long", 400, seed=1)
+    loop.step()
+    for index in range((400 - 64) // 16):
+        loop.add(f"brief {index}", 16, seed=2 + index)
+        assert sizes_of(loop.step())["long"] == 16
+    loop.step()
+    assert "long" in loop.finished
+
+
+def test_brief_requests_leave_running_ones_the_blocks_that_they_need_next() -> None:
+    loop = Loop(Rig(num_blocks=26, has_store=False), max_num_batched_tokens=64)
+    loop.add("long", 80, seed=1, max_tokens=4)
+    loop.step()
+    for index in range(8):
+        loop.add(f"brief {index}", 4, seed=2 + index)
+    loop.run()
+    assert not loop.scheduler.num_preemptions
+    assert len(loop.finished) == 9
