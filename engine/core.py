@@ -212,7 +212,8 @@ class EngineCore:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
         if self._spare_s > 0:
             is_moving = self.cache.is_restoring or not self.cache.is_idle
-            self._wake.wait(LINK_POLL_S if is_moving else min(self._spare_s, PLAN_AGAIN_S))
+            poll_s = LINK_POLL_S if is_moving else min(self._spare_s, PLAN_AGAIN_S)
+            self._wake.wait(min(timeout_s, poll_s))
             self._wake.clear()
             return
         is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
