@@ -219,14 +219,14 @@ class EngineCore:
         is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
         if is_stepping or self.cache.has_more:
             return
-        transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
+        link, give_up_at = self.tiers.device_link, time.monotonic() + timeout_s
         give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)
         if self.cache.is_restoring:  # a link that stalls sends no event
             give_up_at = min(give_up_at, time.monotonic() + PLAN_AGAIN_S)
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
-            if transfer.has_completed:
+            if link.has_completed:
                 break
-            self._wake.wait(min(left, TRANSFER_POLL_S) if transfer.has_pending else left)
+            self._wake.wait(min(left, TRANSFER_POLL_S) if link.has_pending else left)
         self._wake.clear()
 
     def wake(self) -> None:
@@ -264,7 +264,7 @@ class EngineCore:
             why = store.trouble or store.stats().store_error or ", ".join(refusals)
             what = f"{num_lost} blocks that were promised to the disk are lost"
             lost = BlocksLostError(f"{what}, because storing failed: {why}")
-        self.tiers.transfer.synchronize()
+        self.tiers.device_link.synchronize()
         self._stack.close()
         if lost is not None:
             raise lost
@@ -273,7 +273,7 @@ class EngineCore:
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
-        late_event, batch = self.tiers.transfer.late_event, [row.row for row in scheduled]
+        late_event, batch = self.tiers.device_link.late_event, [row.row for row in scheduled]
         if self.cache.is_restoring:
             self.cache.read_ahead(self._timer.issue_s(batch))
         self._timer.begin()

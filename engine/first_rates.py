@@ -3,8 +3,6 @@
 What is learnt while the engine runs is in `step_timer` and in the links themselves.
 """
 
-import time
-
 from tieredkv.cache.rate_file import Machine, RateFile, device_name, disk_name
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.loader import LoadedModel
@@ -49,12 +47,9 @@ def time_link(tiers: Tiers) -> None:
     """Copy pages that hold nothing yet into blocks that hold nothing yet, to time the link."""
     count = min(tiers.host.num_blocks, tiers.device.num_blocks, MEASURED_BYTES // tiers.block_bytes)
     for _ in range(2):  # the first copy warms up
-        tiers.transfer.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
-        tiers.transfer.synchronize()
-        tiers.transfer.poll()
-    num_bytes, seconds = tiers.transfer.take_measured()
-    if num_bytes and seconds:
-        tiers.up_rate.learn(num_bytes, seconds, time.monotonic())
+        tiers.device_link.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
+        tiers.device_link.synchronize()
+    tiers.device_link.poll()
 
 
 def open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile | None:
@@ -74,5 +69,11 @@ def open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile | 
         fingerprint=model.fingerprint.hex(),
         block_bytes=tiers.block_bytes,
     )
-    rates = {"read": tiers.read_rate, "write": tiers.write_rate, "up": tiers.up_rate}
-    return RateFile(folder, machine, **rates, compute=tiers.compute_rate)
+    return RateFile(
+        folder,
+        machine,
+        read=tiers.disk_link.read_rate,
+        write=tiers.disk_link.write_rate,
+        up=tiers.device_link.up_rate,
+        compute=tiers.compute_rate,
+    )

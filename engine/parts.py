@@ -168,8 +168,8 @@ def make_tiers(
         device=BlockPool(num_blocks),
         host=BlockPool(num_pages),
         catalog=Catalog(settings.retention_policies()),
-        transfer=link,
         store=store,
+        device_link=link,
         clock=Clock(settings.clock_offset_file),
         block_bytes=spec.block_bytes,
         block_size=spec.block_size,
@@ -180,8 +180,8 @@ def make_tiers(
         device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
         load_timeout_s=settings.load_timeout,
     )
-    tiers.read_rate.limit = settings.disk_read_limit or math.inf
-    tiers.write_rate.limit = settings.disk_write_limit or math.inf
+    tiers.disk_link.read_rate.limit = settings.disk_read_limit or math.inf
+    tiers.disk_link.write_rate.limit = settings.disk_write_limit or math.inf
     return tiers
 
 

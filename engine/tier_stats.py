@@ -51,11 +51,12 @@ class TierStats:
         """
         tiers, now, chunk = self._tiers, time.monotonic(), self._tiers.compute_rate.chunk
         seconds = {it: tiers.compute_rate.seconds(it, it + chunk) for it in self._positions}
-        has_disk, limit = tiers.store is not None, tiers.read_rate.limit
+        reads, writes = tiers.disk_link.read_rate, tiers.disk_link.write_rate
+        has_disk, limit = tiers.store is not None, reads.limit
         return {
-            "up_bytes_per_s": tiers.up_rate.effective(now),
-            "read_bytes_per_s": tiers.read_rate.effective(now) if has_disk else None,
-            "write_bytes_per_s": tiers.write_rate.steady if has_disk else None,
+            "up_bytes_per_s": tiers.device_link.up_rate.effective(now),
+            "read_bytes_per_s": reads.effective(now) if has_disk else None,
+            "write_bytes_per_s": writes.steady if has_disk else None,
             "read_bytes_limit": limit if has_disk and limit < math.inf else None,
             "prefill_tokens_per_s": {str(it): chunk / took_s for it, took_s in seconds.items()},
         }

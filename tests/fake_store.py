@@ -155,8 +155,17 @@ class FakeStore(StoreClient):
                 found[block_hash] = encode_record(located)
         self._done.append(LookupDone(job, found))
 
-    def complete(self, index: int, *, reason: str = "") -> None:
-        """End the loan at `index`; it fails if there is a reason."""
+    def complete(
+        self, index: int, *, reason: str = "", is_held_back: bool = False, written_at: float = 0.0
+    ) -> None:
+        """End the loan at `index`; it fails if there is a reason.
+
+        Args:
+            index: of the job in `jobs`.
+            reason: why it fails.
+            is_held_back: whether a write counts as delayed by reads.
+            written_at: when a write counts as having ended; 0.0 if nothing was written.
+        """
         job = self.jobs.pop(index)
         page_id, block_hash = job.page.page_id, job.block_hash
         reason = reason or ("worker_down" if self.is_down else self.reason)
@@ -166,7 +175,7 @@ class FakeStore(StoreClient):
             assert payload == payload_of(block_hash), "a page on loan was reused"
             if not reason:
                 self.blocks[block_hash] = job.page.record, payload
-            self._done.append(PageStored(block_hash, page_id, reason))
+            self._done.append(PageStored(block_hash, page_id, reason, is_held_back, written_at))
             return
         record, payload = self.blocks.get(block_hash, (None, b""))
         if record is None:
@@ -176,10 +185,6 @@ class FakeStore(StoreClient):
         self._done.append(
             PageLoaded(block_hash, page_id, reason, None if reason else record, time.monotonic())
         )
-
-    def take_done(self) -> Event:
-        """Return the oldest event that `poll` would return, and take it away."""
-        return self._done.pop(0)
 
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""
@@ -302,8 +307,8 @@ class Rig:
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),
             catalog=Catalog(RetentionPolicies(policies)),
-            transfer=self.transfer,
             store=self.store if has_store else None,
+            device_link=self.transfer,
             clock=self.clock,
             block_bytes=BLOCK_BYTES,
             block_size=block_size,
@@ -313,7 +318,7 @@ class Rig:
             load_timeout_s=load_timeout_s,
         )
         # At the first assumption of the write rate, so many blocks may wait to be written.
-        enough_s = (most_owed + 0.5) * BLOCK_BYTES / self.tiers.write_rate.steady
+        enough_s = (most_owed + 0.5) * BLOCK_BYTES / self.tiers.disk_link.write_rate.steady
         self.tiers.drain_timeout_s = enough_s / EARLY_SHARE
         for pool, memory in self.memories:
             pool.on_evict = self._poisoned(memory, pool.on_evict)

@@ -482,7 +482,7 @@ class ModelledCore(EngineCore):
         self.machine, self.time = machine, time_
         self._ends: deque[float] = deque()  # of the steps whose tokens were not taken in
         super().__init__(settings, build=self._model_parts)
-        waited_for: list[_Link | Disk] = [cast(_Link, self.tiers.transfer)]
+        waited_for: list[_Link | Disk] = [cast(_Link, self.tiers.device_link)]
         waited_for += [self.disk] if self.disk is not None else []
         self._wake = _Wake(self.time, lambda: min(it.next_due for it in waited_for))
 

@@ -261,7 +261,7 @@ def test_a_disk_that_becomes_tenfold_slower_in_the_middle_is_believed(
         [cold] = serve(llm, [tokens])
         move_to_disk(llm)
         disk = SlowDisk(llm, monkeypatch, 40e6)
-        tiers.read_rate = LinkRate(40e6)
+        tiers.disk_link.read_rate = LinkRate(40e6)
 
         def slow_down() -> None:
             if disk.num_passed > 40:
@@ -271,10 +271,10 @@ def test_a_disk_that_becomes_tenfold_slower_in_the_middle_is_believed(
             answer = finish(llm, tokens, slow_down)
             assert disk.bytes_per_s == 4e6
             assert answer.token_ids == cold.token_ids
-            if tiers.read_rate.bytes_per_s < 30e6:
+            if tiers.disk_link.read_rate.bytes_per_s < 30e6:
                 break
             move_to_disk(llm)
-        assert tiers.read_rate.bytes_per_s < 30e6
+        assert tiers.disk_link.read_rate.bytes_per_s < 30e6
         assert tiers.counters.load_failures.total() == 0, "it waited for a timeout"
 
 
@@ -299,7 +299,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
                 os.kill(pid, how)
 
         monkeypatch.setattr(store, "load", stop_and_load)
-        tiers.read_rate = LinkRate(1e12)  # all is to be loaded
+        tiers.disk_link.read_rate = LinkRate(1e12)  # all is to be loaded
         request = llm.make_request(tokens, GREEDY)
         llm.core.add_request(request)
         answer = Answer(request, llm.tokenizer)
@@ -332,12 +332,12 @@ def test_a_rate_learnt_wrong_is_corrected_by_traffic(
         tokens, tiers = prompt(1, 3000), llm.core.tiers
         [cold] = serve(llm, [tokens])
         for wrong in (1.0, 1e15):
-            tiers.read_rate = LinkRate(wrong, learnt_at=time.monotonic(), _learnt_s=1e3)
+            tiers.disk_link.read_rate = LinkRate(wrong, learnt_at=time.monotonic(), _learnt_s=1e3)
 
             def is_right() -> bool:
                 move_to_disk(llm)
                 answer = finish(llm, tokens)
                 assert answer.token_ids == cold.token_ids
-                return sums([answer])[0] > 0 and 1e5 < tiers.read_rate.bytes_per_s < 1e12
+                return sums([answer])[0] > 0 and 1e5 < tiers.disk_link.read_rate.bytes_per_s < 1e12
 
             wait_until(is_right, "the rate is never corrected")

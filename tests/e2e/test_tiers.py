@@ -309,7 +309,7 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(
         counters = llm.core.tiers.counters
         assert counters.demotions_dropped > 0
         assert counters.lost_blocks.keys() == {"too_slow"}
-        assert llm.core.tiers.write_rate.steady == 1024, "a stop keeps the limit"
+        assert llm.core.tiers.disk_link.write_rate.steady == 1024, "a stop keeps the limit"
         owed: Any = llm.tier_stats()["owed"]
         assert owed["drain_s"] == owed["bytes"] / 1024 > 0.1
         disk: Any = llm.tier_stats()["disk"]
@@ -328,7 +328,7 @@ def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_t
 ) -> None:
     settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
     with LLM("tiny-random", **settings, drain_timeout=0) as llm:
-        write_rate, seeds = llm.core.tiers.write_rate, itertools.count(1)
+        write_rate, seeds = llm.core.tiers.disk_link.write_rate, itertools.count(1)
 
         def is_learnt() -> bool:
             one(llm, prompt(next(seeds)))
@@ -350,7 +350,7 @@ def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_t
     wait_until(is_kept, "the learnt rate is not kept")  # a stop waits for the file only so long
     with LLM("tiny-random", **settings) as llm:
         assert by_tier(one(llm, prompt(1))) == {"disk": 496}
-        assert llm.core.tiers.write_rate.bytes_per_s == write_rate.bytes_per_s
+        assert llm.core.tiers.disk_link.write_rate.bytes_per_s == write_rate.bytes_per_s
 
 
 @pytest.mark.parametrize("restore", ["auto", "load"])
@@ -386,7 +386,7 @@ def test_rates_are_learnt_once_and_known_after_a_restart(
     monkeypatch.setattr(rates, "_FAR", math.inf)  # the speed of a busy machine varies
     settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
     with LLM("tiny-random", **settings) as llm:
-        read_rate = llm.core.tiers.read_rate
+        read_rate = llm.core.tiers.disk_link.read_rate
         one(llm, prompt(1))
 
         def is_learnt() -> bool:
@@ -396,10 +396,10 @@ def test_rates_are_learnt_once_and_known_after_a_restart(
 
         wait_until(is_learnt, "the disk's rate is not learnt")
     with LLM("tiny-random", **settings) as llm:
-        assert llm.core.tiers.read_rate.bytes_per_s == read_rate.bytes_per_s
-        assert not llm.core.tiers.read_rate.is_learnt
+        assert llm.core.tiers.disk_link.read_rate.bytes_per_s == read_rate.bytes_per_s
+        assert not llm.core.tiers.disk_link.read_rate.is_learnt
     with LLM("tiny-random", **settings, block_size=32) as llm:
-        assert llm.core.tiers.read_rate.bytes_per_s == 2e9, "other blocks are other reads"
+        assert llm.core.tiers.disk_link.read_rate.bytes_per_s == 2e9, "other blocks are other reads"
 
 
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:

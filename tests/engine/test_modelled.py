@@ -63,7 +63,7 @@ class Rig:
     def GBps(self) -> float:
         """What the disk gives, within the operator's limit."""
         assert self.core.disk is not None
-        return min(self.core.disk.GBps, self.tiers.read_rate.limit / 1e9)
+        return min(self.core.disk.GBps, self.tiers.disk_link.read_rate.limit / 1e9)
 
     def prompt(self, num_cached_tokens: int) -> list[int]:
         """Return a new prompt, and have the disk hold the blocks of so many of its tokens."""
@@ -214,7 +214,7 @@ def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
     make_rig: MakeRig, factor: float
 ) -> None:
     rig = make_rig()
-    prompt, rate = rig.prompt(LENGTHS[-1]), rig.tiers.read_rate
+    prompt, rate = rig.prompt(LENGTHS[-1]), rig.tiers.disk_link.read_rate
     rig.serve(prompt)
     rig.demote()
     rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now

@@ -324,7 +324,7 @@ def test_what_one_request_computed_and_what_the_disk_gave_is_told_to_each_that_w
     rig = Rig(num_blocks=32, num_pages=32, restore="auto")
     loop = Loop(rig, max_num_batched_tokens=32)  # both requests are admitted in the first step
     put_on_disk(rig, 0, 40)
-    rig.tiers.read_rate.learnt_at = math.inf  # nothing is read only to measure the disk
+    rig.tiers.disk_link.read_rate.learnt_at = math.inf  # nothing is read only to measure the disk
     first, second = loop.add("first", 43), loop.add("second", 46)
     loop.run()
     assert first.usage is not None and second.usage is not None

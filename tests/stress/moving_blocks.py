@@ -182,7 +182,7 @@ class Moving(Bench):
     def has_loaded(self, before: Row) -> bool:
         """Return whether blocks were promoted and no copy is pending any more."""
         has_begun = self.since(before, "promoted_host_blocks") > 0
-        return has_begun and not self.core.tiers.transfer.has_pending
+        return has_begun and not self.core.tiers.device_link.has_pending
 
     def counts(self) -> Row:
         """Return the cache's counters, and as `held` the blocks in use in each RAM tier."""

@@ -1,18 +1,16 @@
 """Demotion of blocks: reserves, writes, drains, and the cost of a failing disk."""
 
 import time
-from typing import Any
 
-import msgspec
 import pytest
 
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import room
-from tieredkv.cache.demotion import MAX_MOVES, MIN_WRITES
+from tieredkv.cache.demotion import MAX_MOVES
+from tieredkv.cache.disk_link import MIN_WRITES
 from tieredkv.cache.tiers import Tiers
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
-from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockHash, Tier
 
 
@@ -158,7 +156,7 @@ def test_the_oldest_blocks_are_written_early_once_a_stop_could_not_write_all() -
     assert rig.on_disk("a", 3) == [0, 1, 2]
     assert len(rig.store.stored) == 3 and rig.tiers.owed_bytes == 4 * BLOCK_BYTES
     assert rig.on_device("a", 4) == [0, 1, 2, 3] and rig.cache.is_idle
-    rig.tiers.write_rate.bytes_per_s /= 2
+    rig.tiers.disk_link.write_rate.bytes_per_s /= 2
     rig.turn(4)
     assert rig.tiers.owed_bytes == 2 * BLOCK_BYTES, "a slower disk may be owed less"
 
@@ -167,10 +165,10 @@ def test_what_is_owed_to_the_disk_is_known_however_it_changes() -> None:
     rig = Rig(num_blocks=16, num_pages=16)
     rig.run("a", 4)
     rig.run("ram", 4, "in_memory")
-    rate = rig.tiers.write_rate.steady
+    rate = rig.tiers.disk_link.write_rate.steady
     assert rig.tiers.owed_bytes == 4 * BLOCK_BYTES
     assert rig.tiers.drain_s == pytest.approx(4 * BLOCK_BYTES / rate)
-    rig.tiers.write_rate.limit = rate / 100
+    rig.tiers.disk_link.write_rate.limit = rate / 100
     assert rig.tiers.drain_s == pytest.approx(400 * BLOCK_BYTES / rate), "a stop keeps the limit"
     rig.run("ram", 4, "24h")
     assert rig.tiers.owed_bytes == 8 * BLOCK_BYTES, "another request claims them"
@@ -229,14 +227,12 @@ def test_the_write_rate_is_learnt_from_writes_that_nothing_held_back() -> None:
     rig.run_without_disk("a", 16)
     rig.turn(4)
     assert len(rig.store.jobs) == 16
-    rate, began_at = rig.tiers.write_rate, time.monotonic()
+    rate, began_at = rig.tiers.disk_link.write_rate, time.monotonic()
     assumed = rate.bytes_per_s
 
-    def end(at_s: float, **told: Any) -> None:
-        rig.store.complete(0)
-        event = rig.store.take_done()
-        assert isinstance(event, PageStored)
-        rig.cache.demoter.on_page_stored(msgspec.structs.replace(event, **told, ended_at=at_s))
+    def end(at_s: float, *, is_held_back: bool = False) -> None:
+        rig.store.complete(0, is_held_back=is_held_back, written_at=at_s)
+        rig.cache.poll()
 
     for number in range(1, 5):
         end(began_at + 10.0 * number, is_held_back=True)
@@ -489,7 +485,7 @@ def test_pages_on_loan_to_be_written_are_those_that_the_disk_writes_soon(
     bytes_per_s: float, most: int
 ) -> None:
     rig = Rig(num_blocks=256, num_pages=256, is_write_behind=True)
-    rig.tiers.write_rate.bytes_per_s = bytes_per_s
+    rig.tiers.disk_link.write_rate.bytes_per_s = bytes_per_s
     rig.store.is_held = True
     rig.run_without_disk("a", 200)
     rig.turn(10)

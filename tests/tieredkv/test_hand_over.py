@@ -126,7 +126,7 @@ def in_host_memory(rig: Rig, length: int) -> Prefix:
     for block_hash in chain_of("a", length):
         rig.tiers.device.drop(block_hash)
     rig.transfer.is_held = True
-    rig.tiers.up_rate.bytes_per_s = 1.0
+    rig.tiers.device_link.up_rate.bytes_per_s = 1.0
     return rig.start("a", length)
 
 
@@ -202,12 +202,12 @@ def test_a_copy_waits_for_the_last_step_that_may_use_its_block_and_for_no_other(
 
 def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now() -> None:
     rig = Rig(restore="auto")
-    rig.tiers.read_rate.bytes_per_s = 1e12
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e12
     (prefix,) = queued(rig, 2, 1)
     assert rig.admit(prefix)
     rig.turn()
     assert len(rig.store.jobs) == 2
-    rig.tiers.read_rate.bytes_per_s = 1e-3  # the plan changes: all is computed
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3  # the plan changes: all is computed
     rig.plan()
     rig.begin(prefix)
     read_all(rig)

@@ -26,7 +26,7 @@ def let_all_arrive(rig: Rig) -> None:
 
 def test_a_block_that_another_request_computed_came_from_vram() -> None:
     rig = Rig(restore="auto")
-    rig.tiers.read_rate.bytes_per_s = 1e-3  # all is computed
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3  # all is computed
     first, second, third = waiting_for_disk(rig, 4, 3)
     assert first.sources == [Tier.DISK] * 4
     assert rig.compute(second, at_most=3) == 3
@@ -67,7 +67,7 @@ def test_each_request_that_waited_for_a_copy_counts_the_block_as_one_from_host_m
 
 def test_a_block_that_a_request_takes_over_and_computes_was_on_disk() -> None:
     rig = Rig(restore="auto")
-    rig.tiers.read_rate.bytes_per_s = 1e-3
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
     first, second = waiting_for_disk(rig, 3, 2)
     rig.cache.release(first)
     assert rig.compute(second) == 3

@@ -6,6 +6,7 @@ import pytest
 
 from tests.fake_store import Rig
 from tieredkv.cache import promotion, rates
+from tieredkv.cache.disk_link import MIN_READS
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S, LinkRate
 
@@ -14,7 +15,7 @@ def rig_with_a_slow_disk(*, is_stale: bool, num_pages: int = 16) -> Rig:
     """Return a cache whose disk is thought to be so slow that everything is computed."""
     rig = Rig(restore="auto", num_blocks=64, num_pages=num_pages)
     learnt_at = time.monotonic() - (PROBE_S if is_stale else 0.0)
-    rig.tiers.read_rate = LinkRate(1e-3, learnt_at=learnt_at)
+    rig.tiers.disk_link.read_rate = LinkRate(1e-3, learnt_at=learnt_at)
     return rig
 
 
@@ -53,11 +54,11 @@ def test_a_probe_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_with_a_slow_disk(is_stale=True, num_pages=64)
     rig.tiers.block_bytes = promotion.PROBE_BYTES  # a few blocks are many bytes
     admitted(rig, "a", 50)
-    assert len(rig.store.loaded) == promotion.MIN_READS
+    assert len(rig.store.loaded) == MIN_READS
     while rig.store.jobs:
         rig.store.complete(0)
         rig.turn()
-    assert len(rig.store.loaded) == promotion.MIN_READS
+    assert len(rig.store.loaded) == MIN_READS
 
 
 def test_a_probe_that_found_no_page_is_tried_again() -> None:

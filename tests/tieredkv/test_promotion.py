@@ -4,8 +4,8 @@ import pytest
 
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
+from tieredkv.cache.disk_link import MAX_READ_S
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.promotion import MAX_READ_S
 from tieredkv.cache.rates import LinkRate
 from tieredkv.types import Tier
 
@@ -191,7 +191,7 @@ def test_a_request_joins_the_read_that_another_one_began() -> None:
 
 def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted() -> None:
     rig = Rig(restore="auto")
-    rig.tiers.read_rate.bytes_per_s = 1e-3
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
     rig.store.put("a", 4)
     rig.store.is_held = True
     prefix = rig.queue("a", 4)
@@ -221,7 +221,7 @@ def test_a_prompt_that_is_demoted_while_it_is_computed_was_in_no_tier() -> None:
 
 def test_a_limit_far_below_a_block_a_second_holds_up_no_request() -> None:
     rig = Rig(restore="auto")
-    rig.tiers.read_rate.limit = 1e-3
+    rig.tiers.disk_link.read_rate.limit = 1e-3
     rig.store.put("a", 8)
     assert rig.run("a", 8) >= 7
     assert len(rig.store.loaded) <= 1
@@ -230,7 +230,7 @@ def test_a_limit_far_below_a_block_a_second_holds_up_no_request() -> None:
 def test_more_is_read_ahead_before_the_thread_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinkRate, "effective", lambda rate, now: rate.steady)  # it never stalls
     rig = Rig(num_blocks=512, num_pages=512)
-    rig.tiers.read_rate.bytes_per_s = 1000 * BLOCK_BYTES
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1000 * BLOCK_BYTES
     rig.store.put("a", 400)
     prefix = rig.queue("a", 400)
     rig.cache.poll()

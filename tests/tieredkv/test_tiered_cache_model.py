@@ -63,8 +63,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
     @rule(read_s=BLOCK_SECONDS, copy_s=BLOCK_SECONDS, compute_s=BLOCK_SECONDS)
     def learn(self, read_s: float, copy_s: float, compute_s: float) -> None:
         tiers = self.rig.tiers
-        tiers.read_rate.bytes_per_s = BLOCK_BYTES / read_s
-        tiers.up_rate.bytes_per_s = BLOCK_BYTES / copy_s
+        tiers.disk_link.read_rate.bytes_per_s = BLOCK_BYTES / read_s
+        tiers.device_link.up_rate.bytes_per_s = BLOCK_BYTES / copy_s
         tiers.compute_rate = ComputeRate(8192)
         tiers.compute_rate.learn(100, 5000.0, 100 * compute_s)
 

@@ -138,9 +138,10 @@ class Crowd:
     def __init__(self, llm: LLM, store_dir: str | None) -> None:
         self.llm, self.core = llm, llm.core
         self._store_dir = store_dir
-        known = self.core.tiers.read_rate
+        link = self.core.tiers.disk_link
+        known = link.read_rate
         self._reads = WatchedReads(known.bytes_per_s, known.limit, known.learnt_at)
-        self.core.tiers.read_rate = self._reads
+        link.read_rate = self._reads
         self._num_asked = 0
 
     def serve(

@@ -110,8 +110,8 @@ def measure(
             llm.core.verbs.evict()
         now = time.monotonic()
         learnt = {
-            "read_GBps": round(tiers.read_rate.effective(now) / 1e9, 3),
-            "h2d_GBps": round(tiers.up_rate.effective(now) / 1e9, 3),
+            "read_GBps": round(tiers.disk_link.read_rate.effective(now) / 1e9, 3),
+            "h2d_GBps": round(tiers.device_link.up_rate.effective(now) / 1e9, 3),
             "prefill_s": {str(n): round(tiers.compute_rate.seconds(0, n), 4) for n in lengths},
         }
     return runs, learnt
@@ -122,7 +122,7 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
     core = llm.core
     raw_GBps = disk.read_GBps(RAW_BYTES) if disk is not None else None
     core.tiers.restore = mode
-    core.tiers.read_rate.limit = limit or math.inf
+    core.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
     loaded = set[BlockHash | None]()
     store, promoter = core.tiers.store, core.cache.promoter

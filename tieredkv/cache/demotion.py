@@ -13,14 +13,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import NamedTuple
 
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.counters import count_failure
+from tieredkv.cache.disk_link import Write
 from tieredkv.cache.pool import Block, BlockPool
-from tieredkv.cache.tiers import Tiers, Waiting, count_failure
+from tieredkv.cache.tiers import Tiers, Waiting
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.worker_messages import LentPage, PageStored
-from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Tier, ignore_progress
+from tieredkv.types import BlockHash, BlockId, PageId, Progress, Tier, ignore_progress
 
 POLL_S = 0.0005
 
@@ -31,26 +31,11 @@ The queues then drain faster than they fill, and the work of a step does not dep
 they are.
 """
 
-MAX_WRITE_S = 0.1
-"""Pages are on loan to be written for about so long, at the measured rate."""
-
-MIN_WRITES = 32
-"""Pages that may be on loan to be written at any rate, so that writes can be merged."""
-
 LOOKS_PER_MOVE = 8
 """Queued blocks that a step may examine for each move; many of them need no move any more."""
 
 EARLY_SHARE = 0.5
 """Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
-
-
-class _Write(NamedTuple):
-    """One page lent to the store, and its entry, since the hash may get another one meanwhile."""
-
-    page: Block
-    entry: Entry
-    record: BlockRecord
-    began_at: float
 
 
 class Demoter:
@@ -59,13 +44,12 @@ class Demoter:
     A block is pinned while it is copied or written, so that it keeps its place in the order of
     eviction.
 
-    Invariants (`check`): a page being written is pinned; the number of pages lent for writing
-    stays within the cap.
+    Invariant (`check`): the number of pages being written stays within the cap.
     """
 
     def __init__(self, tiers: Tiers, poll: Callable[[], None]) -> None:
-        self._tiers = tiers
-        self._poll = poll
+        self._tiers, self._poll = tiers, poll
+        self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
         # NOTE: if the reserve were above half of the host tier, its pages would evict one
         # another forever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
@@ -77,7 +61,6 @@ class Demoter:
         self._fresh: Waiting = OrderedDict()  # owed to host memory
         self._num_noted = 0  # blocks computed since the last step
         self._num_copying = 0
-        self._writing: dict[BlockHash, _Write] = {}
         self._is_draining = False
         self._is_stale = True
         self._is_circling = False  # copies ahead of need have evicted as many others of the kind
@@ -86,7 +69,11 @@ class Demoter:
     @property
     def is_idle(self) -> bool:
         """Whether no block is being demoted or queued to be written."""
-        return not (self._num_copying or self._writing or self._behind or self._to_write)
+        return not (self._is_moving or self._behind or self._to_write)
+
+    @property
+    def _is_moving(self) -> bool:
+        return bool(self._num_copying or self._disk_link.num_writing)
 
     @property
     def is_copying(self) -> bool:
@@ -154,7 +141,7 @@ class Demoter:
             num_ahead: how many of the oldest pages have to be clean.
             at_most: how many writes to start at most.
         """
-        room = self._most_writing - len(self._writing)
+        room = self._write_room
         pages = self._dirty(self._tiers.host, num_ahead, min(at_most, room)) if room else []
         return self._write_out(pages)
 
@@ -174,23 +161,15 @@ class Demoter:
             tiers.host.release([page])
         self._is_stale = True
 
-    def on_page_stored(self, event: PageStored) -> None:
-        """Take a page back from the store, which has written the block or refused it."""
-        tiers, catalog = self._tiers, self._tiers.catalog
-        page, entry, record, began_at = self._writing.pop(BlockHash(event.block_hash))
-        tiers.counters.note_move("host,disk", began_at)
-        assert page.block_id == event.page_id, (page.block_id, event.page_id)
+    def on_written(self, write: Write) -> None:
+        """Note that a block was written to disk, or that the store refused it."""
+        tiers, catalog, entry, record = self._tiers, self._tiers.catalog, write.entry, write.record
         assert tiers.store is not None
         self.note_change()
-        if event.is_held_back:
-            tiers.write_rate.skip(tiers.block_bytes, event.ended_at)
-        else:
-            is_written = event.ok and event.ended_at > 0
-            tiers.write_rate.end(tiers.block_bytes, event.ended_at, teaches=is_written)
-        entry.refusal = event.reason
-        if not event.ok:
+        entry.refusal = write.reason
+        if write.reason:
             text = "a block could not be written to disk (%s)"
-            count_failure(tiers.counters.store_failures, event.reason, text)
+            count_failure(tiers.counters.store_failures, write.reason, text)
             catalog.give_up(entry)
             tiers.device.look_again(entry.block_hash)
         elif catalog.get(entry.block_hash) is not entry:  # expired or evicted
@@ -203,7 +182,7 @@ class Demoter:
             until = catalog.disk_deadline(entry, now) or 0.0
             if until > record.expires_at or entry.pinned_until != record.pinned_until:
                 tiers.store.touch([catalog.touch_item(entry, now)])  # claimed meanwhile
-        tiers.host.unpin(page)
+        tiers.host.unpin(write.page)
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty blocks, so that device blocks can be evicted.
@@ -247,7 +226,7 @@ class Demoter:
             started = self.demote(device.num_blocks)
             if to is Tier.DISK or (not started and device.num_evictable):
                 started += self.write(host.num_blocks)
-            is_moving = self._num_copying or self._writing or host.num_used  # pages being read too
+            is_moving = self._is_moving or host.num_used  # pages being read too
             is_stuck = not (moved or started or is_moving)
             if is_stuck or time.monotonic() >= deadline:
                 return False
@@ -291,10 +270,9 @@ class Demoter:
                 self._poll()
                 meanwhile()
                 self._write_behind(2 * self._write_cap)
-                is_moving = self._num_copying or self._writing
-                if not is_moving:  # pages whose turn is later fill the host tier
+                if not self._is_moving:  # pages whose turn is later fill the host tier
                     self.write(self._tiers.host.num_blocks)
-                num_left = len(self._behind) + len(self._to_write) + len(self._writing)
+                num_left = self._num_queued + self._disk_link.num_writing
                 progress("writing to disk", max(0, len(entries) - num_left), len(entries))
                 time.sleep(POLL_S)
         self._is_draining = False
@@ -311,12 +289,8 @@ class Demoter:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        for block_hash, write in self._writing.items():
-            if write.page.pin_count < 1:
-                what = f"the page of {block_hash.hex()[:12]} is being written"
-                raise IntegrityError(f"{what}, but it is not pinned")
-        if len(self._writing) > self._write_cap:
-            what = f"{len(self._writing)} pages are being written"
+        if (num_writing := self._disk_link.num_writing) > self._write_cap:
+            what = f"{num_writing} pages are being written"
             raise IntegrityError(f"{what}, but at most {self._write_cap} may be")
 
     def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
@@ -326,13 +300,21 @@ class Demoter:
 
     @property
     def _most_writing(self) -> int:
-        """How many pages may be on loan to be written: some 100 ms of writes.
+        """How many pages may be on loan to be written.
 
         A page on loan cannot be evicted, so more of them would only keep others out of memory.
         """
-        tiers = self._tiers
-        most = int(MAX_WRITE_S * tiers.write_rate.steady / tiers.block_bytes)
-        return min(self._write_cap, max(MIN_WRITES, most))
+        return min(self._write_cap, self._disk_link.most_writes)
+
+    @property
+    def _write_room(self) -> int:
+        """How many more pages may be lent to be written."""
+        return self._most_writing - self._disk_link.num_writing
+
+    @property
+    def _num_queued(self) -> int:
+        """How many blocks are queued to be written."""
+        return len(self._behind) + len(self._to_write)
 
     @property
     def _writes_soon(self) -> bool:
@@ -351,9 +333,8 @@ class Demoter:
         tiers = self._tiers
         if tiers.is_write_behind:
             return 0
-        return int(
-            EARLY_SHARE * tiers.drain_timeout_s * tiers.write_rate.steady / tiers.block_bytes
-        )
+        rate = self._disk_link.write_rate.steady
+        return int(EARLY_SHARE * tiers.drain_timeout_s * rate / tiers.block_bytes)
 
     def _queue_owed(self, at_most: int) -> None:
         """Queue the oldest blocks that are owed to the disk, if more are than may wait.
@@ -362,8 +343,8 @@ class Demoter:
         is empty. A block whose write was given up is left for a stop, or until it is used again.
         """
         tiers, owed = self._tiers, self._tiers.catalog.owed
-        num_queued = len(self._behind) + len(self._to_write) + self._num_copying
-        num_late = len(owed) - self._most_owed - num_queued - len(self._writing)
+        num_under_way = self._num_queued + self._num_copying + self._disk_link.num_writing
+        num_late = len(owed) - self._most_owed - num_under_way
         if tiers.store is None or num_late <= 0:
             return
         for block_hash in list(islice(owed, min(num_late, at_most))):
@@ -420,7 +401,7 @@ class Demoter:
     def _write_first(self, at_most: int) -> int:
         """Start writes of the first queued blocks that have a page; return how many."""
         tiers, pages = self._tiers, list[Block]()
-        room = min(at_most, self._most_writing - len(self._writing))
+        room = min(at_most, self._write_room)
         while self._to_write and len(pages) < room:
             block_hash, _ = self._to_write.popitem(last=False)
             page = tiers.host.lookup(block_hash)
@@ -459,31 +440,27 @@ class Demoter:
         if pairs:
             ids = [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs]
             after = max(block.last_step for block, _ in pairs)
-            tiers.transfer.demote(ids, (time.perf_counter(), pairs), after=after)
+            self._device_link.demote(ids, (time.perf_counter(), pairs), after=after)
         return len(pairs)
 
     def _write_out(self, pages: list[Block]) -> int:
-        """Lend host pages to the store for writing, up to the cap; return how many."""
+        """Start writes of host pages, up to the cap; return how many."""
         tiers, catalog, now = self._tiers, self._tiers.catalog, self._tiers.clock.now()
-        items: list[LentPage] = []
-        began_at, began_s = time.perf_counter(), time.monotonic()
+        began_at, num_begun = time.monotonic(), 0
         for page in pages:
             entry = catalog.get(page.block_hash)
             expires_at = entry and catalog.disk_deadline(entry, now)
-            if not entry or not expires_at or entry.block_hash in self._writing:
+            if not entry or not expires_at or self._disk_link.is_writing(entry.block_hash):
                 tiers.host.postpone(page)
                 continue
-            if len(self._writing) >= self._most_writing:
+            if self._write_room <= 0:
                 break
             record = catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)
-            self._writing[entry.block_hash] = _Write(page, entry, record, began_at)
-            tiers.write_rate.begin(tiers.block_bytes, began_s)
-            items.append(LentPage(record, page.block_id))
-        if items:
-            assert tiers.store is not None
-            tiers.store.store(items)
-        return len(items)
+            self._disk_link.write(record, page, entry, began_at)
+            num_begun += 1
+        self._disk_link.send()
+        return num_begun
 
     def _can_be_copied(self, block: Block) -> bool:
         """Return whether the host tier has no page of the block yet, filled or being filled."""

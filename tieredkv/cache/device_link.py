@@ -1,4 +1,4 @@
-"""Copies between device blocks and host pages, on streams of their own.
+"""The link between VRAM and host memory: copies of blocks, on streams of their own.
 
 This module knows streams and events. It does not know hashes, or why a block moves. `poll` returns
 the tag of a copy once its bytes have arrived, never before. Until then the caller holds the source
@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from tieredkv.cache.rates import LinkRate
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 
@@ -58,6 +59,7 @@ class DeviceLink(Generic[Tag]):
     A copy that was started is pending until `poll` reports it.
 
     Attributes:
+        up_rate: the rate of promotions; `poll` learns it from large ones.
         num_steps: steps that the compute stream was given so far.
     """
 
@@ -70,10 +72,10 @@ class DeviceLink(Generic[Tag]):
         """
         self._copier = copier
         self._early_bytes = early_bytes
+        self.up_rate = LinkRate(20e9)
         self.num_steps = 0
         self._steps: dict[int, torch.cuda.Event] = {}  # those that may not have ended, in order
         self._num_usable = 0
-        self._promoted_bytes, self._promoted_s = 0, 0.0
         is_cuda = copier.device.type == "cuda"
         self._in_stream = torch.cuda.Stream(copier.device) if is_cuda else None
         self._out_stream = torch.cuda.Stream(copier.device) if is_cuda else None
@@ -161,20 +163,18 @@ class DeviceLink(Generic[Tag]):
         """Return the tags of promotions and of demotions completed since the last call."""
         promoted, demoted = _completed(self._promotions), _completed(self._demotions)
         self._num_usable = max(0, self._num_usable - len(promoted))
+        num_bytes, seconds = 0, 0.0
         for pending in promoted:
-            seconds = pending.seconds
+            if pending.num_bytes < MIN_SPLIT_BYTES:
+                continue  # that would be a measurement of latency
+            num_bytes += pending.num_bytes
             if pending.began is not None and pending.event is not None:
-                seconds = pending.began.elapsed_time(pending.event) / 1e3
-            if pending.num_bytes >= MIN_SPLIT_BYTES:  # less is a measurement of latency
-                self._promoted_bytes += pending.num_bytes
-                self._promoted_s += seconds
+                seconds += pending.began.elapsed_time(pending.event) / 1e3
+            else:
+                seconds += pending.seconds
+        if num_bytes:
+            self.up_rate.learn(num_bytes, seconds, time.monotonic())
         return [pending.tag for pending in promoted], [pending.tag for pending in demoted]
-
-    def take_measured(self) -> tuple[int, float]:
-        """Return the bytes of large promotions since the last call, and how long they moved."""
-        measured = self._promoted_bytes, self._promoted_s
-        self._promoted_bytes, self._promoted_s = 0, 0.0
-        return measured
 
     def synchronize(self) -> None:
         """Wait until everything started so far has arrived; `poll` then reports it."""

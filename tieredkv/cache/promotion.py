@@ -8,8 +8,7 @@ Each device block has one writer. A copy is started only into a block of which n
 and a block into which a copy was started is not computed. A read from disk fills a host page only:
 if the block was computed meanwhile, the page stays in host memory and no copy is started.
 
-A page that is lent to the store stays held until the store returns it, whatever becomes of the
-restore.
+A page that is read into stays held until the disk link returns it, whatever becomes of the restore.
 
 Called by the engine's thread only.
 """
@@ -19,41 +18,32 @@ import sys
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
-import msgspec
-
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.counters import count_failure
+from tieredkv.cache.disk_link import MIN_READS, Read
 from tieredkv.cache.plan import Demand, LinkState, Planner
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Forecast, Prefix
 from tieredkv.cache.rates import PROBE_S, Lag
 from tieredkv.cache.restores import Progress, Restore, Restores
-from tieredkv.cache.tiers import Tiers, count_failure
+from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record
-from tieredkv.storage.worker_messages import LentPage, PageLoaded
-from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId, Tier
+from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, PageId, Tier
 
 logger = logging.getLogger(__name__)
 
 MAX_READS = 128
 """Queued reads that one step may start or drop; the next step continues with the others."""
 
-MAX_READ_S = 0.05
-"""How much the disk is given ahead, in seconds at its rate; the rest is held back for the plan."""
-
 MAX_COPY_S = 0.25
-"""The same for copies to VRAM. They are fast, and the first layers of all that is copied at once
-are copied first, so that a step may begin before the others have arrived.
+"""How much is copied ahead, in seconds at the rate; the rest is held back for the plan.
+
+Copies are fast, and the first layers of all that is copied at once are copied first, so that a step
+may begin before the others have arrived.
 """
-
-MIN_READS = 32
-"""Reads that the worker may hold at any rate, so that its threads are busy."""
-
-READ_LATENCY_S = 0.003
-"""From the end of a read until its block is in VRAM and a step can use it."""
 
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
@@ -69,30 +59,14 @@ Copies = Sequence[tuple[Block, Block]]
 """Pages, each with the device block it is copied to; both are held until the bytes are there."""
 
 
-@dataclass(slots=True)
-class _Read:
-    """A block that is being read from disk.
-
-    Attributes:
-        page: what it is read into; on loan until the store returns it.
-        began_at: when that began, in `perf_counter` time.
-        is_late: whether it took too long, so that no request waits for it.
-    """
-
-    record: BlockRecord
-    page: Block
-    began_at: float
-    is_late: bool = False
-
-
 class Promoter:
     """Loads the blocks that requests want, in the order of the requests, within the arena's caps.
 
     Admitted requests may have half of the arena's pages inbound. Queued requests (prefetch) may
     have half of that, so that they never starve running requests.
 
-    Invariants (`check`): those of the restores; every page that is read into is held; reads stay
-    within the cap; no block is queued for two copies.
+    Invariants (`check`): those of the restores; reads stay within the cap; no block is queued for
+    two copies.
 
     Attributes:
         restores: what requests want.
@@ -101,8 +75,8 @@ class Promoter:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self.restores = Restores(tiers, self.is_coming)
-        self._reads: dict[BlockHash, _Read] = {}
+        self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
+        self.restores = Restores(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
         self._num_copying = 0  # including `_to_copy`
         self._is_short = False  # the last read found no page
@@ -115,12 +89,7 @@ class Promoter:
     @property
     def is_idle(self) -> bool:
         """Whether no block is being promoted."""
-        return not self._reads and not self._num_copying
-
-    def is_coming(self, block_hash: BlockHash) -> bool:
-        """Return whether the block is being read from disk and may be waited for."""
-        read = self._reads.get(block_hash)
-        return read is not None and not read.is_late
+        return not self._disk_link.num_reading and not self._num_copying
 
     # Plan
 
@@ -153,22 +122,17 @@ class Promoter:
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
         for block_hash in self.restores.give_up_late():
-            if (read := self._reads.get(block_hash)) is not None:
-                read.is_late = True
+            self._disk_link.cancel(block_hash)
             self._tiers.catalog.note_departed(block_hash, "load_timeout")
             count_failure(self._tiers.counters.load_failures, "timeout", _FAILED)
 
     def _divide(self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float) -> None:
         tiers, now = self._tiers, time.monotonic()
-        up, disk = tiers.up_rate.effective(now), tiers.read_rate.effective(now)
-        links = [
-            LinkState(up, self._num_copying * tiers.block_bytes / up, is_steady=True),
-            LinkState(
-                NO_ROOM_BYTES_PER_S if self._is_short else disk,
-                tiers.read_rate.busy_s(now),
-                READ_LATENCY_S,
-            ),
-        ]
+        up, disk = self._device_link.up_rate.effective(now), self._disk_link.read_state(now)
+        if self._is_short:
+            disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
+        copying_s = self._num_copying * tiers.block_bytes / up
+        links = [LinkState(up, copying_s, is_steady=True), disk]
         planner = Planner(
             links,
             tiers.compute_rate.seconds,
@@ -185,7 +149,7 @@ class Promoter:
 
     def _probe(self, now: float) -> None:
         """Have some blocks read if the plan reads none and the disk's rate is old."""
-        is_due = self._tiers.read_rate.is_stale(now) and now - self._probed_at >= PROBE_S
+        is_due = self._disk_link.read_rate.is_stale(now) and now - self._probed_at >= PROBE_S
         first = next((each for each in self.restores.order if each.on_disk), None)
         if first is None or not is_due or first.reads_next:
             return
@@ -203,12 +167,9 @@ class Promoter:
         Returns:
             Whether a read has to wait for a page.
         """
-        tiers, now = self._tiers, time.monotonic()
+        link, now, num_begun = self._disk_link, time.monotonic(), 0
         self._is_short = self.has_more = False
-        most_copies = self._most_queued(MAX_COPY_S * tiers.up_rate.effective(now))
-        most_reads = self._most_queued((MAX_READ_S + away_s) * tiers.read_rate.effective(now))
-        most_reads = max(MIN_READS, most_reads)
-        items: list[LentPage] = []
+        most_copies, most_reads = self._most_copies(now), link.most_reads(now, away_s)
         for restore in self.restores.order:
             if restore.copies_next:
                 self._copy_pages(restore, most_copies - self._num_copying)
@@ -216,22 +177,18 @@ class Promoter:
                 if self._needs_no_read(restore):
                     restore.on_disk.pop()
                     continue
-                if len(self._reads) >= most_reads or self._is_short:
+                if link.num_reading >= most_reads or self._is_short:
                     break
-                if len(items) == MAX_READS:
+                if num_begun == MAX_READS:
                     self.has_more = True
                     break
-                if not tiers.read_rate.admits(tiers.block_bytes, now):
+                if not link.may_read(now) or not self._begin(restore, now):
                     break
-                if not self._begin(restore, items):
-                    break
-                tiers.read_rate.begin(tiers.block_bytes, now)
+                num_begun += 1
                 if restore.on_disk[-1] < restore.split:
                     self._probed_at = now
                 insort(restore.reading, restore.on_disk.pop())
-        if items:
-            assert tiers.store is not None
-            tiers.store.load(items)
+        link.send()
         self._start_copies()
         return self._is_short
 
@@ -248,14 +205,10 @@ class Promoter:
         self._num_copying += 1
         self._to_copy.append((page, block))
 
-    def on_page_loaded(self, event: PageLoaded) -> None:
-        """Take a page back from the store, whether the read succeeded or failed."""
-        tiers, block_hash = self._tiers, BlockHash(event.block_hash)
-        read = self._reads.pop(block_hash)
-        page, record, reason = read.page, event.record, event.reason
-        assert page.block_id == event.page_id, (page, event.page_id)
-        tiers.counters.note_move("disk,host", read.began_at)
-        tiers.read_rate.end(tiers.block_bytes, event.ended_at, teaches=not reason)
+    def on_read(self, read: Read) -> None:
+        """Use what was read from disk, if the read succeeded, and release its page."""
+        tiers, block_hash, page = self._tiers, read.block_hash, read.page
+        record, reason = read.found, read.reason
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by an operator, or expired, during the read
         elif record is not None and record.expires_at <= tiers.clock.now():
@@ -290,25 +243,24 @@ class Promoter:
     def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
         """Drop the pages of blocks that are being read and that the filter wants evicted."""
         tiers = self._tiers
-        for block_hash, read in self._reads.items():
+        for read in self._disk_link.reads:
             if read.page.block_hash and is_wanted(tiers.catalog.entry_of(read.record)):
-                tiers.host.drop(block_hash)
+                tiers.host.drop(read.block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         self.restores.check()
-        if any(read.page.ref_count < 1 for read in self._reads.values()):
-            raise IntegrityError("a page is read into, but not held")
-        if len(self._reads) > self._inbound_cap:
-            raise IntegrityError(f"{len(self._reads)} pages read, cap {self._inbound_cap}")
+        if (num_reading := self._disk_link.num_reading) > self._inbound_cap:
+            raise IntegrityError(f"{num_reading} pages read, cap {self._inbound_cap}")
         targets = [block for _, block in self._to_copy]
         if len(set(targets)) < len(targets) or not all(each.is_loading for each in targets):
             raise IntegrityError("a block is queued for two copies, or for none")
 
     # Inside
 
-    def _most_queued(self, num_bytes: float) -> int:
-        """Return how many blocks a link may be given ahead."""
+    def _most_copies(self, now: float) -> int:
+        """Return how many blocks may be on their way to VRAM."""
+        num_bytes = MAX_COPY_S * self._device_link.up_rate.effective(now)
         return max(1, int(num_bytes / self._tiers.block_bytes))
 
     def _copy_pages(self, restore: Restore, at_most: int) -> None:
@@ -339,7 +291,7 @@ class Promoter:
         """Return whether a restore's last block needs no read; copy it if it has a page."""
         index = restore.on_disk[-1]
         block_hash = restore.prefix.hashes[index]
-        if block_hash in self._reads:
+        if self._disk_link.is_reading(block_hash):
             insort(restore.reading, index)
             return True
         page = self._tiers.host.lookup(block_hash)
@@ -348,11 +300,11 @@ class Promoter:
             return True
         return restore.is_admitted and not self.restores.is_open(block_hash)
 
-    def _begin(self, restore: Restore, items: list[LentPage]) -> bool:
-        """Take a page to read a restore's last block into, if there is one."""
-        tiers, host = self._tiers, self._tiers.host
+    def _begin(self, restore: Restore, now: float) -> bool:
+        """Queue a read of a restore's last block if there is a page to read it into."""
+        host = self._tiers.host
         block_hash = restore.prefix.hashes[restore.on_disk[-1]]
-        num_inbound = len(self._reads) + self._num_copying
+        num_inbound = self._disk_link.num_reading + self._num_copying
         cap = self._inbound_cap
         if not restore.is_admitted:
             cap //= 2
@@ -369,10 +321,7 @@ class Promoter:
             self._is_short = restore.is_admitted
             return False
         host.insert(pages[0], block_hash, tenant)
-        # The size is this engine's block size, whatever size the disk has for that hash.
-        wanted = msgspec.structs.replace(record, size_bytes=tiers.block_bytes)
-        self._reads[block_hash] = _Read(record, pages[0], time.perf_counter())
-        items.append(LentPage(wanted, pages[0].block_id))
+        self._disk_link.read(record, pages[0], now)
         restore.is_begun = True
         return True
 
@@ -403,4 +352,4 @@ class Promoter:
             tag = (time.perf_counter(), copies)
             pairs = cast(list[tuple[PageId, BlockId]], ids)
             after = max(block.last_step for _, block in copies)
-            self._tiers.transfer.promote(pairs, tag, after=after)
+            self._device_link.promote(pairs, tag, after=after)

@@ -17,7 +17,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -109,17 +109,12 @@ class Restores:
     Invariants (`check`): the lists of a restore ascend; the pages of an admitted restore are those
     of `in_host`, and they are held.
 
-    Args:
-        tiers: the tiers.
-        is_coming: whether a block is being read from disk and may be waited for.
-
     Attributes:
         order: all restores, in the order in which they are loaded.
     """
 
-    def __init__(self, tiers: Tiers, is_coming: Callable[[BlockHash], bool]) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._is_coming = is_coming
         self._restores: dict[Prefix, Restore] = {}
         self.order: list[Restore] = []
 
@@ -297,8 +292,9 @@ class Restores:
             self.forget(restore.prefix)
 
     def _is_awaited(self, block_hash: BlockHash) -> bool:
-        block = self._tiers.device.lookup(block_hash)
-        return self._is_coming(block_hash) and not (block is not None and block.is_begun)
+        tiers, block = self._tiers, self._tiers.device.lookup(block_hash)
+        is_begun = block is not None and block.is_begun
+        return tiers.disk_link.is_coming(block_hash) and not is_begun
 
     def give_up_late(self) -> list[BlockHash]:
         """Have blocks computed that have not come from disk in time; return their hashes."""

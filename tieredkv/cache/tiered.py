@@ -15,7 +15,6 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
-import time
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -24,6 +23,7 @@ from typing import Any
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix, stretches_between
@@ -34,13 +34,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
 from tieredkv.storage.results import TouchItem
-from tieredkv.storage.worker_messages import (
-    ControlRequest,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    WorkerUp,
-)
+from tieredkv.storage.worker_messages import ControlRequest, LookupDone, WorkerUp
 from tieredkv.types import BlockHash, Tier
 
 MAX_EXPIRED = 64
@@ -56,9 +50,9 @@ LOST = frozenset(("load_timeout", "corrupt", "expired", "admin"))
 class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
-    Invariants (`check`): those of both pools, the catalog, promotion and demotion; every ready
-    hashed block of a pool has an entry in the catalog, and every entry is in a pool; VRAM keeps the
-    block of every page that counts as a duplicate.
+    Invariants (`check`): those of both pools, the catalog, the disk link, promotion and demotion;
+    every ready hashed block of a pool has an entry in the catalog, and every entry is in a pool;
+    VRAM keeps the block of every page that counts as a duplicate.
 
     Attributes:
         lookups: asks the disk which blocks it has.
@@ -76,8 +70,8 @@ class TieredCache:
         self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
-            PageLoaded: self.promoter.on_page_loaded,
-            PageStored: self.demoter.on_page_stored,
+            Read: self.promoter.on_read,
+            Write: self.demoter.on_written,
             WorkerUp: lambda _: self._forget_disk(),
             ControlRequest: self.control_requests.append,
         }
@@ -221,7 +215,7 @@ class TieredCache:
         if not computed:
             return
         prefix.awaited.difference_update(computed)
-        num_steps = self.tiers.transfer.num_steps
+        num_steps = self.tiers.device_link.num_steps
         for index in computed:
             block = blocks[index]
             block.last_step = num_steps
@@ -318,8 +312,8 @@ class TieredCache:
 
     def note_step(self) -> None:
         """Note that a step was issued, before its rows are completed."""
-        self.tiers.transfer.note_step()
-        self.tiers.device.num_steps = self.tiers.transfer.num_steps
+        self.tiers.device_link.note_step()
+        self.tiers.device.num_steps = self.tiers.device_link.num_steps
 
     @property
     def is_restoring(self) -> bool:
@@ -352,20 +346,17 @@ class TieredCache:
                 then waits for the other layers and delays all its requests, so set this only while
                 the device is idle.
         """
-        transfer, store = self.tiers.transfer, self.tiers.store
-        for _, copies in transfer.poll_usable() if may_start_early else ():
+        tiers = self.tiers
+        for _, copies in tiers.device_link.poll_usable() if may_start_early else ():
             for _, block in copies:
                 block.is_ready = True
-        promoted, demoted = transfer.poll()
-        num_bytes, seconds = transfer.take_measured()
-        if num_bytes:
-            self.tiers.up_rate.learn(num_bytes, seconds, time.monotonic())
+        promoted, demoted = tiers.device_link.poll()
         for began_at, copies in promoted:
             self.promoter.on_copied(began_at, copies)
         for began_at, pairs in demoted:
             self.demoter.on_copied(began_at, pairs)
-        for event in store.poll() if store is not None else ():
-            self._handlers[type(event)](event)
+        for told in tiers.disk_link.poll():
+            self._handlers[type(told)](told)
 
     def read_ahead(self, seconds: float) -> None:
         """Give the disk enough to read for the time that the engine's thread is about to be away.
@@ -438,6 +429,7 @@ class TieredCache:
         tiers.device.check()
         tiers.host.check()
         tiers.catalog.check()
+        tiers.disk_link.check()
         self.promoter.check()
         self.demoter.check()
         for entry in tiers.catalog.entries():
@@ -495,7 +487,7 @@ class TieredCache:
                 was_there = block.is_ready and block_hash not in prefix.brought
                 source = None if was_there else block.source
                 source = source or Tier.DEVICE
-                if not block.is_ready and self.promoter.is_coming(block_hash):
+                if not block.is_ready and tiers.disk_link.is_coming(block_hash):
                     reading.append(index)
             else:
                 block = next(fresh)
@@ -503,7 +495,7 @@ class TieredCache:
                 if page is not None and page.is_ready:
                     block.source = Tier.HOST if record is None else Tier.DISK
                     in_host.append(index)
-                elif self.promoter.is_coming(block_hash):
+                elif tiers.disk_link.is_coming(block_hash):
                     block.source = Tier.DISK
                     reading.append(index)
                 elif record and self._is_alive(block_hash, record):

@@ -1,7 +1,5 @@
-"""The pools, the store and the counters that promotion and demotion share."""
+"""The tiers, the links between them and the counters that promotion and demotion share."""
 
-import logging
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +7,15 @@ from functools import partial
 from typing import Any
 
 from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.counters import CacheCounters, count_failure
 from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.pool import Block, BlockPool
-from tieredkv.cache.rates import ComputeRate, LinkRate
+from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.storage.client import StoreClient
 from tieredkv.types import BlockHash, Tier
-
-logger = logging.getLogger(__name__)
 
 SEEN_S = 3600.0
 
@@ -25,52 +23,6 @@ Waiting = OrderedDict[BlockHash, None]
 """A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
 
 _LOST = "a block that was promised to the disk has left memory without a copy there (%s)"
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Counts since the start, in blocks unless the name says otherwise.
-
-    Attributes:
-        allocation_waits: allocations that had to wait for a copy to end.
-        overtaken_blocks: blocks that were read from disk and computed before they arrived.
-        used_reads: blocks that were read from disk and then copied to VRAM.
-        demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
-        lost_blocks: blocks that the disk should have kept and that left RAM without a copy there,
-            by reason: `too_slow` if a write could not be waited for, else why the store refused.
-            At a stop, the reason `drain_timeout` counts blocks that no time was left for.
-        load_failures: failed loads by reason; each of these blocks was recomputed.
-        evictions: evicted copies in RAM by `tier,reason`.
-        move_seconds: number of copies by `from,to`, and the sum of their durations in seconds. A
-            copy between VRAM and host memory moves several blocks.
-    """
-
-    promoted_host_blocks: int = 0
-    promoted_disk_blocks: int = 0
-    overtaken_blocks: int = 0
-    used_reads: int = 0
-    demoted_host_blocks: int = 0
-    demoted_disk_blocks: int = 0
-    demotions_dropped: int = 0
-    allocation_waits: int = 0
-    expired_blocks: int = 0
-    load_failures: Counter[str] = field(default_factory=Counter)
-    store_failures: Counter[str] = field(default_factory=Counter)
-    lost_blocks: Counter[str] = field(default_factory=Counter)
-    evictions: Counter[str] = field(default_factory=Counter)
-    move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    def note_move(self, between: str, began_at: float) -> None:
-        """Count a copy that ends now and began at `began_at`, in `perf_counter` time."""
-        count, seconds = self.move_seconds.get(between, (0, 0.0))
-        self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
-
-
-def count_failure(failures: Counter[str], reason: str, text: str) -> None:
-    """Count a failed move or a lost block, and log the first one for each reason."""
-    failures[reason] += 1
-    if failures[reason] == 1:
-        logger.warning(text, reason)
 
 
 @dataclass(slots=True)
@@ -88,8 +40,10 @@ class Tiers:
 
     Attributes:
         device, host: pools of blocks; the host pool's block ids are arena pages.
-        transfer: copies between the pools; a tag holds when the copy began and its pairs of blocks.
         store: the disk tier, or None.
+        device_link: copies between the pools; a tag holds when the copy began and its pairs of
+            blocks.
+        disk_link: reads and writes between the host pool and the disk tier.
         block_bytes: payload bytes of one block.
         block_size: tokens of one block.
         restore: see the setting; `compute` promotes nothing.
@@ -97,8 +51,6 @@ class Tiers:
         drain_timeout_s: how long a stop may take to write what is owed to the disk.
         device_reserve_blocks: how many device blocks to keep clean ahead of need.
         load_timeout_s: a block that the disk has not loaded within this time is computed.
-        up_rate, read_rate, write_rate: of copies from host memory to VRAM, of reads from disk, and
-            of writes to it while no reads compete with them.
         compute_rate: of the device.
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
             what is left; empty while there is only one tenant.
@@ -110,8 +62,8 @@ class Tiers:
     device: BlockPool
     host: BlockPool
     catalog: Catalog
-    transfer: DeviceLink[Any]
     store: StoreClient | None
+    device_link: DeviceLink[Any]
     clock: Clock
     block_bytes: int
     block_size: int = 1
@@ -121,18 +73,17 @@ class Tiers:
     device_reserve_blocks: int = 64
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
-    up_rate: LinkRate = field(default_factory=lambda: LinkRate(20e9))
-    read_rate: LinkRate = field(default_factory=lambda: LinkRate(2e9))
-    write_rate: LinkRate = field(default_factory=lambda: LinkRate(1e9))
     compute_rate: ComputeRate = field(default_factory=lambda: ComputeRate(8192))
     shares: dict[bytes, float] = field(default_factory=dict)
     _given: Mapping[bytes, float] = field(default_factory=dict)
+    disk_link: DiskLink = field(init=False)
     pools: dict[Tier, BlockPool] = field(init=False)
     wanted: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.disk_link = DiskLink(self.store, self.block_bytes, self.counters)
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         for tier, pool in self.pools.items():
             pool.pinned, pool.wanted = self.catalog.pinned, self.wanted
@@ -196,7 +147,7 @@ class Tiers:
     @property
     def drain_s(self) -> float:
         """How many seconds a stop would need to write what is owed to the disk."""
-        return self.owed_bytes / self.write_rate.steady
+        return self.owed_bytes / self.disk_link.write_rate.steady
 
     def _is_device_clean(self, block: Block) -> bool:
         entry = self.catalog.get(block.block_hash)

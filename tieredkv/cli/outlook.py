@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tieredkv.bench import raw
+from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner, outlook
-from tieredkv.cache.promotion import READ_LATENCY_S
 from tieredkv.cache.rate_file import SavedRates, device_name, disk_name, read_rates
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.config import Settings

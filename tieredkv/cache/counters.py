@@ -1,0 +1,57 @@
+"""What the cache counts: blocks that were moved, evicted or lost, and how long moves took.
+
+Called by the engine's thread only.
+"""
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Counts since the start, in blocks unless the name says otherwise.
+
+    Attributes:
+        allocation_waits: allocations that had to wait for a copy to end.
+        overtaken_blocks: blocks that were read from disk and computed before they arrived.
+        used_reads: blocks that were read from disk and then copied to VRAM.
+        demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
+        lost_blocks: blocks that the disk should have kept and that left RAM without a copy there,
+            by reason: `too_slow` if a write could not be waited for, else why the store refused.
+            At a stop, the reason `drain_timeout` counts blocks that no time was left for.
+        load_failures: failed loads by reason; each of these blocks was recomputed.
+        evictions: evicted copies in RAM by `tier,reason`.
+        move_seconds: number of copies by `from,to`, and the sum of their durations in seconds. A
+            copy between VRAM and host memory moves several blocks.
+    """
+
+    promoted_host_blocks: int = 0
+    promoted_disk_blocks: int = 0
+    overtaken_blocks: int = 0
+    used_reads: int = 0
+    demoted_host_blocks: int = 0
+    demoted_disk_blocks: int = 0
+    demotions_dropped: int = 0
+    allocation_waits: int = 0
+    expired_blocks: int = 0
+    load_failures: Counter[str] = field(default_factory=Counter)
+    store_failures: Counter[str] = field(default_factory=Counter)
+    lost_blocks: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[str] = field(default_factory=Counter)
+    move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def note_move(self, between: str, began_at: float) -> None:
+        """Count a copy that ends now and began at `began_at`, in `perf_counter` time."""
+        count, seconds = self.move_seconds.get(between, (0, 0.0))
+        self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
+
+
+def count_failure(failures: Counter[str], reason: str, text: str) -> None:
+    """Count a failed move or a lost block, and log the first one for each reason."""
+    failures[reason] += 1
+    if failures[reason] == 1:
+        logger.warning(text, reason)

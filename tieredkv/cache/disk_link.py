@@ -1,0 +1,274 @@
+"""The link between host memory and disk: reads of blocks into pages, and writes of pages.
+
+This module knows what the store's worker was given, since when, and how fast the disk is. It does
+not know why a block moves. `poll` returns a read or a write once the worker is done with its page,
+never before. Until then the page is on loan, and the caller holds it.
+
+Only the engine's thread may call it.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from tieredkv.cache.catalog import Entry
+from tieredkv.cache.counters import CacheCounters
+from tieredkv.cache.plan import LinkState
+from tieredkv.cache.pool import Block
+from tieredkv.cache.rates import LinkRate
+from tieredkv.errors import IntegrityError
+from tieredkv.storage.client import StoreClient
+from tieredkv.storage.worker_messages import (
+    ControlRequest,
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    WorkerUp,
+)
+from tieredkv.types import BlockHash, BlockRecord
+
+MAX_READ_S = 0.05
+"""How much the disk is given ahead, in seconds at its rate; the rest is held back for the plan."""
+
+MIN_READS = 32
+"""Reads that the worker may hold at any rate, so that its threads are busy."""
+
+MAX_WRITE_S = 0.1
+"""Pages are on loan to be written for about so long, at the measured rate."""
+
+MIN_WRITES = 32
+"""Pages that may be on loan to be written at any rate, so that writes can be merged."""
+
+READ_LATENCY_S = 0.003
+"""From the end of a read until its block is in VRAM and a step can use it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    """A page on loan to the store.
+
+    Attributes:
+        record: of the block that is read or written.
+        page: what it is read into or written from.
+        began_at: when that began, in `perf_counter` time.
+        reason: why it failed, once it has ended; empty if it succeeded.
+    """
+
+    record: BlockRecord
+    page: Block
+    began_at: float
+    reason: str = ""
+
+    @property
+    def block_hash(self) -> BlockHash:
+        """Hash of the block."""
+        return BlockHash(self.record.block_hash)
+
+
+@dataclass(slots=True, eq=False)
+class Read(_Loan):
+    """A block that is being read from disk into a page.
+
+    Attributes:
+        is_cancelled: whether no request waits for it any more.
+        found: the record on disk, once the read has succeeded.
+    """
+
+    is_cancelled: bool = False
+    found: BlockRecord | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Write(_Loan):
+    """A page that is being written to disk.
+
+    Attributes:
+        entry: of the block, since the hash may get another entry meanwhile.
+    """
+
+    entry: Entry
+
+
+Told = Read | Write | LookupDone | WorkerUp | ControlRequest
+"""A read or a write that has ended, or something else that the store has told."""
+
+
+class DiskLink:
+    """Moves blocks between host memory and disk.
+
+    Reads and writes are queued by `read` and `write`, and `send` starts what is queued. How much
+    the disk is given ahead follows from its measured rate.
+
+    Invariants (`check`): a page that is read into is held, and one that is written is pinned.
+
+    Attributes:
+        read_rate, write_rate: of reads from disk, and of writes to it while no reads compete with
+            them.
+    """
+
+    def __init__(
+        self, store: StoreClient | None, block_bytes: int, counters: CacheCounters
+    ) -> None:
+        """Bind the disk.
+
+        Args:
+            store: the client of its worker; None if there is no disk, so that nothing ever moves.
+            block_bytes: payload bytes of one block.
+            counters: count the moves that have ended.
+        """
+        self._store, self._block_bytes, self._counters = store, block_bytes, counters
+        self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
+        self._reads: dict[BlockHash, Read] = {}
+        self._writes: dict[BlockHash, Write] = {}
+        self._to_load: list[LentPage] = []
+        self._to_store: list[LentPage] = []
+
+    # What is under way
+
+    @property
+    def reads(self) -> Iterable[Read]:
+        """The reads under way, the oldest first."""
+        return self._reads.values()
+
+    @property
+    def num_reading(self) -> int:
+        """How many pages are read into."""
+        return len(self._reads)
+
+    @property
+    def num_writing(self) -> int:
+        """How many pages are being written."""
+        return len(self._writes)
+
+    def is_reading(self, block_hash: BlockHash) -> bool:
+        """Return whether the block is being read."""
+        return block_hash in self._reads
+
+    def is_coming(self, block_hash: BlockHash) -> bool:
+        """Return whether the block is being read and may be waited for."""
+        read = self._reads.get(block_hash)
+        return read is not None and not read.is_cancelled
+
+    def is_writing(self, block_hash: BlockHash) -> bool:
+        """Return whether the block is being written."""
+        return block_hash in self._writes
+
+    # How much it takes
+
+    def most_reads(self, now: float, away_s: float = 0.0) -> int:
+        """Return how many reads may be under way.
+
+        Args:
+            now: monotonic time.
+            away_s: for how much longer than usual nobody will ask again.
+        """
+        seconds, rate = MAX_READ_S + away_s, self.read_rate.effective(now)
+        return max(MIN_READS, int(seconds * rate / self._block_bytes))
+
+    @property
+    def most_writes(self) -> int:
+        """How many writes may be under way."""
+        return max(MIN_WRITES, int(MAX_WRITE_S * self.write_rate.steady / self._block_bytes))
+
+    def may_read(self, now: float) -> bool:
+        """Return whether the operator's limit lets a read begin now."""
+        return self.read_rate.admits(self._block_bytes, now)
+
+    def read_state(self, now: float) -> LinkState:
+        """Return what the planner has to know of reads."""
+        rate = self.read_rate
+        return LinkState(rate.effective(now), rate.busy_s(now), READ_LATENCY_S)
+
+    # Moves
+
+    def read(self, record: BlockRecord, page: Block, now: float) -> None:
+        """Queue a read of a block into a page, which is on loan from now on.
+
+        Args:
+            record: what the disk has of the block.
+            page: what it is read into.
+            now: monotonic time.
+        """
+        read = Read(record, page, time.perf_counter())
+        self._reads[read.block_hash] = read
+        self.read_rate.begin(self._block_bytes, now)
+        # The size is this engine's block size, whatever size the disk has for that hash.
+        wanted = replace(record, size_bytes=self._block_bytes)
+        self._to_load.append(LentPage(wanted, page.block_id))
+
+    def write(self, record: BlockRecord, page: Block, entry: Entry, now: float) -> None:
+        """Queue a write of a page, which is on loan from now on.
+
+        Args:
+            record: of the block.
+            page: what is written.
+            entry: of the block.
+            now: monotonic time.
+        """
+        write = Write(record, page, time.perf_counter(), entry=entry)
+        self._writes[write.block_hash] = write
+        self.write_rate.begin(self._block_bytes, now)
+        self._to_store.append(LentPage(record, page.block_id))
+
+    def send(self) -> None:
+        """Start the reads and writes that are queued."""
+        if self._to_load:
+            assert self._store is not None
+            pages, self._to_load = self._to_load, []
+            self._store.load(pages)
+        if self._to_store:
+            assert self._store is not None
+            pages, self._to_store = self._to_store, []
+            self._store.store(pages)
+
+    def cancel(self, block_hash: BlockHash) -> None:
+        """Have nobody wait for a block that is being read, if it is; its page stays on loan."""
+        if (read := self._reads.get(block_hash)) is not None:
+            read.is_cancelled = True
+
+    def poll(self) -> Iterator[Told]:
+        """Yield what the store has told since the last call, the oldest first.
+
+        The loan of a page ends when its read or write is yielded.
+        """
+        for event in self._store.poll() if self._store is not None else ():
+            if isinstance(event, PageLoaded):
+                yield self._end_read(event)
+            elif isinstance(event, PageStored):
+                yield self._end_write(event)
+            else:
+                yield event
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        if any(read.page.ref_count < 1 for read in self._reads.values()):
+            raise IntegrityError("a page is read into, but not held")
+        for block_hash, write in self._writes.items():
+            if write.page.pin_count < 1:
+                what = f"the page of {block_hash.hex()[:12]} is being written"
+                raise IntegrityError(f"{what}, but it is not pinned")
+
+    # Inside
+
+    def _end_read(self, event: PageLoaded) -> Read:
+        read = self._reads.pop(BlockHash(event.block_hash))
+        assert read.page.block_id == event.page_id, (read.page, event.page_id)
+        self._counters.note_move("disk,host", read.began_at)
+        self.read_rate.end(self._block_bytes, event.ended_at, teaches=event.ok)
+        read.found, read.reason = event.record, event.reason
+        return read
+
+    def _end_write(self, event: PageStored) -> Write:
+        write = self._writes.pop(BlockHash(event.block_hash))
+        assert write.page.block_id == event.page_id, (write.page, event.page_id)
+        self._counters.note_move("host,disk", write.began_at)
+        if event.is_held_back:
+            self.write_rate.skip(self._block_bytes, event.ended_at)
+        else:
+            is_written = event.ok and event.ended_at > 0
+            self.write_rate.end(self._block_bytes, event.ended_at, teaches=is_written)
+        write.reason = event.reason
+        return write
