@@ -249,10 +249,10 @@ class EngineCore:
         self.abort_all()
         deadline = time.monotonic() + self.settings.drain_timeout
         # What an operator evicts now is not written any more.
-        left = self.cache.demoter.drain(
+        left = self.cache.drainer.drain(
             deadline=deadline, progress=progress, meanwhile=self.verbs.answer_control
         )
-        refusals = self.cache.demoter.refusals()
+        refusals = self.cache.drainer.refusals()
         num_lost = refusals.total()
         self.tiers.counters.lost_blocks.update(refusals)
         if (num_late := left - num_lost) > 0:

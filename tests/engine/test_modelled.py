@@ -78,7 +78,7 @@ class Rig:
         disk = self.core.disk
         assert disk is not None
         rate, disk.GBps = disk.GBps, 100.0
-        assert self.core.cache.demoter.flush(Tier.DISK, deadline=self.time.now + 60)
+        assert self.core.cache.drainer.flush(Tier.DISK, deadline=self.time.now + 60)
         while self.core.has_work:
             self.core.step()
             self.core.wait(0.01)

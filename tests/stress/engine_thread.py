@@ -171,7 +171,7 @@ def _measure_states(num_tokens: int, block_size: int, repeats: int) -> list[Row]
         longer = [*prompt, *host.prompt(block_size - 1)]  # its last token is never cached
         runs["none"].append(host.serve(prompt))
         runs["device"].append(host.serve(longer))
-        if not host.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
+        if not host.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 60):
             raise TieredKVError("The prompt did not reach host memory")
         runs["host"].append(host.serve(longer))
         host.cache.evict(lambda _: True)

@@ -217,7 +217,7 @@ def run_returns(case: Case) -> Run:
 
 def demote_all(core: EngineCore) -> None:
     """Move all blocks to disk."""
-    if not core.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + DEMOTE_TIMEOUT_S):
+    if not core.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + DEMOTE_TIMEOUT_S):
         raise TieredKVError("not every block could be demoted to disk")
 
 

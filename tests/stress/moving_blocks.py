@@ -172,7 +172,7 @@ class Moving(Bench):
     def to_host(self) -> None:
         """Cancel all requests and demote all blocks of the device tier."""
         self.settle()
-        if not self.core.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
+        if not self.core.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 60):
             raise TieredKVError("not every block could be demoted to host memory; see the log")
 
     def have(self, ids: Sequence[str], count: int) -> bool:

@@ -57,11 +57,11 @@ def test_touching_blocks_often_keeps_no_others_from_being_copied_ahead() -> None
 def test_demoting_what_the_tier_below_has_writes_nothing() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     assert rig.run("a", 4) == 0
     demoted, stored = rig.tiers.counters.demoted_host_blocks, list(rig.store.stored)
     assert rig.on_host("a", 4) == [0, 1, 2, 3], "promotion keeps the lower copy"
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     assert rig.tiers.counters.demoted_host_blocks == demoted
     assert rig.store.stored == stored
 
@@ -175,13 +175,13 @@ def test_what_is_owed_to_the_disk_is_known_however_it_changes() -> None:
     rig.cache.evict(lambda entry: entry.block_hash in chain_of("ram", 2))
     assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES
     rig.store.reason = "io_error"
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.cache.demoter.write(16)
     rig.turn(3)
     assert rig.tiers.counters.store_failures["io_error"] > 0
     assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES, "a stop tries them again"
     rig.store.reason = ""
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert rig.tiers.owed_bytes == 0
     rig.store.restart_empty()
     rig.turn()
@@ -251,7 +251,7 @@ def test_a_page_being_written_is_not_reused_though_its_block_was_evicted_and_exp
     for end in ("evict", "expire"):
         rig = Rig(num_blocks=8, num_pages=4)
         rig.run("a", 2)
-        assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+        assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
         rig.store.is_held = True
         rig.cache.demoter.write(4)
         on_loan = rig.store.pending_pages
@@ -343,7 +343,7 @@ def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> No
     for name in "abc":
         rig.run(name, 4, "in_memory")
     rig.run("kept", 4)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     assert rig.tiers.catalog.entries() == []
     assert rig.tiers.counters.lost_blocks == {}
     without_disk = Rig(num_blocks=4, num_pages=4, has_store=False)
@@ -356,11 +356,11 @@ def test_a_failed_write_is_tried_again_at_the_end() -> None:
     rig = Rig()
     rig.store.reason = "io_error"
     rig.run("a", 2)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.cache.demoter.write(16)
     rig.turn(3)
     rig.store.reason = ""
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert rig.on_disk("a", 2) == [0, 1]
 
 
@@ -373,7 +373,7 @@ def test_a_drain_writes_newest_chains_first_and_their_heads_first() -> None:
         rig.run(name, 3)
         rig.clock.moment += 1
     rig.run("ram", 2, "in_memory")
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert rig.store.stored == chain_of("new", 3) + chain_of("old", 3)
 
 
@@ -390,7 +390,7 @@ def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it(
     rig.write(prefix.blocks[2], sealed)
     rig.cache.seal(prefix, sealed)
     rig.cache.release(prefix)
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert rig.store.stored == [*chain_of("a", 3), *chain_of("between", 1)]
 
 
@@ -398,7 +398,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig = Rig(num_blocks=8, num_pages=4)
     rig.store.reason = "io_error"
     rig.run("old", 4)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.store.reason = ""
     rig.tiers.catalog.try_again()
     rig.clock.moment += 1
@@ -408,7 +408,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.compute(prefix)
     rig.cache.release(prefix)
     assert not rig.store.jobs
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert rig.on_disk("old", 4) == [0, 1, 2, 3]
     assert rig.on_disk("new", 8) == list(range(8))
 
@@ -417,7 +417,7 @@ def test_a_drain_stops_at_its_deadline_and_counts_what_is_left() -> None:
     rig = Rig()
     rig.run("a", 3)
     rig.store.is_held = True
-    assert rig.cache.demoter.drain(deadline=time.monotonic() + 0.05) == 3
+    assert rig.cache.drainer.drain(deadline=time.monotonic() + 0.05) == 3
     rig.check_nothing_is_held()
 
 
@@ -428,11 +428,11 @@ def test_flush_to_host_empties_vram_and_flush_to_disk_empties_both() -> None:
     rig = Rig(num_blocks=16, num_pages=16)
     rig.run("a", 6)
     rig.run("ram", 4, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     assert rig.tiers.device.num_cached == 0
     assert rig.on_host("a", 6) == list(range(6))
     assert rig.on_host("ram", 4) == list(range(4))
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     assert rig.tiers.host.num_cached == 0
     assert rig.on_disk("a", 6) == list(range(6))
     assert rig.on_disk("ram", 4) == []
@@ -444,7 +444,7 @@ def test_flush_to_host_empties_vram_and_flush_to_disk_empties_both() -> None:
 def test_flush_works_through_an_arena_smaller_than_vram(to: Tier) -> None:
     rig = Rig(num_blocks=16, num_pages=4)
     rig.run("a", 16)
-    assert rig.cache.demoter.flush(to, deadline=deadline())
+    assert rig.cache.drainer.flush(to, deadline=deadline())
     assert rig.tiers.device.num_cached == 0
     assert rig.on_disk("a", 16) or to is Tier.HOST
     if to is Tier.DISK:
@@ -457,7 +457,7 @@ def test_flush_leaves_the_blocks_that_a_request_uses() -> None:
     user = rig.start("a", 2)
     rig.compute(user)
     rig.run("b", 2)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     assert rig.on_device("a", 2) == [0, 1]
     rig.verify(user)
     rig.finish(user)
@@ -468,7 +468,7 @@ def test_flush_gives_up_at_its_deadline_when_the_store_hangs() -> None:
     rig = Rig()
     rig.run("a", 2)
     rig.store.is_held = True
-    assert not rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
+    assert not rig.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
     rig.check_nothing_is_held()
 
 

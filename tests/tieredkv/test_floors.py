@@ -30,7 +30,7 @@ def test_blocks_within_a_tenants_floor_outlive_a_flood_in_vram(length: int) -> N
 def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
     rig.run("quiet/a", 8)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     flood(rig, num_blocks=160)
     assert (rig.on_host("quiet/a", 8), rig.on_device("quiet/a", 8)) == (list(range(8)), [])
     prefix = rig.start("quiet/a", 8)

@@ -36,7 +36,7 @@ def test_promotion_keeps_the_copies_below() -> None:
 def test_copies_between_tiers_are_timed() -> None:
     rig = Rig()
     rig.run("a", 3)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     assert rig.run("a", 3) == 0
     moves = rig.tiers.counters.move_seconds
     assert {between: count for between, (count, _) in moves.items()} == {
@@ -78,7 +78,7 @@ def test_a_page_on_loan_is_never_reused_though_its_request_was_cancelled() -> No
 def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
     rig = Rig(num_blocks=4, num_pages=8)
     rig.run("a", 4)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.transfer.is_held = True
     prefix = rig.start("a", 4)
     rig.turn()

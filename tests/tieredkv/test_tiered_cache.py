@@ -57,7 +57,7 @@ def test_sources_name_the_tier_that_each_block_came_from() -> None:
     device = rig.start("a", 3)
     assert device.sources == [Tier.DEVICE] * 3
     rig.finish(device)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     host = rig.start("a", 3)
     assert host.sources == [Tier.HOST] * 3
     assert rig.finish(host) == 0
@@ -188,14 +188,14 @@ def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
 def test_pages_written_to_disk_are_still_evicted_tail_first() -> None:
     rig = Rig(num_blocks=8, num_pages=8, reserve=8)
     rig.run("a", 8)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.cache.demoter.write(8)
     rig.turn(10)
     rig.cache.demoter.write(8)
     rig.turn(10)
     assert len(rig.on_disk("a", 8)) >= 4
     rig.run("b", 4, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     assert rig.on_host("a", 8) == [0, 1, 2, 3]
 
 
@@ -203,14 +203,14 @@ def test_a_hit_refreshes_the_whole_chain_in_every_tier() -> None:
     rig = Rig(num_blocks=16, num_pages=16)
     for name in "ab":
         rig.run(name, 4)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.cache.demoter.write(16)
     rig.turn(8)
     rig.clock.moment += 5
     rig.run("a", 4)
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 4) + chain_of("b", 4)[::-1], "VRAM has the one, not the other"
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("b", 4)[::-1] + chain_of("a", 4)[::-1]
     on_disk = [h for h in chain_of("a", 4) if h in rig.store.blocks]
@@ -248,7 +248,7 @@ def test_pages_owed_to_the_disk_make_room_while_vram_keeps_their_blocks(
 def test_the_page_of_a_block_that_vram_evicts_next_is_the_youngest_page() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False, reserve=2)
     rig.run("a", 6, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.run("a", 6, "in_memory")
     rig.cache.demoter.demote(4)
     seen = chain_of("a", 6)[:1:-1]
@@ -282,13 +282,13 @@ def test_what_is_brought_up_gives_its_pages_to_what_vram_evicts() -> None:
 def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("a", 6)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 6)
     rig.turn()
     rig.cache.release(prefix)
     duplicates = [page.block_hash for page in rig.tiers.host.duplicates]
     assert duplicates == chain_of("a", 6), "the last to leave VRAM goes first"
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 6)[::-1]
 
@@ -305,7 +305,7 @@ def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request
         rig.store.complete(0)
         rig.turn(2)
     rig.cache.release(prefix)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 4)[::-1]
 
@@ -375,7 +375,7 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
 def test_prefetch_takes_no_page_that_one_before_it_in_the_queue_wants() -> None:
     rig = Rig(num_blocks=16, num_pages=8)
     rig.run("a", 4, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.store.put("b", 2)
     others = rig.tiers.host.allocate(4)
     assert others is not None
@@ -537,7 +537,7 @@ def test_an_idle_block_expires_to_the_second_in_both_ram_tiers() -> None:
         rig = Rig(has_store=False)
         rig.run("a", 2, "in_memory")
         if tier is Tier.HOST:
-            assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+            assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
         rig.clock.moment += 599.0
         assert rig.run("a", 2, "in_memory") == 0
         rig.clock.moment += 600.0
@@ -602,7 +602,7 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
 def test_a_block_computed_while_its_old_copy_expires_expires_with_it() -> None:
     rig = Rig(restore="compute", has_store=False)
     rig.run("a", 1, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 1, "in_memory")
     rig.clock.moment += 3600.0
     rig.finish(prefix)
@@ -617,9 +617,9 @@ def test_in_memory_blocks_are_never_offered_to_the_store() -> None:
     for round_ in range(6):
         rig.run(f"a{round_}", 4, "in_memory")
         rig.turn(3)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
     rig.run("b", 4, "in_memory")
-    rig.cache.demoter.drain(deadline=deadline())
+    rig.cache.drainer.drain(deadline=deadline())
     assert rig.store.stored == []
 
 
@@ -628,7 +628,7 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
     rig.run("a", 2, "in_memory")
     rig.clock.moment += 500.0
     rig.run("a", 2, "24h")
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     records = [record for record, _ in rig.store.blocks.values()]
     assert [record.expires_at for record in records] == [rig.clock.moment - 500.0 + DAY_S] * 2
     assert [record.retention for record in records] == ["24h"] * 2
@@ -637,7 +637,7 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
 def test_an_evicted_block_is_gone_from_ram_and_a_write_in_flight_is_deleted_on_disk() -> None:
     rig = Rig()
     rig.run("a", 2)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.store.is_held = True
     rig.cache.demoter.write(16)
     assert len(rig.store.jobs) == 2
@@ -723,10 +723,10 @@ def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
 def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotten() -> None:
     rig = Rig(num_blocks=8, num_pages=2, restore="compute", has_store=False)
     rig.run("a", 2, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 2, "in_memory")
     rig.run("b", 2, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
     rig.cache.release(prefix)
     rig.check()
     assert len(rig.tiers.catalog.entries()) == 2
@@ -735,11 +735,11 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
 def test_blocks_that_a_new_worker_may_have_lost_are_written_again() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.store.restart_empty()
     rig.cache.poll()
-    assert rig.cache.demoter.drain(deadline=deadline()) == 0
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.check_nothing_is_held()
 

@@ -9,7 +9,7 @@ Called by the engine's thread only.
 
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import groupby, islice
 from operator import attrgetter
@@ -20,9 +20,7 @@ from tieredkv.cache.disk_link import Write
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.tiers import Tiers, Waiting
 from tieredkv.errors import IntegrityError
-from tieredkv.types import BlockHash, BlockId, PageId, Progress, Tier, ignore_progress
-
-POLL_S = 0.0005
+from tieredkv.types import BlockHash, BlockId, PageId
 
 MAX_MOVES = 16
 """Copies, and writes, that one step may start, besides two for each block computed since the last.
@@ -45,10 +43,14 @@ class Demoter:
     eviction.
 
     Invariant (`check`): the number of pages being written stays within the cap.
+
+    Attributes:
+        is_draining: whether all that is owed to the disk is written, even if it may wait.
+        has_more: whether more could be started at once, but for the bounds of one call.
     """
 
-    def __init__(self, tiers: Tiers, poll: Callable[[], None]) -> None:
-        self._tiers, self._poll = tiers, poll
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
         self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
         # NOTE: if the reserve were above half of the host tier, its pages would evict one
         # another forever.
@@ -61,7 +63,7 @@ class Demoter:
         self._fresh: Waiting = OrderedDict()  # owed to host memory
         self._num_noted = 0  # blocks computed since the last step
         self._num_copying = 0
-        self._is_draining = False
+        self.is_draining = False
         self._is_stale = True
         self._is_circling = False  # copies ahead of need have evicted as many others of the kind
         self.has_more = False
@@ -69,16 +71,22 @@ class Demoter:
     @property
     def is_idle(self) -> bool:
         """Whether no block is being demoted or queued to be written."""
-        return not (self._is_moving or self._behind or self._to_write)
+        return not (self.is_moving or self._behind or self._to_write)
 
     @property
-    def _is_moving(self) -> bool:
+    def is_moving(self) -> bool:
+        """Whether copies to host memory or writes are under way."""
         return bool(self._num_copying or self._disk_link.num_writing)
 
     @property
     def is_copying(self) -> bool:
         """Whether copies to host memory are under way."""
         return self._num_copying > 0
+
+    @property
+    def num_to_write(self) -> int:
+        """How many blocks are queued to be written, or being written."""
+        return len(self._behind) + len(self._to_write) + self._disk_link.num_writing
 
     def note_change(self) -> None:
         """Note that there may be more room, or less: the next `pump` checks the reserves."""
@@ -206,86 +214,17 @@ class Demoter:
                     pool.look_again(entry.block_hash)
                 tiers.counters.demotions_dropped += 1
 
-    def flush(self, to: Tier, *, deadline: float) -> bool:
-        """Move all blocks that no request uses out of the tiers above `to`.
+    # A drain
 
-        Blocks that no retention policy lets into `to` are dropped.
+    def queue_writes(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Queue blocks to be written in this order, and nothing else."""
+        self._behind = OrderedDict.fromkeys(block_hashes)
 
-        Args:
-            to: HOST empties the device tier, DISK the device and the host tier.
-            deadline: monotonic time at which to stop.
-
-        Returns:
-            Whether all of them were moved or dropped before the deadline.
-        """
-        device, host = self._tiers.device, self._tiers.host
-        pools = [device, host] if to is Tier.DISK else [device]
-        while self._num_copying or any(pool.num_evictable for pool in pools):
-            self._poll()
-            moved = sum(pool.evict_clean() for pool in pools)
-            started = self.demote(device.num_blocks)
-            if to is Tier.DISK or (not started and device.num_evictable):
-                started += self.write(host.num_blocks)
-            is_moving = self._is_moving or host.num_used  # pages being read too
-            is_stuck = not (moved or started or is_moving)
-            if is_stuck or time.monotonic() >= deadline:
-                return False
-            if not moved:
-                time.sleep(POLL_S)
-        return True
-
-    def drain(
-        self,
-        *,
-        deadline: float,
-        progress: Progress = ignore_progress,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> int:
-        """Write all blocks that are owed to the disk: the newest chains first, each from its head.
-
-        Args:
-            deadline: monotonic time at which to stop.
-            progress: told how many blocks are written or given up.
-            meanwhile: called again and again, and may drop blocks.
-
-        Returns:
-            How many blocks were not written; blocks that were dropped meanwhile do not count.
-        """
-        self._tiers.catalog.try_again()
-        entries = self._tiers.catalog.entries()
-        entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
-        recency = {entry.block_hash: entry.last_used for entry in entries}
-        for entry in sorted(entries, key=lambda entry: -entry.position):
-            if entry.parent_hash in recency:  # a chain is as new as its newest block
-                parent = recency[entry.parent_hash]
-                recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
-        entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
-        self._is_draining, is_over = True, False
-        self._to_write.clear()
-        while entries and not is_over and time.monotonic() < deadline:
-            owed = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
-            self._behind = OrderedDict.fromkeys(entry.block_hash for entry in owed)
-            is_over = not owed
-            while not self.is_idle and time.monotonic() < deadline:
-                self._poll()
-                meanwhile()
-                self._write_behind(2 * self._write_cap)
-                if not self._is_moving:  # pages whose turn is later fill the host tier
-                    self.write(self._tiers.host.num_blocks)
-                num_left = self._num_queued + self._disk_link.num_writing
-                progress("writing to disk", max(0, len(entries) - num_left), len(entries))
-                time.sleep(POLL_S)
-        self._is_draining = False
-        held = (self._tiers.catalog.get(entry.block_hash) for entry in entries)
-        return sum(
-            now is entry and not entry.is_on_disk for now, entry in zip(held, entries, strict=True)
-        )
-
-    def refusals(self) -> Counter[str]:
-        """Count by reason the blocks in RAM that the disk should keep and the store refused."""
-        catalog, now = self._tiers.catalog, self._tiers.clock.now()
-        refused = (each for each in catalog.entries() if each.refusal and not each.is_on_disk)
-        return Counter(each.refusal for each in refused if catalog.disk_deadline(each, now))
+    def write_queued(self) -> None:
+        """Start as many of the queued writes as there is room for, and the copies before them."""
+        self._write_behind(2 * self._write_cap)
+        if not self.is_moving:  # pages whose turn is later fill the host tier
+            self.write(self._tiers.host.num_blocks)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -312,19 +251,14 @@ class Demoter:
         return self._most_writing - self._disk_link.num_writing
 
     @property
-    def _num_queued(self) -> int:
-        """How many blocks are queued to be written."""
-        return len(self._behind) + len(self._to_write)
-
-    @property
     def _writes_soon(self) -> bool:
         """Whether blocks are written to disk even if no allocation needs their room."""
-        return self._is_draining or len(self._tiers.catalog.owed) > self._most_owed
+        return self.is_draining or len(self._tiers.catalog.owed) > self._most_owed
 
     @property
     def _may_queue(self) -> bool:
         """Whether blocks are written soon, and few enough are queued; others are queued later."""
-        has_room = self._is_draining or len(self._to_write) < self._most_writing
+        has_room = self.is_draining or len(self._to_write) < self._most_writing
         return self._writes_soon and has_room
 
     @property
@@ -343,8 +277,7 @@ class Demoter:
         is empty. A block whose write was given up is left for a stop, or until it is used again.
         """
         tiers, owed = self._tiers, self._tiers.catalog.owed
-        num_under_way = self._num_queued + self._num_copying + self._disk_link.num_writing
-        num_late = len(owed) - self._most_owed - num_under_way
+        num_late = len(owed) - self._most_owed - self.num_to_write - self._num_copying
         if tiers.store is None or num_late <= 0:
             return
         for block_hash in list(islice(owed, min(num_late, at_most))):

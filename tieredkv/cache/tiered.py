@@ -24,6 +24,7 @@ from typing import Any
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.disk_link import Read, Write
+from tieredkv.cache.draining import Drainer
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix, stretches_between
@@ -56,6 +57,7 @@ class TieredCache:
 
     Attributes:
         lookups: asks the disk which blocks it has.
+        drainer: empties VRAM and host memory.
         room: finds device blocks for requests.
         control_requests: an operator's requests that the store's worker has passed on.
     """
@@ -64,7 +66,8 @@ class TieredCache:
         self.tiers = tiers
         self.promoter = Promoter(tiers)
         self.restores = self.promoter.restores
-        self.demoter = Demoter(tiers, self.poll)
+        self.demoter = Demoter(tiers)
+        self.drainer = Drainer(tiers, self.demoter, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
         self.lookups = Lookups(tiers)
         self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)

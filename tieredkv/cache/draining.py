@@ -1,0 +1,113 @@
+"""Empties tiers, for an operator or at a stop: starts moves and polls until none is left.
+
+Called by the engine's thread only.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tieredkv.cache.catalog import Entry
+from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.tiers import Tiers
+from tieredkv.types import Progress, Tier, ignore_progress
+
+POLL_S = 0.0005
+
+
+class Drainer:
+    """Moves down all that is in VRAM and host memory, or all that the disk is owed.
+
+    Args:
+        tiers: the tiers.
+        demoter: copies and writes blocks.
+        poll: takes in the copies, reads and writes that have ended.
+    """
+
+    def __init__(self, tiers: Tiers, demoter: Demoter, poll: Callable[[], None]) -> None:
+        self._tiers, self._demoter, self._poll = tiers, demoter, poll
+
+    def flush(self, to: Tier, *, deadline: float) -> bool:
+        """Move all blocks that no request uses out of the tiers above `to`.
+
+        Blocks that no retention policy lets into `to` are dropped.
+
+        Args:
+            to: HOST empties the device tier, DISK the device and the host tier.
+            deadline: monotonic time at which to stop.
+
+        Returns:
+            Whether all of them were moved or dropped before the deadline.
+        """
+        device, host, demoter = self._tiers.device, self._tiers.host, self._demoter
+        pools = [device, host] if to is Tier.DISK else [device]
+        while demoter.is_copying or any(pool.num_evictable for pool in pools):
+            self._poll()
+            moved = sum(pool.evict_clean() for pool in pools)
+            started = demoter.demote(device.num_blocks)
+            if to is Tier.DISK or (not started and device.num_evictable):
+                started += demoter.write(host.num_blocks)
+            is_moving = demoter.is_moving or host.num_used  # pages being read too
+            is_stuck = not (moved or started or is_moving)
+            if is_stuck or time.monotonic() >= deadline:
+                return False
+            if not moved:
+                time.sleep(POLL_S)
+        return True
+
+    def drain(
+        self,
+        *,
+        deadline: float,
+        progress: Progress = ignore_progress,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Write all blocks that are owed to the disk: the newest chains first, each from its head.
+
+        Args:
+            deadline: monotonic time at which to stop.
+            progress: told how many blocks are written or given up.
+            meanwhile: called again and again, and may drop blocks.
+
+        Returns:
+            How many blocks were not written; blocks that were dropped meanwhile do not count.
+        """
+        tiers, demoter = self._tiers, self._demoter
+        tiers.catalog.try_again()
+        entries, is_over = self._owed(), False
+        demoter.is_draining = True
+        tiers.to_write.clear()
+        while entries and not is_over and time.monotonic() < deadline:
+            owed = [each.block_hash for each in entries if tiers.is_owed_to_disk(each.block_hash)]
+            demoter.queue_writes(owed)
+            is_over = not owed
+            while not demoter.is_idle and time.monotonic() < deadline:
+                self._poll()
+                meanwhile()
+                demoter.write_queued()
+                num_done = max(0, len(entries) - demoter.num_to_write)
+                progress("writing to disk", num_done, len(entries))
+                time.sleep(POLL_S)
+        demoter.is_draining = False
+        held = (tiers.catalog.get(entry.block_hash) for entry in entries)
+        return sum(
+            now is entry and not entry.is_on_disk for now, entry in zip(held, entries, strict=True)
+        )
+
+    def _owed(self) -> list[Entry]:
+        """Return what is owed to the disk: the newest chains first, each from its head."""
+        entries = self._tiers.catalog.entries()
+        entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
+        recency = {entry.block_hash: entry.last_used for entry in entries}
+        for entry in sorted(entries, key=lambda entry: -entry.position):
+            if entry.parent_hash in recency:  # a chain is as new as its newest block
+                parent = recency[entry.parent_hash]
+                recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
+        entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
+        return entries
+
+    def refusals(self) -> Counter[str]:
+        """Count by reason the blocks in RAM that the disk should keep and the store refused."""
+        catalog, now = self._tiers.catalog, self._tiers.clock.now()
+        refused = (each for each in catalog.entries() if each.refusal and not each.is_on_disk)
+        return Counter(each.refusal for each in refused if catalog.disk_deadline(each, now))
