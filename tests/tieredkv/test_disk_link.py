@@ -93,7 +93,7 @@ def test_a_loan_ends_when_the_store_returns_the_page_and_says_why_it_failed() ->
     rig.store.complete(0)
     [read] = rig.link.poll()
     assert isinstance(read, Read) and read.found == rig.store.blocks[block_hash][0]
-    assert (read.block_hash, read.reason) == (block_hash, "")
+    assert (read.record.block_hash, read.reason) == (block_hash, "")
     assert not rig.link.is_reading(block_hash) and rig.link.is_writing(entry.block_hash)
     rig.store.complete(0, reason="full")
     [write] = rig.link.poll()
@@ -111,10 +111,10 @@ def test_a_cancelled_read_is_not_waited_for_and_its_page_stays_on_loan() -> None
     rig.link.cancel(chain_of("unknown", 1)[0])
     assert not rig.link.is_coming(block_hash) and rig.link.is_coming(other)
     assert rig.link.is_reading(block_hash)
-    assert [read.block_hash for read in rig.link.reads] == [block_hash, other]
+    assert [read.record.block_hash for read in rig.link.reads] == [block_hash, other]
     rig.store.complete(0)
     [read] = rig.link.poll()
-    assert isinstance(read, Read) and read.block_hash == block_hash
+    assert isinstance(read, Read) and read.record.block_hash == block_hash
 
 
 def test_what_else_the_store_tells_comes_in_the_same_order() -> None:

@@ -379,14 +379,14 @@ class Demoter:
     def _write_out(self, pages: list[Block]) -> int:
         """Start writes of host pages, up to the cap; return how many."""
         tiers, catalog, now = self._tiers, self._tiers.catalog, self._tiers.clock.now()
-        began_at, num_begun = time.monotonic(), 0
+        began_at, room, num_begun = time.monotonic(), self._write_room, 0
         for page in pages:
             entry = catalog.get(page.block_hash)
             expires_at = entry and catalog.disk_deadline(entry, now)
             if not entry or not expires_at or self._disk_link.is_writing(entry.block_hash):
                 tiers.host.postpone(page)
                 continue
-            if self._write_room <= 0:
+            if num_begun >= room:
                 break
             record = catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)

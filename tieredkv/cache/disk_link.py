@@ -47,49 +47,43 @@ READ_LATENCY_S = 0.003
 
 
 @dataclass(slots=True, eq=False)
-class _Loan:
-    """A page on loan to the store.
+class Read:
+    """A block that is being read from disk.
 
     Attributes:
-        record: of the block that is read or written.
-        page: what it is read into or written from.
+        record: of the block.
+        page: what it is read into; on loan until `poll` returns the read.
         began_at: when that began, in `perf_counter` time.
+        is_cancelled: whether no request waits for it any more.
+        reason: why it failed, once it has ended; empty if it succeeded.
+        found: what the disk has of the block, if it succeeded.
+    """
+
+    record: BlockRecord
+    page: Block
+    began_at: float
+    is_cancelled: bool = False
+    reason: str = ""
+    found: BlockRecord | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A page that is being written to disk.
+
+    Attributes:
+        record: of the block.
+        page: what is written; on loan until `poll` returns the write.
+        began_at: when that began, in `perf_counter` time.
+        entry: of the block, since the hash may get another entry meanwhile.
         reason: why it failed, once it has ended; empty if it succeeded.
     """
 
     record: BlockRecord
     page: Block
     began_at: float
-    reason: str = ""
-
-    @property
-    def block_hash(self) -> BlockHash:
-        """Hash of the block."""
-        return BlockHash(self.record.block_hash)
-
-
-@dataclass(slots=True, eq=False)
-class Read(_Loan):
-    """A block that is being read from disk into a page.
-
-    Attributes:
-        is_cancelled: whether no request waits for it any more.
-        found: the record on disk, once the read has succeeded.
-    """
-
-    is_cancelled: bool = False
-    found: BlockRecord | None = None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Write(_Loan):
-    """A page that is being written to disk.
-
-    Attributes:
-        entry: of the block, since the hash may get another entry meanwhile.
-    """
-
     entry: Entry
+    reason: str = ""
 
 
 Told = Read | Write | LookupDone | WorkerUp | ControlRequest
@@ -121,8 +115,8 @@ class DiskLink:
         """
         self._store, self._block_bytes, self._counters = store, block_bytes, counters
         self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
-        self._reads: dict[BlockHash, Read] = {}
-        self._writes: dict[BlockHash, Write] = {}
+        self._reads: dict[bytes, Read] = {}
+        self._writes: dict[bytes, Write] = {}
         self._to_load: list[LentPage] = []
         self._to_store: list[LentPage] = []
 
@@ -192,12 +186,11 @@ class DiskLink:
             page: what it is read into.
             now: monotonic time.
         """
-        read = Read(record, page, time.perf_counter())
-        self._reads[read.block_hash] = read
+        self._reads[record.block_hash] = Read(record, page, time.perf_counter())
         self.read_rate.begin(self._block_bytes, now)
-        # The size is this engine's block size, whatever size the disk has for that hash.
-        wanted = replace(record, size_bytes=self._block_bytes)
-        self._to_load.append(LentPage(wanted, page.block_id))
+        if record.size_bytes != self._block_bytes:  # whatever size the disk has for that hash
+            record = replace(record, size_bytes=self._block_bytes)
+        self._to_load.append(LentPage(record, page.block_id))
 
     def write(self, record: BlockRecord, page: Block, entry: Entry, now: float) -> None:
         """Queue a write of a page, which is on loan from now on.
@@ -208,8 +201,7 @@ class DiskLink:
             entry: of the block.
             now: monotonic time.
         """
-        write = Write(record, page, time.perf_counter(), entry=entry)
-        self._writes[write.block_hash] = write
+        self._writes[record.block_hash] = Write(record, page, time.perf_counter(), entry)
         self.write_rate.begin(self._block_bytes, now)
         self._to_store.append(LentPage(record, page.block_id))
 
@@ -254,21 +246,21 @@ class DiskLink:
     # Inside
 
     def _end_read(self, event: PageLoaded) -> Read:
-        read = self._reads.pop(BlockHash(event.block_hash))
+        read = self._reads.pop(event.block_hash)
         assert read.page.block_id == event.page_id, (read.page, event.page_id)
         self._counters.note_move("disk,host", read.began_at)
-        self.read_rate.end(self._block_bytes, event.ended_at, teaches=event.ok)
         read.found, read.reason = event.record, event.reason
+        self.read_rate.end(self._block_bytes, event.ended_at, teaches=not read.reason)
         return read
 
     def _end_write(self, event: PageStored) -> Write:
-        write = self._writes.pop(BlockHash(event.block_hash))
+        write = self._writes.pop(event.block_hash)
         assert write.page.block_id == event.page_id, (write.page, event.page_id)
         self._counters.note_move("host,disk", write.began_at)
+        write.reason = event.reason
         if event.is_held_back:
             self.write_rate.skip(self._block_bytes, event.ended_at)
         else:
-            is_written = event.ok and event.ended_at > 0
+            is_written = not write.reason and event.ended_at > 0
             self.write_rate.end(self._block_bytes, event.ended_at, teaches=is_written)
-        write.reason = event.reason
         return write

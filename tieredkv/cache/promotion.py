@@ -169,7 +169,7 @@ class Promoter:
         """
         link, now, num_begun = self._disk_link, time.monotonic(), 0
         self._is_short = self.has_more = False
-        most_copies, most_reads = self._most_copies(now), link.most_reads(now, away_s)
+        most_copies, room = self._most_copies(now), link.most_reads(now, away_s) - link.num_reading
         for restore in self.restores.order:
             if restore.copies_next:
                 self._copy_pages(restore, most_copies - self._num_copying)
@@ -177,7 +177,7 @@ class Promoter:
                 if self._needs_no_read(restore):
                     restore.on_disk.pop()
                     continue
-                if link.num_reading >= most_reads or self._is_short:
+                if num_begun >= room or self._is_short:
                     break
                 if num_begun == MAX_READS:
                     self.has_more = True
@@ -207,7 +207,7 @@ class Promoter:
 
     def on_read(self, read: Read) -> None:
         """Use what was read from disk, if the read succeeded, and release its page."""
-        tiers, block_hash, page = self._tiers, read.block_hash, read.page
+        tiers, page, block_hash = self._tiers, read.page, BlockHash(read.record.block_hash)
         record, reason = read.found, read.reason
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by an operator, or expired, during the read
@@ -245,7 +245,7 @@ class Promoter:
         tiers = self._tiers
         for read in self._disk_link.reads:
             if read.page.block_hash and is_wanted(tiers.catalog.entry_of(read.record)):
-                tiers.host.drop(read.block_hash)
+                tiers.host.drop(BlockHash(read.record.block_hash))
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
