@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.device_link import MAX_COPY_S, MIN_SPLIT_BYTES, DeviceLink
+from tieredkv.cache.plan import LinkState
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 
@@ -33,6 +34,28 @@ def test_bytes_arrive_and_each_tag_comes_back_once_in_order() -> None:
     assert not transfer.has_pending
     assert not transfer.has_completed
     assert (int(blocks[2, 5]), int(arena[3, 5]), int(arena[2, 5])) == (10, 10, 11)
+
+
+def test_the_rate_is_learnt_from_promotions_that_are_no_measure_of_latency() -> None:
+    link, _, _ = make_transfer(torch.device("cpu"), num_blocks=MIN_SPLIT_BYTES // BLOCK_BYTES)
+    pairs = [(PageId(i), BlockId(i)) for i in range(MIN_SPLIT_BYTES // BLOCK_BYTES)]
+    link.promote(pairs[1:], "small")
+    link.demote([(block_id, page_id) for page_id, block_id in pairs], "down")
+    link.poll()
+    assert not link.up_rate.is_learnt
+    link.promote(pairs, "large")
+    assert not link.up_rate.is_learnt
+    link.poll()
+    assert link.up_rate.is_learnt
+
+
+def test_the_planner_is_told_how_long_promotions_keep_the_link() -> None:
+    link, _, _ = make_transfer(torch.device("cpu"))
+    link.up_rate.bytes_per_s = 100 * BLOCK_BYTES
+    assert link.up_state(50, 0.0) == LinkState(100 * BLOCK_BYTES, 0.5, is_steady=True)
+    assert link.most_promotions(0.0) == int(100 * MAX_COPY_S)
+    link.up_rate.bytes_per_s = 1.0
+    assert link.most_promotions(0.0) == 1, "the link always has something to do"
 
 
 @pytest.mark.gpu

@@ -15,12 +15,20 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from tieredkv.cache.plan import LinkState
 from tieredkv.cache.rates import LinkRate
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 
 Tag = TypeVar("Tag")
 
+
+MAX_COPY_S = 0.25
+"""How much may be on its way to VRAM, in seconds at its rate; the rest is held back for the plan.
+
+Copies are fast, and the first layers of all that is copied at once are copied first, so that a step
+may begin before the others have arrived.
+"""
 
 MIN_SPLIT_BYTES = 32 << 20
 """Promotions smaller than this are not split: they end before their first layers are of use."""
@@ -81,6 +89,16 @@ class DeviceLink(Generic[Tag]):
         self._out_stream = torch.cuda.Stream(copier.device) if is_cuda else None
         self._promotions: deque[_Pending[Tag]] = deque()
         self._demotions: deque[_Pending[Tag]] = deque()
+
+    def most_promotions(self, now: float) -> int:
+        """Return how many blocks may be on their way to VRAM."""
+        num_bytes = MAX_COPY_S * self.up_rate.effective(now)
+        return max(1, int(num_bytes / self._copier.block_bytes))
+
+    def up_state(self, num_blocks: int, now: float) -> LinkState:
+        """Return what the planner has to know while so many blocks are on their way to VRAM."""
+        rate = self.up_rate.effective(now)
+        return LinkState(rate, num_blocks * self._copier.block_bytes / rate, is_steady=True)
 
     @property
     def has_pending(self) -> bool:

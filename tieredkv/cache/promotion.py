@@ -23,7 +23,7 @@ from typing import cast
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import count_failure
 from tieredkv.cache.disk_link import MIN_READS, Read
-from tieredkv.cache.plan import Demand, LinkState, Planner
+from tieredkv.cache.plan import Demand, Planner
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Forecast, Prefix
 from tieredkv.cache.rates import PROBE_S, Lag
@@ -37,13 +37,6 @@ logger = logging.getLogger(__name__)
 
 MAX_READS = 128
 """Queued reads that one step may start or drop; the next step continues with the others."""
-
-MAX_COPY_S = 0.25
-"""How much is copied ahead, in seconds at the rate; the rest is held back for the plan.
-
-Copies are fast, and the first layers of all that is copied at once are copied first, so that a step
-may begin before the others have arrived.
-"""
 
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
@@ -128,11 +121,11 @@ class Promoter:
 
     def _divide(self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float) -> None:
         tiers, now = self._tiers, time.monotonic()
-        up, disk = self._device_link.up_rate.effective(now), self._disk_link.read_state(now)
+        up = self._device_link.up_state(self._num_copying, now)
+        disk = self._disk_link.read_state(now)
         if self._is_short:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
-        copying_s = self._num_copying * tiers.block_bytes / up
-        links = [LinkState(up, copying_s, is_steady=True), disk]
+        links = [up, disk]
         planner = Planner(
             links,
             tiers.compute_rate.seconds,
@@ -169,7 +162,8 @@ class Promoter:
         """
         link, now, num_begun = self._disk_link, time.monotonic(), 0
         self._is_short = self.has_more = False
-        most_copies, room = self._most_copies(now), link.most_reads(now, away_s) - link.num_reading
+        most_copies = self._device_link.most_promotions(now)
+        room = link.most_reads(now, away_s) - link.num_reading
         for restore in self.restores.order:
             if restore.copies_next:
                 self._copy_pages(restore, most_copies - self._num_copying)
@@ -257,11 +251,6 @@ class Promoter:
             raise IntegrityError("a block is queued for two copies, or for none")
 
     # Inside
-
-    def _most_copies(self, now: float) -> int:
-        """Return how many blocks may be on their way to VRAM."""
-        num_bytes = MAX_COPY_S * self._device_link.up_rate.effective(now)
-        return max(1, int(num_bytes / self._tiers.block_bytes))
 
     def _copy_pages(self, restore: Restore, at_most: int) -> None:
         """Copy a restore's last blocks in host memory, unless they were evicted meanwhile.
