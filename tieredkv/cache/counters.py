@@ -3,12 +3,9 @@
 Called by the engine's thread only.
 """
 
-import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -48,10 +45,3 @@ class CacheCounters:
         """Count a copy that ends now and began at `began_at`, in `perf_counter` time."""
         count, seconds = self.move_seconds.get(between, (0, 0.0))
         self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
-
-
-def count_failure(failures: Counter[str], reason: str, text: str) -> None:
-    """Count a failed move or a lost block, and log the first one for each reason."""
-    failures[reason] += 1
-    if failures[reason] == 1:
-        logger.warning(text, reason)

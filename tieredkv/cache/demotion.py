@@ -15,10 +15,9 @@ from itertools import groupby, islice
 from operator import attrgetter
 
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.counters import count_failure
 from tieredkv.cache.disk_link import Write
 from tieredkv.cache.pool import Block, BlockPool
-from tieredkv.cache.tiers import Tiers, Waiting
+from tieredkv.cache.tiers import Tiers, Waiting, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, BlockId, PageId
 

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.counters import count_failure
 from tieredkv.cache.disk_link import MIN_READS, Read
 from tieredkv.cache.plan import Demand, Planner
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Forecast, Prefix
 from tieredkv.cache.rates import PROBE_S, Lag
 from tieredkv.cache.restores import Progress, Restore, Restores
-from tieredkv.cache.tiers import Tiers
+from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, PageId, Tier

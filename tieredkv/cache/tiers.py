@@ -1,5 +1,6 @@
 """The tiers, the links between them and the counters that promotion and demotion share."""
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tieredkv.cache.catalog import Catalog, Entry
-from tieredkv.cache.counters import CacheCounters, count_failure
+from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.pool import Block, BlockPool
@@ -17,12 +18,21 @@ from tieredkv.config import Restore
 from tieredkv.storage.client import StoreClient
 from tieredkv.types import BlockHash, Tier
 
+logger = logging.getLogger(__name__)
+
 SEEN_S = 3600.0
 
 Waiting = OrderedDict[BlockHash, None]
 """A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
 
 _LOST = "a block that was promised to the disk has left memory without a copy there (%s)"
+
+
+def count_failure(failures: Counter[str], reason: str, text: str) -> None:
+    """Count a failed move or a lost block, and log the first one for each reason."""
+    failures[reason] += 1
+    if failures[reason] == 1:
+        logger.warning(text, reason)
 
 
 @dataclass(slots=True)
