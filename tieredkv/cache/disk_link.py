@@ -226,11 +226,26 @@ class DiskLink:
 
         The loan of a page ends when its read or write is yielded.
         """
+        counters, size = self._counters, self._block_bytes
         for event in self._store.poll() if self._store is not None else ():
             if isinstance(event, PageLoaded):
-                yield self._end_read(event)
+                read = self._reads.pop(event.block_hash)
+                read.found, read.reason = event.record, event.reason
+                assert read.page.block_id == event.page_id, (read.page, event.page_id)
+                counters.note_move("disk,host", read.began_at)
+                self.read_rate.end(size, event.ended_at, teaches=not event.reason)
+                yield read
             elif isinstance(event, PageStored):
-                yield self._end_write(event)
+                write = self._writes.pop(event.block_hash)
+                write.reason = event.reason
+                assert write.page.block_id == event.page_id, (write.page, event.page_id)
+                counters.note_move("host,disk", write.began_at)
+                if event.is_held_back:
+                    self.write_rate.skip(size, event.ended_at)
+                else:
+                    is_written = not event.reason and event.ended_at > 0
+                    self.write_rate.end(size, event.ended_at, teaches=is_written)
+                yield write
             else:
                 yield event
 
@@ -242,25 +257,3 @@ class DiskLink:
             if write.page.pin_count < 1:
                 what = f"the page of {block_hash.hex()[:12]} is being written"
                 raise IntegrityError(f"{what}, but it is not pinned")
-
-    # Inside
-
-    def _end_read(self, event: PageLoaded) -> Read:
-        read = self._reads.pop(event.block_hash)
-        assert read.page.block_id == event.page_id, (read.page, event.page_id)
-        self._counters.note_move("disk,host", read.began_at)
-        read.found, read.reason = event.record, event.reason
-        self.read_rate.end(self._block_bytes, event.ended_at, teaches=not read.reason)
-        return read
-
-    def _end_write(self, event: PageStored) -> Write:
-        write = self._writes.pop(event.block_hash)
-        assert write.page.block_id == event.page_id, (write.page, event.page_id)
-        self._counters.note_move("host,disk", write.began_at)
-        write.reason = event.reason
-        if event.is_held_back:
-            self.write_rate.skip(self._block_bytes, event.ended_at)
-        else:
-            is_written = not write.reason and event.ended_at > 0
-            self.write_rate.end(self._block_bytes, event.ended_at, teaches=is_written)
-        return write
