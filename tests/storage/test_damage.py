@@ -9,6 +9,8 @@ import signal
 import stat
 import struct
 import subprocess
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,15 +108,21 @@ def use_and_repair(path: Path) -> None:
 
 
 def outcome_in_child(path: Path) -> int:
-    """Use the store in a process; return its exit code, which may be DAMAGED or a signal's."""
+    """Use the store in a process; return its exit code, which may be DAMAGED or a signal's.
+
+    A process that fails in another way says why.
+    """
     if (pid := os.fork()) == 0:
         code = 1
         try:
             use_and_repair(path)
             code = 0
-        except StorageError as error:
-            code = DAMAGED if isinstance(error, CorruptIndexError) else 1
+        except CorruptIndexError:
+            code = DAMAGED
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
