@@ -132,6 +132,13 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         """Prompt tokens that were not computed again."""
         return sum(self.cached_tokens_by_tier.values())
 
+    @property
+    def prediction_error(self) -> float | None:
+        """By which part of the actual time the first token was mispredicted; None if it was not."""
+        if self.predicted_s is None or not self.actual_s:
+            return None
+        return abs(self.predicted_s - self.actual_s) / self.actual_s
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One token's log-probability and its most likely alternatives, most likely first.

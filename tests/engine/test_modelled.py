@@ -265,12 +265,8 @@ def test_a_wall_clock_that_jumps_during_a_load_loses_no_token(
 
 
 def prediction_errors(usages: list[RequestUsage]) -> list[float]:
-    """Return by which part of the actual time each request with a plan was mispredicted."""
-    return [
-        abs(usage.predicted_s - usage.actual_s) / usage.actual_s
-        for usage in usages
-        if usage.predicted_s is not None and usage.actual_s
-    ]
+    """Return the prediction errors of the requests that had a plan."""
+    return [error for usage in usages if (error := usage.prediction_error) is not None]
 
 
 @pytest.mark.parametrize("GBps", [0.5, 2.0])

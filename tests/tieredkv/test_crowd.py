@@ -192,6 +192,24 @@ def answer(turn: int, by_tier: dict[Tier, int], ttft_ms: float, *ids: int) -> An
     return Answer(0, turn, 1.0, ttft_ms, [2.0] * (len(ids) - 1), [*ids], 100, by_tier)
 
 
+def test_a_hit_found_something_and_has_few_tokens_to_compute() -> None:
+    found = {Tier.DEVICE: 0, Tier.HOST: 1024, Tier.DISK: 2048}
+    few = answer(0, found, 10.0, 1)._replace(prompt_tokens=3072 + crowd.HIT_TOKENS - 1)
+    many = few._replace(prompt_tokens=few.prompt_tokens + 1, ttft_ms=500.0)
+    cold = answer(0, dict.fromkeys(Tier, 0), 400.0, 1)
+    assert [each.is_hit for each in (few, many, cold)] == [True, False, False]
+    errors = (0.2, None, 0.1)
+    answers = [
+        each._replace(prediction_error=error)
+        for each, error in zip((few, many, cold), errors, strict=True)
+    ]
+    told = crowd.figures([Outcome(answers, 1.0, {}, 0.0)], SPEC, None)
+    assert (told["num_hits"], told["hit_ttft_p50_ms"], told["hit_ttft_p90_ms"]) == (1, 10.0, 10.0)
+    assert told["prediction_error"] == pytest.approx(0.15)
+    none = crowd.figures([Outcome([cold], 1.0, {}, 0.0)], SPEC, None)
+    assert none["hit_ttft_p50_ms"] is none["prediction_error"] is None
+
+
 def test_the_figures_of_several_runs_are_pooled() -> None:
     some = {Tier.DEVICE: 16, Tier.HOST: 0, Tier.DISK: 64}
     counts = {"move_seconds.disk,host.0": 5, "overtaken_blocks": 1, "used_reads": 4}

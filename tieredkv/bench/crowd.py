@@ -37,14 +37,19 @@ from tieredkv.units import format_bytes
 
 ARMS = ("none", "load", "planned")
 POLL_S = 0.01
+HIT_TOKENS = 2048
+"""A request that found something and has fewer tokens to compute is a hit in `hit_ttft`."""
+
 MIN_RAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 256 << 20
 COLUMNS: tuple[str, ...] = ("answers_per_s", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms")
-COLUMNS += ("itl_p50_ms", "hits.device", "hits.host", "hits.disk", "GB.read", "GB.written")
+COLUMNS += ("hit_ttft_p50_ms", "hit_ttft_p90_ms", "itl_p50_ms")
+COLUMNS += ("hits.device", "hits.host", "hits.disk", "GB.read", "GB.written")
 COLUMNS += ("useful_share", "overtaken", "dropped")
 PLOTTED: tuple[tuple[str, ...], ...] = (
     ("answers_per_s",),
     ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
+    ("hit_ttft_p50_ms", "hit_ttft_p90_ms"),
     ("itl_p50_ms",),
     ("hits.device", "hits.host", "hits.disk"),
     ("GB.read", "GB.written"),
@@ -79,6 +84,8 @@ class Answer(NamedTuple):
         ended_s: when its last token came, in seconds after the start.
         gaps_ms: times between its tokens.
         by_tier: prompt tokens by the tier that they came from.
+        prediction_error: by which part of the actual time the first token's time was mispredicted;
+            None if it was not predicted.
     """
 
     client: int
@@ -89,6 +96,13 @@ class Answer(NamedTuple):
     token_ids: list[int]
     prompt_tokens: int
     by_tier: dict[Tier, int]
+    prediction_error: float | None = None
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether it found something and had few tokens to compute; see `HIT_TOKENS`."""
+        num_found = sum(self.by_tier.values())
+        return num_found > 0 and self.prompt_tokens - num_found < HIT_TOKENS
 
 
 class Outcome(NamedTuple):
@@ -188,7 +202,8 @@ class Crowd:
                 times[name] += [now] * len(output.token_ids)
                 if output.finish_reason is None:
                     continue
-                assert output.usage is not None
+                usage = output.usage
+                assert usage is not None
                 ask, at = open_asks.pop(name), times.pop(name)
                 answer = Answer(
                     client=ask.client,
@@ -197,8 +212,9 @@ class Crowd:
                     ttft_ms=1e3 * (at[0] - ask.at_s),
                     gaps_ms=(1e3 * np.diff(at)).tolist(),
                     token_ids=tokens.pop(name),
-                    prompt_tokens=output.usage.prompt_tokens,
-                    by_tier=output.usage.cached_tokens_by_tier,
+                    prompt_tokens=usage.prompt_tokens,
+                    by_tier=usage.cached_tokens_by_tier,
+                    prediction_error=usage.prediction_error,
                 )
                 answers.append(answer)
                 has_ended = has_ended or is_over(answer)
@@ -417,6 +433,8 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     useful_bytes = counts["used_reads"] * block_bytes
     written_bytes = counts["demoted_disk_blocks"] * block_bytes
     gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
+    hits_ms = [answer.ttft_ms for answer in answers if answer.is_hit]
+    errors = [it.prediction_error for it in answers if it.prediction_error is not None]
     lost = {
         name: int(count)
         for name, count in counts.items()
@@ -427,7 +445,10 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "wall_s": wall_s,
         "answers_per_s": len(answers) / wall_s,
         **raw.percentiles_ms("ttft", [answer.ttft_ms for answer in answers], (50, 90, 99)),
+        **raw.percentiles_ms("hit_ttft", hits_ms, (50, 90)),
+        "num_hits": len(hits_ms),
         **raw.percentiles_ms("itl", gaps_ms, (50, 90, 99)),
+        "prediction_error": statistics.median(errors) if errors else None,
         "hits": {
             "all": sum(by_tier.values()) / prompt_tokens,
             **{tier.value: count / prompt_tokens for tier, count in by_tier.items()},

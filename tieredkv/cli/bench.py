@@ -248,9 +248,11 @@ def returns() -> None:
     `useful share` is what was read and used, over the time in which a read was under way, over the
     raw rate of the disk. `overtaken` is the share of the blocks read that were computed before they
     arrived, and `dropped` the number of blocks that were not stored, or not moved to host memory,
-    for lack of time or because of errors. Before the measurement some prefixes are served computed
-    and from disk, and the exit code is 1 if the tokens differ, or if a rate was held with more than
-    2 % of the prompt tokens found in RAM. Unless their sizes are given, VRAM holds the two longest
+    for lack of time or because of errors. `hit ttft` is the time to the first token of requests
+    that found something and had fewer than 2,048 tokens to compute. The JSON report also has the
+    median error of predicted times. Before the measurement some prefixes are served computed and
+    from disk, and the exit code is 1 if the tokens differ, or if a rate was held with more than 2 %
+    of the prompt tokens found in RAM. Unless their sizes are given, VRAM holds the two longest
     prefixes, host memory one, and the disk all.
 
     \b

@@ -120,8 +120,7 @@ class Observer:
         self._count("prefill_seconds", max(0.0, now - self._submitted_at - usage.queue_s))
         self._count("prompt_tokens", usage.prompt_tokens)
         self._count("recomputed_tokens", usage.recomputed_tokens)
-        if usage.predicted_s is not None and usage.actual_s:
-            error = abs(usage.predicted_s - usage.actual_s) / usage.actual_s
+        if (error := usage.prediction_error) is not None:
             self._families["tieredkv_prediction_error_ratio"].observe(error)
         for tier in Tier:
             self._count("cached_tokens", by_tier[tier], tier)
