@@ -393,7 +393,7 @@ class Scheduler:
                 break
             if not self._try(request):
                 self.cache.pin(request.prefix)
-                if self.cache.room.is_coming(request.prefix):
+                if only_brief or self.cache.room.is_coming(request.prefix):
                     break
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
