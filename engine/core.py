@@ -211,8 +211,10 @@ class EngineCore:
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
         if self._spare_s > 0:
-            is_moving = self.cache.is_restoring or not self.cache.is_idle
-            poll_s = LINK_POLL_S if is_moving else min(self._spare_s, PLAN_AGAIN_S)
+            # What the disk has done wakes the thread; only copies do not.
+            cache, has_copies = self.cache, self.tiers.device_link.has_pending
+            polls = cache.is_restoring or cache.has_more or has_copies
+            poll_s = LINK_POLL_S if polls else min(self._spare_s, PLAN_AGAIN_S)
             self._wake.wait(min(timeout_s, poll_s))
             self._wake.clear()
             return

@@ -378,7 +378,7 @@ class Scheduler:
         If there are busy tenants, or only brief requests are admitted, one block is left free for
         each running request, since those are scheduled later.
         """
-        num_admitted_tokens = 0
+        num_admitted_tokens, is_ahead = 0, bool(busy) or only_brief
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
                 break
@@ -386,7 +386,6 @@ class Scheduler:
             num_free = self.cache.tiers.device.num_free
             if request.asked.tenant in busy or not self.cache.lookups.is_settled(request.prefix):
                 break
-            is_ahead = bool(busy) or only_brief
             if is_ahead and self._num_blocks(request) > num_free - len(self.running):
                 break
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
