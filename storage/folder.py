@@ -164,13 +164,17 @@ class StoreFolder:
         return []
 
     def occupied_bytes(self) -> int:
-        """Return how many bytes all files but the segments occupy, as `du` counts them."""
+        """Return how many bytes all files but the segments occupy, as `du` counts them.
+
+        A file that is removed or renamed meanwhile, as an engine's rates are, counts nothing.
+        """
         self.check_place()
         total = os.stat(self.path).st_blocks + os.stat(self.segments_path).st_blocks
         for folder, folders, files in os.walk(self.path):
             folders[:] = [name for name in folders if name != SEGMENTS or folder != self.path]
-            names = (os.path.join(folder, name) for name in (*folders, *files))
-            total += sum(os.lstat(name).st_blocks for name in names)
+            for name in (*folders, *files):
+                with suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(folder, name)).st_blocks
         return total * 512
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
-from tieredkv.storage.folder import MARKER
+from tieredkv.storage.folder import MARKER, StoreFolder
 
 RECORD = make_record()
 
@@ -340,3 +341,26 @@ def test_a_store_whose_creation_was_cut_short_is_created(tmp_path: Path, left: l
         "version": 2,
     }
     assert not (path / "format.json.tmp").exists()
+
+
+# --- other files in the folder ------------------------------------------------------------------
+
+
+def test_a_file_that_an_engine_renames_meanwhile_is_no_fault_of_the_store(stored: Path) -> None:
+    draft, over = stored / "rates.json.tmp", threading.Event()
+
+    def rename() -> None:
+        while not over.is_set():
+            draft.write_bytes(b"{}")
+            draft.rename(stored / "rates.json")
+
+    engine = threading.Thread(target=rename)
+    folder = StoreFolder.claim(str(stored), create=False)
+    alone_bytes = folder.occupied_bytes()
+    engine.start()
+    try:
+        assert all(folder.occupied_bytes() >= alone_bytes for _ in range(1000))
+    finally:
+        over.set()
+        engine.join()
+        folder.release()
