@@ -280,6 +280,8 @@ class EngineCore:
             self.cache.read_ahead(self._timer.issue_s(batch))
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
+        if self.cache.lookups.is_open:  # some requests did not wait for the disk's answer
+            self.cache.poll()
         self.cache.note_step()
         self._timer.end(batch, teaches=late_event is None)
         rows = [row for row in scheduled if row.row.needs_logits]

@@ -185,7 +185,8 @@ class Scheduler:
         scheduled: list[ScheduledRow] = []
         has_room = True
         order = sorted(self.running, key=self._rank)
-        self._plan()
+        if self.cache.is_restoring:
+            self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
         tenants = busy | self.waiting.tenants
@@ -303,8 +304,6 @@ class Scheduler:
 
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""
-        if not self.cache.is_restoring:
-            return
         running = (
             Progress(request.prefix, request.num_computed_tokens, request.num_tokens)
             for request in sorted(self.running, key=self._rank)

@@ -28,13 +28,22 @@ class Lookups:
         self._open: dict[int, Prefix | None] = {}  # None if the answer is overdue
         self._num_overdue = 0
 
-    def ask(self, prefix: Prefix) -> None:
-        """Ask for the blocks that no RAM tier has and that the disk was not asked for yet."""
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self._open)
+
+    def ask(self, prefix: Prefix) -> bool:
+        """Ask for the blocks that no RAM tier has and that the disk was not asked for yet.
+
+        Returns:
+            Whether there was something to ask.
+        """
         tiers, records = self._tiers, prefix.records
         if tiers.store is None or not tiers.can_load:
-            return
+            return False
         if self._num_overdue or prefix.lookup_job is not None:
-            return
+            return False
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
         hashes = prefix.hashes[:end]
         missing = tiers.host.missing(tiers.device.missing(hashes))
@@ -47,10 +56,11 @@ class Lookups:
             records.update(dict.fromkeys(unknown))
             prefix.lookup_job, prefix.asked_at = tiers.store.lookup(unknown), time.monotonic()
             self._open[prefix.lookup_job] = prefix
+        return bool(unknown)
 
     def is_settled(self, prefix: Prefix) -> bool:
-        """Return whether a chain's lookup has ended, or took too long."""
-        if prefix.lookup_job is None:
+        """Return whether a chain's lookup has ended, took too long, or need not be waited for."""
+        if prefix.lookup_job is None or not prefix.awaits_answer:
             return True
         if time.monotonic() < prefix.asked_at + LOOKUP_TIMEOUT_S:
             return False
@@ -68,7 +78,8 @@ class Lookups:
         Args:
             num_waiting: how many requests are queued; if others could take their turn, none waits.
         """
-        asked_at = [prefix.asked_at for prefix in self._open.values() if prefix is not None]
+        awaited = (each for each in self._open.values() if each is not None and each.awaits_answer)
+        asked_at = [prefix.asked_at for prefix in awaited]
         return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
 
     def take(self, event: LookupDone) -> Prefix | None:

@@ -32,11 +32,13 @@ class Forecast(NamedTuple):
         made_at: when that was first planned, in monotonic time.
         planned_s: how long after that by the plan.
         lag_s: how much later than planned other requests got theirs.
+        is_restored: whether it lacked blocks that slower tiers have.
     """
 
     made_at: float
     planned_s: float
     lag_s: float
+    is_restored: bool = False
 
     @property
     def predicted_s(self) -> float:
@@ -61,10 +63,12 @@ class Prefix:
         ready: stretches of blocks `[first, last)` that were in VRAM at admission, or on their way
             to it; while it is queued, those that were in RAM when the disk was asked.
         overtaken: blocks that a slower tier had and that it computed.
-        forecast: of its first token; None without a plan of what to compute and what to load.
+        forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
         lookup_job, asked_at: the lookup on disk that has no answer yet, and when it began.
+        awaits_answer: whether it is admitted only with that answer. It is not if nothing would be
+            loaded, whatever the answer is.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         wanted: blocks that are evicted last while the request waits.
         brought: blocks that were copied to VRAM for it while it waited for room.
@@ -88,6 +92,7 @@ class Prefix:
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None
     asked_at: float = 0.0
+    awaits_answer: bool = True
     num_present: int = 0
     wanted: list[BlockHash] = field(default_factory=list)
     brought: set[BlockHash] = field(default_factory=set)

@@ -22,11 +22,11 @@ from typing import cast
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import MIN_READS, Read
-from tieredkv.cache.plan import Demand, Planner
+from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Forecast, Prefix
 from tieredkv.cache.rates import PROBE_S, Lag
-from tieredkv.cache.restores import Progress, Restore, Restores
+from tieredkv.cache.restores import DISK, Progress, Restore, Restores
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record
@@ -73,7 +73,7 @@ class Promoter:
         self._num_copying = 0  # including `_to_copy`
         self._is_short = False  # the last read found no page
         self._probed_at = -sys.float_info.max
-        self._lag = Lag()
+        self._lags = Lag(), Lag()  # of requests without and with blocks to load
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -92,24 +92,40 @@ class Promoter:
             requests: see `Restores.demands`.
             busy_s: for how long the device is busy with the steps that it was given.
         """
-        if not self.restores:
-            return
+        requests = list(requests)
         self._give_up_late()
         demands = self.restores.demands(requests)
-        self._divide(demands, busy_s)
+        splits = self._divide(demands, busy_s)
         self.pump()
         if self._is_short:
-            self._divide(demands, busy_s)
-        for _, restore in demands if self._tiers.restore == "auto" else ():
-            if restore is not None and restore.is_admitted and restore.prefix.forecast is None:
-                told = time.monotonic(), restore.planned_s, self._lag.seconds
-                restore.prefix.forecast = Forecast(*told)
+            splits = self._divide(demands, busy_s)
+        if self._tiers.restore == "auto":
+            now = time.monotonic()
+            for (prefix, _, _), (_, restore), split in zip(requests, demands, splits, strict=True):
+                if prefix.blocks and prefix.forecast is None:
+                    is_restored = restore is not None
+                    lag_s = self._lags[is_restored].seconds
+                    prefix.forecast = Forecast(now, split.done_s, lag_s, is_restored)
+
+    def would_load(self, prefix: Prefix) -> bool:
+        """Return whether anything of a queued request is loaded if the disk has what RAM lacks.
+
+        If the disk's rate is old, something would be read to measure it again.
+        """
+        now, num_blocks = time.monotonic(), len(prefix.hashes)
+        if self._tiers.restore != "auto" or self._disk_link.read_rate.is_stale(now):
+            return True
+        ready = (range(*stretch) for stretch in prefix.ready)
+        missing = sorted(set(range(num_blocks)).difference(*ready))
+        num_tokens = num_blocks * self._tiers.block_size + 1
+        demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
+        return bool(missing) and self._planner(0.0, now).split(demand).block <= missing[-1]
 
     def note_first_token(self, prefix: Prefix) -> None:
         """Learn from a forecast whose time has come."""
-        if prefix.forecast is not None:
-            made_at, planned_s, _ = prefix.forecast
-            self._lag.learn(time.monotonic() - made_at - planned_s)
+        if (forecast := prefix.forecast) is not None:
+            late_s = time.monotonic() - forecast.made_at - forecast.planned_s
+            self._lags[forecast.is_restored].learn(late_s)
 
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
@@ -118,26 +134,34 @@ class Promoter:
             self._tiers.catalog.note_departed(block_hash, "load_timeout")
             count_failure(self._tiers.counters.load_failures, "timeout", _FAILED)
 
-    def _divide(self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float) -> None:
-        tiers, now = self._tiers, time.monotonic()
+    def _divide(
+        self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float
+    ) -> list[Split]:
+        now = time.monotonic()
+        planner = self._planner(busy_s, now)
+        splits = self.restores.divide(demands, planner)
+        if logger.isEnabledFor(logging.DEBUG):
+            for (demand, _), split in zip(demands, splits, strict=True):
+                text = "plan %s -> %s; device busy %.4f s; %s"
+                logger.debug(text, demand, split, busy_s, planner.links)
+        self._probe(now)
+        return splits
+
+    def _planner(self, busy_s: float, now: float) -> Planner:
+        """Return a planner that knows what the device and the links are busy with."""
+        tiers = self._tiers
         up = self._device_link.up_state(self._num_copying, now)
         disk = self._disk_link.read_state(now)
         if self._is_short:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
-        links = [up, disk]
-        planner = Planner(
-            links,
+        return Planner(
+            [up, disk],
             tiers.compute_rate.seconds,
             block_size=tiers.block_size,
             block_bytes=tiers.block_bytes,
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
         )
-        splits = self.restores.divide(demands, planner)
-        if logger.isEnabledFor(logging.DEBUG):
-            for (demand, _), split in zip(demands, splits, strict=True):
-                logger.debug("plan %s -> %s; device busy %.4f s; %s", demand, split, busy_s, links)
-        self._probe(now)
 
     def _probe(self, now: float) -> None:
         """Have some blocks read if the plan reads none and the disk's rate is old."""

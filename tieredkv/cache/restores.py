@@ -52,7 +52,6 @@ class Restore:
         probe_from: blocks from it on are read even if the plan computes them.
         is_begun: whether a read or a copy was started.
         is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
-        planned_s: from the last plan until the request's last token is computed.
     """
 
     prefix: Prefix
@@ -67,7 +66,6 @@ class Restore:
     probe_from: int = sys.maxsize
     is_begun: bool = False
     is_given_up: bool = False
-    planned_s: float = 0.0
 
     @property
     def lists(self) -> tuple[list[int], list[int], list[int]]:
@@ -253,7 +251,6 @@ class Restores:
             if restore is not None:
                 is_all_loaded = self._tiers.restore == "load"
                 restore.split = restore.first if is_all_loaded else splits[-1].block
-                restore.planned_s = splits[-1].done_s
         return splits
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:

@@ -89,7 +89,7 @@ class TieredCache:
             is_next: the request is about to be admitted, so that its blocks need no pin.
         """
         self.tiers.note_tenant(prefix.tenant)
-        self.lookups.ask(prefix)
+        self._ask_disk(prefix)
         if not is_next:
             self.pin(prefix)
 
@@ -107,6 +107,12 @@ class TieredCache:
             self.tiers.wanted.update(wanted)
             for pool in pools:
                 pool.touch(wanted[: pool.most_pinned - pool.num_pinned])
+
+    def _ask_disk(self, prefix: Prefix) -> None:
+        """Ask the disk what it has of a chain, and note whether the answer can matter."""
+        if self.lookups.ask(prefix):
+            is_split = prefix.read_ends is not None  # what may be a hit depends on the answer
+            prefix.awaits_answer = is_split or self.promoter.would_load(prefix)
 
     def _unpin(self, prefix: Prefix) -> None:
         """Undo `pin`; blocks that no other request wants become the youngest unpinned blocks."""
@@ -147,8 +153,8 @@ class TieredCache:
         device = self.tiers.device
         if prefix.refused_at == (device.num_free, device.num_cached, num_blocks, is_alone):
             return False
-        self.lookups.ask(prefix)
-        if prefix.lookup_job is not None:
+        self._ask_disk(prefix)
+        if not self.lookups.is_settled(prefix):
             return False
         self._expire(prefix.hashes)
         chain = device.find(self._readable(prefix))
@@ -457,7 +463,13 @@ class TieredCache:
 
     def _on_lookup_done(self, event: LookupDone) -> None:
         prefix = self.lookups.take(event)
-        if prefix is not None and event.found and not prefix.blocks:
+        if prefix is None or not event.found:
+            return
+        if prefix.blocks:  # it did not wait for the answer
+            for block_hash, block in zip(prefix.hashes, prefix.blocks, strict=False):
+                if block_hash in event.found and not block.is_ready:
+                    block.source = block.source or Tier.DISK
+        else:
             self._unpin(prefix)
             hashes = self._readable(prefix)
             on_disk = [index for index, each in enumerate(hashes) if each in event.found]

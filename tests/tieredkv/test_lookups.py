@@ -1,0 +1,97 @@
+"""A request waits for what the disk has of it only if something of that would be loaded."""
+
+import time
+
+import pytest
+
+from tests.fake_store import Rig
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.rates import LinkRate
+from tieredkv.config import Restore
+from tieredkv.types import Tier
+
+SLOW, FAST = 1e-3, 1e12
+
+
+def asked(rig: Rig, bytes_per_s: float, *, learnt_at: float | None = None) -> Prefix:
+    """Return a queued request whose blocks the disk has, which has not answered yet."""
+    learnt_at = time.monotonic() if learnt_at is None else learnt_at
+    rig.tiers.disk_link.read_rate = LinkRate(bytes_per_s, learnt_at=learnt_at)
+    rig.store.put("a", 4)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 4)
+    assert rig.store.lookups
+    return prefix
+
+
+def test_what_would_be_computed_anyway_is_computed_before_the_disk_answers() -> None:
+    rig = Rig(restore="auto", is_write_behind=True)
+    prefix = asked(rig, SLOW)
+    assert rig.cache.lookups.answers_until(1) == 0.0
+    assert rig.admit(prefix)
+    assert rig.cache.lookups.is_open
+    rig.store.answer(0)
+    rig.cache.poll()
+    assert rig.compute(prefix) == 4
+    assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
+    rig.store.is_held = False
+    assert rig.finish(prefix) == 0
+    assert rig.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + 30.0)
+    assert rig.store.loaded == rig.store.stored == [], "the disk has these blocks already"
+    rig.check_nothing_is_held()
+
+
+def test_an_answer_after_everything_was_computed_changes_nothing() -> None:
+    rig = Rig(restore="auto")
+    prefix = asked(rig, SLOW)
+    assert rig.admit(prefix)
+    assert rig.compute(prefix) == 4
+    rig.store.answer(0)
+    rig.turn()
+    assert prefix.origins() == [None] * 4
+    assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
+def test_a_request_that_ends_before_the_disk_answers_leaves_nothing_behind() -> None:
+    rig = Rig(restore="auto")
+    prefix = asked(rig, SLOW)
+    assert rig.admit(prefix)
+    rig.cache.release(prefix)
+    assert not rig.cache.lookups.is_open
+    rig.store.answer(0)
+    rig.turn()
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "learnt_at", "restore"),
+    [(FAST, None, "auto"), (SLOW, -1e9, "auto"), (SLOW, None, "load")],
+    ids=["a fast disk", "an old rate", "everything is loaded"],
+)
+def test_what_might_be_loaded_waits_for_the_disk(
+    bytes_per_s: float, learnt_at: float | None, restore: Restore
+) -> None:
+    rig = Rig(restore=restore, block_size=4096)  # computing a block takes longer than a step
+    prefix = asked(rig, bytes_per_s, learnt_at=learnt_at)
+    assert not rig.admit(prefix)
+    assert rig.cache.lookups.answers_until(1) > time.monotonic()
+    rig.store.is_held = False
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_what_host_memory_has_is_no_reason_to_wait() -> None:
+    rig = Rig(restore="auto")
+    rig.run("a", 3, "in_memory")
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    prefix = asked(rig, SLOW)
+    assert rig.admit(prefix)
+    assert prefix.sources[:3] == [Tier.HOST] * 3
+    rig.store.answer(0)
+    rig.store.is_held = False
+    assert rig.finish(prefix) == 4 - rig.tiers.counters.promoted_host_blocks
+    rig.check_nothing_is_held()
