@@ -289,6 +289,29 @@ def interrupt(command: list[str], folder: Path, made: str, complaint: str) -> No
     assert not list(folder.iterdir())
 
 
+def test_a_crowd_bench_that_is_stopped_reports_the_arms_that_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "returns", "--model", "tiny-random"]
+    command += ["--prefix-tokens", "160,320", "--new-tokens", "20", "--answers", "4", "--rates"]
+    command += ["4", "--ttft-limit", "1000", "--disk-dir", str(tmp_path), "--json"]
+    complaint = "the second arm did not begin"
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: any(tmp_path.glob("*/load*/*")), complaint, process=process)
+        process.terminate()  # the measuring process gets no signal from outside
+        stdout, stderr = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1, stderr
+    report = json.loads(stdout.splitlines()[-1])
+    assert [row["arm"] for row in report["rows"]] == ["none"]
+    assert report["bounds"].keys() == {"none"}
+    assert report["problems"] == [
+        "interrupted, so that these arms were not measured: load, planned"
+    ]
+    assert not list(tmp_path.iterdir()), "the bench leaves its store behind"
+
+
 DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,1000"]
 
 

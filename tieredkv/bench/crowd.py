@@ -376,29 +376,37 @@ def plan(settings: Row, tokens: Mapping[Tier, float], longest_tokens: int, hint:
 
 def run_arms(
     settings: Row, arms: Sequence[str], measure: Callable[..., Result], *arguments: Any
-) -> tuple[dict[str, Result], float | None]:
+) -> tuple[dict[str, Result], float | None, list[str]]:
     """Call `measure(settings, arm, folder, *arguments)` in a new process for each arm.
 
-    The folder, which has the arm's store, is made under `disk_dir` and removed at the end.
+    The folder, which has the arm's store, is made under `disk_dir` and removed at the end. If one
+    arm at least was measured, an interruption only leaves out the others.
 
     Returns:
-        What the calls returned by arm, and the median rate of the disk between them in GB/s, by the
-        best of 4, 16 and 32 threads; None without O_DIRECT.
+        What the calls returned by arm; the median rate of the disk between them in GB/s, by the
+        best of 4, 16 and 32 threads, None without O_DIRECT; and what was left out.
 
     Raises:
         TieredKVError: a process failed.
     """
-    results, rates = dict[str, Result](), list[float | None]()
+    results, rates, problems = dict[str, Result](), list[float | None](), list[str]()
     num_bytes = (1 << 30) if torch.cuda.is_available() else (32 << 20)
     parent = settings.get("disk_dir")
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as name:
         folder = Path(name)
         for arm in arms:
             rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
-            results[arm] = in_new_process(measure, settings, arm, folder, *arguments)
+            try:
+                results[arm] = in_new_process(measure, settings, arm, folder, *arguments)
+            except KeyboardInterrupt:
+                if not results:
+                    raise
+                left = ", ".join(each for each in arms if each not in results)
+                problems.append(f"interrupted, so that these arms were not measured: {left}")
+                break
         rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
     known = [rate for rate in rates if rate]
-    return results, statistics.median(known) if known else None
+    return results, statistics.median(known) if known else None, problems
 
 
 def tell(stage: str, outcome: Outcome) -> None:

@@ -183,10 +183,13 @@ def run(
     plan = crowd.plan(settings, tokens, longest, "give shorter `--prefix-tokens`")
     check(plan, shape)
     rates, limit_ms = sorted(rates), 1e3 * ttft_limit
-    results, raw_GBps = crowd.run_arms(plan.settings, arms, measure, shape, rates, limit_ms)
-    rows, problems = list[Row](), [text for _, some in results.values() for text in some]
+    results, raw_GBps, problems = crowd.run_arms(
+        plan.settings, arms, measure, shape, rates, limit_ms
+    )
+    rows = list[Row]()
+    problems += [text for _, some in results.values() for text in some]
     first = results[arms[0]][0]
-    for arm in arms:
+    for arm in results:
         for rate, outcome, other in itertools.zip_longest(rates, results[arm][0], first):
             if outcome is None:
                 break
@@ -200,7 +203,7 @@ def run(
                 text = f"{in_ram_share:.1%} of the prompt tokens were found in RAM"
                 problems.append(f"{arm} at {rate:g}/s: {text}; give more `--sessions`")
     workload = shape._asdict() | {"ttft_limit_s": ttft_limit}
-    bounds = {arm: bound([row for row in rows if row["arm"] == arm], limit_ms) for arm in arms}
+    bounds = {arm: bound([row for row in rows if row["arm"] == arm], limit_ms) for arm in results}
     facts = {**plan.facts, "workload": workload, "bounds": bounds}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
     return {**facts, **compared(rows, bounds), "raw": limits, "rows": rows, "problems": problems}

@@ -295,15 +295,17 @@ def run(
     most_tokens = int((plan.most_tokens - shape.scaled(ANSWER_TOKENS)) * scale)
     for case in cases if trace else ():
         recorded_sessions(*case, shape, most_tokens)  # refuses a trace with too few
-    results, raw_GBps = crowd.run_arms(plan.settings, arms, measure, cases, shape, most_tokens)
+    results, raw_GBps, problems = crowd.run_arms(
+        plan.settings, arms, measure, cases, shape, most_tokens
+    )
     rows = list[Row]()
     for index, count in enumerate(counts):
         part = slice(index * seeds, (index + 1) * seeds)
-        for arm in arms:
+        for arm in results:
             figures = crowd.figures(results[arm][part], plan.kv_spec, raw_GBps)
             equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
             rows.append({"arm": arm, "sessions": count, **figures, f"equal_to_{arms[0]}": equal})
     workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
     facts = {**plan.facts, "workload": workload}
-    return {**facts, "raw": limits, "rows": rows, "problems": []}
+    return {**facts, "raw": limits, "rows": rows, "problems": problems}

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -195,7 +195,7 @@ def run(
 
 
 def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Call `work` in a process of its own, which ends with the call.
+    """Call `work` in a process of its own, which ends with the call, also if that is interrupted.
 
     Raises:
         TieredKVError: the process ended before it answered.
@@ -203,6 +203,10 @@ def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(work, *arguments).result()
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.terminate()
+            raise
         except BrokenProcessPool as error:
             what = "a measuring process ended before it answered; see the log"
             raise TieredKVError(what) from error

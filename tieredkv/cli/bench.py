@@ -255,6 +255,9 @@ def returns() -> None:
     of the prompt tokens found in RAM. Unless their sizes are given, VRAM holds the two longest
     prefixes, host memory one, and the disk all.
 
+    Ctrl-C and SIGTERM remove the stores; the arms that have ended by then are reported, and the
+    exit code is 1.
+
     \b
     Examples, the first a minute without a GPU:
       tieredkv bench returns --model tiny-random --prefix-tokens 400,1200 --new-tokens 50 \\

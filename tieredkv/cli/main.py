@@ -5,6 +5,7 @@ A verb imports slow modules only when it runs, so that help is instant.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -75,8 +76,9 @@ def run() -> NoReturn:
     """Run the command line of this process, and end the process at once.
 
     The interpreter would take up to a second to take apart what torch has loaded, and some
-    extension modules print complaints while it does.
+    extension modules print complaints while it does. SIGTERM cleans up as Ctrl-C does.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
