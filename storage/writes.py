@@ -229,7 +229,8 @@ class Writes:
             elif self._reserved or self._num_writing or self._written:
                 waiting.append(task)  # there may be room once the writes under way are committed
             else:
-                self.last_error = "the budget leaves no room for another block"
+                # After an error, extents that were written in vain may be what leaves no room.
+                self.last_error = self.last_error or "the budget leaves no room for another block"
                 self._end(task.page, "full")
         self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
