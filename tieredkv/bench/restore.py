@@ -50,9 +50,9 @@ ARMS = ("cold", "load", "planned", "device")
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
 COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "read_limit", "ttft_ms.p50", "ttft_ms.min")
 COLUMNS += ("raw_GBps",)
-COLUMNS += ("over_cold", "over_better", "over_ideal", "loaded_tokens", "load_GBps")
+COLUMNS += ("over_cold", "over_better", "ideal_ms", "over_ideal", "loaded_tokens", "load_GBps")
 COLUMNS += ("tokens_equal_cold", "kv_bytes_equal")
-PLOTTED = (("ttft_ms.p50",),)
+PLOTTED = (("ttft_ms.p50", "ideal_ms"),)
 
 Row = dict[str, Any]
 
@@ -264,7 +264,7 @@ def _row(
         row["over_better"] = round(p50_ms / better, 3)
     if raw_GBps and rates:
         row["load_over_raw"] = round(statistics.median(rates) / raw_GBps, 3)
-    if raw_GBps:
+    if raw_GBps and arm == "planned":
         rate = min(raw_GBps, limit / 1e9) if limit else raw_GBps
         device_ms = _p50(runs["device", length, limit])
         row["ideal_ms"] = round(ideal_ms(length, cold_ms, token_bytes, rate, device_ms), 3)
