@@ -37,7 +37,7 @@ class RequestQueue:
 
     Args:
         block_size: tokens a block.
-        num_held: returns how many blocks at the head of a chain some tier holds, or soon will.
+        num_held: returns how many blocks at the head of a chain need no computing, by and large.
 
     Attributes:
         waited_s: how long the request that was admitted last had waited.

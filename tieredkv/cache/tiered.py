@@ -41,6 +41,9 @@ from tieredkv.types import BlockHash, Tier
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
 
+NUM_SAMPLED = 16
+"""Blocks of a chain that are looked up to tell which part of it RAM holds."""
+
 COMPUTED_SOONER = "computed_sooner"
 """Why a block was computed although a slower tier has it: that was faster than to load it."""
 
@@ -127,15 +130,21 @@ class TieredCache:
     def num_held(self, prefix: Prefix) -> int:
         """Return how many blocks at the head of a chain some tier holds, or soon will.
 
-        Blocks on disk count once the disk has told of them. A chain is evicted from its tail, so
-        that the end of its head is found by bisection.
+        Blocks on disk count once the disk has told of them, and as one half each: a part of them is
+        computed, and they take room that others have. A chain is evicted from its tail, so that the
+        end of its head is found by bisection; which part of that RAM holds is told by a sample.
         """
         device, host, records = self.tiers.device.lookup, self.tiers.host.lookup, prefix.records
 
         def is_missing(block_hash: BlockHash) -> bool:
             return not (device(block_hash) or host(block_hash) or records.get(block_hash))
 
-        return bisect_left(prefix.hashes, True, key=is_missing)
+        num_found = bisect_left(prefix.hashes, True, key=is_missing)
+        if not records or not num_found:
+            return num_found
+        sample = prefix.hashes[: num_found : -(-num_found // NUM_SAMPLED)]
+        num_in_ram = sum(1 for each in sample if device(each) or host(each))
+        return num_found * (len(sample) + num_in_ram) // (2 * len(sample))
 
     # Admission
 
