@@ -92,6 +92,8 @@ class Promoter:
             requests: see `Restores.demands`.
             busy_s: for how long the device is busy with the steps that it was given.
         """
+        if not self.restores and self._tiers.restore != "auto":
+            return  # nothing to divide, and nothing is predicted
         requests = list(requests)
         self._give_up_late()
         demands = self.restores.demands(requests)

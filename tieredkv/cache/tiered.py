@@ -128,11 +128,12 @@ class TieredCache:
             pool.touch(wanted)
 
     def num_held(self, prefix: Prefix) -> int:
-        """Return how many blocks at the head of a chain some tier holds, or soon will.
+        """Return how many blocks at the head of a chain need no computing, by and large.
 
-        Blocks on disk count once the disk has told of them, and as one half each: a part of them is
-        computed, and they take room that others have. A chain is evicted from its tail, so that the
-        end of its head is found by bisection; which part of that RAM holds is told by a sample.
+        They are those that some tier holds, or soon will. Blocks on disk count once the disk has
+        told of them, and as one half each: a part of them is computed, and they take room that
+        others have. A chain is evicted from its tail, so that the end of its head is found by
+        bisection; which part of that RAM holds is told by a sample.
         """
         device, host, records = self.tiers.device.lookup, self.tiers.host.lookup, prefix.records
 
