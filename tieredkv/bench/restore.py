@@ -8,7 +8,8 @@ For every prefix length and repeat, a new prefix is served in each of these arms
     device    from VRAM
 
 The worker reads without the page cache, and the bytes that the device moved for it are reported.
-The raw rate of the disk is measured beside each arm, as the best of 4, 16 and 32 threads.
+Just before each arm but the last, the raw rate of the disk is measured, as the best of 4, 16 and 32
+threads.
 
 The report compares `planned` with the better of the other two and with the ideal: the least, over
 all splits m, of the longer of computing m tokens and loading the rest at the raw rate, plus the
@@ -104,7 +105,7 @@ def measure(
             for arm in ("cold", *arms, "device"):
                 if arm in arms:
                     demote_all(llm, "disk")
-                run = _serve(llm, prompt, MODES[arm], limit, disk if arm in arms else None)
+                run = _serve(llm, prompt, MODES[arm], limit, None if arm == "device" else disk)
                 runs.setdefault((arm, length, limit), []).append(run)
             demote_all(llm, "disk")
             llm.core.verbs.evict()
