@@ -1,0 +1,173 @@
+"""Lets agents take turns on any server with OpenAI's completions API, as clients see it.
+
+\b
+    python -m tests.stress.sessions_by_url --url http://localhost:8000 --server 'tieredkv, 24 GiB'
+
+The server must already run; it may be tieredkv, vLLM or another one. The sessions are those of
+`tieredkv bench sessions`, sent as token ids over HTTP: each waits for its answer, thinks, and sends
+a longer prompt. A run ends when the first session does, and each further run has sessions of
+another seed. What a run leaves in the server's cache is of no use to the next one, but is still
+there, so that figures of an empty cache need a new server.
+
+`cached_tokens` is what the server reports. A hit is an answer with some of them and with fewer than
+2,048 other tokens in its prompt. A request that fails ends its run; it is listed in `problems`, and
+the exit code is 1.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import click
+import httpx
+import numpy as np
+
+from tests.stress.client import served_by
+from tieredkv.bench import raw
+from tieredkv.bench.crowd import HIT_TOKENS
+from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
+
+ANSWER_TIMEOUT_S = 300.0
+
+Row = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """One answer: when its tokens came, in seconds after it was asked for, and its usage."""
+
+    times_s: list[float]
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def is_hit(self) -> bool:
+        return self.cached_tokens > 0 and self.prompt_tokens - self.cached_tokens < HIT_TOKENS
+
+
+async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
+    """Send a request for a streamed completion, and read its answer to the end.
+
+    Raises:
+        httpx.HTTPError: the server refused the request or broke off.
+    """
+    start, times_s, usage = perf_counter(), list[float](), dict[str, Any]()
+    headers = {"Content-Type": "application/json"}
+    async with http.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                raise httpx.RemoteProtocolError(str(event["error"]))
+            usage = event.get("usage") or usage
+            if event.get("choices"):
+                times_s.append(perf_counter() - start)
+    if not times_s:
+        raise httpx.RemoteProtocolError("the answer had no tokens")
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(times_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+
+
+async def run(url: str, model: str, scripts: list[Script]) -> tuple[list[Answer], float, str]:
+    """Run sessions until the first one has ended, or until a request fails.
+
+    Returns:
+        The answers, the seconds from the start to the last one, and what failed.
+    """
+    bodies = [[_body(model, turn.prompt, turn.answer_tokens) for turn in it] for it in scripts]
+    answers, start, took_s = list[Answer](), perf_counter(), 0.0
+
+    async def hold(session: int) -> None:
+        nonlocal took_s
+        for turn, body in zip(scripts[session], bodies[session], strict=True):
+            await asyncio.sleep(turn.think_s)
+            answers.append(await ask(http, body))
+            took_s = perf_counter() - start
+
+    options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
+    async with httpx.AsyncClient(base_url=url, **options) as http:
+        tasks = [asyncio.create_task(hold(session)) for session in range(len(scripts))]
+        done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        try:
+            for task in done:
+                task.result()
+        except httpx.HTTPError as error:
+            return answers, took_s, f"{type(error).__name__}: {error}"
+    return answers, took_s, ""
+
+
+def _body(model: str, prompt: Any, num_tokens: int) -> bytes:
+    asked = {"model": model, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
+    stream = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(asked | stream).encode()
+
+
+def figures(answers: list[Answer], took_s: float) -> Row:
+    """Return the row of a run, with times in ms."""
+    first_ms = [1e3 * answer.times_s[0] for answer in answers]
+    hits_ms = [1e3 * answer.times_s[0] for answer in answers if answer.is_hit]
+    gaps_ms = [1e3 * gap for answer in answers for gap in np.diff(answer.times_s)]
+    num_prompt, num_cached = (
+        sum(getattr(answer, name) for answer in answers)
+        for name in ("prompt_tokens", "cached_tokens")
+    )
+    row: Row = {"answers": len(answers), "wall_s": took_s}
+    row |= {"answers_per_s": len(answers) / took_s}
+    row |= raw.percentiles_ms("ttft", first_ms, (50, 90, 99))
+    row |= raw.percentiles_ms("hit_ttft", hits_ms, (50, 90)) | {"num_hits": len(hits_ms)}
+    row |= raw.percentiles_ms("itl", gaps_ms, (50, 90, 99))
+    return row | {"hit_rate": num_cached / num_prompt, "prompt_tokens": num_prompt}
+
+
+@click.command(help=__doc__)
+@click.option("--url", required=True, help="URL of the server, without `/v1`.")
+@click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
+@click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
+@click.option("--turns", default=15, show_default=True, help="Requests of a session.")
+@click.option("--seeds", default="0", show_default=True, help="Seeds, one run each, with commas.")
+@click.option("--scale", default=1.0, show_default=True, help="Divides all numbers of tokens.")
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Recorded sessions instead of generated ones, as for `tieredkv bench sessions`.",
+)
+@click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
+def main(
+    url: str,
+    name: str,
+    sessions: int,
+    turns: int,
+    seeds: str,
+    scale: float,
+    trace: Path | None,
+    vocab_size: int,
+    commit: str | None,
+) -> None:
+    model, shape = served_by(url), Shape(turns, scale, trace)
+    rows, problems = list[Row](), list[str]()
+    for seed in map(int, seeds.split(",")):
+        scripts = make_scripts(sessions, seed, shape, MAX_PROMPT_TOKENS, vocab_size)
+        answers, took_s, problem = asyncio.run(run(url, model, scripts))
+        problems += [f"seed {seed}: {problem}"] if problem else []
+        if not answers:
+            continue
+        rows.append({"sessions": sessions, "seed": seed, **figures(answers, took_s)})
+        summary = "{answers} answers, {answers_per_s:.2f} a second, TTFT p50 {ttft_p50_ms:.0f} ms, "
+        summary += "p90 {ttft_p90_ms:.0f} ms, p99 {ttft_p99_ms:.0f} ms, hit rate {hit_rate:.3f}"
+        click.echo(f"seed {seed}: {summary.format(**rows[-1])}", err=True)
+    report = raw.head(commit, "python -m tests.stress.sessions_by_url") | {"server": name}
+    workload = {"turns": turns, "scale": scale, "trace": trace and trace.name, "model": model}
+    click.echo(json.dumps(report | {"workload": workload, "rows": rows, "problems": problems}))
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

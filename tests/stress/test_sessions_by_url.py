@@ -1,0 +1,39 @@
+"""The client that lets agents take turns on a server over HTTP reports what the server answered."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.serving import Server, running
+from tests.stress import sessions_by_url
+from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Shape, make_scripts
+
+SHAPE = Shape(turns=3, scale=128, trace=None)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("serve")) as it:
+        yield it
+
+
+def test_sessions_go_on_until_the_first_one_ends(server: Server) -> None:
+    scripts = make_scripts(2, 0, SHAPE, MAX_PROMPT_TOKENS, 250)
+    served = sessions_by_url.run(server.root, "tiny-random", scripts)
+    answers, took_s, problem = asyncio.run(served)
+    assert not problem
+    assert SHAPE.turns <= len(answers) <= 2 * SHAPE.turns
+    lengths = {len(turn.prompt) for script in scripts for turn in script}
+    assert {answer.prompt_tokens for answer in answers} <= lengths
+    assert all(answer.times_s == sorted(answer.times_s) for answer in answers)
+    row = sessions_by_url.figures(answers, took_s)
+    assert row["answers_per_s"] == len(answers) / took_s
+    assert 0 < row["hit_rate"] < 1, "each turn begins with the one before it"
+
+
+def test_a_request_that_fails_ends_the_run_and_is_told(server: Server) -> None:
+    scripts = make_scripts(2, 0, SHAPE, MAX_PROMPT_TOKENS, 250)
+    answers, _, problem = asyncio.run(sessions_by_url.run(server.root, "another", scripts))
+    assert not answers
+    assert "404" in problem
