@@ -183,7 +183,8 @@ class EngineCore:
         if self._spare_s > 0:
             self.cache.pump()
             return self._take_outputs()
-        self._await_answers()
+        lookups, waiting = self.cache.lookups, self.scheduler.waiting
+        self._await_answers(lambda: lookups.answers_until(len(waiting)))
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
         if must_see or self.scheduler.is_short or self.on_logits:  # else it runs ahead
@@ -197,10 +198,14 @@ class EngineCore:
         self._is_stalled = not scheduled and not self.scheduler.is_short
         return self._take_outputs()
 
-    def _await_answers(self) -> None:
-        """Wait a moment for what the disk has of new requests, so that this step may take them."""
-        lookups, waiting, has_waited = self.cache.lookups, self.scheduler.waiting, False
-        while (left_s := lookups.answers_until(len(waiting)) - time.monotonic()) > 0:
+    def _await_answers(self, until: Callable[[], float]) -> None:
+        """Wait a moment for what the disk has of requests.
+
+        Args:
+            until: returns until when (monotonic) open lookups are worth waiting for.
+        """
+        has_waited = False
+        while (left_s := until() - time.monotonic()) > 0:
             self._wake.wait(left_s)
             self._wake.clear()
             self.cache.poll()
@@ -280,8 +285,6 @@ class EngineCore:
             self.cache.read_ahead(self._timer.issue_s(batch))
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
-        if self.cache.lookups.is_open:  # some requests did not wait for the disk's answer
-            self.cache.poll()
         self.cache.note_step()
         self._timer.end(batch, teaches=late_event is None)
         rows = [row for row in scheduled if row.row.needs_logits]
@@ -294,6 +297,8 @@ class EngineCore:
             if sampling.token_ids is not output.tokens:
                 self._runner.keep_tokens(output, sampling.token_ids)
             launched = _Launched(rows, sampling, output.logits)
+        self.cache.lookups.ask_deferred()
+        self._await_answers(self.cache.lookups.running_until)
         for row in scheduled:
             self.scheduler.complete(row)
         for row in rows:

@@ -1,4 +1,7 @@
-"""A request waits for what the disk has of it only if something of that would be loaded."""
+"""A request waits for what the disk has of it only if something of that would be loaded.
+
+Else the disk is asked when the first step is issued.
+"""
 
 import time
 
@@ -14,24 +17,31 @@ SLOW, FAST = 1e-3, 1e12
 
 
 def asked(rig: Rig, bytes_per_s: float, *, learnt_at: float | None = None) -> Prefix:
-    """Return a queued request whose blocks the disk has, which has not answered yet."""
+    """Return a queued request whose blocks the disk has, which gives no answer by itself."""
     learnt_at = time.monotonic() if learnt_at is None else learnt_at
     rig.tiers.disk_link.read_rate = LinkRate(bytes_per_s, learnt_at=learnt_at)
     rig.store.put("a", 4)
     rig.store.is_held = True
-    prefix = rig.queue("a", 4)
-    assert rig.store.lookups
-    return prefix
+    return rig.queue("a", 4)
+
+
+def run_on(rig: Rig, prefix: Prefix) -> None:
+    """Admit a request and issue its first step, with which the disk is asked."""
+    assert not rig.store.lookups
+    assert rig.cache.lookups.answers_until(1) == rig.cache.lookups.running_until() == 0.0
+    assert rig.admit(prefix)
+    rig.cache.lookups.ask_deferred()
+    assert len(rig.store.lookups) == 1
+    assert rig.cache.lookups.running_until() > 0.0
 
 
 def test_what_would_be_computed_anyway_is_computed_before_the_disk_answers() -> None:
     rig = Rig(restore="auto", is_write_behind=True)
     prefix = asked(rig, SLOW)
-    assert rig.cache.lookups.answers_until(1) == 0.0
-    assert rig.admit(prefix)
-    assert rig.cache.lookups.is_open
+    run_on(rig, prefix)
     rig.store.answer(0)
     rig.cache.poll()
+    assert rig.cache.lookups.running_until() == 0.0
     assert rig.compute(prefix) == 4
     assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
     rig.store.is_held = False
@@ -44,7 +54,7 @@ def test_what_would_be_computed_anyway_is_computed_before_the_disk_answers() -> 
 def test_an_answer_after_everything_was_computed_changes_nothing() -> None:
     rig = Rig(restore="auto")
     prefix = asked(rig, SLOW)
-    assert rig.admit(prefix)
+    run_on(rig, prefix)
     assert rig.compute(prefix) == 4
     rig.store.answer(0)
     rig.turn()
@@ -56,11 +66,30 @@ def test_an_answer_after_everything_was_computed_changes_nothing() -> None:
 def test_a_request_that_ends_before_the_disk_answers_leaves_nothing_behind() -> None:
     rig = Rig(restore="auto")
     prefix = asked(rig, SLOW)
-    assert rig.admit(prefix)
+    run_on(rig, prefix)
     rig.cache.release(prefix)
-    assert not rig.cache.lookups.is_open
+    assert rig.cache.lookups.running_until() == 0.0
     rig.store.answer(0)
     rig.turn()
+    rig.check_nothing_is_held()
+
+
+def test_the_disk_is_not_asked_about_a_request_that_is_cancelled_before_its_first_step() -> None:
+    rig = Rig(restore="auto")
+    rig.cache.release(asked(rig, SLOW))
+    rig.turn()
+    assert not rig.store.lookups
+    rig.check_nothing_is_held()
+
+
+def test_the_disk_is_asked_about_a_request_that_stays_in_the_queue() -> None:
+    rig = Rig(restore="auto")
+    prefix = asked(rig, SLOW)
+    rig.store.is_held = False
+    rig.turn()
+    rig.turn()
+    assert all(prefix.records.values())
+    rig.cache.release(prefix)
     rig.check_nothing_is_held()
 
 
@@ -75,7 +104,7 @@ def test_what_might_be_loaded_waits_for_the_disk(
     rig = Rig(restore=restore, block_size=4096)  # computing a block takes longer than a step
     prefix = asked(rig, bytes_per_s, learnt_at=learnt_at)
     assert not rig.admit(prefix)
-    assert rig.cache.lookups.answers_until(1) > time.monotonic()
+    assert rig.cache.lookups.answers_until(1) > 0.0
     rig.store.is_held = False
     rig.store.answer(0)
     rig.turn()
@@ -89,7 +118,7 @@ def test_what_host_memory_has_is_no_reason_to_wait() -> None:
     rig.run("a", 3, "in_memory")
     assert rig.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
     prefix = asked(rig, SLOW)
-    assert rig.admit(prefix)
+    run_on(rig, prefix)
     assert prefix.sources[:3] == [Tier.HOST] * 3
     rig.store.answer(0)
     rig.store.is_held = False

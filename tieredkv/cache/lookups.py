@@ -1,7 +1,9 @@
 """Asks the disk which blocks of a chain it has.
 
 The answer is a message of the store's worker, so that a request is admitted a moment after it came.
-A disk that does not answer costs one timeout: until it answers, it is not asked again.
+Where the answer cannot matter, the disk is asked only once the request's first step is issued, so
+that the question and the answer do not delay it. A disk that does not answer costs one timeout:
+until it answers, it is not asked again.
 
 Called by the engine's thread only.
 """
@@ -26,24 +28,19 @@ class Lookups:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._open: dict[int, Prefix | None] = {}  # None if the answer is overdue
+        self._deferred: dict[Prefix, list[BlockHash]] = {}
         self._num_overdue = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether an answer is still to come."""
-        return bool(self._open)
+    def unasked(self, prefix: Prefix) -> list[BlockHash]:
+        """Return the blocks that no RAM tier has and that the disk was not asked for yet.
 
-    def ask(self, prefix: Prefix) -> bool:
-        """Ask for the blocks that no RAM tier has and that the disk was not asked for yet.
-
-        Returns:
-            Whether there was something to ask.
+        They count as asked for from now on: `ask` or `defer` has to follow.
         """
         tiers, records = self._tiers, prefix.records
         if tiers.store is None or not tiers.can_load:
-            return False
+            return []
         if self._num_overdue or prefix.lookup_job is not None:
-            return False
+            return []
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
         hashes = prefix.hashes[:end]
         missing = tiers.host.missing(tiers.device.missing(hashes))
@@ -52,11 +49,25 @@ class Lookups:
             absent = set(missing)
             indices = (index for index, each in enumerate(hashes) if each in absent)
             prefix.ready = stretches_between(indices, len(hashes))
-        if unknown:
-            records.update(dict.fromkeys(unknown))
-            prefix.lookup_job, prefix.asked_at = tiers.store.lookup(unknown), time.monotonic()
-            self._open[prefix.lookup_job] = prefix
-        return bool(unknown)
+        records.update(dict.fromkeys(unknown))
+        return unknown
+
+    def ask(self, prefix: Prefix, hashes: list[BlockHash]) -> None:
+        """Ask for some blocks of a chain."""
+        store = self._tiers.store
+        assert store is not None
+        prefix.lookup_job, prefix.asked_at = store.lookup(hashes), time.monotonic()
+        self._open[prefix.lookup_job] = prefix
+
+    def defer(self, prefix: Prefix, hashes: list[BlockHash]) -> None:
+        """Have `ask_deferred` ask for some blocks of a chain."""
+        self._deferred[prefix] = hashes
+
+    def ask_deferred(self) -> None:
+        """Ask what was deferred."""
+        deferred, self._deferred = self._deferred, {}
+        for prefix, hashes in deferred.items():
+            self.ask(prefix, hashes)
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Return whether a chain's lookup has ended, took too long, or need not be waited for."""
@@ -82,6 +93,14 @@ class Lookups:
         asked_at = [prefix.asked_at for prefix in awaited]
         return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
 
+    def running_until(self) -> float:
+        """Return the same for running requests, which did not wait for theirs.
+
+        Their receipts tell of these answers, and what the disk has is not written to it again.
+        """
+        running = (each for each in self._open.values() if each is not None and each.blocks)
+        return max((prefix.asked_at + ANSWER_S for prefix in running), default=0.0)
+
     def take(self, event: LookupDone) -> Prefix | None:
         """Note an answer; return the chain that it is about, unless it comes too late."""
         if event.job not in self._open:
@@ -96,6 +115,7 @@ class Lookups:
 
     def forget(self, prefix: Prefix) -> None:
         """Note that nobody waits for a chain's answer any more."""
+        self._deferred.pop(prefix, None)
         if prefix.lookup_job is not None:
             self._open.pop(prefix.lookup_job, None)
             prefix.lookup_job = None

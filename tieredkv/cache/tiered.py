@@ -112,10 +112,12 @@ class TieredCache:
                 pool.touch(wanted[: pool.most_pinned - pool.num_pinned])
 
     def _ask_disk(self, prefix: Prefix) -> None:
-        """Ask the disk what it has of a chain, and note whether the answer can matter."""
-        if self.lookups.ask(prefix):
+        """Ask the disk what it has of a chain, at once if the answer can matter."""
+        if unasked := self.lookups.unasked(prefix):
             is_split = prefix.read_ends is not None  # what may be a hit depends on the answer
             prefix.awaits_answer = is_split or self.promoter.would_load(prefix)
+            ask = self.lookups.ask if prefix.awaits_answer else self.lookups.defer
+            ask(prefix, unasked)
 
     def _unpin(self, prefix: Prefix) -> None:
         """Undo `pin`; blocks that no other request wants become the youngest unpinned blocks."""
@@ -387,7 +389,8 @@ class TieredCache:
             self.promoter.pump(seconds)
 
     def pump(self) -> None:
-        """Expire blocks, and start loads and demotions ahead of need; called once a step."""
+        """Expire blocks, ask the disk, load and demote ahead of need; called once a step."""
+        self.lookups.ask_deferred()
         self.expire_due()
         if self.promoter.pump():
             self.demoter.note_change()
