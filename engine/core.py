@@ -181,6 +181,7 @@ class EngineCore:
         busy_s = self.scheduler.busy_s = self._timer.busy_s()
         self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
         if self._spare_s > 0:
+            self.cache.touch_some()
             self.cache.pump()
             return self._take_outputs()
         lookups, waiting = self.cache.lookups, self.scheduler.waiting
@@ -191,6 +192,7 @@ class EngineCore:
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
+        self.cache.touch_some()
         self._collect()
         self._launched = launched
         self.cache.pump()
@@ -308,8 +310,6 @@ class EngineCore:
                 request.usage = request.measure_usage(
                     self.kv_spec.block_size, num_recomputed, self.cache.why_missed
                 )
-            if not request.touched_at:
-                self._touch(request)
         return launched
 
     def _collect(self) -> None:
@@ -329,6 +329,8 @@ class EngineCore:
             if is_first:
                 request.note_first_token()
                 self.cache.promoter.note_first_token(request.prefix)
+            if not request.touched_at:
+                self._touch(request)
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)

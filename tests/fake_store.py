@@ -346,6 +346,7 @@ class Rig:
         for _ in range(count):
             self.cache.poll()
             self.plan()
+            self.cache.touch_some()
             self.cache.pump()
             self.check()
 

@@ -83,6 +83,7 @@ class Loop:
             scheduler.complete(row)
             if row.row.needs_logits and row.request.usage is None:
                 self.measure_usage(row)
+        cache.touch_some()
         self.collect()
         self.pending = [row.request for row in rows if row.row.needs_logits]
         cache.pump()

@@ -130,6 +130,11 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.running.remove(prefix)
             self.rig.end(prefix)
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        self.rig.cache.touch(data.draw(st.sampled_from(self.running)))
+
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:

@@ -345,13 +345,24 @@ class Catalog:
             expires_at=expires_at,
         )
 
-    def touch_item(self, entry: Entry, now: float) -> TouchItem:
-        """Return the message that tells the disk of a block's use; note the deadline in it."""
-        until, retention = self.disk_deadline(entry, now), None
-        if until is not None:
-            entry.disk_expires_at = max(entry.disk_expires_at, until)
-            retention = self._policies.longest(entry.claims)
-        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.pinned_until)
+    def touch_items(self, entries: Iterable[Entry], now: float) -> list[TouchItem]:
+        """Return the messages that tell the disk of blocks' uses; note the deadlines in them.
+
+        Most blocks of a prompt share one deadline, which is computed once.
+        """
+        lives: dict[tuple[object, ...], tuple[float | None, str | None]] = {}
+        items: list[TouchItem] = []
+        for entry in entries:
+            life = entry.claims, *entry.times
+            claim = lives.get(life)
+            if claim is None:
+                until = self.disk_deadline(entry, now)
+                retention = None if until is None else self._policies.longest(entry.claims)
+                claim = lives[life] = until, retention
+            if claim[0] is not None:
+                entry.disk_expires_at = max(entry.disk_expires_at, claim[0])
+            items.append(TouchItem(entry.block_hash, entry.last_used, *claim, entry.pinned_until))
+        return items
 
     def chains(
         self,

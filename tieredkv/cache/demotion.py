@@ -188,7 +188,7 @@ class Demoter:
             now = tiers.clock.now()
             until = catalog.disk_deadline(entry, now) or 0.0
             if until > record.expires_at or entry.pinned_until != record.pinned_until:
-                tiers.store.touch([catalog.touch_item(entry, now)])  # claimed meanwhile
+                tiers.store.touch(catalog.touch_items([entry], now))  # claimed meanwhile
         tiers.host.unpin(write.page)
 
     def drop_oldest(self, num_blocks: int) -> None:

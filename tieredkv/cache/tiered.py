@@ -34,12 +34,14 @@ from tieredkv.cache.room import Room
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
-from tieredkv.storage.results import TouchItem
 from tieredkv.storage.worker_messages import ControlRequest, LookupDone, WorkerUp
 from tieredkv.types import BlockHash, Tier
 
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
+
+MAX_TOUCHED = 512
+"""Blocks that one step refreshes, which takes one or two milliseconds."""
 
 NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
@@ -72,6 +74,7 @@ class TieredCache:
         self.demoter = Demoter(tiers)
         self.drainer = Drainer(tiers, self.demoter, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
+        self._to_touch: dict[Prefix, int] = {}  # each with the first block that is left
         self.lookups = Lookups(tiers)
         self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
         self._handlers: dict[type, Callable[[Any], object]] = {
@@ -296,27 +299,32 @@ class TieredCache:
             prefix.block_ids[index] = known.block_id
 
     def touch(self, prefix: Prefix) -> None:
-        """Refresh the whole chain in every tier that has it, and note what the request claims."""
-        tiers, now = self.tiers, self.tiers.clock.now()
-        items: list[TouchItem] = []
-        catalog, hashes = tiers.catalog, prefix.hashes
-        for claim, part in prefix.by_claim(range(len(hashes))):
-            known = map(catalog.get, map(hashes.__getitem__, part))
-            entries = [entry for entry in known if entry is not None]
-            catalog.claim(entries, claim.retentions, now, claim.pinned_until)
-            items += [catalog.touch_item(entry, now) for entry in entries if entry.is_on_disk]
-            self.demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
-        tiers.host.touch(prefix.hashes)
+        """Have `touch_some` refresh the whole chain, and note what the request claims for it."""
         if prefix.read_ends is not None:  # shared blocks that it computed again
-            tiers.device.touch(hashes)
-        if items and tiers.store is not None:
-            tiers.store.touch(items)
+            self.tiers.device.touch(prefix.hashes)
+        self._to_touch[prefix] = 0
+
+    def touch_some(self) -> None:
+        """Refresh some of the blocks that are to be; the next step continues with the others.
+
+        This is work for a moment in which the device computes and no token waits to be sent.
+        """
+        num_left = MAX_TOUCHED
+        while self._to_touch and num_left:
+            prefix, first = next(iter(self._to_touch.items()))
+            last = min(len(prefix.hashes), first + num_left)
+            self._to_touch[prefix], num_left = last, num_left - (last - first)
+            self._touch(prefix, range(first, last))
+            if last == len(prefix.hashes):
+                del self._to_touch[prefix]
 
     def release(self, prefix: Prefix) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
         self.lookups.forget(prefix)
         self.room.forget(prefix)
         self._unpin(prefix)
+        if (first := self._to_touch.pop(prefix, None)) is not None:
+            self._touch(prefix, range(first, len(prefix.hashes)))
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
         self.restores.forget(prefix)
@@ -473,6 +481,19 @@ class TieredCache:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
 
     # Inside
+
+    def _touch(self, prefix: Prefix, indices: range) -> None:
+        """Refresh some blocks of a chain where they are, and note what the request claims."""
+        tiers, hashes, now = self.tiers, prefix.hashes, self.tiers.clock.now()
+        for claim, part in prefix.by_claim(indices):
+            known = map(tiers.catalog.get, map(hashes.__getitem__, part))
+            entries = [entry for entry in known if entry is not None]
+            tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
+            on_disk = [entry for entry in entries if entry.is_on_disk]
+            items = tiers.catalog.touch_items(on_disk, now)
+            if items and tiers.store is not None:
+                tiers.store.touch(items)
+            self.demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
 
     def _on_lookup_done(self, event: LookupDone) -> None:
         prefix = self.lookups.take(event)
