@@ -39,7 +39,7 @@ class Lookups:
         tiers, records = self._tiers, prefix.records
         if tiers.store is None or not tiers.can_load:
             return []
-        if self._num_overdue or prefix.lookup_job is not None:
+        if self._num_overdue or prefix.lookup_job is not None or prefix in self._deferred:
             return []
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
         hashes = prefix.hashes[:end]

@@ -117,8 +117,9 @@ class Promoter:
         now, num_blocks = time.monotonic(), len(prefix.hashes)
         if self._tiers.restore != "auto" or self._disk_link.read_rate.is_stale(now):
             return True
-        ready = (range(*stretch) for stretch in prefix.ready)
-        missing = sorted(set(range(num_blocks)).difference(*ready))
+        missing: Sequence[int] = range(num_blocks)
+        if prefix.ready:
+            missing = sorted(set(missing).difference(*(range(*each) for each in prefix.ready)))
         num_tokens = num_blocks * self._tiers.block_size + 1
         demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
         return bool(missing) and self._planner(0.0, now).split(demand).block <= missing[-1]
