@@ -231,6 +231,13 @@ def test_bench_sessions_does_the_same_turns_in_all_arms(tmp_path: Path, run_benc
     assert arms == [(arm, count) for count in (1, 3) for arm in CROWD_ARMS]
     for row in report["rows"]:
         check_crowd(report, row)
+        same = [
+            each["common"]["answers"]
+            for each in report["rows"]
+            if row["sessions"] == each["sessions"]
+        ]
+        assert set(same) == {row["common"]["answers"]}
+        assert 0 < row["common"]["answers"] <= row["answers"]
         if row["sessions"] == 1:  # with others, it is luck how far they are when the first one ends
             assert row["answers"] == 2 * 3
             assert row["prompt_tokens"] == report["rows"][0]["prompt_tokens"]

@@ -368,11 +368,13 @@ def sessions(
         for arm in arms
     ]
     runs = run_all(run_sessions, cases, jobs)
-    rows = [
-        {"arm": arm, "sessions": count} | figures(runs[arm, count], made.kv_spec, machine)
-        for count in sessions
-        for arm in arms
-    ]
+    rows = list[Row]()
+    for count in sessions:
+        outcomes = {arm: [run.outcome for run in runs[arm, count]] for arm in arms}
+        common = crowd.common_figures(outcomes)
+        for arm in arms:
+            row = figures(runs[arm, count], made.kv_spec, machine)
+            rows.append({"arm": arm, "sessions": count, **row, "common": common[arm]})
     workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
     tell(made, machine, commit, {"workload": workload, "rows": rows})
 

@@ -235,6 +235,24 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert crowd.figures(outcomes, SPEC, None)["useful_share"] is None
 
 
+def test_arms_are_compared_over_the_requests_that_all_have_answered() -> None:
+    tiers = dict.fromkeys(Tier, 0)
+
+    def outcome(*ttft_ms: float) -> Outcome:
+        answers = [answer(turn, tiers, each, 1, 2) for turn, each in enumerate(ttft_ms)]
+        return Outcome(answers, 1.0, {}, 0.0)
+
+    fast = [outcome(10.0, 20.0, 900.0), outcome(30.0, 800.0)]
+    slow = [outcome(12.0, 22.0), outcome(32.0)]
+    common = crowd.common_figures({"fast": fast, "slow": slow})
+    assert {arm: row["answers"] for arm, row in common.items()} == {"fast": 3, "slow": 3}
+    assert {arm: row["ttft_p50_ms"] for arm, row in common.items()} == {"fast": 20, "slow": 22}
+    assert common["fast"]["itl_p50_ms"] == 2.0
+    none = crowd.common_figures({"fast": [outcome(1.0)], "none": [outcome()]})
+    assert none["fast"] == none["none"]
+    assert none["fast"]["ttft_p50_ms"] is None
+
+
 def test_a_run_is_told_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [answer(0, {}, ttft_ms, 1) for ttft_ms in (100.0, 200.0, 700.0)]
     crowd.tell("planned: 8 sessions, seed 0", Outcome(answers, 2.0, {}, 0.0))

@@ -440,8 +440,6 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     num_read = counts["move_seconds.disk,host.0"]
     useful_bytes = counts["used_reads"] * block_bytes
     written_bytes = counts["demoted_disk_blocks"] * block_bytes
-    gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
-    hits_ms = [answer.ttft_ms for answer in answers if answer.is_hit]
     errors = [it.prediction_error for it in answers if it.prediction_error is not None]
     lost = {
         name: int(count)
@@ -452,10 +450,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "answers": len(answers),
         "wall_s": wall_s,
         "answers_per_s": len(answers) / wall_s,
-        **raw.percentiles_ms("ttft", [answer.ttft_ms for answer in answers], (50, 90, 99)),
-        **raw.percentiles_ms("hit_ttft", hits_ms, (50, 90)),
-        "num_hits": len(hits_ms),
-        **raw.percentiles_ms("itl", gaps_ms, (50, 90, 99)),
+        **_times(answers),
         "prediction_error": statistics.median(errors) if errors else None,
         "hits": {
             "all": sum(by_tier.values()) / prompt_tokens,
@@ -480,6 +475,47 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "dropped": sum(count for name, count in lost.items() if "load_failures" not in name),
         "lost_blocks": lost,
         "counters": {name: count for name, count in counts.items() if count},
+    }
+
+
+def common_figures(outcomes_by_arm: Mapping[str, Sequence[Outcome]]) -> dict[str, Row]:
+    """Return each arm's times over the requests that all arms have answered.
+
+    An arm that answers more requests until a run ends answers later ones too, which are longer.
+
+    Args:
+        outcomes_by_arm: of the same runs.
+    """
+    sets_by_arm = [
+        {
+            (run, answer.client, answer.turn)
+            for run, each in enumerate(it)
+            for answer in each.answers
+        }
+        for it in outcomes_by_arm.values()
+    ]
+    common = set.intersection(*sets_by_arm)
+    rows = dict[str, Row]()
+    for arm, outcomes in outcomes_by_arm.items():
+        some = [
+            answer
+            for run, outcome in enumerate(outcomes)
+            for answer in outcome.answers
+            if (run, answer.client, answer.turn) in common
+        ]
+        rows[arm] = {"answers": len(some), **_times(some)}
+    return rows
+
+
+def _times(answers: Sequence[Answer]) -> Row:
+    """Return percentiles of what the clients of some answers saw."""
+    gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
+    hits_ms = [answer.ttft_ms for answer in answers if answer.is_hit]
+    return {
+        **raw.percentiles_ms("ttft", [answer.ttft_ms for answer in answers], (50, 90, 99)),
+        **raw.percentiles_ms("hit_ttft", hits_ms, (50, 90)),
+        "num_hits": len(hits_ms),
+        **raw.percentiles_ms("itl", gaps_ms, (50, 90, 99)),
     }
 
 

@@ -6,7 +6,9 @@ replaces the last third of the conversation. What the model answers is measured 
 that all arms do the same turns. A conversation that would grow too long loses its last third.
 
 A run begins with empty tiers and ends when the first session does; runs of several seeds are
-pooled. With a trace, the sessions are recorded ones instead.
+pooled. `common` has the times over the requests that all arms have answered, since an arm that
+answers more of them answers later and longer ones. With a trace, the sessions are recorded ones
+instead.
 
 The arms are `none` (VRAM and host memory only), `load` and `planned` (the disk tier with
 `restore = "load"` and `"auto"`). Each has a process and a store of its own.
@@ -41,7 +43,7 @@ TRACE_THINK_SHARE = 0.1
 TRACE_SESSIONS = 8
 TIER_TOKENS: dict[Tier, float] = {Tier.DEVICE: 196_608, Tier.HOST: 131_072}
 DISK_TOKENS_PER_SESSION = 40_960
-COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd.COLUMNS)
+COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd.COLUMNS, "common.ttft_p50_ms")
 PLOTTED = crowd.PLOTTED
 
 Row = dict[str, Any]
@@ -301,8 +303,10 @@ def run(
     rows = list[Row]()
     for index, count in enumerate(counts):
         part = slice(index * seeds, (index + 1) * seeds)
+        common = crowd.common_figures({arm: results[arm][part] for arm in results})
         for arm in results:
             figures = crowd.figures(results[arm][part], plan.kv_spec, raw_GBps)
+            figures |= {"common": common[arm]}
             equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
             rows.append({"arm": arm, "sessions": count, **figures, f"equal_to_{arms[0]}": equal})
     workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}

@@ -311,8 +311,10 @@ def sessions() -> None:
     whose last prompt it repeats by half or more.
     Sessions with fewer than --turns requests, and those that do not fit, are left out.
 
-    The columns are explained in `bench returns`. In bfloat16 the tokens of two arms may part at
-    near ties; the JSON report has the share of equal answers. Unless their sizes are given, tiers
+    The columns are explained in `bench returns`. An arm that answers more requests answers later
+    ones too, which are longer, so that `common` has the times over the requests that all arms have
+    answered. In bfloat16 the tokens of two arms may part at near ties; the JSON report has the
+    share of equal answers. Unless their sizes are given, tiers
     hold as many tokens as 24 GiB of VRAM, 16 GiB of host memory and, per session, 5 GiB of disk do
     for Llama-3.1-8B, divided by the scale.
 
