@@ -65,20 +65,20 @@ class Rig:
         assert self.core.disk is not None
         return min(self.core.disk.GBps, self.tiers.disk_link.read_rate.limit / 1e9)
 
-    def prompt(self, num_cached_tokens: int) -> list[int]:
-        """Return a new prompt, and have the disk hold the blocks of so many of its tokens."""
+    def prompt(self, num_cached_tokens: int, tier: Tier = Tier.DISK) -> list[int]:
+        """Return a new prompt, and have a tier hold the blocks of so many of its tokens."""
         prompt = self.random.choices(range(128_000), k=num_cached_tokens + NUM_NEW)
         self.serve(prompt)
         self.in_vram_s = self.serve(prompt).ttft_s
-        self.demote()
+        self.demote(tier)
         return prompt
 
-    def demote(self) -> None:
-        """Leave all blocks to the disk."""
+    def demote(self, tier: Tier = Tier.DISK) -> None:
+        """Leave all blocks to host memory or to the disk."""
         disk = self.core.disk
         assert disk is not None
         rate, disk.GBps = disk.GBps, 100.0
-        assert self.core.cache.drainer.flush(Tier.DISK, deadline=self.time.now + 60)
+        assert self.core.cache.drainer.flush(tier, deadline=self.time.now + 60)
         while self.core.has_work:
             self.core.step()
             self.core.wait(0.01)
@@ -107,32 +107,40 @@ class Rig:
                 has_come = True
             self.core.wait(0.01)
 
-    def ideal_s(self, prompt: list[int]) -> float:
-        """Return the least time in which the head is computed and the tail is read, and the rest.
+    def ideal_s(self, prompt: list[int], tier: Tier = Tier.DISK) -> float:
+        """Return the least time in which the head is computed and the tail is loaded, and the rest.
 
         The prompt is the last one that `prompt` returned.
         """
         machine, length = self.core.machine, len(prompt) - NUM_NEW
         bytes_per_token = self.core.kv_spec.token_bytes
+        GBps = self.GBps if tier is Tier.DISK else self.core.device.machine.up_GBps
         return self.in_vram_s + min(
             max(
                 m * machine.token_s + machine.pair_s * pairs(0, m),
-                (length - m) * bytes_per_token / (self.GBps * 1e9),
+                (length - m) * bytes_per_token / (GBps * 1e9),
             )
             for m in range(0, length + 1, 16)
         )
 
-    def num_bad(self, prompt: list[int], *, seconds: float = 12.0, right_after_s: float) -> int:
-        """Serve a request again and again, each time from disk, as traffic would.
+    def num_bad(
+        self,
+        prompt: list[int],
+        tier: Tier = Tier.DISK,
+        *,
+        seconds: float = 12.0,
+        right_after_s: float,
+    ) -> int:
+        """Serve a request again and again, each time from a tier, as traffic would.
 
         Returns:
             How many took more than 1.15 x the ideal; none that came after `right_after_s` may.
         """
-        began, ideal_s, bad_at = self.time.now, self.ideal_s(prompt), list[float]()
+        began, ideal_s, bad_at = self.time.now, self.ideal_s(prompt, tier), list[float]()
         while (at := self.time.now - began) < seconds:
             if self.serve(prompt).ttft_s > 1.15 * ideal_s:
                 bad_at.append(at)
-            self.demote()
+            self.demote(tier)
             self.time.sleep(0.2)
         assert all(at <= right_after_s for at in bad_at), bad_at
         return len(bad_at)
@@ -172,6 +180,34 @@ def test_a_plan_is_no_slower_than_computing_or_loading_and_near_the_ideal(
         rig.demote()
     assert took_s["auto"] <= 1.02 * min(took_s["compute"], took_s["load"])
     assert took_s["auto"] <= 1.15 * rig.ideal_s(prompt)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("GBps", [1.0, 2.0, 4.0, 10.0])
+def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
+    make_rig: MakeRig, GBps: float, length: int
+) -> None:
+    rig = make_rig(H200_8B._replace(up_GBps=GBps))
+    prompt, served = rig.prompt(length, Tier.HOST), dict[str, Served]()
+    for restore in RESTORES:
+        served[restore] = rig.serve(prompt, restore)
+        rig.demote(Tier.HOST)
+    took_s = {restore: each.ttft_s for restore, each in served.items()}
+    assert took_s["auto"] <= 1.02 * min(took_s["compute"], took_s["load"])
+    assert took_s["auto"] <= 1.15 * rig.ideal_s(prompt, Tier.HOST)
+    usage = served["auto"].usage
+    assert usage.cached_tokens_by_tier[Tier.HOST] > 0 < usage.recomputed_tokens
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_pcie_that_becomes_busy_and_free_again_delays_few_requests(
+    make_rig: MakeRig, length: int
+) -> None:
+    rig = make_rig()
+    prompt, device = rig.prompt(length, Tier.HOST), rig.core.device
+    for GBps in (50.0, 5.0, 50.0):
+        device.machine = device.machine._replace(up_GBps=GBps)
+        assert rig.num_bad(prompt, Tier.HOST, right_after_s=5.0) <= MOST_BAD
 
 
 @pytest.mark.parametrize("length", LENGTHS[1:])

@@ -30,6 +30,13 @@ Copies are fast, and the first layers of all that is copied at once are copied f
 may begin before the others have arrived.
 """
 
+MEMORY_BYTES = 64 << 20
+"""Bytes after which a measurement of copies has lost most of its weight.
+
+A prompt of 2,048 tokens of an 8B model has 256 MiB, and events on the device time its copy exactly.
+So the first prompts tell whether PCIe is slow, busy with something else, or free again.
+"""
+
 MIN_SPLIT_BYTES = 32 << 20
 """Promotions smaller than this are not split: they end before their first layers are of use."""
 
@@ -80,7 +87,7 @@ class DeviceLink(Generic[Tag]):
         """
         self._copier = copier
         self._early_bytes = early_bytes
-        self.up_rate = LinkRate(20e9)
+        self.up_rate = LinkRate(20e9, memory_bytes=MEMORY_BYTES)
         self.num_steps = 0
         self._steps: dict[int, torch.cuda.Event] = {}  # those that may not have ended, in order
         self._num_usable = 0

@@ -74,11 +74,13 @@ class LinkRate:
         limit: the operator's limit in bytes/s; infinite without one. It caps what is told. A link
             that it holds back is known to be no slower than the limit, and nothing more.
         learnt_at: when the rate was last measured; negative infinity before that.
+        memory_bytes: bytes after which it has too, if they take less than `MEMORY_S`.
     """
 
     bytes_per_s: float
     limit: float = math.inf
     learnt_at: float = -math.inf
+    memory_bytes: float = math.inf
     num_bytes: int = 0
     _moved_at: float = 0.0
     _due_at: float = 0.0
@@ -160,7 +162,8 @@ class LinkRate:
         if self.is_stale(now):
             self._learnt_s = 0.0 if measured > self.bytes_per_s else FIRST_S
         self._learnt_s += seconds
-        weight = max(1 - math.exp(-seconds / MEMORY_S), seconds / self._learnt_s)
+        share = max(seconds / MEMORY_S, num_bytes / self.memory_bytes)
+        weight = max(1 - math.exp(-share), seconds / self._learnt_s)
         self.bytes_per_s += weight * (measured - self.bytes_per_s)
         self.learnt_at = now
 
