@@ -285,6 +285,9 @@ class EngineCore:
         late_event, batch = self.tiers.device_link.late_event, [row.row for row in scheduled]
         if self.cache.is_restoring:
             self.cache.read_ahead(self._timer.issue_s(batch))
+        ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
+        done_s = self.scheduler.busy_s + self._timer.predict_s(batch)
+        self.cache.promoter.note_issue(ending, done_s)
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
         self.cache.note_step()

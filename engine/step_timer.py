@@ -122,6 +122,10 @@ class StepTimer:
         num_tokens = Work.of(rows).num_tokens
         return num_tokens * self._issue_token_s if num_tokens >= MIN_LONG_STEP else 0.0
 
+    def predict_s(self, rows: Sequence[BatchRow]) -> float:
+        """Return how long the device takes for a step."""
+        return self.rate.step_seconds(*Work.of(rows))
+
     @property
     def issued_s(self) -> float:
         """How long the steps take that were issued and have not ended, each from its beginning."""

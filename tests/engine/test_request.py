@@ -97,7 +97,9 @@ def test_a_request_that_loads_nothing_has_no_split_and_no_prediction() -> None:
 def test_the_predicted_time_of_the_first_token_is_told_beside_the_real_one() -> None:
     request = make_request(70, [Tier.DISK] * 4)
     request.usage = request.measure_usage(SIZE, 0, why_missed)
-    request.prefix.forecast = Forecast(time.monotonic() - 2.0, planned_s=1.25, lag_s=0.25)
+    request.prefix.forecast = Forecast(
+        "restored", time.monotonic() - 2.0, planned_s=1.25, lag_s=0.25
+    )
     request.note_first_token()
     assert request.usage.predicted_s == 1.5
     assert request.usage.actual_s is not None and 2.0 <= request.usage.actual_s < 3.0
