@@ -181,7 +181,7 @@ class EngineCore:
         busy_s = self.scheduler.busy_s = self._timer.busy_s()
         self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
         if self._spare_s > 0:
-            self.cache.touch_some()
+            self.cache.touches.go_on()
             self.cache.pump()
             return self._take_outputs()
         lookups, waiting = self.cache.lookups, self.scheduler.waiting
@@ -192,7 +192,7 @@ class EngineCore:
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
-        self.cache.touch_some()
+        self.cache.touches.go_on()
         self._collect()
         self._launched = launched
         self.cache.pump()
@@ -287,7 +287,7 @@ class EngineCore:
             self.cache.read_ahead(self._timer.issue_s(batch))
         ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
         done_s = self.scheduler.busy_s + self._timer.predict_s(batch)
-        self.cache.promoter.note_issue(ending, done_s)
+        self.cache.note_issue(ending, done_s)
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
         self.cache.note_step()
@@ -331,7 +331,7 @@ class EngineCore:
             is_first = not request.num_output_tokens
             if is_first:
                 request.note_first_token()
-                self.cache.promoter.note_first_token(request.prefix)
+                self.cache.note_first_token(request.prefix)
             if not request.touched_at:
                 self._touch(request)
             request.append(token.token_id)
@@ -359,7 +359,7 @@ class EngineCore:
 
     def _touch(self, request: Request) -> None:
         request.touched_at = time.monotonic()
-        self.cache.touch(request.prefix)
+        self.cache.touches.begin(request.prefix)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         state, num_tokens = request.sampler, request.num_output_tokens

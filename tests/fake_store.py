@@ -346,7 +346,7 @@ class Rig:
         for _ in range(count):
             self.cache.poll()
             self.plan()
-            self.cache.touch_some()
+            self.cache.touches.go_on()
             self.cache.pump()
             self.check()
 
@@ -476,7 +476,7 @@ class Rig:
             else:
                 computed = None if filler is prefix else Tier.DEVICE
                 assert origin is computed, "a block that was computed counts as another"
-        self.cache.touch(prefix)
+        self.cache.touches.begin(prefix)
         self.cache.release(prefix)
         self.check()
 

@@ -2,7 +2,8 @@
 
 import time
 
-from tieredkv.cache.prefix import Forecast, Prefix
+from tieredkv.cache.forecasts import Forecast
+from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState

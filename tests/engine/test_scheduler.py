@@ -83,7 +83,7 @@ class Loop:
             scheduler.complete(row)
             if row.row.needs_logits and row.request.usage is None:
                 self.measure_usage(row)
-        cache.touch_some()
+        cache.touches.go_on()
         self.collect()
         self.pending = [row.request for row in rows if row.row.needs_logits]
         cache.pump()
@@ -126,7 +126,7 @@ class Loop:
         """Give a request its next token."""
         if not request.touched_at:
             request.touched_at = 1.0
-            self.rig.cache.touch(request.prefix)
+            self.rig.cache.touches.begin(request.prefix)
         request.append(7)
         num_full = request.num_computed_tokens // SIZE
         if len(request.prefix.hashes) < num_full:

@@ -150,7 +150,7 @@ class _Host:
         for row in rows:
             self.scheduler.complete(row)
         usage = request.measure_usage(self.block_size, 0, self.cache.why_missed)
-        self.cache.touch(request.prefix)
+        self.cache.touches.begin(request.prefix)
         marks.append(time.perf_counter())
         self.scheduler.remove(request)
         self.cache.pump()

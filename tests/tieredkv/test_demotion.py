@@ -48,7 +48,7 @@ def test_touching_blocks_often_keeps_no_others_from_being_copied_ahead() -> None
     second = rig.start("b", 6)
     rig.compute(second)
     for _ in range(4):
-        rig.cache.touch(second)
+        rig.cache.touches.begin(second)
     rig.turn(8)
     assert rig.on_host("a", 8) == list(range(8))
     assert rig.on_host("b", 6) == list(range(6))
@@ -381,7 +381,7 @@ def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it(
     rig = Rig(num_blocks=16, num_pages=16)
     prefix = rig.start("a", 2)
     rig.compute(prefix)
-    rig.cache.touch(prefix)
+    rig.cache.touches.begin(prefix)
     rig.clock.moment += 1
     rig.run("between", 1)
     rig.clock.moment += 1

@@ -267,24 +267,3 @@ def test_a_read_that_is_copied_to_vram_is_counted_as_used_once() -> None:
     rig.run("b", 8)
     rig.run("a", 6)
     assert counters.promoted_host_blocks > 6 and counters.used_reads == 6
-
-
-def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() -> None:
-    rig = Rig(restore="auto")
-    first, second = rig.start("a", 4), rig.start("b", 4)
-    rig.plan()
-    promoter = rig.cache.promoter
-    planned = [prefix.forecast for prefix in (first, second)]
-    assert [forecast and forecast.kind for forecast in planned] == ["computed", "computed"]
-    promoter.note_issue([first], 7.0)
-    assert first.forecast is not None
-    assert first.forecast.kind == "issued"
-    assert first.forecast.planned_s == pytest.approx(7.0, abs=1.0)
-    known = first.forecast
-    promoter.note_issue([first, second], 9.0)
-    assert first.forecast is known, "the step with its next token says nothing new"
-    assert second.forecast is planned[1], "it is told as it was expected at first"
-    for prefix in (first, second):
-        rig.compute(prefix)
-        rig.finish(prefix)
-    rig.check_nothing_is_held()

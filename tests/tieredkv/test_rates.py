@@ -5,16 +5,7 @@ import random
 
 import pytest
 
-from tieredkv.cache.rates import (
-    MIN_WINDOW_S,
-    NUM_LAGS,
-    PROBE_S,
-    ComputeRate,
-    Lag,
-    LinkRate,
-    Step,
-    pairs,
-)
+from tieredkv.cache.rates import MIN_WINDOW_S, PROBE_S, ComputeRate, LinkRate, Step, pairs
 
 MIB = 1 << 20
 
@@ -317,14 +308,3 @@ def test_a_device_that_becomes_slower_is_known_to_be_after_a_few_steps_of_some_k
     for num_tokens in (512, 2_048) * 3:
         rate.learn(num_tokens, 0.0, 3 * 2.4e-5 * num_tokens)
     assert rate.step_seconds(8_192, 0.0) == pytest.approx(3 * 2.4e-5 * 8_192, rel=0.1)
-
-
-def test_the_lag_of_first_tokens_is_that_of_most_of_the_last_requests() -> None:
-    lag = Lag()
-    assert lag.seconds == 0.0
-    for seconds in (0.010, 0.012, 0.011, 5.0, 0.011):  # one had to wait for something else
-        lag.learn(seconds)
-    assert lag.seconds == 0.011
-    for _ in range(NUM_LAGS):
-        lag.learn(-0.5)
-    assert lag.seconds == 0.0, "nothing comes before it is planned"

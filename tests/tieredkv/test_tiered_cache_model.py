@@ -1,10 +1,13 @@
 """Random sequences of requests over tiny tiers: nothing leaks or hangs, no byte is wrong."""
 
+import contextlib
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.fake_store import BLOCK_BYTES, Rig
+from tests.modelled import VirtualTime
 from tieredkv.cache import room
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import ComputeRate
@@ -26,6 +29,9 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.time = VirtualTime()  # else the same rules would do something else on a busy machine
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(self.time.patched())
         self.patience_s = room.PATIENCE_S
         self.waiting: list[Prefix] = []
         self.running: list[Prefix] = []
@@ -133,7 +139,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        self.rig.cache.touch(data.draw(st.sampled_from(self.running)))
+        self.rig.cache.touches.begin(data.draw(st.sampled_from(self.running)))
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
@@ -164,6 +170,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
         lookups = self.rig.store.lookups
         self.rig.store.answer(data.draw(st.integers(0, len(lookups) - 1)))
         self.rig.cache.poll()
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.time.sleep(seconds)
 
     @rule(seconds=st.sampled_from([1.0, 300.0, 600.0, 3600.0, 86_400.0]))
     def advance(self, seconds: float) -> None:
@@ -199,6 +209,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.complete_all()
         finally:
             room.PATIENCE_S = self.patience_s
+            self.stack.close()
 
     def complete_all(self) -> None:
         """Let all reads and copies complete, and serve every request that is left."""

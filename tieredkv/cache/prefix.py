@@ -5,8 +5,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from tieredkv.cache.forecasts import Forecast
 from tieredkv.cache.pool import Block
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
@@ -23,31 +24,6 @@ class BlockClaim(NamedTuple):
     end: int
     retentions: frozenset[str]
     pinned_until: float = 0.0
-
-
-ForecastKind = Literal["restored", "computed", "issued"]
-"""What a request waits for: blocks that slower tiers have, its turn, or the step that is issued."""
-
-
-class Forecast(NamedTuple):
-    """When a request's first token is expected.
-
-    Attributes:
-        kind: what it waits for.
-        made_at: when that was first planned, in monotonic time.
-        planned_s: how long after that by the plan.
-        lag_s: how much later than planned other requests of the kind got theirs.
-    """
-
-    kind: ForecastKind
-    made_at: float
-    planned_s: float
-    lag_s: float
-
-    @property
-    def predicted_s(self) -> float:
-        """How long after `made_at` it is expected."""
-        return self.planned_s + self.lag_s
 
 
 @dataclass(slots=True, eq=False)

@@ -17,16 +17,15 @@ import logging
 import sys
 import time
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import MIN_READS, Read
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.pool import Block
-from tieredkv.cache.prefix import Forecast, ForecastKind, Prefix
-from tieredkv.cache.rates import PROBE_S, Lag
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.rates import PROBE_S
 from tieredkv.cache.restores import DISK, Progress, Restore, Restores
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -52,6 +51,18 @@ Copies = Sequence[tuple[Block, Block]]
 """Pages, each with the device block it is copied to; both are held until the bytes are there."""
 
 
+class Planned(NamedTuple):
+    """What is planned for a request.
+
+    Attributes:
+        is_restored: whether it lacks blocks that slower tiers have.
+        done_s: seconds until its last token is computed.
+    """
+
+    is_restored: bool
+    done_s: float
+
+
 class Promoter:
     """Loads the blocks that requests want, in the order of the requests, within the arena's caps.
 
@@ -74,8 +85,6 @@ class Promoter:
         self._num_copying = 0  # including `_to_copy`
         self._is_short = False  # the last read found no page
         self._probed_at = -sys.float_info.max
-        self._lags: defaultdict[ForecastKind, Lag] = defaultdict(Lag)
-        self._issued_at = -sys.float_info.max  # the last step
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -87,29 +96,28 @@ class Promoter:
 
     # Plan
 
-    def plan(self, requests: Iterable[Progress], busy_s: float) -> None:
+    def plan(self, requests: Sequence[Progress], busy_s: float) -> list[Planned]:
         """Divide the restores between computing and loading, and start what is to be loaded.
 
         Args:
             requests: see `Restores.demands`.
             busy_s: for how long the device is busy with the steps that it was given.
+
+        Returns:
+            What is planned for each request; nothing if there is nothing to divide or to predict.
         """
         if not self.restores and self._tiers.restore != "auto":
-            return  # nothing to divide, and nothing is predicted
-        requests = list(requests)
+            return []
         self._give_up_late()
         demands = self.restores.demands(requests)
         splits = self._divide(demands, busy_s)
         self.pump()
         if self._is_short:
             splits = self._divide(demands, busy_s)
-        if self._tiers.restore == "auto":
-            now = time.monotonic()
-            for (prefix, _, _), (_, restore), split in zip(requests, demands, splits, strict=True):
-                if prefix.blocks and prefix.forecast is None:
-                    kind: ForecastKind = "computed" if restore is None else "restored"
-                    lag_s = self._lags[kind].seconds
-                    prefix.forecast = Forecast(kind, now, split.done_s, lag_s)
+        return [
+            Planned(restore is not None, split.done_s)
+            for (_, restore), split in zip(demands, splits, strict=True)
+        ]
 
     def would_load(self, prefix: Prefix) -> bool:
         """Return whether anything of a queued request is loaded if the disk has what RAM lacks.
@@ -125,29 +133,6 @@ class Promoter:
         num_tokens = num_blocks * self._tiers.block_size + 1
         demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
         return bool(missing) and self._planner(0.0, now).split(demand).block <= missing[-1]
-
-    def note_issue(self, ending: Iterable[Prefix], done_s: float) -> None:
-        """Say better when requests get their first tokens that were planned since the last step.
-
-        A plan does not know what else is computed in the same step.
-
-        Args:
-            ending: prefixes of the requests that get a token with the step that is issued now.
-            done_s: for how long the device is busy with this step and those before it.
-        """
-        now, last, self._issued_at = time.monotonic(), self._issued_at, time.monotonic()
-        for prefix in ending:
-            forecast = prefix.forecast
-            if forecast is not None and forecast.made_at > last:
-                planned_s = now - forecast.made_at + done_s
-                lag_s = self._lags["issued"].seconds
-                prefix.forecast = Forecast("issued", forecast.made_at, planned_s, lag_s)
-
-    def note_first_token(self, prefix: Prefix) -> None:
-        """Learn from a forecast whose time has come."""
-        if (forecast := prefix.forecast) is not None:
-            late_s = time.monotonic() - forecast.made_at - forecast.planned_s
-            self._lags[forecast.kind].learn(late_s)
 
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""

@@ -7,7 +7,6 @@ Called by the engine's thread only.
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -35,9 +34,6 @@ PROBE_S = 5.0
 
 A rate that is wrong is so corrected within ten seconds, also if requests are seldom.
 """
-
-NUM_LAGS = 32
-"""The lag of a request's first token is the median of so many requests."""
 
 
 @dataclass(slots=True)
@@ -196,26 +192,6 @@ class LinkRate:
     def is_stale(self, now: float) -> bool:
         """Whether the rate was not measured for `PROBE_S`."""
         return now - self.learnt_at >= PROBE_S
-
-
-class Lag:
-    """Learns by how much later than planned requests get their first token.
-
-    A plan knows the device and the links. It does not know that a step in progress has to end
-    before a request's last tokens are computed, nor what the engine's own thread takes.
-    """
-
-    def __init__(self) -> None:
-        self._last = deque[float](maxlen=NUM_LAGS)
-
-    @property
-    def seconds(self) -> float:
-        """The median of the last requests; 0.0 before the first one."""
-        return max(0.0, statistics.median(self._last)) if self._last else 0.0
-
-    def learn(self, seconds: float) -> None:
-        """Take in by how much later than planned a request got its first token."""
-        self._last.append(seconds)
 
 
 _PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8])

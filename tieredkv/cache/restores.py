@@ -17,7 +17,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -206,7 +206,7 @@ class Restores:
 
     # Plan
 
-    def demands(self, requests: Iterable[Progress]) -> list[tuple[Demand, Restore | None]]:
+    def demands(self, requests: Sequence[Progress]) -> list[tuple[Demand, Restore | None]]:
         """Return what requests need, each with its restore if it has one.
 
         Restores of admitted requests that are not among them have ended.
@@ -215,7 +215,6 @@ class Restores:
             requests: all admitted requests that have tokens of their prompts to compute, and the
                 next queued ones, in the order of service.
         """
-        requests = list(requests)
         needy = {prefix for prefix, _, _ in requests}
         for prefix in self.prefixes:
             if self._restores[prefix].is_admitted and prefix not in needy:

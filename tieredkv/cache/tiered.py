@@ -25,6 +25,7 @@ from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
+from tieredkv.cache.forecasts import Forecasts
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix, stretches_between
@@ -32,6 +33,7 @@ from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import Progress
 from tieredkv.cache.room import Room
 from tieredkv.cache.tiers import Tiers
+from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
 from tieredkv.storage.worker_messages import ControlRequest, LookupDone, WorkerUp
@@ -39,9 +41,6 @@ from tieredkv.types import BlockHash, Tier
 
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
-
-MAX_TOUCHED = 512
-"""Blocks that one step refreshes, which takes one or two milliseconds."""
 
 NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
@@ -63,6 +62,8 @@ class TieredCache:
     Attributes:
         lookups: asks the disk which blocks it has.
         drainer: empties VRAM and host memory.
+        forecasts: tells when requests are expected to get their first token.
+        touches: refreshes the chains that requests have used.
         room: finds device blocks for requests.
         control_requests: an operator's requests that the store's worker has passed on.
     """
@@ -72,9 +73,10 @@ class TieredCache:
         self.promoter = Promoter(tiers)
         self.restores = self.promoter.restores
         self.demoter = Demoter(tiers)
+        self.forecasts = Forecasts()
+        self.touches = Touches(tiers, self.demoter)
         self.drainer = Drainer(tiers, self.demoter, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
-        self._to_touch: dict[Prefix, int] = {}  # each with the first block that is left
         self.lookups = Lookups(tiers)
         self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
         self._handlers: dict[type, Callable[[Any], object]] = {
@@ -298,33 +300,12 @@ class TieredCache:
             prefix.blocks[index] = known
             prefix.block_ids[index] = known.block_id
 
-    def touch(self, prefix: Prefix) -> None:
-        """Have `touch_some` refresh the whole chain, and note what the request claims for it."""
-        if prefix.read_ends is not None:  # shared blocks that it computed again
-            self.tiers.device.touch(prefix.hashes)
-        self._to_touch[prefix] = 0
-
-    def touch_some(self) -> None:
-        """Refresh some of the blocks that are to be; the next step continues with the others.
-
-        This is work for a moment in which the device computes and no token waits to be sent.
-        """
-        num_left = MAX_TOUCHED
-        while self._to_touch and num_left:
-            prefix, first = next(iter(self._to_touch.items()))
-            last = min(len(prefix.hashes), first + num_left)
-            self._to_touch[prefix], num_left = last, num_left - (last - first)
-            self._touch(prefix, range(first, last))
-            if last == len(prefix.hashes):
-                del self._to_touch[prefix]
-
     def release(self, prefix: Prefix) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
         self.lookups.forget(prefix)
         self.room.forget(prefix)
         self._unpin(prefix)
-        if (first := self._to_touch.pop(prefix, None)) is not None:
-            self._touch(prefix, range(first, len(prefix.hashes)))
+        self.touches.finish(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
         self.restores.forget(prefix)
@@ -350,7 +331,7 @@ class TieredCache:
         return bool(self.restores)
 
     def plan(
-        self, requests: Iterable[Progress], *, busy_s: float = 0.0, num_read_beside: int = 0
+        self, requests: Sequence[Progress], *, busy_s: float = 0.0, num_read_beside: int = 0
     ) -> None:
         """Decide which blocks of these requests are computed and which are loaded.
 
@@ -361,7 +342,28 @@ class TieredCache:
             num_read_beside: see `ComputeRate`.
         """
         self.tiers.compute_rate.num_read_beside = num_read_beside
-        self.promoter.plan(requests, busy_s)
+        planned = self.promoter.plan(requests, busy_s)
+        for (prefix, _, _), each in zip(requests, planned, strict=False):
+            if self.tiers.restore == "auto" and prefix.blocks and prefix.forecast is None:
+                made = self.forecasts.make(each.done_s, is_restored=each.is_restored)
+                prefix.forecast = made
+
+    def note_issue(self, ending: Iterable[Prefix], done_s: float) -> None:
+        """Say better when requests get their first token if that comes with the step issued now.
+
+        Args:
+            ending: prefixes of the requests that get a token with it.
+            done_s: for how long the device is busy with this step and those before it.
+        """
+        for prefix in ending:
+            if prefix.forecast is not None:
+                prefix.forecast = self.forecasts.with_step(prefix.forecast, done_s)
+        self.forecasts.note_issue()
+
+    def note_first_token(self, prefix: Prefix) -> None:
+        """Learn from a request's forecast, since its time has come."""
+        if prefix.forecast is not None:
+            self.forecasts.learn(prefix.forecast)
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
         """Return the first of the blocks `[first, end)` that is left to the links, or `end`."""
@@ -481,19 +483,6 @@ class TieredCache:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
 
     # Inside
-
-    def _touch(self, prefix: Prefix, indices: range) -> None:
-        """Refresh some blocks of a chain where they are, and note what the request claims."""
-        tiers, hashes, now = self.tiers, prefix.hashes, self.tiers.clock.now()
-        for claim, part in prefix.by_claim(indices):
-            known = map(tiers.catalog.get, map(hashes.__getitem__, part))
-            entries = [entry for entry in known if entry is not None]
-            tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
-            on_disk = [entry for entry in entries if entry.is_on_disk]
-            items = tiers.catalog.touch_items(on_disk, now)
-            if items and tiers.store is not None:
-                tiers.store.touch(items)
-            self.demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
 
     def _on_lookup_done(self, event: LookupDone) -> None:
         prefix = self.lookups.take(event)

@@ -1,0 +1,37 @@
+"""Forecasts of first tokens, and the lag that is added to them."""
+
+import pytest
+
+from tests.fake_store import Rig
+from tieredkv.cache.forecasts import NUM_LAGS, Lag
+
+
+def test_the_lag_of_first_tokens_is_that_of_most_of_the_last_requests() -> None:
+    lag = Lag()
+    assert lag.seconds == 0.0
+    for seconds in (0.010, 0.012, 0.011, 5.0, 0.011):  # one had to wait for something else
+        lag.learn(seconds)
+    assert lag.seconds == 0.011
+    for _ in range(NUM_LAGS):
+        lag.learn(-0.5)
+    assert lag.seconds == 0.0, "nothing comes before it is planned"
+
+
+def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() -> None:
+    rig = Rig(restore="auto")
+    first, second = rig.start("a", 4), rig.start("b", 4)
+    rig.plan()
+    planned = [prefix.forecast for prefix in (first, second)]
+    assert [forecast and forecast.kind for forecast in planned] == ["computed", "computed"]
+    rig.cache.note_issue([first], 7.0)
+    assert first.forecast is not None
+    assert first.forecast.kind == "issued"
+    assert first.forecast.planned_s == pytest.approx(7.0, abs=1.0)
+    known = first.forecast
+    rig.cache.note_issue([first, second], 9.0)
+    assert first.forecast is known, "the step with its next token says nothing new"
+    assert second.forecast is planned[1], "it is told as it was expected at first"
+    for prefix in (first, second):
+        rig.compute(prefix)
+        rig.finish(prefix)
+    rig.check_nothing_is_held()

@@ -1,0 +1,96 @@
+"""When requests are expected to get their first token, and how late others were.
+
+A request is told once: by the plan at its admission, or by the step that is issued then, if its
+first token comes with that. The plan knows the device and the links. It does not know what else is
+computed in a step, nor what the engine's own thread takes, so that the lag of others is added.
+
+Called by the engine's thread only.
+"""
+
+import statistics
+import sys
+import time
+from collections import defaultdict, deque
+from typing import Literal, NamedTuple
+
+NUM_LAGS = 32
+"""The lag of a request's first token is the median of so many requests."""
+
+Kind = Literal["restored", "computed", "issued"]
+"""What a request waits for: blocks that slower tiers have, its turn, or the step that is issued."""
+
+
+class Forecast(NamedTuple):
+    """When a request's first token is expected.
+
+    Attributes:
+        kind: what it waits for.
+        made_at: when that was first planned, in monotonic time.
+        planned_s: how long after that by the plan.
+        lag_s: how much later than planned other requests of the kind got theirs.
+    """
+
+    kind: Kind
+    made_at: float
+    planned_s: float
+    lag_s: float
+
+    @property
+    def predicted_s(self) -> float:
+        """How long after `made_at` it is expected."""
+        return self.planned_s + self.lag_s
+
+
+class Lag:
+    """Learns by how much later than planned requests get their first token."""
+
+    def __init__(self) -> None:
+        self._last = deque[float](maxlen=NUM_LAGS)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the last requests; 0.0 before the first one."""
+        return max(0.0, statistics.median(self._last)) if self._last else 0.0
+
+    def learn(self, seconds: float) -> None:
+        """Take in by how much later than planned a request got its first token."""
+        self._last.append(seconds)
+
+
+class Forecasts:
+    """Makes the forecasts of all requests, and learns from those whose time has come."""
+
+    def __init__(self) -> None:
+        self._lags: defaultdict[Kind, Lag] = defaultdict(Lag)
+        self._issued_at = -sys.float_info.max  # the last step
+
+    def make(self, planned_s: float, *, is_restored: bool) -> Forecast:
+        """Return the forecast of a request that has just been planned for the first time.
+
+        Args:
+            planned_s: until its first token.
+            is_restored: whether it lacks blocks that slower tiers have.
+        """
+        kind: Kind = "restored" if is_restored else "computed"
+        return Forecast(kind, time.monotonic(), planned_s, self._lags[kind].seconds)
+
+    def note_issue(self) -> None:
+        """Note that a step was issued."""
+        self._issued_at = time.monotonic()
+
+    def with_step(self, forecast: Forecast, done_s: float) -> Forecast:
+        """Return the forecast of a request that gets a token with the step that is issued now.
+
+        Args:
+            forecast: of the request. If it was made before the last step, nothing changes.
+            done_s: for how long the device is busy with this step and those before it.
+        """
+        if forecast.made_at <= self._issued_at:
+            return forecast
+        planned_s = time.monotonic() - forecast.made_at + done_s
+        return Forecast("issued", forecast.made_at, planned_s, self._lags["issued"].seconds)
+
+    def learn(self, forecast: Forecast) -> None:
+        """Learn from a forecast whose time has come."""
+        late_s = time.monotonic() - forecast.made_at - forecast.planned_s
+        self._lags[forecast.kind].learn(late_s)

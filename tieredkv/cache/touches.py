@@ -1,0 +1,59 @@
+"""Refreshes the chains that requests have used, and notes what the requests claim for them.
+
+A chain of 131,072 tokens in blocks of 16 has 8,192 blocks, and each takes the engine's thread some
+microseconds. So this is done after a request's first token, some blocks beside each step.
+
+Called by the engine's thread only.
+"""
+
+from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiers import Tiers
+
+MAX_TOUCHED = 512
+"""Blocks that one step refreshes, which takes one or two milliseconds."""
+
+
+class Touches:
+    """The chains that are to be refreshed, the oldest first; their requests hold them."""
+
+    def __init__(self, tiers: Tiers, demoter: Demoter) -> None:
+        self._tiers, self._demoter = tiers, demoter
+        self._begun: dict[Prefix, int] = {}  # each with the first block that is left
+
+    def begin(self, prefix: Prefix) -> None:
+        """Have `go_on` refresh the whole chain, its head first."""
+        if prefix.read_ends is not None:  # shared blocks that it computed again
+            self._tiers.device.touch(prefix.hashes)
+        self._begun[prefix] = 0
+
+    def go_on(self) -> None:
+        """Refresh some blocks; the next step continues with the others.
+
+        This is work for a moment in which the device computes and no token waits to be sent.
+        """
+        num_left = MAX_TOUCHED
+        while self._begun and num_left:
+            prefix, first = next(iter(self._begun.items()))
+            last = min(len(prefix.hashes), first + num_left)
+            self._begun[prefix], num_left = last, num_left - (last - first)
+            self._touch(prefix, range(first, last))
+            if last == len(prefix.hashes):
+                del self._begun[prefix]
+
+    def finish(self, prefix: Prefix) -> None:
+        """Refresh what is left of a chain that is about to be released."""
+        if (first := self._begun.pop(prefix, None)) is not None:
+            self._touch(prefix, range(first, len(prefix.hashes)))
+
+    def _touch(self, prefix: Prefix, indices: range) -> None:
+        tiers, hashes, now = self._tiers, prefix.hashes, self._tiers.clock.now()
+        for claim, part in prefix.by_claim(indices):
+            known = map(tiers.catalog.get, map(hashes.__getitem__, part))
+            entries = [entry for entry in known if entry is not None]
+            tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
+            on_disk = [entry for entry in entries if entry.is_on_disk]
+            items = tiers.catalog.touch_items(on_disk, now)
+            if items and tiers.store is not None:
+                tiers.store.touch(items)
+            self._demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
