@@ -199,6 +199,31 @@ def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
     assert usage.cached_tokens_by_tier[Tier.HOST] > 0 < usage.recomputed_tokens
 
 
+@pytest.mark.parametrize("head", [2_048, 8_192, 24_576])
+@pytest.mark.parametrize("GBps", [0.5, 2.0])
+def test_a_head_in_host_memory_is_loaded_where_the_disk_has_the_rest(
+    make_rig: MakeRig, GBps: float, head: int
+) -> None:
+    rig = make_rig(H200_8B._replace(read_GBps=GBps))
+    prompt, machine = rig.prompt(LENGTHS[-1]), rig.core.machine
+    rig.serve(prompt)  # the rates are learnt
+    rig.demote()
+    rig.serve(prompt[: head + NUM_NEW], "load")
+    rig.demote(Tier.HOST)
+    served, bytes_per_token = rig.serve(prompt), rig.core.kv_spec.token_bytes
+    copy_s = head * bytes_per_token / (machine.up_GBps * 1e9)
+    ideal_s = rig.in_vram_s + min(
+        max(
+            copy_s + (m - head) * machine.token_s + machine.pair_s * pairs(head, m),
+            (LENGTHS[-1] - m) * bytes_per_token / (GBps * 1e9),
+        )
+        for m in range(head, LENGTHS[-1] + 1, 16)
+    )
+    assert served.ttft_s <= 1.15 * ideal_s
+    by_tier = served.usage.cached_tokens_by_tier
+    assert by_tier[Tier.DEVICE] + by_tier[Tier.HOST] >= 0.75 * head
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_pcie_that_becomes_busy_and_free_again_delays_few_requests(
     make_rig: MakeRig, length: int

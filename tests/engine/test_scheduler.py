@@ -320,8 +320,8 @@ def test_two_requests_with_one_prompt_compute_its_blocks_once() -> None:
 def test_what_one_request_computed_and_what_the_disk_gave_is_told_to_each_that_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    best = Planner.split
-    monkeypatch.setattr(Planner, "split", lambda *args: best(*args)._replace(block=6))
+    best, at_6 = Planner.split, {"block": 6, "steady_block": 6}
+    monkeypatch.setattr(Planner, "split", lambda *args: best(*args)._replace(**at_6))
     rig = Rig(num_blocks=32, num_pages=32, restore="auto")
     loop = Loop(rig, max_num_batched_tokens=32)  # both requests are admitted in the first step
     put_on_disk(rig, 0, 40)

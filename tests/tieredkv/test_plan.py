@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.plan import MIN_GAIN, Demand, LinkLoad, LinkState, Planner, Split, outlook
+from tieredkv.cache.plan import (
+    MIN_GAIN,
+    Demand,
+    LinkLoad,
+    LinkState,
+    Planner,
+    Split,
+    joined,
+    outlook,
+    stretches,
+)
 
 SIZE = 16
 BLOCK_BYTES = 2 << 20
@@ -69,7 +79,7 @@ def test_head_and_tail_arrive_together() -> None:
 
 def test_without_anything_to_load_all_is_computed() -> None:
     split = planner(LinkState(2e9)).split(Demand(100, 1000))
-    assert split == Split(7, seconds(100, 112), 0.0, seconds(100, 1000))
+    assert split == Split(7, 7, seconds(100, 112), 0.0, seconds(100, 1000))
 
 
 def test_what_a_stopped_link_was_given_is_computed() -> None:
@@ -143,6 +153,68 @@ def test_two_links_load_what_each_has() -> None:
     split = Planner(links, seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(demand)
     assert split.block > 500
     assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
+
+
+def head_in_ram(num_host: int, num_disk: int) -> Demand:
+    """Return a request of which host memory has the head, and the disk what follows it."""
+    loads = LinkLoad(0, range(num_host)), LinkLoad(1, range(num_host, num_host + num_disk))
+    return Demand(0, (num_host + num_disk) * SIZE + 64, loads)
+
+
+@pytest.mark.parametrize("num_host", [1, 20, 300, 1500])
+@pytest.mark.parametrize("num_disk", [1, 40, 700])
+@pytest.mark.parametrize("up_GBps", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("read_GBps", [0.2, 2.0])
+@pytest.mark.parametrize("busy_s", [0.0, 0.3])
+def test_the_head_in_ram_is_divided_on_its_own_and_no_two_splits_are_better(
+    num_host: int, num_disk: int, up_GBps: float, read_GBps: float, busy_s: float
+) -> None:
+    demand = head_in_ram(num_host, num_disk)._replace(is_begun=True)
+    host, disk = LinkState(up_GBps * 1e9, is_steady=True), LinkState(read_GBps * 1e9)
+    least, last = 8, num_host + num_disk
+
+    def done_s(head: int, block: int) -> float:
+        """Return the time of a split with the head's own beginning at `head`."""
+        before_s = busy_s + seconds(0, head * SIZE)
+        if head < num_host:
+            before_s = max(before_s, (num_host - head) * BLOCK_BYTES / host.bytes_per_s)
+        read_s = (last - block) * BLOCK_BYTES / disk.bytes_per_s
+        if block == last:
+            return before_s + seconds(max(head, num_host) * SIZE, demand.end)
+        computed_s = before_s + seconds(max(head, num_host) * SIZE, block * SIZE)
+        return max(computed_s, read_s) + seconds(last * SIZE, demand.end)
+
+    plan = Planner((host, disk), seconds, SIZE, BLOCK_BYTES, busy_s, SIZE * least).split(demand)
+    heads = [0, *range(least, num_host + 1)]
+    blocks = [num_host, *range(num_host + least, last + 1, 1)]
+    best_s = min(
+        done_s(head, block) for head in heads[:: max(1, num_host // 50)] for block in blocks
+    )
+    assert plan.done_s <= 1.05 * best_s + 0.003, "a step has its own cost"
+    assert plan.steady_block <= plan.block
+    if up_GBps == 50.0 and num_host >= 300:
+        assert plan.steady_block <= num_host // 4, "RAM is much faster than computing"
+
+
+def test_what_ram_has_is_loaded_also_where_the_disk_is_not_worth_it() -> None:
+    links = LinkState(50e9, is_steady=True), LinkState(0.05e9)
+    split = Planner(links, seconds, SIZE, BLOCK_BYTES).split(head_in_ram(600, 40))
+    assert split.block == 640, "nothing is read"
+    assert split.steady_block < 100
+
+
+@pytest.mark.parametrize(
+    ("indices", "found"),
+    [([], []), ([3], [(3, 4)]), ([0, 1, 2, 5, 7, 8], [(0, 3), (5, 6), (7, 9)])],
+)
+def test_indices_are_told_as_stretches(indices: list[int], found: list[tuple[int, int]]) -> None:
+    assert stretches(indices) == found
+
+
+def test_stretches_that_touch_or_overlap_are_joined() -> None:
+    some = [(7, 9), (0, 3), (2, 5), (5, 6), (20, 21)]
+    assert joined(some) == [(0, 6), (7, 9), (20, 21)]
+    assert joined([]) == []
 
 
 @given(

@@ -5,6 +5,11 @@ ones to compute, since each token attends to all before it. Computing goes from 
 tail and loading from the tail to the head, so that they meet. The best meeting point is the one at
 which both arrive at the same time.
 
+A link whose rate hardly varies, such as the one from host memory, has a meeting point of its own
+where other links load for the request too. Blocks at the head of a prefix are the last to be
+evicted, so that host memory often holds the head of what only the disk has besides. Without this,
+that head would be computed, since computing comes from there.
+
 Requests share the device and the links. They are planned in the order in which they are served:
 each finds the device and the links busy with the requests before it. So device and links meet in
 one request, and both go on to the next.
@@ -13,7 +18,7 @@ This module knows seconds and bytes. It does not know blocks' contents, tiers, o
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,12 +95,14 @@ class Split(NamedTuple):
 
     Attributes:
         block: blocks before it are computed, and those from it on are loaded.
-        compute_s: seconds until the device has computed the blocks before it.
-        load_s: seconds until the blocks from it on are loaded.
+        steady_block: the same for the blocks that steady links have; `block` or less.
+        compute_s: seconds until the device has computed what is not loaded.
+        load_s: seconds until the other blocks are loaded.
         done_s: seconds until the request's last token is computed.
     """
 
     block: int
+    steady_block: int
     compute_s: float
     load_s: float
     done_s: float
@@ -135,10 +142,75 @@ class Planner:
 
         Without anything to load, all is computed.
         """
-        size, begin, end = self.block_size, demand.begin, demand.end
-        for ready_first, ready_last in demand.ready:
-            if ready_first * size <= begin:
-                begin = min(max(begin, ready_last * size), end - 1)
+        best = self._best(demand, self.busy_s)
+        steady = [each for each in demand.loads if each.indices and self._is_steady(each)]
+        others = [each for each in demand.loads if each.end and not self._is_steady(each)]
+        if steady and others:
+            options = self._options(demand, steady, others)
+            best = min([best, *options], key=lambda each: each.done_s)
+        for load in demand.loads:
+            block = best.steady_block if self._is_steady(load) else best.block
+            self._free_s[load.link] += self._move_s(load, block)
+        self.busy_s = best.compute_s + self._rest_s(demand)
+        return best
+
+    def _is_steady(self, load: LinkLoad) -> bool:
+        return self.links[load.link].is_steady
+
+    def _rest_s(self, demand: Demand) -> float:
+        """Return how long the tokens take that no link may load and that were not loaded."""
+        last = max(0, demand.loaded_to, *(each.end for each in demand.loads))
+        begin = max(last * self.block_size, self._begin(demand))
+        return self._compute_s(demand, min(begin, demand.end - 1), demand.end)
+
+    def _begin(self, demand: Demand) -> int:
+        """Return the first token that is neither computed nor ready."""
+        begin = demand.begin
+        for first, last in demand.ready:
+            if first * self.block_size <= begin:
+                begin = min(max(begin, last * self.block_size), demand.end - 1)
+        return begin
+
+    def _options(
+        self, demand: Demand, steady: Sequence[LinkLoad], others: Sequence[LinkLoad]
+    ) -> Iterator[Split]:
+        """Yield splits in which the steady links load more than what lies behind `block`.
+
+        They load all that they have, or what they have behind a head that is computed meanwhile.
+        """
+        size, begin = self.block_size, self._begin(demand)
+        first, ends = -(-begin // size), [each.end for each in demand.loads]
+        only = demand._replace(loads=steady)
+        last = max(first, max(each.end for each in steady))
+        crossing = first + bisect_left(
+            range(first, last),
+            True,
+            key=lambda m: (
+                self.busy_s + self._compute_s(demand, begin, m * size) >= self._load_s(only, m)
+            ),
+        )
+        for head in {first, crossing} if crossing - first >= self.least_tokens // size else {first}:
+            computed_s = self.busy_s + self._compute_s(demand, begin, head * size)
+            steady_s = self._load_s(only, head)
+            loaded = stretches(each for load in steady for each in load.indices if each >= head)
+            rest = demand._replace(
+                begin=max(begin, head * size),
+                loads=others,
+                loaded_to=max(demand.loaded_to, *ends),
+                ready=joined([*demand.ready, *loaded]),
+            )
+            best = self._best(rest, max(computed_s, steady_s))
+            load_s, done_s = max(best.load_s, steady_s), best.done_s
+            yield best._replace(steady_block=head, load_s=load_s, done_s=done_s)
+
+    def _best(self, demand: Demand, busy_s: float) -> Split:
+        """Return the best split of those in which all links load what lies behind one block.
+
+        Args:
+            demand: of the request.
+            busy_s: seconds until the device begins to compute it.
+        """
+        size, begin, end = self.block_size, self._begin(demand), demand.end
         first = -(-begin // size)
         last = max(first, 0, *(each.end for each in demand.loads))
         rest = max(last, demand.loaded_to)
@@ -146,12 +218,12 @@ class Planner:
 
         def compute_s(split: int) -> float:
             """Return when the device has computed the tokens before `split`."""
-            return self.busy_s + self._compute_s(demand, begin, min(split * size, end))
+            return busy_s + self._compute_s(demand, begin, min(split * size, end))
 
         def done_s(split: int) -> float:
             """Return when the last token is computed; without loads it needs no step of its own."""
             if split == last == rest:
-                return self.busy_s + self._compute_s(demand, begin, end)
+                return busy_s + self._compute_s(demand, begin, end)
             return max(compute_s(split), self._load_s(demand, split)) + rest_s
 
         least = min(last, first - (-self.least_tokens // size))
@@ -159,7 +231,7 @@ class Planner:
             range(least, last + 1), True, key=lambda m: compute_s(m) >= self._load_s(demand, m)
         )
         candidates = {first, max(least, crossing - 1), min(crossing, last), last}
-        varies = any(each.indices and not self.links[each.link].is_steady for each in demand.loads)
+        varies = any(each.indices and not self._is_steady(each) for each in demand.loads)
         if varies and not demand.is_begun:
             least_gain_s = max(
                 MIN_GAIN * self._compute_s(demand, begin, last * size), self.compute(end - 1, end)
@@ -167,11 +239,7 @@ class Planner:
             if done_s(last) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {last}
         block = min(sorted(candidates), key=done_s)
-        split = Split(block, compute_s(block), self._load_s(demand, block), done_s(block))
-        for load in demand.loads:
-            self._free_s[load.link] += self._move_s(load, block)
-        self.busy_s = split.compute_s + rest_s
-        return split
+        return Split(block, block, compute_s(block), self._load_s(demand, block), done_s(block))
 
     def _compute_s(self, demand: Demand, begin: int, end: int) -> float:
         """Return how long the device takes for those tokens of a stretch that are not ready."""
@@ -235,3 +303,25 @@ def outlook(planner: Planner, num_cached_tokens: int, num_tokens: int) -> Outloo
 def _num_from(indices: Sequence[int], first: int) -> int:
     """Count the indices, given in ascending order, from `first` on."""
     return len(indices) - bisect_left(indices, first)
+
+
+def stretches(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending indices as stretches `[first, last)`."""
+    found = list[tuple[int, int]]()
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = found[-1][0], index + 1
+        else:
+            found.append((index, index + 1))
+    return found
+
+
+def joined(some: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return stretches `[first, last)` in any order as ascending ones that do not touch."""
+    found = list[tuple[int, int]]()
+    for first, last in sorted(some):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return found

@@ -40,8 +40,9 @@ class Prefix:
         sources: tier in which each full block was found at admission, or from which it was to come
             then; None if the request computed it, or had to. See `origins`.
         awaited: indices of blocks that were not ready at admission and that it has not computed.
-        ready: stretches of blocks `[first, last)` that were in VRAM at admission, or on their way
-            to it; while it is queued, those that were in RAM when the disk was asked.
+        ready: stretches of blocks `[first, last)` that were in VRAM at admission, or have been on
+            their way to it since; while it is queued, those that were in RAM when the disk was
+            asked.
         overtaken: blocks that a slower tier had and that it computed.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores

@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import MIN_READS, Read
-from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
+from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split, joined, stretches
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S
@@ -289,8 +289,9 @@ class Promoter:
         """
         prefix, unwanted = restore.prefix, list[Block]()
         copies: list[tuple[Block, Block]] = []
-        first = bisect_left(restore.in_host, restore.split)
+        first = bisect_left(restore.in_host, restore.host_split)
         first = max(first, len(restore.in_host) - max(0, at_most))
+        prefix.ready = joined([*prefix.ready, *stretches(restore.in_host[first:])])
         for index in restore.in_host[first:]:
             page, block = restore.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
@@ -300,7 +301,6 @@ class Promoter:
             else:
                 unwanted.append(page)
         del restore.in_host[first:]
-        restore.is_begun |= bool(copies)
         self._tiers.device.acquire(block for _, block in copies)
         self._tiers.host.release(unwanted)
         self._num_copying += len(copies)

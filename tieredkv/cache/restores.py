@@ -49,6 +49,7 @@ class Restore:
         pages: the pages of `in_host` by index, held while the request is admitted.
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
             loaded before the first plan.
+        host_split: the same for the blocks of `in_host`.
         probe_from: blocks from it on are read even if the plan computes them.
         is_begun: whether a read or a copy was started.
         is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
@@ -63,6 +64,7 @@ class Restore:
     give_up_at: float
     pages: dict[int, Block] = field(default_factory=dict)
     split: int = sys.maxsize
+    host_split: int = sys.maxsize
     probe_from: int = sys.maxsize
     is_begun: bool = False
     is_given_up: bool = False
@@ -85,7 +87,7 @@ class Restore:
     @property
     def copies_next(self) -> bool:
         """Whether its last block in host memory is to be copied to VRAM."""
-        return self.is_admitted and bool(self.in_host) and self.in_host[-1] >= self.split
+        return self.is_admitted and bool(self.in_host) and self.in_host[-1] >= self.host_split
 
     @property
     def reads_next(self) -> bool:
@@ -198,6 +200,7 @@ class Restores:
             its[:] = sorted([*its, *passed])
             if passed:
                 other.split = min(other.split, restore.split)
+                other.host_split = min(other.host_split, restore.host_split)
             for index in passed:
                 theirs.records[ours.hashes[index]] = ours.records.get(ours.hashes[index])
                 other.end = max(other.end, index + 1)
@@ -248,8 +251,9 @@ class Restores:
         for demand, restore in demands:
             splits.append(planner.split(demand))
             if restore is not None:
-                is_all_loaded = self._tiers.restore == "load"
-                restore.split = restore.first if is_all_loaded else splits[-1].block
+                restore.split, restore.host_split = splits[-1].block, splits[-1].steady_block
+                if self._tiers.restore == "load":
+                    restore.split = restore.host_split = restore.first
         return splits
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
@@ -261,14 +265,16 @@ class Restores:
         own = self._restores.get(prefix)
         may_read = own is None or not own.is_given_up
         for restore in self._restores.values():
-            if not restore.is_admitted or end <= max(first, restore.split):
+            if not restore.is_admitted or end <= max(first, restore.host_split):
                 continue
             is_own = restore.prefix is prefix
             shared = end if is_own else num_shared(prefix.hashes, restore.prefix.hashes)
-            begin, last = max(first, restore.split), min(end, shared)
-            for indices in restore.lists if may_read else [restore.in_host]:
-                at = bisect_left(indices, begin)
-                if at < len(indices) and indices[at] < last:
+            last = min(end, shared)
+            splits = restore.host_split, restore.split, restore.split
+            for indices, split in zip(restore.lists, splits, strict=True):
+                at = bisect_left(indices, max(first, split))
+                is_loaded = may_read or indices is restore.in_host
+                if is_loaded and at < len(indices) and indices[at] < last:
                     end = last = indices[at]
         return end
 
