@@ -94,9 +94,10 @@ class Lookups:
         return max(asked_at) + ANSWER_S if 0 < len(asked_at) == num_waiting else 0.0
 
     def running_until(self) -> float:
-        """Return the same for running requests, which did not wait for theirs.
+        """Return until when (monotonic) the answers about running requests are worth waiting for.
 
-        Their receipts tell of these answers, and what the disk has is not written to it again.
+        Those requests did not wait. Their receipts tell of these answers, and what the disk has is
+        not written to it again.
         """
         running = (each for each in self._open.values() if each is not None and each.blocks)
         return max((prefix.asked_at + ANSWER_S for prefix in running), default=0.0)

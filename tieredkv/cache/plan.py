@@ -189,7 +189,10 @@ class Planner:
                 self.busy_s + self._compute_s(demand, begin, m * size) >= self._load_s(only, m)
             ),
         )
-        for head in {first, crossing} if crossing - first >= self.least_tokens // size else {first}:
+        heads = [first]
+        if crossing - first >= self.least_tokens // size:
+            heads.append(crossing)
+        for head in heads:
             computed_s = self.busy_s + self._compute_s(demand, begin, head * size)
             steady_s = self._load_s(only, head)
             loaded = stretches(each for load in steady for each in load.indices if each >= head)
