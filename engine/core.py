@@ -286,8 +286,7 @@ class EngineCore:
         if self.cache.is_restoring:
             self.cache.read_ahead(self._timer.issue_s(batch))
         ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
-        done_s = self.scheduler.busy_s + self._timer.predict_s(batch)
-        self.cache.note_issue(ending, done_s)
+        self.cache.note_issue(ending, lambda: self.scheduler.busy_s + self._timer.predict_s(batch))
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
         self.cache.note_step()

@@ -26,8 +26,7 @@ import httpx
 import numpy as np
 
 from tests.stress.client import served_by
-from tieredkv.bench import raw
-from tieredkv.bench.crowd import HIT_TOKENS
+from tieredkv.bench import crowd, raw
 from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
 
 ANSWER_TIMEOUT_S = 300.0
@@ -43,8 +42,17 @@ class Answer(NamedTuple):
     cached_tokens: int
 
     @property
+    def ttft_ms(self) -> float:
+        return 1e3 * self.times_s[0]
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        gaps_ms: list[float] = (1e3 * np.diff(self.times_s)).tolist()
+        return gaps_ms
+
+    @property
     def is_hit(self) -> bool:
-        return self.cached_tokens > 0 and self.prompt_tokens - self.cached_tokens < HIT_TOKENS
+        return self.cached_tokens > 0 and self.prompt_tokens - self.cached_tokens < crowd.HIT_TOKENS
 
 
 async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
@@ -111,18 +119,13 @@ def _body(model: str, prompt: Any, num_tokens: int) -> bytes:
 
 def figures(answers: list[Answer], took_s: float) -> Row:
     """Return the row of a run, with times in ms."""
-    first_ms = [1e3 * answer.times_s[0] for answer in answers]
-    hits_ms = [1e3 * answer.times_s[0] for answer in answers if answer.is_hit]
-    gaps_ms = [1e3 * gap for answer in answers for gap in np.diff(answer.times_s)]
     num_prompt, num_cached = (
         sum(getattr(answer, name) for answer in answers)
         for name in ("prompt_tokens", "cached_tokens")
     )
     row: Row = {"answers": len(answers), "wall_s": took_s}
     row |= {"answers_per_s": len(answers) / took_s}
-    row |= raw.percentiles_ms("ttft", first_ms, (50, 90, 99))
-    row |= raw.percentiles_ms("hit_ttft", hits_ms, (50, 90)) | {"num_hits": len(hits_ms)}
-    row |= raw.percentiles_ms("itl", gaps_ms, (50, 90, 99))
+    row |= crowd.times(answers)
     return row | {"hit_rate": num_cached / num_prompt, "prompt_tokens": num_prompt}
 
 

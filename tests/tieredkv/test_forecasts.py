@@ -23,12 +23,12 @@ def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() ->
     rig.plan()
     planned = [prefix.forecast for prefix in (first, second)]
     assert [forecast and forecast.kind for forecast in planned] == ["computed", "computed"]
-    rig.cache.note_issue([first], 7.0)
+    rig.cache.note_issue([first], lambda: 7.0)
     assert first.forecast is not None
     assert first.forecast.kind == "issued"
     assert first.forecast.planned_s == pytest.approx(7.0, abs=1.0)
     known = first.forecast
-    rig.cache.note_issue([first, second], 9.0)
+    rig.cache.note_issue([first, second], lambda: 9.0)
     assert first.forecast is known, "the step with its next token says nothing new"
     assert second.forecast is planned[1], "it is told as it was expected at first"
     for prefix in (first, second):

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.fake_store import Rig
+from tieredkv.cache.lookups import ANSWER_S
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Restore
@@ -104,7 +105,7 @@ def test_what_might_be_loaded_waits_for_the_disk(
     rig = Rig(restore=restore, block_size=4096)  # computing a block takes longer than a step
     prefix = asked(rig, bytes_per_s, learnt_at=learnt_at)
     assert not rig.admit(prefix)
-    assert rig.cache.lookups.answers_until(1) > 0.0
+    assert rig.cache.lookups.answers_until(1) == prefix.asked_at + ANSWER_S
     rig.store.is_held = False
     rig.store.answer(0)
     rig.turn()

@@ -7,17 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.plan import (
-    MIN_GAIN,
-    Demand,
-    LinkLoad,
-    LinkState,
-    Planner,
-    Split,
-    joined,
-    outlook,
-    stretches,
-)
+from tieredkv.cache.plan import MIN_GAIN, Demand, LinkLoad, LinkState, Planner, Split, outlook
+from tieredkv.cache.stretches import joined, stretches
 
 SIZE = 16
 BLOCK_BYTES = 2 << 20

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -75,6 +75,19 @@ class Ask(NamedTuple):
     turn: int
     prompt: Sequence[int]
     answer_tokens: int
+
+
+class Timed(Protocol):
+    """What `times` reads of an answer; see `Answer`."""
+
+    @property
+    def ttft_ms(self) -> float: ...
+
+    @property
+    def gaps_ms(self) -> list[float]: ...
+
+    @property
+    def is_hit(self) -> bool: ...
 
 
 class Answer(NamedTuple):
@@ -450,7 +463,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "answers": len(answers),
         "wall_s": wall_s,
         "answers_per_s": len(answers) / wall_s,
-        **_times(answers),
+        **times(answers),
         "prediction_error": statistics.median(errors) if errors else None,
         "hits": {
             "all": sum(by_tier.values()) / prompt_tokens,
@@ -486,28 +499,22 @@ def common_figures(outcomes_by_arm: Mapping[str, Sequence[Outcome]]) -> dict[str
     Args:
         outcomes_by_arm: of the same runs.
     """
-    sets_by_arm = [
-        {
-            (run, answer.client, answer.turn)
-            for run, each in enumerate(it)
-            for answer in each.answers
-        }
-        for it in outcomes_by_arm.values()
-    ]
-    common = set.intersection(*sets_by_arm)
-    rows = dict[str, Row]()
-    for arm, outcomes in outcomes_by_arm.items():
-        some = [
-            answer
+    by_arm = {
+        arm: {
+            (run, answer.client, answer.turn): answer
             for run, outcome in enumerate(outcomes)
             for answer in outcome.answers
-            if (run, answer.client, answer.turn) in common
-        ]
-        rows[arm] = {"answers": len(some), **_times(some)}
-    return rows
+        }
+        for arm, outcomes in outcomes_by_arm.items()
+    }
+    common = set.intersection(*map(set, by_arm.values()))
+    return {
+        arm: {"answers": len(common), **times([known[key] for key in common])}
+        for arm, known in by_arm.items()
+    }
 
 
-def _times(answers: Sequence[Answer]) -> Row:
+def times(answers: Sequence[Timed]) -> Row:
     """Return percentiles of what the clients of some answers saw."""
     gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
     hits_ms = [answer.ttft_ms for answer in answers if answer.is_hit]

@@ -306,9 +306,9 @@ def run(
         common = crowd.common_figures({arm: results[arm][part] for arm in results})
         for arm in results:
             figures = crowd.figures(results[arm][part], plan.kv_spec, raw_GBps)
-            figures |= {"common": common[arm]}
             equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
-            rows.append({"arm": arm, "sessions": count, **figures, f"equal_to_{arms[0]}": equal})
+            row = {"arm": arm, "sessions": count, **figures, "common": common[arm]}
+            rows.append({**row, f"equal_to_{arms[0]}": equal})
     workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
     facts = {**plan.facts, "workload": workload}

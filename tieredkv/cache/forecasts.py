@@ -78,15 +78,17 @@ class Forecasts:
         """Note that a step was issued."""
         self._issued_at = time.monotonic()
 
+    def is_new(self, forecast: Forecast) -> bool:
+        """Return whether a forecast was made after the last step was issued."""
+        return forecast.made_at > self._issued_at
+
     def with_step(self, forecast: Forecast, done_s: float) -> Forecast:
-        """Return the forecast of a request that gets a token with the step that is issued now.
+        """Return the forecast of a request that gets its first token with the step issued now.
 
         Args:
-            forecast: of the request. If it was made before the last step, nothing changes.
+            forecast: of the request, as it was planned.
             done_s: for how long the device is busy with this step and those before it.
         """
-        if forecast.made_at <= self._issued_at:
-            return forecast
         planned_s = time.monotonic() - forecast.made_at + done_s
         return Forecast("issued", forecast.made_at, planned_s, self._lags["issued"].seconds)
 

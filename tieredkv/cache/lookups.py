@@ -10,7 +10,8 @@ Called by the engine's thread only.
 
 import time
 
-from tieredkv.cache.prefix import Prefix, stretches_between
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.storage.worker_messages import LookupDone
 from tieredkv.types import BlockHash

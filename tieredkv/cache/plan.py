@@ -18,11 +18,12 @@ This module knows seconds and bytes. It does not know blocks' contents, tiers, o
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.rates import ComputeSeconds
+from tieredkv.cache.stretches import joined, stretches
 
 MIN_GAIN = 0.08
 """Loading from a link whose rate varies is begun if it saves this share of the time that computing
@@ -157,11 +158,15 @@ class Planner:
     def _is_steady(self, load: LinkLoad) -> bool:
         return self.links[load.link].is_steady
 
+    def _rest(self, demand: Demand) -> int:
+        """Return the index behind the last block that is loaded, or computed instead."""
+        first = -(-self._begin(demand) // self.block_size)
+        return max(first, demand.loaded_to, *(each.end for each in demand.loads))
+
     def _rest_s(self, demand: Demand) -> float:
-        """Return how long the tokens take that no link may load and that were not loaded."""
-        last = max(0, demand.loaded_to, *(each.end for each in demand.loads))
-        begin = max(last * self.block_size, self._begin(demand))
-        return self._compute_s(demand, min(begin, demand.end - 1), demand.end)
+        """Return how long the tokens behind that block take."""
+        begin = min(self._rest(demand) * self.block_size, demand.end - 1)
+        return self._compute_s(demand, begin, demand.end)
 
     def _begin(self, demand: Demand) -> int:
         """Return the first token that is neither computed nor ready."""
@@ -216,8 +221,7 @@ class Planner:
         size, begin, end = self.block_size, self._begin(demand), demand.end
         first = -(-begin // size)
         last = max(first, 0, *(each.end for each in demand.loads))
-        rest = max(last, demand.loaded_to)
-        rest_s = self._compute_s(demand, min(rest * size, end - 1), end)
+        rest, rest_s = self._rest(demand), self._rest_s(demand)
 
         def compute_s(split: int) -> float:
             """Return when the device has computed the tokens before `split`."""
@@ -306,25 +310,3 @@ def outlook(planner: Planner, num_cached_tokens: int, num_tokens: int) -> Outloo
 def _num_from(indices: Sequence[int], first: int) -> int:
     """Count the indices, given in ascending order, from `first` on."""
     return len(indices) - bisect_left(indices, first)
-
-
-def stretches(indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Return ascending indices as stretches `[first, last)`."""
-    found = list[tuple[int, int]]()
-    for index in indices:
-        if found and found[-1][1] == index:
-            found[-1] = found[-1][0], index + 1
-        else:
-            found.append((index, index + 1))
-    return found
-
-
-def joined(some: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return stretches `[first, last)` in any order as ascending ones that do not touch."""
-    found = list[tuple[int, int]]()
-    for first, last in sorted(some):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], last)
-        else:
-            found.append((first, last))
-    return found

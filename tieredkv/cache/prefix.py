@@ -3,7 +3,7 @@
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,13 +103,3 @@ class Prefix:
             end = bisect_left(indices, claim.end)
             yield claim, indices[start:end]
             start = end
-
-
-def stretches_between(indices: Iterable[int], end: int) -> list[tuple[int, int]]:
-    """Return the stretches `[first, last)` of `range(end)` that ascending indices leave."""
-    found, begin = list[tuple[int, int]](), 0
-    for index in indices:
-        if begin < index:
-            found.append((begin, index))
-        begin = index + 1
-    return [*found, (begin, end)] if begin < end else found

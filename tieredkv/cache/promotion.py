@@ -22,11 +22,12 @@ from typing import NamedTuple, cast
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import MIN_READS, Read
-from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split, joined, stretches
+from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S
 from tieredkv.cache.restores import DISK, Progress, Restore, Restores
+from tieredkv.cache.stretches import joined, stretches
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record

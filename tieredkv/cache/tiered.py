@@ -28,10 +28,11 @@ from tieredkv.cache.draining import Drainer
 from tieredkv.cache.forecasts import Forecasts
 from tieredkv.cache.lookups import Lookups
 from tieredkv.cache.pool import Block
-from tieredkv.cache.prefix import Prefix, stretches_between
+from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import Progress
 from tieredkv.cache.room import Room
+from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
@@ -343,21 +344,23 @@ class TieredCache:
         """
         self.tiers.compute_rate.num_read_beside = num_read_beside
         planned = self.promoter.plan(requests, busy_s)
-        for (prefix, _, _), each in zip(requests, planned, strict=False):
-            if self.tiers.restore == "auto" and prefix.blocks and prefix.forecast is None:
-                made = self.forecasts.make(each.done_s, is_restored=each.is_restored)
-                prefix.forecast = made
+        if self.tiers.restore != "auto":
+            return
+        for (prefix, _, _), (is_restored, done_s) in zip(requests, planned, strict=True):
+            if prefix.blocks and prefix.forecast is None:
+                prefix.forecast = self.forecasts.make(done_s, is_restored=is_restored)
 
-    def note_issue(self, ending: Iterable[Prefix], done_s: float) -> None:
+    def note_issue(self, ending: Iterable[Prefix], done_s: Callable[[], float]) -> None:
         """Say better when requests get their first token if that comes with the step issued now.
 
         Args:
             ending: prefixes of the requests that get a token with it.
-            done_s: for how long the device is busy with this step and those before it.
+            done_s: returns for how long the device is busy with this step and those before it.
+                Most steps are given no such request, and need not know.
         """
         for prefix in ending:
-            if prefix.forecast is not None:
-                prefix.forecast = self.forecasts.with_step(prefix.forecast, done_s)
+            if prefix.forecast is not None and self.forecasts.is_new(prefix.forecast):
+                prefix.forecast = self.forecasts.with_step(prefix.forecast, done_s())
         self.forecasts.note_issue()
 
     def note_first_token(self, prefix: Prefix) -> None:

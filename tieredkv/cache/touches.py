@@ -23,8 +23,6 @@ class Touches:
 
     def begin(self, prefix: Prefix) -> None:
         """Have `go_on` refresh the whole chain, its head first."""
-        if prefix.read_ends is not None:  # shared blocks that it computed again
-            self._tiers.device.touch(prefix.hashes)
         self._begun[prefix] = 0
 
     def go_on(self) -> None:
@@ -48,6 +46,8 @@ class Touches:
 
     def _touch(self, prefix: Prefix, indices: range) -> None:
         tiers, hashes, now = self._tiers, prefix.hashes, self._tiers.clock.now()
+        if not indices.start and prefix.read_ends is not None:  # shared blocks, computed again
+            tiers.device.touch(hashes)
         for claim, part in prefix.by_claim(indices):
             known = map(tiers.catalog.get, map(hashes.__getitem__, part))
             entries = [entry for entry in known if entry is not None]
