@@ -46,11 +46,17 @@ TOUCH_AGAIN_S = 10.0
 
 
 class _Launched(NamedTuple):
-    """A step whose tokens the host has not seen yet; `rows` are the rows that sample a token."""
+    """A step whose tokens the host has not seen yet.
+
+    Attributes:
+        rows: the rows that sample a token.
+        sampling: of those.
+        logits: [num_rows, vocab_size] of those, on the device; None if nobody wants them.
+    """
 
     rows: list[ScheduledRow]
     sampling: Sampling
-    logits: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class EngineCore:
@@ -65,7 +71,8 @@ class EngineCore:
         verbs: carries out what an operator asks.
         tier_stats: reads what the engine reports.
         kv_digests: reads what VRAM holds of a prompt.
-        on_logits: called with the request's id and the logits of each new token; None for nobody.
+        on_logits: called with the request's id and the logits of each new token, [vocab_size] on
+            the device, which are the caller's to keep; None for nobody.
 
     Raises:
         ConfigError: a budget is smaller than one block, or a setting does not fit the model.
@@ -188,7 +195,7 @@ class EngineCore:
         self._await_answers(lambda: lookups.answers_until(len(waiting)))
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
-        if must_see or self.scheduler.is_short or self.on_logits:  # else it runs ahead
+        if must_see or self.scheduler.is_short:  # else it runs ahead
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
@@ -300,11 +307,14 @@ class EngineCore:
             sampling = sample(output.logits, states, output.tokens)
             if sampling.token_ids is not output.tokens:
                 self._runner.keep_tokens(output, sampling.token_ids)
-            launched = _Launched(rows, sampling, output.logits)
+            # The next step reuses their memory before anyone has seen them.
+            logits = output.logits.clone() if self.on_logits is not None else None
+            launched = _Launched(rows, sampling, logits)
         self.cache.lookups.ask_deferred()
         self._await_answers(self.cache.lookups.running_until)
         for row in scheduled:
             self.scheduler.complete(row)
+        self.scheduler.predict(self._timer.busy_s)
         for row in rows:
             request = row.request
             if request.usage is None:
@@ -325,7 +335,7 @@ class EngineCore:
             request = row.request
             if not request.is_running:  # it ended while this token was computed ahead
                 continue
-            if self.on_logits is not None:
+            if self.on_logits is not None and launched.logits is not None:
                 self.on_logits(request.request_id, launched.logits[index])
             is_first = not request.num_output_tokens
             if is_first:

@@ -14,6 +14,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -147,6 +148,7 @@ class Scheduler:
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
+        self._is_unplanned = False
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up, pinned and prefetched from now on."""
@@ -226,6 +228,19 @@ class Scheduler:
         if has_room and not is_late and not self.held_until:
             self._admit(budget, claimed, scheduled, set())
         return scheduled
+
+    def predict(self, busy_s: Callable[[], float]) -> None:
+        """Plan what was admitted without anything to load, so that its receipt has a forecast.
+
+        This comes after the step is issued, so that it delays no request.
+
+        Args:
+            busy_s: returns for how long the device is busy with the steps that were issued.
+        """
+        is_unplanned, self._is_unplanned = self._is_unplanned, False
+        if is_unplanned and any(request.is_prefilling for request in self.running):
+            self.busy_s = busy_s()
+            self._plan()
 
     def complete(self, scheduled: ScheduledRow) -> None:
         """Note that a row is computed, and publish the blocks that it has filled."""
@@ -409,7 +424,10 @@ class Scheduler:
             request.admitted_at = request.admitted_at or time.monotonic()
             request.table_key = next(self._table_keys)
             self.running.append(request)
-            self._plan()
+            if self.cache.is_restoring:
+                self._plan()
+            else:
+                self._is_unplanned = True
             row = self._next_row(request, budget, claimed)
             if row is not None:
                 scheduled.append(row)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
@@ -171,3 +172,27 @@ def test_an_engine_that_waits_for_the_disk_sleeps_between_its_plans(
         assert len(slept) >= num_steps
     assert min(slept) > 0 and max(slept) <= core.PLAN_AGAIN_S
     busy.let_go()
+
+
+def test_logits_are_the_caller_s_to_keep_though_the_next_step_was_issued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM("tiny-random", device_size="32MiB", host_size="8MiB") as llm:
+        runner, last, told = llm.core._runner, list[torch.Tensor](), list[torch.Tensor]()
+        execute, was_overwritten = runner.execute, list[bool]()
+
+        @torch.inference_mode()
+        def reuse(rows: list[BatchRow], *args: Any) -> Any:
+            was_overwritten.append(len(told) < len(last))
+            for logits in last:
+                logits.zero_()
+            output = execute(rows, *args)
+            last[:] = [output.logits]
+            return output
+
+        monkeypatch.setattr(runner, "execute", reuse)
+        llm.core.on_logits = lambda _id, row: told.append(row)
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        [output] = llm.serve([llm.make_request(list(range(20)), params)])
+    assert any(was_overwritten)
+    assert [int(row.argmax()) for row in told] == output.token_ids

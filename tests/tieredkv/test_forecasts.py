@@ -4,6 +4,7 @@ import pytest
 
 from tests.fake_store import Rig
 from tieredkv.cache.forecasts import NUM_LAGS, Lag
+from tieredkv.config import Restore
 
 
 def test_the_lag_of_first_tokens_is_that_of_most_of_the_last_requests() -> None:
@@ -34,4 +35,18 @@ def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() ->
     for prefix in (first, second):
         rig.compute(prefix)
         rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("restore", ["auto", "compute"])
+def test_a_request_without_a_plan_is_told_by_the_step_that_gives_its_first_token(
+    restore: Restore,
+) -> None:
+    rig = Rig(restore=restore, has_store=False)
+    prefix = rig.queue("a", 4)
+    assert rig.cache.admit(prefix, 4)
+    rig.cache.note_issue([prefix], lambda: 7.0)
+    told = prefix.forecast and (prefix.forecast.kind, prefix.forecast.planned_s)
+    assert told == (("issued", 7.0) if restore == "auto" else None)
+    rig.cache.release(prefix)
     rig.check_nothing_is_held()

@@ -125,14 +125,14 @@ def serve_once(llm: LLM, prompt: list[int]) -> Sample:
     """Serve a prompt, and keep the logits of its output tokens."""
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     before = raw.own_bytes(pid, "read")
-    core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
+    core.on_logits = lambda _id, row: logits.append(row)
     length = len(prompt) - SUFFIX_TOKENS
     [output] = llm.serve([llm.make_request(prompt, PARAMS, cacheable_tokens=length)])
     return Sample(
         ttft_ms=output.ttft_s * 1e3,
         by_tier=output.usage.cached_tokens_by_tier,
         token_ids=output.token_ids,
-        logits=torch.stack(logits).numpy(),
+        logits=torch.stack(logits).float().cpu().numpy(),
         bytes_from_disk=raw.own_bytes(pid, "read") - before,
     )
 

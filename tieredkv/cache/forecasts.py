@@ -82,15 +82,17 @@ class Forecasts:
         """Return whether a forecast was made after the last step was issued."""
         return forecast.made_at > self._issued_at
 
-    def with_step(self, forecast: Forecast, done_s: float) -> Forecast:
+    def with_step(self, forecast: Forecast | None, done_s: float) -> Forecast:
         """Return the forecast of a request that gets its first token with the step issued now.
 
         Args:
-            forecast: of the request, as it was planned.
+            forecast: of the request, if it was planned.
             done_s: for how long the device is busy with this step and those before it.
         """
-        planned_s = time.monotonic() - forecast.made_at + done_s
-        return Forecast("issued", forecast.made_at, planned_s, self._lags["issued"].seconds)
+        now = time.monotonic()
+        made_at = now if forecast is None else forecast.made_at
+        planned_s = now - made_at + done_s
+        return Forecast("issued", made_at, planned_s, self._lags["issued"].seconds)
 
     def learn(self, forecast: Forecast) -> None:
         """Learn from a forecast whose time has come."""

@@ -358,8 +358,8 @@ class TieredCache:
             done_s: returns for how long the device is busy with this step and those before it.
                 Most steps are given no such request, and need not know.
         """
-        for prefix in ending:
-            if prefix.forecast is not None and self.forecasts.is_new(prefix.forecast):
+        for prefix in ending if self.tiers.restore == "auto" else ():
+            if prefix.forecast is None or self.forecasts.is_new(prefix.forecast):
                 prefix.forecast = self.forecasts.with_step(prefix.forecast, done_s())
         self.forecasts.note_issue()
 
