@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from tieredkv.cache.lookups import ANSWER_S
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.kv_digests import KVDigests
@@ -208,17 +209,21 @@ class EngineCore:
         return self._take_outputs()
 
     def _await_answers(self, until: Callable[[], float]) -> None:
-        """Wait a moment for what the disk has of requests.
+        """Take in what the disk has of requests, and wait a moment for it.
 
         Args:
-            until: returns until when (monotonic) open lookups are worth waiting for.
+            until: returns until when (monotonic) open lookups are worth waiting for; 0.0 if there
+                are none.
         """
         has_waited = False
-        while (left_s := until() - time.monotonic()) > 0:
-            self._wake.wait(left_s)
-            self._wake.clear()
+        while give_up_at := until():
+            if is_open := (left_s := give_up_at - time.monotonic()) > 0:
+                self._wake.wait(left_s)
+                self._wake.clear()
+                has_waited = True
             self.cache.poll()
-            has_waited = True
+            if not is_open:
+                break
         if has_waited:
             self._wake.set()  # it may have been meant for the caller
 
@@ -290,8 +295,11 @@ class EngineCore:
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
         late_event, batch = self.tiers.device_link.late_event, [row.row for row in scheduled]
+        lookups, issue_s = self.cache.lookups, self._timer.issue_s(batch)
+        if issue_s > ANSWER_S:  # the answer comes meanwhile
+            lookups.ask_deferred()
         if self.cache.is_restoring:
-            self.cache.read_ahead(self._timer.issue_s(batch))
+            self.cache.read_ahead(issue_s)
         ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
         self.cache.note_issue(ending, lambda: self.scheduler.busy_s + self._timer.predict_s(batch))
         self._timer.begin()
@@ -310,8 +318,8 @@ class EngineCore:
             # The next step reuses their memory before anyone has seen them.
             logits = output.logits.clone() if self.on_logits is not None else None
             launched = _Launched(rows, sampling, logits)
-        self.cache.lookups.ask_deferred()
-        self._await_answers(self.cache.lookups.running_until)
+        lookups.ask_deferred()
+        self._await_answers(lookups.running_until)
         for row in scheduled:
             self.scheduler.complete(row)
         self.scheduler.predict(self._timer.busy_s)

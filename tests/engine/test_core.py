@@ -1,5 +1,6 @@
 """The order in which the engine issues steps and collects their outputs."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups
+from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import core, scheduler
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
@@ -196,3 +198,29 @@ def test_logits_are_the_caller_s_to_keep_though_the_next_step_was_issued(
         [output] = llm.serve([llm.make_request(list(range(20)), params)])
     assert any(was_overwritten)
     assert [int(row.argmax()) for row in told] == output.token_ids
+
+
+@pytest.mark.parametrize("issue_s", [0.0, 1.0])
+def test_the_disk_is_asked_before_a_step_only_if_issuing_that_takes_long(
+    issue_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"device_size": "32MiB", "host_size": "8MiB", "disk_size": "64MiB"}
+    with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **sizes) as llm:
+        engine, order = llm.core, list[str]()
+        tiers, runner, ask = engine.tiers, engine._runner, engine.cache.lookups.ask
+        tiers.disk_link.read_rate = LinkRate(1e-3, learnt_at=time.monotonic())  # nothing is loaded
+        execute = runner.execute
+
+        def note_ask(*args: Any) -> None:
+            order.append("asked")
+            ask(*args)
+
+        def note_issue(*args: Any) -> Any:
+            order.append("issued")
+            return execute(*args)
+
+        monkeypatch.setattr(engine.cache.lookups, "ask", note_ask)
+        monkeypatch.setattr(runner, "execute", note_issue)
+        monkeypatch.setattr(engine._timer, "issue_s", lambda _: issue_s)
+        llm.serve([llm.make_request(list(range(40)), SamplingParams(max_tokens=1))])
+    assert order[:2] == (["asked", "issued"] if issue_s else ["issued", "asked"])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.fake_store import Rig, chain_of
+from tieredkv.cache import promotion
 from tieredkv.cache.prefix import Prefix
 
 
@@ -200,7 +201,10 @@ def test_a_copy_waits_for_the_last_step_that_may_use_its_block_and_for_no_other(
     assert steps == {"down": 2, "up": 2}
 
 
-def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now() -> None:
+def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e12
     (prefix,) = queued(rig, 2, 1)

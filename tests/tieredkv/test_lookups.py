@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.fake_store import Rig
+from tieredkv.cache import promotion
 from tieredkv.cache.lookups import ANSWER_S
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import LinkRate
@@ -100,8 +101,9 @@ def test_the_disk_is_asked_about_a_request_that_stays_in_the_queue() -> None:
     ids=["a fast disk", "an old rate", "everything is loaded"],
 )
 def test_what_might_be_loaded_waits_for_the_disk(
-    bytes_per_s: float, learnt_at: float | None, restore: Restore
+    bytes_per_s: float, learnt_at: float | None, restore: Restore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)
     rig = Rig(restore=restore, block_size=4096)  # computing a block takes longer than a step
     prefix = asked(rig, bytes_per_s, learnt_at=learnt_at)
     assert not rig.admit(prefix)

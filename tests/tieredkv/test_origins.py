@@ -1,6 +1,9 @@
 """A request tells where each of its blocks came from, whatever was expected at its admission."""
 
+import pytest
+
 from tests.fake_store import Rig
+from tieredkv.cache import promotion
 from tieredkv.cache.prefix import Prefix
 from tieredkv.types import Tier
 
@@ -24,7 +27,10 @@ def let_all_arrive(rig: Rig) -> None:
     rig.turn(20)
 
 
-def test_a_block_that_another_request_computed_came_from_vram() -> None:
+def test_a_block_that_another_request_computed_came_from_vram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3  # all is computed
     first, second, third = waiting_for_disk(rig, 4, 3)
@@ -65,7 +71,10 @@ def test_each_request_that_waited_for_a_copy_counts_the_block_as_one_from_host_m
         rig.end(request)
 
 
-def test_a_block_that_a_request_takes_over_and_computes_was_on_disk() -> None:
+def test_a_block_that_a_request_takes_over_and_computes_was_on_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
     first, second = waiting_for_disk(rig, 3, 2)

@@ -11,6 +11,12 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S, LinkRate
 
 
+@pytest.fixture(autouse=True, params=[0.0, float("inf")], ids=["asked first", "asked later"])
+def asks_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have requests wait for the disk if its rate is old, or have it asked after their launch."""
+    monkeypatch.setattr(promotion, "LONG_S", request.param)
+
+
 def rig_with_a_slow_disk(*, is_stale: bool, num_pages: int = 16) -> Rig:
     """Return a cache whose disk is thought to be so slow that everything is computed."""
     rig = Rig(restore="auto", num_blocks=64, num_pages=num_pages)
@@ -24,11 +30,18 @@ def admitted(rig: Rig, name: str, length: int) -> Prefix:
     rig.store.put(name, length)
     rig.store.is_held = True
     prefix = rig.queue(name, length)
+    answer(rig)
+    assert rig.admit(prefix)
+    rig.cache.lookups.ask_deferred()
+    answer(rig)
+    return prefix
+
+
+def answer(rig: Rig) -> None:
+    """Have the store answer the lookups."""
     while rig.store.lookups:
         rig.store.answer(0)
     rig.cache.poll()
-    assert rig.admit(prefix)
-    return prefix
 
 
 def test_a_disk_that_was_slow_lately_is_not_read() -> None:

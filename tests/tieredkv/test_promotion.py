@@ -4,6 +4,7 @@ import pytest
 
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
+from tieredkv.cache import promotion
 from tieredkv.cache.disk_link import MAX_READ_S
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import LinkRate
@@ -189,7 +190,10 @@ def test_a_request_joins_the_read_that_another_one_began() -> None:
     rig.check_nothing_is_held()
 
 
-def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted() -> None:
+def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
     rig.store.put("a", 4)

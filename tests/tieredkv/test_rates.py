@@ -134,13 +134,21 @@ def test_a_link_that_is_faster_than_known_is_not_due_later_than_the_rest_takes()
     assert rate.busy_s(0.2) == pytest.approx(100 * MIB / 1e9)
 
 
-def test_a_limit_caps_what_is_told_and_teaches_nothing() -> None:
-    rate = LinkRate(3e9)
+def test_a_limit_caps_what_is_told_and_teaches_only_that_the_link_is_no_slower() -> None:
+    rate = LinkRate(3e9, learnt_at=0.0)
     rate.limit = 1e9
-    run(rate, 1e9, 1.0, 0.0)
-    assert rate.effective(2.0) == 1e9
+    run(rate, 1e9, 1.0, 10.0)
+    assert rate.effective(12.0) == 1e9
+    assert not rate.is_stale(12.0)
     rate.limit = math.inf
-    assert rate.effective(2.0) == 3e9
+    assert rate.effective(12.0) == 3e9
+
+
+def test_a_first_assumption_is_lowered_to_the_limit() -> None:
+    rate = LinkRate(3e9, limit=1e9)
+    run(rate, 1e9, 1.0, 0.0)
+    assert rate.is_learnt
+    assert 1e9 <= rate.bytes_per_s < 3e9
 
 
 def test_a_rate_that_was_learnt_too_low_is_raised_to_the_limit() -> None:

@@ -41,6 +41,9 @@ MAX_READS = 128
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
 
+LONG_S = 0.25
+"""A request that takes so long to compute may see the disk's rate corrected in time to load."""
+
 NO_ROOM_BYTES_PER_S = 1.0
 """The rate of a link that has no page to read into: what it might load is computed."""
 
@@ -123,17 +126,20 @@ class Promoter:
     def would_load(self, prefix: Prefix) -> bool:
         """Return whether anything of a queued request is loaded if the disk has what RAM lacks.
 
-        If the disk's rate is old, something would be read to measure it again.
+        If the disk's rate is old, a long request may find out that it is.
         """
         now, num_blocks = time.monotonic(), len(prefix.hashes)
-        if self._tiers.restore != "auto" or self._disk_link.read_rate.is_stale(now):
+        if self._tiers.restore != "auto":
             return True
         missing: Sequence[int] = range(num_blocks)
         if prefix.ready:
             missing = sorted(set(missing).difference(*(range(*each) for each in prefix.ready)))
         num_tokens = num_blocks * self._tiers.block_size + 1
         demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
-        return bool(missing) and self._planner(0.0, now).split(demand).block <= missing[-1]
+        planner, is_stale = self._planner(0.0, now), self._disk_link.read_rate.is_stale(now)
+        if not missing or (is_stale and planner.compute(0, num_tokens) >= LONG_S):
+            return bool(missing)
+        return planner.split(demand).block <= missing[-1]
 
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
@@ -152,7 +158,9 @@ class Promoter:
             for (demand, _), split in zip(demands, splits, strict=True):
                 text = "plan %s -> %s; device busy %.4f s; %s"
                 logger.debug(text, demand, split, busy_s, planner.links)
-        self._probe(now)
+        first = next((each for each in self.restores.order if each.on_disk), None)
+        if first is not None and not first.reads_next:
+            self.probe(first.prefix, first.on_disk)
         return splits
 
     def _planner(self, busy_s: float, now: float) -> Planner:
@@ -171,16 +179,30 @@ class Promoter:
             least_tokens=tiers.compute_rate.least_tokens,
         )
 
-    def _probe(self, now: float) -> None:
-        """Have some blocks read if the plan reads none and the disk's rate is old."""
-        is_due = self._disk_link.read_rate.is_stale(now) and now - self._probed_at >= PROBE_S
-        first = next((each for each in self.restores.order if each.on_disk), None)
-        if first is None or not is_due or first.reads_next:
-            return
-        count = max(MIN_READS, PROBE_BYTES // self._tiers.block_bytes)
-        first.probe_from = first.on_disk[max(0, len(first.on_disk) - count)]
-
     # Moves
+
+    def probe(self, prefix: Prefix, on_disk: Sequence[int]) -> None:
+        """Read some blocks that are to be computed, if the disk's rate is old.
+
+        Nobody waits for them; they teach the rate.
+
+        Args:
+            prefix: of an admitted or queued request.
+            on_disk: indices of blocks that the disk has, ascending; their records are in
+                `prefix.records`.
+        """
+        link, host, now = self._disk_link, self._tiers.host, time.monotonic()
+        if now - self._probed_at < PROBE_S or not link.read_rate.is_stale(now):
+            return
+        most = max(MIN_READS, min(MAX_READS, PROBE_BYTES // self._tiers.block_bytes))
+        for index in reversed(on_disk[-most:]):
+            block_hash = prefix.hashes[index]
+            if link.is_reading(block_hash) or host.lookup(block_hash) is not None:
+                continue
+            if not link.may_read(now) or not self._begin(prefix, index, now):
+                break
+            self._probed_at = now
+        link.send()
 
     def pump(self, away_s: float = 0.0) -> bool:
         """Start the reads and copies that the plan wants and that there is room for.
@@ -207,11 +229,11 @@ class Promoter:
                 if num_begun == MAX_READS:
                     self.has_more = True
                     break
-                if not link.may_read(now) or not self._begin(restore, now):
+                index = restore.on_disk[-1]
+                if not link.may_read(now) or not self._begin(restore.prefix, index, now):
                     break
                 num_begun += 1
-                if restore.on_disk[-1] < restore.split:
-                    self._probed_at = now
+                restore.is_begun = True
                 insort(restore.reading, restore.on_disk.pop())
         link.send()
         self._start_copies()
@@ -320,29 +342,27 @@ class Promoter:
             return True
         return restore.is_admitted and not self.restores.is_open(block_hash)
 
-    def _begin(self, restore: Restore, now: float) -> bool:
-        """Queue a read of a restore's last block if there is a page to read it into."""
-        host = self._tiers.host
-        block_hash = restore.prefix.hashes[restore.on_disk[-1]]
+    def _begin(self, prefix: Prefix, index: int, now: float) -> bool:
+        """Queue a read of a request's block if there is a page to read it into."""
+        host, block_hash = self._tiers.host, prefix.hashes[index]
         num_inbound = self._disk_link.num_reading + self._num_copying
-        cap = self._inbound_cap
-        if not restore.is_admitted:
+        cap, is_admitted = self._inbound_cap, bool(prefix.blocks)
+        if not is_admitted:
             cap //= 2
             if host.num_pinned + num_inbound >= host.most_pinned:
                 return False
         if num_inbound >= cap:
             return False
-        sealed = restore.prefix.records.get(block_hash)
+        sealed = prefix.records.get(block_hash)
         assert sealed, block_hash
         record = decode_record(block_hash, sealed).record
         tenant = record.namespace[:TENANT_BYTES]
         pages = host.allocate(1, tenant=tenant)
         if pages is None:
-            self._is_short = restore.is_admitted
+            self._is_short = is_admitted
             return False
         host.insert(pages[0], block_hash, tenant)
         self._disk_link.read(record, pages[0], now)
-        restore.is_begun = True
         return True
 
     def _copy_if_wanted(self, page: Block, block_hash: BlockHash, source: Tier) -> bool:

@@ -69,7 +69,8 @@ class LinkRate:
         bytes_per_s: the rate that was learnt, or the first assumption.
         limit: the operator's limit in bytes/s; infinite without one. It caps what is told. A link
             that it holds back is known to be no slower than the limit, and nothing more.
-        learnt_at: when the rate was last measured; negative infinity before that.
+        learnt_at: when the rate was last measured, or found to be no lower than the limit; negative
+            infinity before that.
         memory_bytes: bytes after which it has too, if they take less than `MEMORY_S`.
     """
 
@@ -153,7 +154,8 @@ class LinkRate:
         faster than it can be. One that is lower may be an exception, and counts in part.
         """
         measured = num_bytes / max(seconds, 1e-9)
-        if measured >= 0.9 * self.limit and self.bytes_per_s >= measured:
+        if self.is_learnt and measured >= 0.9 * self.limit and self.bytes_per_s >= measured:
+            self.learnt_at = now
             return
         if self.is_stale(now):
             self._learnt_s = 0.0 if measured > self.bytes_per_s else FIRST_S

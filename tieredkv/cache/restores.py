@@ -50,7 +50,6 @@ class Restore:
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
             loaded before the first plan.
         host_split: the same for the blocks of `in_host`.
-        probe_from: blocks from it on are read even if the plan computes them.
         is_begun: whether a read or a copy was started.
         is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
     """
@@ -65,7 +64,6 @@ class Restore:
     pages: dict[int, Block] = field(default_factory=dict)
     split: int = sys.maxsize
     host_split: int = sys.maxsize
-    probe_from: int = sys.maxsize
     is_begun: bool = False
     is_given_up: bool = False
 
@@ -92,7 +90,7 @@ class Restore:
     @property
     def reads_next(self) -> bool:
         """Whether its last block on disk is to be read."""
-        return bool(self.on_disk) and self.on_disk[-1] >= min(self.split, self.probe_from)
+        return bool(self.on_disk) and self.on_disk[-1] >= self.split
 
 
 class Progress(NamedTuple):

@@ -491,14 +491,15 @@ class TieredCache:
         prefix = self.lookups.take(event)
         if prefix is None or not event.found:
             return
+        hashes = prefix.hashes if prefix.blocks else self._readable(prefix)
+        on_disk = [index for index, each in enumerate(hashes) if each in event.found]
         if prefix.blocks:  # it did not wait for the answer
-            for block_hash, block in zip(prefix.hashes, prefix.blocks, strict=False):
-                if block_hash in event.found and not block.is_ready:
+            for block in map(prefix.blocks.__getitem__, on_disk):
+                if not block.is_ready:
                     block.source = block.source or Tier.DISK
+            self.promoter.probe(prefix, on_disk)
         else:
             self._unpin(prefix)
-            hashes = self._readable(prefix)
-            on_disk = [index for index, each in enumerate(hashes) if each in event.found]
             self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
             self.pin(prefix)
 
