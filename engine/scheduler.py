@@ -151,8 +151,8 @@ class Scheduler:
         self._is_unplanned = False
 
     def add(self, request: Request) -> None:
-        """Queue a request; its blocks are looked up, pinned and prefetched from now on."""
-        self.cache.arrive(request.prefix, is_next=not self.waiting)
+        """Queue a request; its blocks are looked up and read ahead from now on."""
+        self.cache.arrive(request.prefix)
         self.waiting.append(request)
         self._num_hashed_tokens += request.num_tokens
         tenant = self._quick.get(request.asked.tenant)
@@ -405,7 +405,6 @@ class Scheduler:
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
                 break
             if not self._try(request):
-                self.cache.pin(request.prefix)
                 if only_brief or self.cache.room.is_coming(request.prefix):
                     break
                 may_pass = others if self.running else [request]
@@ -432,9 +431,6 @@ class Scheduler:
             if row is not None:
                 scheduled.append(row)
                 budget -= row.end - row.start
-        if num_admitted_tokens:
-            for request in self.waiting.upcoming():
-                self.cache.pin(request.prefix)
 
     def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Admit a request with blocks for its next token too; False if there is no room yet."""
@@ -497,4 +493,4 @@ class Scheduler:
         request.touched_at = 0.0
         request.num_computed_tokens = 0
         self.waiting.append(request)
-        self.cache.arrive(prefix, is_next=True)
+        self.cache.arrive(prefix)

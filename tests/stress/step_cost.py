@@ -306,7 +306,7 @@ def _late_reads(entries: int) -> Steps:
     now = engine.clock.now()
     for _ in range(entries // PROMPT_BLOCKS):
         prefix = engine.prefix(PROMPT_BLOCKS)
-        engine.cache.arrive(prefix, is_next=True)
+        engine.cache.arrive(prefix)
         found: dict[bytes, bytes] = {
             each: encode_record(Located(_record(each, now), Extent(1, 0), BLOCK_BYTES, bytes(16)))
             for each in prefix.hashes

@@ -144,7 +144,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(stage: str, is_shared
         assert rig.transfer.has_pending
     rig.cache.release(prefix)
     rig.turn()
-    assert (prefix.blocks, prefix.wanted) == ([], [])
+    assert (prefix.blocks, prefix.read_ahead) == ([], [])
     loans = rig.store.pending_pages
     if not rig.transfer.has_pending and other is None:
         assert rig.tiers.device.num_used == 0, "device blocks wait for a read that nobody wants"
@@ -310,49 +310,53 @@ def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request
     assert oldest == chain_of("a", 4)[::-1]
 
 
-def test_queued_requests_are_pinned_in_order_up_to_half_of_the_pool() -> None:
-    rig = Rig(num_blocks=16)
-    for name in "abc":
-        rig.run(name, 4)
-    queued = [rig.queue(name, 4) for name in "abc"]
-    last = [block.block_hash for block in rig.tiers.device.evictable()][-8:]
-    assert last == chain_of("a", 4)[::-1] + chain_of("b", 4)[::-1]
-    rig.run("d", 8)
-    assert rig.on_device("a", 4) == rig.on_device("b", 4) == [0, 1, 2, 3]
-    assert rig.on_device("c", 4) == []
-    for prefix in queued:
-        rig.cache.release(prefix)
-    assert not rig.tiers.wanted
-    rig.run("e", 12)
-    assert rig.on_device("a", 4) == [], "nobody wants it any longer"
-    rig.check_nothing_is_held()
-
-
-def test_blocks_that_two_queued_requests_want_are_pinned_until_both_are_gone() -> None:
+def test_what_queued_requests_want_is_evicted_like_other_blocks() -> None:
     rig = Rig(num_blocks=16, has_store=False)
     rig.run("a", 4)
-    first, second = rig.queue("a", 4), rig.queue("a", 4)
-    rig.cache.release(first)
     rig.run("b", 8)
-    rig.run("c", 12)
-    assert rig.on_device("a", 4) == [0, 1, 2, 3]
-    rig.cache.release(second)
-    rig.run("d", 16)
+    queued = rig.queue("a", 4)
+    rig.run("c", 8)
     assert rig.on_device("a", 4) == []
+    assert rig.on_device("b", 8) == list(range(8))
+    rig.cache.release(queued)
     rig.check_nothing_is_held()
 
 
-def test_a_running_request_takes_what_queued_ones_want_when_nothing_else_is_left() -> None:
-    rig = Rig(num_blocks=8, has_store=False)
-    rig.run("a", 4)
-    queued = rig.queue("a", 4)
-    running = rig.start("b", 4)
-    rig.compute(running)
-    while not rig.cache.extend(running):
-        rig.turn()
-    assert rig.on_device("a", 4) == [0, 1, 2], "no more of it than is needed"
-    rig.cache.release(running)
-    rig.cache.release(queued)
+def test_what_was_read_ahead_is_evicted_last_until_nobody_waits_for_it() -> None:
+    rig = Rig(num_blocks=16, num_pages=8, restore="load")
+    rig.store.put("a", 2)
+    first, second = rig.queue("a", 2), rig.queue("a", 2)
+    rig.turn(4)
+    assert rig.on_host("a", 2) == [0, 1]
+    assert sum(len(prefix.read_ahead) for prefix in (first, second)) == 2
+    for number in range(8):
+        rig.run(f"flood{number}", 4, "in_memory")
+        assert rig.on_host("a", 2) == [0, 1]
+    rig.cache.release(first)
+    rig.cache.release(second)
+    assert not rig.tiers.read_ahead
+    for number in range(8, 16):
+        rig.run(f"flood{number}", 4, "in_memory")
+    assert rig.on_host("a", 2) == []
+    rig.check_nothing_is_held()
+
+
+def test_nothing_is_read_ahead_while_something_is_written() -> None:
+    rig = Rig(num_blocks=16, num_pages=16, is_write_behind=True)
+    rig.store.put("a", 4)
+    rig.run("b", 4)
+    rig.store.is_held = True
+    rig.turn(3)
+    assert rig.tiers.disk_link.num_writing
+    prefix = rig.queue("a", 4)
+    while rig.store.lookups:
+        rig.store.answer(0)
+    rig.turn(3)
+    assert rig.store.loaded == []
+    rig.store.is_held = False
+    rig.turn(8)
+    assert rig.on_host("a", 4) == [0, 1, 2, 3]
+    rig.cache.release(prefix)
     rig.check_nothing_is_held()
 
 
@@ -368,23 +372,6 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
     for prefix in queued:
         while not rig.admit(prefix):
             rig.turn()
-        assert rig.finish(prefix) == 0
-    rig.check_nothing_is_held()
-
-
-def test_prefetch_takes_no_page_that_one_before_it_in_the_queue_wants() -> None:
-    rig = Rig(num_blocks=16, num_pages=8)
-    rig.run("a", 4, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
-    rig.store.put("b", 2)
-    others = rig.tiers.host.allocate(4)
-    assert others is not None
-    queued = [rig.queue(name, length) for name, length in (("a", 4), ("b", 2))]
-    rig.turn(2)
-    assert (rig.on_host("a", 4), rig.store.loaded) == ([0, 1, 2, 3], [])
-    rig.tiers.host.release(others)
-    for prefix in queued:
-        assert rig.admit(prefix)
         assert rig.finish(prefix) == 0
     rig.check_nothing_is_held()
 

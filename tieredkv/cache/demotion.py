@@ -55,7 +55,7 @@ class Demoter:
         # another forever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
-        self._host_reserve = max(1, tiers.host.num_blocks // 8)
+        self._host_reserve = max(1, tiers.host.num_blocks // 2)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._behind: Waiting = OrderedDict()  # owed to the disk
         self._to_write = tiers.to_write

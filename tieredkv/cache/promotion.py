@@ -70,8 +70,10 @@ class Planned(NamedTuple):
 class Promoter:
     """Loads the blocks that requests want, in the order of the requests, within the arena's caps.
 
-    Admitted requests may have half of the arena's pages inbound. Queued requests (prefetch) may
-    have half of that, so that they never starve running requests.
+    Admitted requests may have half of the arena's pages inbound. Queued requests may have half of
+    that, so that they never starve running requests, and nothing is read ahead for them while
+    something is being written. What was read ahead is evicted last until they are admitted; it may
+    take half of the pages.
 
     Invariants (`check`): those of the restores; reads stay within the cap; no block is queued for
     two copies.
@@ -239,6 +241,16 @@ class Promoter:
         self._start_copies()
         return self._is_short
 
+    def end_read_ahead(self, prefix: Prefix) -> None:
+        """Have what was read ahead for a request evicted like other blocks, and as the youngest."""
+        tiers, hashes, prefix.read_ahead = self._tiers, prefix.read_ahead, []
+        tiers.read_ahead.subtract(hashes)
+        for block_hash in hashes:
+            if not tiers.read_ahead[block_hash]:
+                del tiers.read_ahead[block_hash]
+        for pool in tiers.pools.values():
+            pool.touch(hashes)
+
     def queue_copy(self, page: Block, block: Block, source: Tier) -> None:
         """Queue a copy of a ready page; the next `pump` starts it.
 
@@ -348,9 +360,9 @@ class Promoter:
         num_inbound = self._disk_link.num_reading + self._num_copying
         cap, is_admitted = self._inbound_cap, bool(prefix.blocks)
         if not is_admitted:
-            cap //= 2
-            if host.num_pinned + num_inbound >= host.most_pinned:
+            if self._disk_link.num_writing or len(self._tiers.read_ahead) >= cap:
                 return False
+            cap //= 2
         if num_inbound >= cap:
             return False
         sealed = prefix.records.get(block_hash)
@@ -363,6 +375,9 @@ class Promoter:
             return False
         host.insert(pages[0], block_hash, tenant)
         self._disk_link.read(record, pages[0], now)
+        if not is_admitted:
+            prefix.read_ahead.append(block_hash)
+            self._tiers.read_ahead[block_hash] += 1
         return True
 
     def _copy_if_wanted(self, page: Block, block_hash: BlockHash, source: Tier) -> bool:

@@ -90,32 +90,10 @@ class TieredCache:
 
     # Arrival
 
-    def arrive(self, prefix: Prefix, *, is_next: bool = False) -> None:
-        """Ask every tier for the whole chain of a queued request; pin and prefetch it.
-
-        Args:
-            prefix: the request's chain.
-            is_next: the request is about to be admitted, so that its blocks need no pin.
-        """
+    def arrive(self, prefix: Prefix) -> None:
+        """Ask every tier for the whole chain of a queued request; read some of it ahead."""
         self.tiers.note_tenant(prefix.tenant)
         self._ask_disk(prefix)
-        if not is_next:
-            self.pin(prefix)
-
-    def pin(self, prefix: Prefix) -> None:
-        """Have the blocks that a queued request wants evicted last, up to half of each pool."""
-        if prefix.wanted or prefix.blocks:
-            return
-        pools = self.tiers.pools.values()
-        room = max(pool.most_pinned - pool.num_pinned for pool in pools)
-        head = prefix.hashes[:1]  # a chain is hardly ever cached without it
-        copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
-        if room and any((*copies, *map(prefix.records.get, head))):
-            self._expire(prefix.hashes)
-            wanted = prefix.wanted = self._readable(prefix)[:room]
-            self.tiers.wanted.update(wanted)
-            for pool in pools:
-                pool.touch(wanted[: pool.most_pinned - pool.num_pinned])
 
     def _ask_disk(self, prefix: Prefix) -> None:
         """Ask the disk what it has of a chain, at once if the answer can matter."""
@@ -124,16 +102,6 @@ class TieredCache:
             prefix.awaits_answer = is_split or self.promoter.would_load(prefix)
             ask = self.lookups.ask if prefix.awaits_answer else self.lookups.defer
             ask(prefix, unasked)
-
-    def _unpin(self, prefix: Prefix) -> None:
-        """Undo `pin`; blocks that no other request wants become the youngest unpinned blocks."""
-        tiers, wanted, prefix.wanted = self.tiers, prefix.wanted, []
-        tiers.wanted.subtract(wanted)
-        for block_hash in wanted:
-            if not tiers.wanted[block_hash]:
-                del tiers.wanted[block_hash]
-        for pool in tiers.pools.values():
-            pool.touch(wanted)
 
     def num_held(self, prefix: Prefix) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.
@@ -196,7 +164,7 @@ class TieredCache:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
-        self._unpin(prefix)
+        self.promoter.end_read_ahead(prefix)
         return True
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
@@ -305,7 +273,7 @@ class TieredCache:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
         self.lookups.forget(prefix)
         self.room.forget(prefix)
-        self._unpin(prefix)
+        self.promoter.end_read_ahead(prefix)
         self.touches.finish(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
@@ -499,9 +467,7 @@ class TieredCache:
                     block.source = block.source or Tier.DISK
             self.promoter.probe(prefix, on_disk)
         else:
-            self._unpin(prefix)
             self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
-            self.pin(prefix)
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
