@@ -151,7 +151,7 @@ class Scheduler:
         self._is_unplanned = False
 
     def add(self, request: Request) -> None:
-        """Queue a request; its blocks are looked up and read ahead from now on."""
+        """Queue a request; its blocks are looked up and prefetched from now on."""
         self.cache.arrive(request.prefix)
         self.waiting.append(request)
         self._num_hashed_tokens += request.num_tokens

@@ -525,12 +525,12 @@ def test_a_duplicate_that_may_not_go_is_passed_over(pool: BlockPool, evicted: Ev
     pool.check()
 
 
-def test_a_duplicate_that_was_read_ahead_goes_before_other_blocks(
+def test_a_duplicate_that_was_prefetched_goes_before_other_blocks(
     pool: BlockPool, evicted: Evicted
 ) -> None:
     doubled(pool, "a")
     keep(pool, "other")
-    pool.read_ahead = {name("a")}
+    pool.prefetched = {name("a")}
     keep(pool, "a")
     take(pool, pool.num_empty)
     take(pool, 1)

@@ -321,14 +321,14 @@ def test_a_chain_with_a_hole_is_read_to_an_end_before_it() -> None:
     assert read(rig, "chain", 6, [2, 4, 6])[0] == 4
 
 
-def test_for_a_queued_request_nothing_is_read_ahead_that_it_may_not_read() -> None:
+def test_for_a_queued_request_nothing_is_prefetched_that_it_may_not_read() -> None:
     rig = Rig()
     rig.store.put("disk", 6)
     prefix = rig.prefix("disk", 6)
     prefix.read_ends = [2, 9]
     rig.cache.arrive(prefix)
     rig.turn(3)
-    assert len(prefix.read_ahead) == 2
+    assert len(prefix.prefetched) == 2
     rig.cache.release(prefix)
     assert len(rig.store.loaded) == 2
     rig.check_nothing_is_held()

@@ -144,7 +144,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(stage: str, is_shared
         assert rig.transfer.has_pending
     rig.cache.release(prefix)
     rig.turn()
-    assert (prefix.blocks, prefix.read_ahead) == ([], [])
+    assert (prefix.blocks, prefix.prefetched) == ([], [])
     loans = rig.store.pending_pages
     if not rig.transfer.has_pending and other is None:
         assert rig.tiers.device.num_used == 0, "device blocks wait for a read that nobody wants"
@@ -322,26 +322,26 @@ def test_what_queued_requests_want_is_evicted_like_other_blocks() -> None:
     rig.check_nothing_is_held()
 
 
-def test_what_was_read_ahead_is_evicted_last_until_nobody_waits_for_it() -> None:
+def test_what_was_prefetched_is_evicted_last_until_nobody_waits_for_it() -> None:
     rig = Rig(num_blocks=16, num_pages=8, restore="load")
     rig.store.put("a", 2)
     first, second = rig.queue("a", 2), rig.queue("a", 2)
     rig.turn(4)
     assert rig.on_host("a", 2) == [0, 1]
-    assert sum(len(prefix.read_ahead) for prefix in (first, second)) == 2
+    assert sum(len(prefix.prefetched) for prefix in (first, second)) == 2
     for number in range(8):
         rig.run(f"flood{number}", 4, "in_memory")
         assert rig.on_host("a", 2) == [0, 1]
     rig.cache.release(first)
     rig.cache.release(second)
-    assert not rig.tiers.read_ahead
+    assert not rig.tiers.prefetched
     for number in range(8, 16):
         rig.run(f"flood{number}", 4, "in_memory")
     assert rig.on_host("a", 2) == []
     rig.check_nothing_is_held()
 
 
-def test_nothing_is_read_ahead_while_something_is_written() -> None:
+def test_nothing_is_prefetched_while_something_is_written() -> None:
     rig = Rig(num_blocks=16, num_pages=16, is_write_behind=True)
     rig.store.put("a", 4)
     rig.run("b", 4)

@@ -55,6 +55,7 @@ class Demoter:
         # another forever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
+        # Else younger pages, which the disk has already, would make room instead of older ones.
         self._host_reserve = max(1, tiers.host.num_blocks // 2)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._behind: Waiting = OrderedDict()  # owed to the disk

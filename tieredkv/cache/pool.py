@@ -47,7 +47,7 @@ class BlockPool:
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
         is_duplicate: whether another tier keeps the content of a hash; None if none does. A change
             applies to a block from its next use on.
-        pinned, read_ahead: hashes of blocks to be evicted last, for claims and for queued requests;
+        pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
             a change applies to a block from its next use on.
         num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
         num_steps: steps that were issued so far, which may use the blocks that are in use.
@@ -65,7 +65,7 @@ class BlockPool:
         self._orders = self._duplicates, self._first, self._last
         self.is_duplicate: Callable[[BlockHash], bool] | None = None
         self.pinned: Collection[BlockHash] = ()
-        self.read_ahead: Collection[BlockHash] = ()
+        self.prefetched: Collection[BlockHash] = ()
         self._floors: Mapping[bytes, int] = {}
         self.num_kept = self.num_steps = 0
         self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
@@ -249,7 +249,7 @@ class BlockPool:
         A block without users becomes the youngest if its content is complete; else it is emptied.
         """
         unseen, num_of, num_steps = self._first.unseen, self._first.num_of, self.num_steps
-        is_plain = not (num_of is not None or self.pinned or self.read_ahead or self.is_duplicate)
+        is_plain = not (num_of is not None or self.pinned or self.prefetched or self.is_duplicate)
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
@@ -438,7 +438,7 @@ class BlockPool:
     def _order_of(self, block_hash: BlockHash) -> EvictionOrder:
         """Return the order that a free block of this hash belongs in."""
         is_duplicate = self.is_duplicate is not None and self.is_duplicate(block_hash)
-        is_last = block_hash in self.pinned or (block_hash in self.read_ahead and not is_duplicate)
+        is_last = block_hash in self.pinned or (block_hash in self.prefetched and not is_duplicate)
         if is_last and self.num_pinned < self.most_pinned:
             return self._last
         return self._duplicates if is_duplicate else self._first

@@ -51,7 +51,7 @@ class Prefix:
         awaits_answer: whether it is admitted only with that answer. It is not if nothing would be
             loaded, whatever the answer is.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
-        read_ahead: blocks that were read from disk for it while it waits; they are evicted last.
+        prefetched: blocks that were read from disk for it while it waits; they are evicted last.
         brought: blocks that were copied to VRAM for it while it waited for room.
         refused_at: the state in which the request last found no room: free and cached blocks,
             blocks wanted, and whether it was alone. It is not tried again until these change.
@@ -75,7 +75,7 @@ class Prefix:
     asked_at: float = 0.0
     awaits_answer: bool = True
     num_present: int = 0
-    read_ahead: list[BlockHash] = field(default_factory=list)
+    prefetched: list[BlockHash] = field(default_factory=list)
     brought: set[BlockHash] = field(default_factory=set)
     refused_at: tuple[int, int, int, bool] | None = None
 

@@ -71,9 +71,9 @@ class Promoter:
     """Loads the blocks that requests want, in the order of the requests, within the arena's caps.
 
     Admitted requests may have half of the arena's pages inbound. Queued requests may have half of
-    that, so that they never starve running requests, and nothing is read ahead for them while
-    something is being written. What was read ahead is evicted last until they are admitted; it may
-    take half of the pages.
+    that (prefetch), so that they never starve running requests, and nothing is prefetched while
+    something is being written. What was prefetched may take half of the pages, and is evicted last
+    until the requests are admitted.
 
     Invariants (`check`): those of the restores; reads stay within the cap; no block is queued for
     two copies.
@@ -241,13 +241,13 @@ class Promoter:
         self._start_copies()
         return self._is_short
 
-    def end_read_ahead(self, prefix: Prefix) -> None:
-        """Have what was read ahead for a request evicted like other blocks, and as the youngest."""
-        tiers, hashes, prefix.read_ahead = self._tiers, prefix.read_ahead, []
-        tiers.read_ahead.subtract(hashes)
+    def end_prefetch(self, prefix: Prefix) -> None:
+        """Have what was prefetched for a request evicted like other blocks, and as the youngest."""
+        tiers, hashes, prefix.prefetched = self._tiers, prefix.prefetched, []
+        tiers.prefetched.subtract(hashes)
         for block_hash in hashes:
-            if not tiers.read_ahead[block_hash]:
-                del tiers.read_ahead[block_hash]
+            if not tiers.prefetched[block_hash]:
+                del tiers.prefetched[block_hash]
         for pool in tiers.pools.values():
             pool.touch(hashes)
 
@@ -360,7 +360,7 @@ class Promoter:
         num_inbound = self._disk_link.num_reading + self._num_copying
         cap, is_admitted = self._inbound_cap, bool(prefix.blocks)
         if not is_admitted:
-            if self._disk_link.num_writing or len(self._tiers.read_ahead) >= cap:
+            if self._disk_link.num_writing or len(self._tiers.prefetched) >= cap:
                 return False
             cap //= 2
         if num_inbound >= cap:
@@ -376,8 +376,8 @@ class Promoter:
         host.insert(pages[0], block_hash, tenant)
         self._disk_link.read(record, pages[0], now)
         if not is_admitted:
-            prefix.read_ahead.append(block_hash)
-            self._tiers.read_ahead[block_hash] += 1
+            prefix.prefetched.append(block_hash)
+            self._tiers.prefetched[block_hash] += 1
         return True
 
     def _copy_if_wanted(self, page: Block, block_hash: BlockHash, source: Tier) -> bool:

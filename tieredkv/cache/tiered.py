@@ -91,7 +91,7 @@ class TieredCache:
     # Arrival
 
     def arrive(self, prefix: Prefix) -> None:
-        """Ask every tier for the whole chain of a queued request; read some of it ahead."""
+        """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
         self.tiers.note_tenant(prefix.tenant)
         self._ask_disk(prefix)
 
@@ -164,7 +164,7 @@ class TieredCache:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
-        self.promoter.end_read_ahead(prefix)
+        self.promoter.end_prefetch(prefix)
         return True
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
@@ -273,7 +273,7 @@ class TieredCache:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
         self.lookups.forget(prefix)
         self.room.forget(prefix)
-        self.promoter.end_read_ahead(prefix)
+        self.promoter.end_prefetch(prefix)
         self.touches.finish(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])

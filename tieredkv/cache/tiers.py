@@ -65,7 +65,7 @@ class Tiers:
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
             what is left; empty while there is only one tenant.
         pools: the pools of the two RAM tiers.
-        read_ahead: blocks that were read ahead, and for how many queued requests; evicted last.
+        prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
         to_write: blocks whose pages are written to disk next.
     """
 
@@ -88,7 +88,7 @@ class Tiers:
     _given: Mapping[bytes, float] = field(default_factory=dict)
     disk_link: DiskLink = field(init=False)
     pools: dict[Tier, BlockPool] = field(init=False)
-    read_ahead: Counter[BlockHash] = field(default_factory=Counter)
+    prefetched: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class Tiers:
         self.disk_link = DiskLink(self.store, self.block_bytes, self.counters)
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         for tier, pool in self.pools.items():
-            pool.pinned, pool.read_ahead = self.catalog.pinned, self.read_ahead
+            pool.pinned, pool.prefetched = self.catalog.pinned, self.prefetched
             pool.on_evict = partial(self._on_evict, tier)
         self.host.is_duplicate = self.device.holds_young
         self.device.on_clean = self._on_device_clean
