@@ -341,6 +341,20 @@ def test_what_was_prefetched_is_evicted_last_until_nobody_waits_for_it() -> None
     rig.check_nothing_is_held()
 
 
+def test_a_running_request_takes_what_queued_ones_want_when_nothing_else_is_left() -> None:
+    rig = Rig(num_blocks=8, has_store=False)
+    rig.run("a", 4)
+    queued = rig.queue("a", 4)
+    running = rig.start("b", 4)
+    rig.compute(running)
+    while not rig.cache.extend(running):
+        rig.turn()
+    assert rig.on_device("a", 4) == [0, 1, 2], "no more of it than is needed"
+    rig.cache.release(running)
+    rig.cache.release(queued)
+    rig.check_nothing_is_held()
+
+
 def test_nothing_is_prefetched_while_something_is_written() -> None:
     rig = Rig(num_blocks=16, num_pages=16, is_write_behind=True)
     rig.store.put("a", 4)
