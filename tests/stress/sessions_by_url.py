@@ -5,9 +5,9 @@
 
 The server must already run; it may be tieredkv, vLLM or another one. The sessions are those of
 `tieredkv bench sessions`, sent as token ids over HTTP: each waits for its answer, thinks, and sends
-a longer prompt. A run ends when the first session does, and each further run has sessions of
-another seed. What a run leaves in the server's cache is of no use to the next one, but is still
-there, so that figures of an empty cache need a new server.
+a longer prompt. A run ends when the first session does, or with `--until last` when all have ended,
+and each further run has sessions of another seed. What a run leaves in the server's cache is of no
+use to the next one, but is still there, so that figures of an empty cache need a new server.
 
 `cached_tokens` is what the server reports. A hit is an answer with some of them and with fewer than
 2,048 other tokens in its prompt. A request that fails ends its run; it is listed in `problems`, and
@@ -80,8 +80,10 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
     return Answer(times_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
 
 
-async def run(url: str, model: str, scripts: list[Script]) -> tuple[list[Answer], float, str]:
-    """Run sessions until the first one has ended, or until a request fails.
+async def run(
+    url: str, model: str, scripts: list[Script], until: str = "first"
+) -> tuple[list[Answer], float, str]:
+    """Run sessions until the `first` or the `last` one has ended, or until a request fails.
 
     Returns:
         The answers, the seconds from the start to the last one, and what failed.
@@ -99,7 +101,8 @@ async def run(url: str, model: str, scripts: list[Script]) -> tuple[list[Answer]
     options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
     async with httpx.AsyncClient(base_url=url, **options) as http:
         tasks = [asyncio.create_task(hold(session)) for session in range(len(scripts))]
-        done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        when = asyncio.FIRST_COMPLETED if until == "first" else asyncio.FIRST_EXCEPTION
+        done, others = await asyncio.wait(tasks, return_when=when)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -135,6 +138,13 @@ def figures(answers: list[Answer], took_s: float) -> Row:
 @click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
 @click.option("--turns", default=15, show_default=True, help="Requests of a session.")
 @click.option("--seeds", default="0", show_default=True, help="Seeds, one run each, with commas.")
+@click.option(
+    "--until",
+    type=click.Choice(["first", "last"]),
+    default="first",
+    show_default=True,
+    help="Which session's end ends a run.",
+)
 @click.option("--scale", default=1.0, show_default=True, help="Divides all numbers of tokens.")
 @click.option(
     "--trace",
@@ -149,6 +159,7 @@ def main(
     sessions: int,
     turns: int,
     seeds: str,
+    until: str,
     scale: float,
     trace: Path | None,
     vocab_size: int,
@@ -158,7 +169,7 @@ def main(
     rows, problems = list[Row](), list[str]()
     for seed in map(int, seeds.split(",")):
         scripts = make_scripts(sessions, seed, shape, MAX_PROMPT_TOKENS, vocab_size)
-        answers, took_s, problem = asyncio.run(run(url, model, scripts))
+        answers, took_s, problem = asyncio.run(run(url, model, scripts, until))
         problems += [f"seed {seed}: {problem}"] if problem else []
         if not answers:
             continue
@@ -167,7 +178,8 @@ def main(
         summary += "p90 {ttft_p90_ms:.0f} ms, p99 {ttft_p99_ms:.0f} ms, hit rate {hit_rate:.3f}"
         click.echo(f"seed {seed}: {summary.format(**rows[-1])}", err=True)
     report = raw.head(commit, "python -m tests.stress.sessions_by_url") | {"server": name}
-    workload = {"turns": turns, "scale": scale, "trace": trace and trace.name, "model": model}
+    workload = {"turns": turns, "until": until, "scale": scale, "model": model}
+    workload["trace"] = trace and trace.name
     click.echo(json.dumps(report | {"workload": workload, "rows": rows, "problems": problems}))
     sys.exit(1 if problems else 0)
 

@@ -32,8 +32,18 @@ def test_sessions_go_on_until_the_first_one_ends(server: Server) -> None:
     assert 0 < row["hit_rate"] < 1, "each turn begins with the one before it"
 
 
-def test_a_request_that_fails_ends_the_run_and_is_told(server: Server) -> None:
+def test_sessions_go_on_until_the_last_one_ends(server: Server) -> None:
+    scripts = make_scripts(2, 1, SHAPE, MAX_PROMPT_TOKENS, 250)
+    served = sessions_by_url.run(server.root, "tiny-random", scripts, "last")
+    answers, _, problem = asyncio.run(served)
+    assert not problem
+    assert len(answers) == 2 * SHAPE.turns
+
+
+@pytest.mark.parametrize("until", ["first", "last"])
+def test_a_request_that_fails_ends_the_run_and_is_told(server: Server, until: str) -> None:
     scripts = make_scripts(2, 0, SHAPE, MAX_PROMPT_TOKENS, 250)
-    answers, _, problem = asyncio.run(sessions_by_url.run(server.root, "another", scripts))
+    served = sessions_by_url.run(server.root, "another", scripts, until)
+    answers, _, problem = asyncio.run(served)
     assert not answers
     assert "404" in problem
