@@ -103,6 +103,14 @@ def test_one_allocation_takes_empty_blocks_and_then_the_oldest_cached_ones(
     assert evicted == [(3, name("a3"))]
 
 
+def test_a_block_names_the_last_step_that_a_user_told_of(pool: BlockPool) -> None:
+    (block,) = blocks = take(pool, 1)
+    pool.acquire(blocks)
+    pool.release(blocks, after=7)
+    pool.release(blocks)  # by a copy, or by a request that found too little room
+    assert block.last_step == 7
+
+
 def test_a_partial_block_is_reused_before_cached_ones(pool: BlockPool) -> None:
     private = take(pool, 2)
     keep(pool, "a0", "a1", "a2", "a3")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fake_store import Rig
+from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tieredkv.cache.forecasts import NUM_LAGS, Lag
 from tieredkv.config import Restore
 
@@ -50,3 +50,20 @@ def test_a_request_without_a_plan_is_told_by_the_step_that_gives_its_first_token
     assert told == (("issued", 7.0) if restore == "auto" else None)
     rig.cache.release(prefix)
     rig.check_nothing_is_held()
+
+
+def test_copies_that_are_under_way_are_waited_for() -> None:
+    rig = Rig(restore="auto")
+    rig.run("a", 4)
+    assert rig.cache.demoter.demote(4) == 4
+    rig.turn()
+    for block_hash in chain_of("a", 4):
+        rig.tiers.device.drop(block_hash)
+    rig.transfer.is_held = True
+    rig.start("a", 4)
+    assert rig.transfer.has_pending
+    rig.tiers.device_link.up_rate.bytes_per_s = BLOCK_BYTES
+    second = rig.start("a", 4)
+    assert second.forecast is not None
+    assert second.forecast.kind == "restored"
+    assert second.forecast.planned_s >= 4.0

@@ -201,6 +201,35 @@ def test_a_copy_waits_for_the_last_step_that_may_use_its_block_and_for_no_other(
     assert steps == {"down": 2, "up": 2}
 
 
+def test_a_copy_does_not_wait_for_steps_that_were_issued_while_its_request_waited_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, steps = Rig(num_blocks=4, has_store=False), list[int]()
+    rig.run("b", 4, "in_memory")
+    prefix = rig.start("a", 4, "in_memory")  # evicts those of "b"
+    rig.cache.note_step()
+    rig.finish(prefix)
+    assert rig.cache.demoter.demote(2)
+    rig.turn()
+    rig.transfer.is_held = True
+    promote = rig.transfer.promote
+
+    def up(pairs: Any, tag: Any, *, after: int = 0) -> None:
+        steps.append(after)
+        promote(pairs, tag, after=after)
+
+    monkeypatch.setattr(rig.transfer, "promote", up)
+    queued = rig.queue("b", 4, "in_memory")
+    for _ in range(3):
+        rig.cache.note_step()
+        assert not rig.admit(queued)
+    rig.transfer.is_held = False
+    while not rig.admit(queued):
+        rig.turn()
+    assert rig.finish(queued) == 0
+    assert set(steps) == {1}, "the last step that used a block"
+
+
 def test_a_block_that_is_partly_computed_is_not_filled_by_a_read_that_ends_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -112,6 +112,22 @@ def test_the_last_token_is_computed_also_if_all_blocks_are_ready() -> None:
     assert split.done_s == seconds(100 * SIZE - 1, 100 * SIZE)
 
 
+def test_tokens_behind_blocks_that_are_being_copied_wait_for_them() -> None:
+    link, brought = LinkState(5e10, busy_s=0.3, is_steady=True), LinkLoad(0, [], is_bringing=True)
+    demand = Demand(0, 2049 * SIZE, (brought,), ready=[(0, 2048)])
+    assert planner(link).split(demand).done_s == 0.3 + seconds(2048 * SIZE, 2049 * SIZE)
+    assert planner(link, busy_s=0.5).split(demand).done_s > 0.5
+
+
+def test_the_head_of_what_is_being_copied_is_computed_meanwhile() -> None:
+    link = LinkState(5e10, busy_s=0.1, is_steady=True)
+    left = on_disk(1024, suffix=1024 * SIZE + 64)._replace(is_begun=True, ready=[(1024, 2048)])
+    brought = LinkLoad(0, range(1024), is_bringing=True)
+    split = planner(link).split(left._replace(loads=(brought,)))
+    assert split.compute_s == pytest.approx(split.load_s, rel=0.05)
+    assert split.load_s > 0.1
+
+
 def test_no_step_of_a_few_tokens_is_planned() -> None:
     for GBps in (1.0, 2.0, 2.5, 3.0, 4.0, 10.0, 30.0, 100.0):
         for num_blocks in (10, 50, 100):

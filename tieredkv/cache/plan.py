@@ -37,12 +37,16 @@ class LinkLoad(NamedTuple):
     Attributes:
         link: index of the link in the list of links.
         indices: the blocks that it may be given, ascending; they are loaded from the last one on.
-        queued: the blocks that it was given and that have not arrived, ascending.
+        queued: the blocks that it was given and that have not arrived, ascending; they can be
+            computed instead.
+        is_bringing: whether it was also given blocks that cannot be computed any more. They count
+            as ready, but the tokens behind them wait for it.
     """
 
     link: int
     indices: Sequence[int]
     queued: Sequence[int] = ()
+    is_bringing: bool = False
 
     @property
     def end(self) -> int:
@@ -230,7 +234,8 @@ class Planner:
         def done_s(split: int) -> float:
             """Return when the last token is computed; without loads it needs no step of its own."""
             if split == last == rest:
-                return busy_s + self._compute_s(demand, begin, end)
+                begin_s = max(busy_s, self._load_s(demand, split))
+                return begin_s + self._compute_s(demand, begin, end)
             return max(compute_s(split), self._load_s(demand, split)) + rest_s
 
         least = min(last, first - (-self.least_tokens // size))
@@ -261,13 +266,14 @@ class Planner:
         return seconds + self.compute(begin, end)
 
     def _load_s(self, demand: Demand, split: int) -> float:
-        """Return when all blocks from `split` on have arrived."""
+        """Return when all have arrived that are not computed: those from `split` on, and others."""
         arrivals = [0.0]
         for load in demand.loads:
             link = self.links[load.link]
             if move_s := self._move_s(load, split):
                 arrivals.append(self._free_s[load.link] + move_s + link.latency_s)
-            if load.queued and load.queued[-1] >= split:  # many are under way at once
+            is_coming = bool(load.queued) and load.queued[-1] >= split  # many are under way at once
+            if is_coming or load.is_bringing:
                 arrivals.append(link.busy_s + link.latency_s)
         return max(arrivals)
 

@@ -50,7 +50,6 @@ class BlockPool:
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
             a change applies to a block from its next use on.
         num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
-        num_steps: steps that were issued so far, which may use the blocks that are in use.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -67,7 +66,7 @@ class BlockPool:
         self.pinned: Collection[BlockHash] = ()
         self.prefetched: Collection[BlockHash] = ()
         self._floors: Mapping[bytes, int] = {}
-        self.num_kept = self.num_steps = 0
+        self.num_kept = 0
         self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
 
     @property
@@ -242,20 +241,24 @@ class BlockPool:
         """Return the hashes that are not in the index, in order."""
         return [block_hash for block_hash in hashes if block_hash not in self._index]
 
-    def release(self, blocks: Iterable[Block]) -> None:
+    def release(self, blocks: Iterable[Block], *, after: int = 0) -> None:
         """Take one user from each block, in the order in which they may later be evicted.
 
         NOTE: give the blocks of a chain tail first, so that what is not evicted is a usable prefix.
         A block without users becomes the youngest if its content is complete; else it is emptied.
+
+        Args:
+            blocks: with users.
+            after: the last step that may have used their memory for this user; 0 if none did.
         """
-        unseen, num_of, num_steps = self._first.unseen, self._first.num_of, self.num_steps
+        unseen, num_of = self._first.unseen, self._first.num_of
         is_plain = not (num_of is not None or self.pinned or self.prefetched or self.is_duplicate)
         for block in blocks:
             assert block.ref_count > 0, block
+            block.last_step = after or block.last_step
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            block.last_step = num_steps
             if is_plain and block.is_ready and block.block_hash is not None:
                 unseen[block] = None  # same as `_append`, but faster
                 block.part = unseen

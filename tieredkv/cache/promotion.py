@@ -332,6 +332,7 @@ class Promoter:
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if is_sound and not (block.is_ready or block.is_loading or block.is_begun):
                 block.is_loading = True
+                restore.last_copied = block
                 copies.append((page, block))
             else:
                 unwanted.append(page)

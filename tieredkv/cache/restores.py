@@ -51,6 +51,8 @@ class Restore:
             loaded before the first plan.
         host_split: the same for the blocks of `in_host`.
         is_begun: whether a read or a copy was started.
+        last_copied: of the blocks that are being copied to VRAM, the last one; None before the
+            first copy.
         is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
     """
 
@@ -65,6 +67,7 @@ class Restore:
     split: int = sys.maxsize
     host_split: int = sys.maxsize
     is_begun: bool = False
+    last_copied: Block | None = None
     is_given_up: bool = False
 
     @property
@@ -80,7 +83,11 @@ class Restore:
     @property
     def loads(self) -> tuple[LinkLoad, LinkLoad]:
         """What each link may load, or was given to load."""
-        return LinkLoad(HOST, self.in_host), LinkLoad(DISK, self.on_disk, self.reading)
+        is_copying = self.last_copied is not None and self.last_copied.is_loading
+        return (
+            LinkLoad(HOST, self.in_host, is_bringing=is_copying),
+            LinkLoad(DISK, self.on_disk, self.reading),
+        )
 
     @property
     def copies_next(self) -> bool:
@@ -165,6 +172,8 @@ class Restores:
         self._restores[prefix] = restore
         self.order.append(restore)
         if is_admitted:
+            coming = (block for block in reversed(prefix.blocks[:end]) if block.is_loading)
+            restore.last_copied = next(coming, None)
             host = self._tiers.host
             pages = host.find(map(prefix.hashes.__getitem__, in_host))
             restore.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}

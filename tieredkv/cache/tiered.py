@@ -265,7 +265,7 @@ class TieredCache:
             self.complete(prefix, index, index + 1)
         elif known.is_ready:
             device.acquire([known])
-            device.release([block])
+            device.release([block], after=self.tiers.device_link.num_steps)
             prefix.blocks[index] = known
             prefix.block_ids[index] = known.block_id
 
@@ -276,7 +276,8 @@ class TieredCache:
         self.promoter.end_prefetch(prefix)
         self.touches.finish(prefix)
         self.tiers.host.touch(prefix.hashes)
-        self.tiers.device.release(prefix.blocks[::-1])
+        after = self.tiers.device_link.num_steps
+        self.tiers.device.release(prefix.blocks[::-1], after=after)
         self.restores.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
@@ -292,7 +293,6 @@ class TieredCache:
     def note_step(self) -> None:
         """Note that a step was issued, before its rows are completed."""
         self.tiers.device_link.note_step()
-        self.tiers.device.num_steps = self.tiers.device_link.num_steps
 
     @property
     def is_restoring(self) -> bool:
