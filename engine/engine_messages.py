@@ -112,6 +112,7 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         predicted_s: from the first plan of what to load until the first token, as expected then;
             None without a plan.
         actual_s: the same, as it was.
+        forecast_kind: what the first token was expected to wait for, see `cache.forecasts`.
     """
 
     prompt_tokens: int
@@ -126,6 +127,7 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     split_token: int | None = None
     predicted_s: float | None = None
     actual_s: float | None = None
+    forecast_kind: str | None = None
 
     @property
     def cached_tokens(self) -> int:

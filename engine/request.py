@@ -175,9 +175,12 @@ class Request:
         """Note in the usage when the first token has come, if that was predicted."""
         forecast = self.prefix.forecast
         if forecast is not None and self.usage is not None:
-            times = {"predicted_s": forecast.predicted_s}
-            times["actual_s"] = time.monotonic() - forecast.made_at
-            self.usage = msgspec.structs.replace(self.usage, **times)
+            self.usage = msgspec.structs.replace(
+                self.usage,
+                predicted_s=forecast.predicted_s,
+                actual_s=time.monotonic() - forecast.made_at,
+                forecast_kind=forecast.kind,
+            )
 
 
 def too_long(

@@ -198,14 +198,18 @@ def test_a_hit_found_something_and_has_few_tokens_to_compute() -> None:
     many = few._replace(prompt_tokens=few.prompt_tokens + 1, ttft_ms=500.0)
     cold = answer(0, dict.fromkeys(Tier, 0), 400.0, 1)
     assert [each.is_hit for each in (few, many, cold)] == [True, False, False]
-    errors = (0.2, None, 0.1)
     answers = [
-        each._replace(prediction_error=error)
-        for each, error in zip((few, many, cold), errors, strict=True)
+        few._replace(prediction_error=0.2, forecast_kind="restored"),
+        many,
+        cold._replace(prediction_error=0.1, forecast_kind="issued"),
     ]
     told = crowd.figures([Outcome(answers, 1.0, {}, 0.0)], SPEC, None)
     assert (told["num_hits"], told["hit_ttft_p50_ms"], told["hit_ttft_p90_ms"]) == (1, 10.0, 10.0)
     assert told["prediction_error"] == pytest.approx(0.15)
+    assert told["prediction_errors"] == {
+        "restored": {"answers": 1, "p50": 0.2},
+        "issued": {"answers": 1, "p50": 0.1},
+    }
     none = crowd.figures([Outcome([cold], 1.0, {}, 0.0)], SPEC, None)
     assert none["hit_ttft_p50_ms"] is none["prediction_error"] is None
 

@@ -12,9 +12,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -99,6 +100,7 @@ class Answer(NamedTuple):
         by_tier: prompt tokens by the tier that they came from.
         prediction_error: by which part of the actual time the first token's time was mispredicted;
             None if it was not predicted.
+        forecast_kind: what it was expected to wait for, see `cache.forecasts`.
     """
 
     client: int
@@ -110,6 +112,7 @@ class Answer(NamedTuple):
     prompt_tokens: int
     by_tier: dict[Tier, int]
     prediction_error: float | None = None
+    forecast_kind: str | None = None
 
     @property
     def is_hit(self) -> bool:
@@ -228,6 +231,7 @@ class Crowd:
                     prompt_tokens=usage.prompt_tokens,
                     by_tier=usage.cached_tokens_by_tier,
                     prediction_error=usage.prediction_error,
+                    forecast_kind=usage.forecast_kind,
                 )
                 answers.append(answer)
                 has_ended = has_ended or is_over(answer)
@@ -453,7 +457,10 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     num_read = counts["move_seconds.disk,host.0"]
     useful_bytes = counts["used_reads"] * block_bytes
     written_bytes = counts["demoted_disk_blocks"] * block_bytes
-    errors = [it.prediction_error for it in answers if it.prediction_error is not None]
+    errors = defaultdict[str | None, list[float]](list)
+    for answer in answers:
+        if (error := answer.prediction_error) is not None:
+            errors[answer.forecast_kind].append(error)
     lost = {
         name: int(count)
         for name, count in counts.items()
@@ -464,7 +471,11 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "wall_s": wall_s,
         "answers_per_s": len(answers) / wall_s,
         **times(answers),
-        "prediction_error": statistics.median(errors) if errors else None,
+        "prediction_error": statistics.median(chain(*errors.values())) if errors else None,
+        "prediction_errors": {
+            kind: {"answers": len(some), "p50": statistics.median(some)}
+            for kind, some in errors.items()
+        },
         "hits": {
             "all": sum(by_tier.values()) / prompt_tokens,
             **{tier.value: count / prompt_tokens for tier, count in by_tier.items()},
