@@ -48,9 +48,9 @@ many tokens were hashed since the last step, their requests are admitted in the 
 BRIEF = 1 / 4
 """Fraction of a budget: a request with at most that many tokens left to compute is brief.
 
-Brief requests are computed before others, also before those that were admitted first. While there
-are some, also while they wait for blocks, a step has at most as many tokens of the others, so that
-brief requests get their first tokens soon and the others go on.
+Brief requests are computed before others, also before those that were admitted first. A step that
+computes some has at most as many tokens of the others, so that brief requests get their first
+tokens soon and the others go on.
 """
 
 SHORT_STEP = 1 / 32
@@ -203,9 +203,7 @@ class Scheduler:
         elif not (self.held_until or all(map(self._is_brief, order[num_decodes:]))):
             self._admit(self._most_brief, claimed, scheduled, set(), only_brief=True)
             budget -= sum(row.end - row.start for row in scheduled)
-        has_brief = bool(scheduled) or any(
-            each.is_prefilling and self._is_brief(each) for each in self.running
-        )
+        has_brief = bool(scheduled)
         if self.held_until:
             order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
         for request in order:
