@@ -148,6 +148,7 @@ class Restores:
         on_disk: list[int],
         reading: list[int],
         end: int,
+        last_copied: Block | None = None,
     ) -> None:
         """Restore blocks of an admitted request, or prefetch those of a queued one.
 
@@ -160,6 +161,7 @@ class Restores:
                 `prefix.records`.
             reading: indices of blocks that are being read already, ascending.
             end: index behind the last block that is missing, here or in a restore that it shares.
+            last_copied: see `Restore`.
         """
         if prefix in self._restores:  # of the request while it was queued
             self.order.remove(self._restores.pop(prefix))
@@ -168,12 +170,12 @@ class Restores:
         is_admitted = bool(prefix.blocks)
         timeout_s = self._tiers.load_timeout_s if is_admitted else float("inf")
         give_up_at = time.monotonic() + timeout_s
-        restore = Restore(prefix, is_admitted, in_host, on_disk, reading, end, give_up_at)
+        restore = Restore(
+            prefix, is_admitted, in_host, on_disk, reading, end, give_up_at, last_copied=last_copied
+        )
         self._restores[prefix] = restore
         self.order.append(restore)
         if is_admitted:
-            coming = (block for block in reversed(prefix.blocks[:end]) if block.is_loading)
-            restore.last_copied = next(coming, None)
             host = self._tiers.host
             pages = host.find(map(prefix.hashes.__getitem__, in_host))
             restore.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}

@@ -486,6 +486,7 @@ class TieredCache:
         tiers, tenant = self.tiers, prefix.tenant
         in_host, on_disk, reading, end = list[int](), list[int](), list[int](), 0
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
+        last_copied: Block | None = None
         hashes, missing = prefix.hashes[: len(chain)], list[int]()
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
@@ -512,7 +513,9 @@ class TieredCache:
                 source = block.source
             if not block.is_ready:
                 prefix.awaited.add(index)
-                if not block.is_loading:
+                if block.is_loading:
+                    last_copied = block
+                else:
                     missing.append(index)
                 end = end if source is None else index + 1
             blocks.append(block)
@@ -523,7 +526,14 @@ class TieredCache:
             blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self.restores.want(prefix, in_host=in_host, on_disk=on_disk, reading=reading, end=end)
+        self.restores.want(
+            prefix,
+            in_host=in_host,
+            on_disk=on_disk,
+            reading=reading,
+            end=end,
+            last_copied=last_copied,
+        )
 
     def _is_alive(self, block_hash: BlockHash, record: bytes) -> bool:
         """Return whether a record is sound and its block may still be served."""
