@@ -217,8 +217,8 @@ def test_a_step_with_few_tokens_takes_as_long_as_the_device_needs_for_any_step()
     rate.learn(1, 0.0, 0.006)
     for count in (2048, 8192) * 20:
         rate.learn(count, 0.0, 2e-5 * count)
-    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.001)
-    assert rate.seconds(0, 200) == pytest.approx(0.006, rel=0.001)
+    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.01)
+    assert rate.seconds(0, 200) == pytest.approx(0.006, rel=0.01)
     assert rate.seconds(0, 2048) == pytest.approx(0.041, rel=0.02)
     assert 200 < rate.least_tokens < 300
 
@@ -233,6 +233,19 @@ def test_tokens_generated_beside_a_prompt_make_each_of_its_steps_longer() -> Non
     assert rate.seconds(0, 4000) - alone_s == pytest.approx(4 * 0.006, rel=0.1)
     rate.learn(1, 0.0, 0.004 + 0.003, num_read=100_000.0)
     assert rate.step_seconds(1, 0.0) == pytest.approx(0.004, rel=0.05)
+
+
+def test_what_is_read_beside_prompts_is_learnt_from_steps_that_only_generate() -> None:
+    rate, draw = ComputeRate(8192), random.Random(3)
+    for _ in range(60):
+        num_read = draw.uniform(50_000, 200_000)
+        for _ in range(20):
+            rate.learn(0, 0.0, 0.0043 + 3.1e-8 * num_read, num_read=num_read)
+        count, noise = draw.choice([512, 2048, 8192]), draw.uniform(0.9, 1.1)
+        rate.learn(count, 0.0, noise * (0.01 + 2e-5 * count + 3.1e-8 * num_read), num_read=num_read)
+    for num_read in (0.0, 60_000.0, 180_000.0):
+        expected = 0.0043 + 3.1e-8 * num_read
+        assert rate.step_seconds(0, 0.0, num_read) == pytest.approx(expected, rel=0.05)
 
 
 def test_no_coefficient_is_negative_whatever_was_measured() -> None:

@@ -196,11 +196,16 @@ class LinkRate:
         return now - self.learnt_at >= PROBE_S
 
 
-_PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8])
-"""Seconds a step, a token, a pair of tokens and a token read, before any measurement."""
+_PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8, 2e-3])
+"""Seconds a step, a token, a pair of tokens, a token read and a step with few tokens, before any
+measurement.
+"""
 
 FEW_TOKENS = 64
 """A step of fewer prompt tokens takes as long as the device needs for any step."""
+
+_FEW_STEPS = 32
+"""After so many steps with few tokens, the coefficients are fitted again."""
 
 _TRUST = 1e-3
 """Weight of the first assumption beside one measured kind of step."""
@@ -241,10 +246,18 @@ class Step(NamedTuple):
     num_read: float = 0.0
 
     @property
+    def has_few(self) -> bool:
+        """Whether it has so few tokens of prompts that their number does not matter."""
+        return self.num_tokens < FEW_TOKENS
+
+    @property
     def kind(self) -> tuple[int, int, int]:
         """Its size and its position, and what is generated beside it, roughly."""
+        num_read = int(self.num_read).bit_length()
+        if self.has_few:
+            return 0, 0, num_read
         size, position = int(self.num_tokens), int(self.num_pairs / self.num_tokens)
-        return size.bit_length(), position.bit_length(), int(self.num_read).bit_length()
+        return size.bit_length(), position.bit_length(), num_read
 
 
 class _Kind(NamedTuple):
@@ -259,9 +272,9 @@ class ComputeRate:
 
     The time of a step is modelled as `max(least, a + b * tokens) + c * pairs + d * read`. Each
     token of a prompt is paired with every token before it. Each token that is generated beside them
-    reads all tokens before it. The least time is that of steps with few tokens. The coefficients
-    are fitted to the longer steps by least squares of the relative error. Steps are gathered by
-    kind, so that many steps of one kind do not hide what is known of others.
+    reads all tokens before it. A step with few tokens takes the least time. The coefficients
+    are fitted by least squares of the relative error. Steps are gathered by kind, so that many
+    steps of one kind do not hide what is known of others.
 
     Attributes:
         chunk: the most tokens of one step.
@@ -272,7 +285,7 @@ class ComputeRate:
         self.chunk = chunk
         self.num_read_beside = 0.0
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
-        self._num_learnt = 0
+        self._num_learnt = self._num_few = 0
         self._recent: deque[tuple[Step, float]] = deque(maxlen=_NUM_RECENT)
         self._least_s = 0.0
         self._fitted: tuple[float, float, float, float] | None = None
@@ -294,20 +307,18 @@ class ComputeRate:
             seconds: how long the device took.
             num_read: tokens before the tokens that it generated.
         """
-        if num_tokens < FEW_TOKENS:
-            d = (self._fitted or self._fit())[3]
-            self._least_s = smoothed(self._least_s, max(0.0, seconds - d * num_read))
-            return
-        self._num_learnt += 1
         new = Step(num_tokens, num_pairs, max(seconds, 1e-6), num_read)
         known = self._kinds.get(new.kind)
-        if known is not None:
+        self._num_learnt += not new.has_few
+        if known is not None and not new.has_few:
             expected_s = self.step_seconds(num_tokens, num_pairs, num_read)
             self._recent.append((new, new.seconds / expected_s))
         before = new if known is None or known.last < 0 else known.mean
         mean = Step(*(was + _NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
         self._kinds[new.kind] = _Kind(mean, self._num_learnt)
-        self._fitted = None
+        self._num_few += new.has_few
+        if known is None or not new.has_few or self._num_few % _FEW_STEPS == 0:
+            self._fitted = None
         if len(self._recent) == _NUM_RECENT:
             self._follow_change()
 
@@ -371,29 +382,42 @@ class ComputeRate:
     def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
         """Return how long a step takes."""
         a, b, c, d = self._fitted or self._fit()
-        return max(self._least_s, a + b * num_tokens) + c * num_pairs + d * num_read
+        tokens_s = max(self._least_s, a + b * num_tokens)
+        if num_tokens < FEW_TOKENS and self._least_s:
+            tokens_s = self._least_s
+        return tokens_s + c * num_pairs + d * num_read
 
     def _fit(self) -> tuple[float, float, float, float]:
         least_s = _NEAR_LEAST * self._least_s
-        kinds = [each for each in self._kinds.values() if each.mean.seconds > least_s]
+        few = [each for each in self._kinds.values() if each.mean.has_few]
+        kinds = [
+            each
+            for each in self._kinds.values()
+            if each.mean.has_few or each.mean.seconds > least_s
+        ]
         steps = [each.mean for each in kinds]
         # In units of the first assumption, so that the equations are well conditioned.
-        sizes = [[1.0, it.num_tokens, it.num_pairs, it.num_read] for it in steps]
-        rows = np.array(sizes).reshape(-1, 4) * _PRIOR
+        sizes = [
+            [0.0, 0.0, it.num_pairs, it.num_read, 1.0]
+            if it.has_few
+            else [1.0, it.num_tokens, it.num_pairs, it.num_read, 0.0]
+            for it in steps
+        ]
+        rows = np.array(sizes).reshape(-1, 5) * _PRIOR
         rows /= np.array([it.seconds for it in steps]).reshape(-1, 1)
         newest = max((it.last for it in kinds), default=0)
         weights = np.array([0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds])
-        moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(4)
+        moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(5)
         targets = rows.T @ weights + _TRUST
-        free = [0, 1, 2, 3]
+        free = [0, 1, 2, 3, 4] if few else [0, 1, 2, 3]
         while True:  # coefficients cannot be negative: leave out those that would be
             fitted = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
             if (fitted >= 0).all():
                 break
             free = [each for each, it in zip(free, fitted, strict=True) if it > 0]
-        whole = np.zeros(4)
+        whole = np.zeros(5)
         whole[free] = fitted
-        a, b, c, d = (whole * _PRIOR).tolist()
+        a, b, c, d, self._least_s = (whole * _PRIOR).tolist()
         self._fitted = a, b, c, d
         return self._fitted
 
