@@ -5,9 +5,11 @@ names the model and the reason. The modelling code is transformers' own. This mo
 of requests, batches or blocks.
 """
 
+import contextlib
 import logging
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,32 @@ class LoadedModel(FoundModel):
     fingerprint: bytes
     eos_token_ids: frozenset[int]
     fused: FusedModel | None
+
+    @contextlib.contextmanager
+    def shortened(self, num_layers: int) -> Iterator["LoadedModel | None"]:
+        """Give the model without its later layers, for steps whose results nobody wants.
+
+        The weights are shared, and this model must not run until the block ends.
+
+        Args:
+            num_layers: how many layers are left, the first ones.
+
+        Returns:
+            None if the model keeps its layers in an unknown place.
+        """
+        base: Any = self.model.base_model
+        layers = getattr(base, "layers", None)
+        if self.fused is not None:
+            fused = replace(self.fused, layers=self.fused.layers[:num_layers])
+            yield replace(self, fused=fused)
+        elif isinstance(layers, torch.nn.ModuleList):
+            base.layers = layers[:num_layers]
+            try:
+                yield self
+            finally:
+                base.layers = layers
+        else:
+            yield None
 
 
 def find_model(

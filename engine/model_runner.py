@@ -46,6 +46,9 @@ of one prompt from its first token on. Those can use the dense path, since all l
 FRESH_REST = 128
 """Tokens behind the dense path that the smaller of two fresh graphs of one length has room for."""
 
+SIZES_PER_OCTAVE = 128
+"""Numbers of tokens between a number and its double for which a step loads its kernels."""
+
 TRIED_STARTS = (0, 2048, 8192, 32_768)
 """Positions at which long steps are timed: those that are captured cannot use the dense path, which
 is faster behind a long context."""
@@ -276,9 +279,29 @@ class ModelRunner:
             sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
             for size in tracked(progress, "warming up", sizes):
                 self.execute([self.idle_row(size, self._max_context_len - size)])
+            self._load_kernels(chunk, progress)
             self._capture(progress)
             torch.cuda.synchronize(self._loaded.device)
         progress("warming up", 1, 1)
+
+    def _load_kernels(self, most_tokens: int, progress: Progress) -> None:
+        """Compute steps of many sizes with a few layers, so that what they need is loaded.
+
+        cuBLAS chooses the kernel of a product by its sizes, and loads it when it is first needed.
+        Loading takes a copy to the device, which waits for all copies of blocks that were given to
+        the copy engine before. In service a step would take that much longer.
+        """
+        with self._loaded.shortened(2) as short:  # of the last layer, only some tokens are computed
+            if short is None:
+                return
+            whole, self._loaded = self._loaded, short
+            try:
+                sizes = launched_sizes(most_tokens)
+                for index, size in enumerate(tracked(progress, "loading kernels", sizes)):
+                    others = [self.idle_row(1, 0)] * (index % self._max_num_seqs)
+                    self.execute([self.idle_row(size, 0), *others])
+            finally:
+                self._loaded = whole
 
     def _capture(self, progress: Progress) -> None:
         """Capture steps, the largest first, so that the others fit into its memory."""
@@ -366,6 +389,15 @@ class ModelRunner:
         end = start + num_tokens
         table = array("i", bytes(4 * -(-end // self._tables.block_size)))
         return BatchRow([0] * num_tokens, start, table, write_from=end)
+
+
+def launched_sizes(most_tokens: int) -> list[int]:
+    """Return numbers of tokens of steps that may be launched without a graph, ascending."""
+    sizes, size = [], MIXED_SIZES[-1]
+    while size <= most_tokens:
+        sizes.append(size)
+        size += max(16, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
+    return sizes
 
 
 def choose_size(most_pairs: Mapping[int, float], num_tokens: int, num_pairs: float) -> int:

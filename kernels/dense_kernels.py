@@ -20,7 +20,7 @@ MERGED_ROWS = 16
 MAX_PARTS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["table_ptr"])
 def _gather_kernel(
     k_cache_ptr, v_cache_ptr, table_ptr, out_ptr, cache_stride_block, half_elements,
     NUM_ELEMENTS: tl.constexpr, TILE: tl.constexpr,
@@ -62,8 +62,12 @@ def _add_part(total, acc, row_max, out_ptr, lse_ptr, offset, lse_offset, mask, i
     return total * decay + weight, acc * decay[:, None] + weight[:, None] * part, new_max
 
 
+_LSE_STRIDES = [f"lse_stride_{part}" for part in range(MAX_PARTS)]
+
+
 @triton.jit(
-    do_not_specialize=["lse_stride_0", "lse_stride_1", "lse_stride_2", "lse_stride_3", "num_rows"]
+    do_not_specialize=[*_LSE_STRIDES, "num_rows", "num_queries"],
+    do_not_specialize_on_alignment=[f"lse_{part}_ptr" for part in range(MAX_PARTS)],
 )
 def _merge_parts_kernel(
     out_ptr, merged_lse_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, lse_0_ptr, lse_1_ptr,

@@ -100,6 +100,16 @@ def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterat
     for done, (num_queries, num_keys, is_causal) in enumerate(shapes, 1):
         _try_shape(heads, num_queries, num_keys, is_causal=is_causal)
         yield done / len(shapes)
+    _merge_some(heads)
+
+
+def _merge_some(heads: Heads) -> None:
+    """Compile the kernels that merge parts."""
+    kernels = triton_module("dense_kernels")
+    out = torch.zeros(STEP, heads.num_heads, heads.head_dim, dtype=heads.dtype, device=heads.device)
+    lse = torch.zeros(heads.num_heads, STEP, device=heads.device)
+    for num_parts in range(2, kernels.MAX_PARTS + 1):
+        kernels.merge_parts([Partial(out, lse)] * num_parts, torch.empty_like(out))
 
 
 def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:

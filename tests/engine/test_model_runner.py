@@ -1,6 +1,7 @@
 """The paged engine against transformers' own generation, token for token and logit for logit."""
 
 import dataclasses
+import itertools
 import json
 import random
 from array import array
@@ -16,12 +17,14 @@ from transformers import AutoModelForCausalLM
 from tests.engine.conftest import write_checkpoint
 from tieredkv.config import Dtype
 from tieredkv.engine import model_runner
+from tieredkv.engine.attention import AttentionContext
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import (
     ModelRunner,
     check_paging,
     choose_size,
     fresh_size,
+    launched_sizes,
     make_kv_pool,
     num_device_blocks,
     profile_peak_bytes,
@@ -240,6 +243,30 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
     seen: list[tuple[str, int, int]] = []
     harness.runner.warm_up(lambda *report: seen.append(report))
     assert seen[-1] == ("warming up", 1, 1)
+    assert harness.pool.isnan().all()
+
+
+def test_kernels_are_loaded_for_steps_of_every_size_that_is_launched() -> None:
+    sizes = launched_sizes(16_384)
+    assert (sizes[0], sizes[-1]) == (512, 16_384)
+    assert all(after - size <= max(16, size / 128) for size, after in itertools.pairwise(sizes))
+    assert launched_sizes(100) == []
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_loading_kernels_computes_two_layers_and_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
+) -> None:
+    write_checkpoint(tmp_path, "llama", max_position_embeddings=4096, num_hidden_layers=3)
+    loaded = find_model(str(tmp_path), device="cpu").load()
+    loaded = loaded if is_fused else dataclasses.replace(loaded, fused=None)
+    harness, seen, attend = Harness(loaded), list[Any](), AttentionContext.attend
+    monkeypatch.setattr(AttentionContext, "attend", record(seen, attend))
+    harness.runner._load_kernels(640, lambda *_: None)
+    assert {layer for _, _, _, layer, *_ in seen} == {0, 1}
+    seen.clear()
+    harness.runner.execute([harness.runner.idle_row(8, 0)])
+    assert {layer for _, _, _, layer, *_ in seen} == {0, 1, 2}
     assert harness.pool.isnan().all()
 
 
