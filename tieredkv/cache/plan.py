@@ -10,6 +10,9 @@ where other links load for the request too. Blocks at the head of a prefix are t
 evicted, so that host memory often holds the head of what only the disk has besides. Without this,
 that head would be computed, since computing comes from there.
 
+While others wait for the device, its time has a price: what a steady link has is computed only if
+that makes the request faster by more than it makes the others slower.
+
 Requests share the device and the links. They are planned in the order in which they are served:
 each finds the device and the links busy with the requests before it. So device and links meet in
 one request, and both go on to the next.
@@ -129,6 +132,7 @@ class Planner:
         block_bytes: bytes a block.
         busy_s: seconds for which the device is busy with what it was given.
         least_tokens: a step with fewer tokens costs hardly less, so that none is planned.
+        is_shared: whether more than one request needs the device.
     """
 
     links: Sequence[LinkState]
@@ -137,6 +141,7 @@ class Planner:
     block_bytes: int
     busy_s: float = 0.0
     least_tokens: int = 1
+    is_shared: bool = False
     _free_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +157,10 @@ class Planner:
         others = [each for each in demand.loads if each.end and not self._is_steady(each)]
         if steady and others:
             options = self._options(demand, steady, others)
-            best = min([best, *options], key=lambda each: each.done_s)
+            best = min(
+                [best, *options],
+                key=lambda each: each.done_s + self._price_s(demand, each.steady_block),
+            )
         for load in demand.loads:
             block = best.steady_block if self._is_steady(load) else best.block
             self._free_s[load.link] += self._move_s(load, block)
@@ -250,8 +258,18 @@ class Planner:
             )
             if done_s(last) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {last}
-        block = min(sorted(candidates), key=done_s)
+        block = min(sorted(candidates), key=lambda m: done_s(m) + self._price_s(demand, m))
         return Split(block, block, compute_s(block), self._load_s(demand, block), done_s(block))
+
+    def _price_s(self, demand: Demand, split: int) -> float:
+        """Return for how long others wait for the blocks before `split` that steady links have."""
+        steady = [load for load in demand.loads if self._is_steady(load)] if self.is_shared else []
+        first = -(-self._begin(demand) // self.block_size)
+        num_computed = sum(len(load.indices) - _num_from(load.indices, split) for load in steady)
+        if not num_computed or split <= first:
+            return 0.0
+        compute_s = self._compute_s(demand, self._begin(demand), split * self.block_size)
+        return compute_s * num_computed / (split - first)
 
     def _compute_s(self, demand: Demand, begin: int, end: int) -> float:
         """Return how long the device takes for those tokens of a stretch that are not ready."""

@@ -155,6 +155,7 @@ class Promoter:
     ) -> list[Split]:
         now = time.monotonic()
         planner = self._planner(busy_s, now)
+        planner.is_shared = len(demands) > 1 or self._tiers.compute_rate.num_read_beside > 0
         splits = self.restores.divide(demands, planner)
         if logger.isEnabledFor(logging.DEBUG):
             for (demand, _), split in zip(demands, splits, strict=True):
