@@ -48,10 +48,17 @@ many tokens were hashed since the last step, their requests are admitted in the 
 BRIEF = 1 / 4
 """Fraction of a budget: a request with at most that many tokens left to compute is brief.
 
-Brief requests are computed before others, also before those that were admitted first. A step that
-computes some has at most as many tokens of the others, so that brief requests get their first
-tokens soon and the others go on.
+Brief requests are computed before others, also before those that were admitted first.
 """
+
+BESIDE_BRIEF = 1 / 8
+"""Fraction of a budget: the most tokens of others in a step while there are brief requests.
+
+So brief requests get their first tokens soon and the others go on.
+"""
+
+SOON_S = 1.0
+"""A brief request that waits for its blocks counts if they are expected within this time."""
 
 SHORT_STEP = 1 / 32
 """Fraction of a budget: the prompt tokens of a short step.
@@ -145,6 +152,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
         self._most_brief = int(budget * BRIEF)
+        self._most_beside = max(1, int(budget * BESIDE_BRIEF))
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
@@ -203,14 +211,16 @@ class Scheduler:
         elif not (self.held_until or all(map(self._is_brief, order[num_decodes:]))):
             self._admit(self._most_brief, claimed, scheduled, set(), only_brief=True)
             budget -= sum(row.end - row.start for row in scheduled)
-        has_brief = bool(scheduled)
+        has_brief = not self.has_short_steps and (
+            bool(scheduled) or any(map(self._comes_soon, self.running))
+        )
         if self.held_until:
             order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
         for request in order:
             if budget <= 0:
                 break
             if has_brief and not self._is_brief(request):
-                budget = min(budget, self._most_brief)
+                budget = min(budget, self._most_beside)
             is_preempted = not request.is_running  # by an earlier one of this loop
             if is_preempted or request.is_long_enough:
                 continue
@@ -222,7 +232,6 @@ class Scheduler:
                 scheduled.append(row)
                 # A decode does not count against the budget, so that chunks beside it stay whole.
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
-                has_brief = has_brief or (row.end - row.start > 1 and self._is_brief(request))
         is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
         if has_room and not is_late and not self.held_until:
@@ -447,6 +456,11 @@ class Scheduler:
     def _is_brief(self, request: Request) -> bool:
         """Whether a running request is brief; see `BRIEF`."""
         return self._num_left(request) <= self._most_brief
+
+    def _comes_soon(self, request: Request) -> bool:
+        """Whether a running request is brief and can soon be computed; see `BESIDE_BRIEF`."""
+        is_brief = request.is_prefilling and self._is_brief(request)
+        return is_brief and self.cache.restores.is_due(request.prefix, SOON_S)
 
     def _num_left(self, request: Request) -> int:
         """Return how many tokens a running request has to compute, at most."""

@@ -19,6 +19,7 @@ from tieredkv.config import load_settings
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenOutput
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.scheduler import BESIDE_BRIEF
 from tieredkv.types import Tier, ignore_progress
 
 Restore = Literal["auto", "load", "compute"]
@@ -380,6 +381,24 @@ def test_a_request_that_the_disk_is_asked_about_misses_no_step(
         outcome = it.serve(asks, lambda _: None)
         [ttft_ms[name]] = [answer.ttft_ms for answer in outcome.answers if answer.client == 1]
     assert ttft_ms["disk"] - ttft_ms["none"] < 1e3 * H200_8B.step_s / 2
+
+
+def test_a_hit_in_host_memory_waits_for_no_long_step_that_is_issued_after_it_came(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    scheduler = rig.core.scheduler
+    hit = rig.prompt(LENGTHS[1], Tier.HOST)
+    cold = rig.random.choices(range(128_000), k=LENGTHS[2])
+    ready_s = rig.serve(hit).ttft_s
+    rig.demote(Tier.HOST)
+    it = crowd.Crowd(cast(LLM, SimpleNamespace(core=rig.core)), None)
+    asks = [crowd.Ask(0.0, 0, 0, cold, 2), crowd.Ask(0.05, 1, 0, hit, 2)]
+    outcome = it.serve(asks, lambda _: None)
+    [ttft_ms] = [answer.ttft_ms for answer in outcome.answers if answer.client == 1]
+    alone = scheduler.max_num_alone_tokens  # of the step in which it comes
+    beside = int(2 * BESIDE_BRIEF * scheduler.max_num_batched_tokens)  # while it is copied
+    assert ttft_ms / 1e3 < rig.tiers.compute_rate.seconds(0, alone + beside) + ready_s
 
 
 def test_half_of_the_times_in_a_crowd_are_predicted_within_a_tenth(make_rig: MakeRig) -> None:

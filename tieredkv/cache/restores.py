@@ -50,6 +50,7 @@ class Restore:
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
             loaded before the first plan.
         host_split: the same for the blocks of `in_host`.
+        due_at: when what is loaded has arrived, by the last plan; in monotonic time.
         is_begun: whether a read or a copy was started.
         last_copied: of the blocks that are being copied to VRAM, the last one; None before the
             first copy.
@@ -66,6 +67,7 @@ class Restore:
     pages: dict[int, Block] = field(default_factory=dict)
     split: int = sys.maxsize
     host_split: int = sys.maxsize
+    due_at: float = 0.0
     is_begun: bool = False
     last_copied: Block | None = None
     is_given_up: bool = False
@@ -256,14 +258,20 @@ class Restores:
         self, demands: Iterable[tuple[Demand, Restore | None]], planner: Planner
     ) -> list[Split]:
         """Set the split of each restore, in the order of service; return the splits."""
-        splits = []
+        splits, now = [], time.monotonic()
         for demand, restore in demands:
             splits.append(planner.split(demand))
             if restore is not None:
                 restore.split, restore.host_split = splits[-1].block, splits[-1].steady_block
+                restore.due_at = now + splits[-1].load_s
                 if self._tiers.restore == "load":
                     restore.split = restore.host_split = restore.first
         return splits
+
+    def is_due(self, prefix: Prefix, seconds: float) -> bool:
+        """Return whether what is loaded for a request arrives within this time, by the plan."""
+        restore = self._restores.get(prefix)
+        return restore is None or restore.due_at - time.monotonic() <= seconds
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
         """Return the first of a request's blocks `[first, end)` that is left to the links.
