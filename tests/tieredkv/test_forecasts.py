@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
-from tieredkv.cache.forecasts import NUM_LAGS, Lag
+from tieredkv.cache.forecasts import LAG_S, NUM_LAGS, Lag
 from tieredkv.config import Restore
 
 
@@ -16,6 +16,19 @@ def test_the_lag_of_first_tokens_is_that_of_most_of_the_last_requests() -> None:
     for _ in range(NUM_LAGS):
         lag.learn(-0.5)
     assert lag.seconds == 0.0, "nothing comes before it is planned"
+
+
+def test_a_lag_of_some_time_ago_is_not_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lag, now = Lag(), 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    lag.learn(0.2)
+    now += LAG_S - 1
+    lag.learn(0.1)
+    assert lag.seconds == pytest.approx(0.15)
+    now += 2
+    assert lag.seconds == 0.1
+    now += LAG_S
+    assert lag.seconds == 0.0
 
 
 def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() -> None:

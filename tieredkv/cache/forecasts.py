@@ -14,7 +14,8 @@ from collections import defaultdict, deque
 from typing import Literal, NamedTuple
 
 NUM_LAGS = 32
-"""The lag of a request's first token is the median of so many requests."""
+LAG_S = 10.0
+"""The lag of a request's first token is the median of so many requests of the last seconds."""
 
 Kind = Literal["restored", "computed", "issued"]
 """What a request waits for: blocks that slower tiers have, its turn, or the step that is issued."""
@@ -45,16 +46,18 @@ class Lag:
     """Learns by how much later than planned requests get their first token."""
 
     def __init__(self) -> None:
-        self._last = deque[float](maxlen=NUM_LAGS)
+        self._last = deque[tuple[float, float]](maxlen=NUM_LAGS)  # when, and how late
 
     @property
     def seconds(self) -> float:
-        """The median of the last requests; 0.0 before the first one."""
-        return max(0.0, statistics.median(self._last)) if self._last else 0.0
+        """The median of the last requests; 0.0 without any."""
+        since = time.monotonic() - LAG_S
+        last = [late_s for at, late_s in self._last if at > since]
+        return max(0.0, statistics.median(last)) if last else 0.0
 
     def learn(self, seconds: float) -> None:
         """Take in by how much later than planned a request got its first token."""
-        self._last.append(seconds)
+        self._last.append((time.monotonic(), seconds))
 
 
 class Forecasts:
