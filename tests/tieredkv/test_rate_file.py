@@ -61,6 +61,16 @@ def test_rates_are_the_first_assumption_of_the_next_run_and_no_more(folder: Path
     assert rates.compute.seconds(0, 8192) == pytest.approx(fresh.compute.seconds(0, 8192))
 
 
+def test_steps_that_only_generate_are_kept(folder: Path) -> None:
+    rates = Rates(folder)
+    for num_read in (50_000.0, 150_000.0) * 10:
+        rates.compute.learn(0, 0.0, 0.004 + 3e-8 * num_read, num_read=num_read)
+    rates.file.close()
+    again = Rates(folder)
+    assert again.compute.step_seconds(0, 0.0, 100_000.0) == pytest.approx(0.007, rel=0.1)
+    again.file.close()
+
+
 def test_what_a_run_did_not_measure_is_kept_from_the_run_before(folder: Path) -> None:
     save(folder)
     Rates(folder).file.close()
@@ -96,7 +106,7 @@ def test_a_file_of_another_machine_or_model_is_ignored_with_one_line(
         {"read_bytes_per_s": 1e300},
         {"up_bytes_per_s": "fast"},
         {"steps": [[512, 1e5, 0.0, 0]]},
-        {"steps": [[0, 0, 0.1, 0]]},
+        {"steps": [[-1, 0, 0.1, 0]]},
         {"steps": [[512, -1, 0.1, 0]]},
         {"steps": [[512, 1e5, 0.1, -1]]},
         {"steps": [[512, 1e5]]},

@@ -13,6 +13,7 @@ blocks that are coming from disk.
 Called by the engine's thread only.
 """
 
+import math
 import sys
 import time
 from bisect import bisect_left
@@ -50,7 +51,8 @@ class Restore:
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
             loaded before the first plan.
         host_split: the same for the blocks of `in_host`.
-        due_at: when what is loaded has arrived, by the last plan; in monotonic time.
+        due_at: when what is loaded has arrived, by the last plan; in monotonic time, and infinite
+            where the plan does not decide.
         is_begun: whether a read or a copy was started.
         last_copied: of the blocks that are being copied to VRAM, the last one; None before the
             first copy.
@@ -265,7 +267,8 @@ class Restores:
                 restore.split, restore.host_split = splits[-1].block, splits[-1].steady_block
                 restore.due_at = now + splits[-1].load_s
                 if self._tiers.restore == "load":
-                    restore.split = restore.host_split = restore.first
+                    restore.split, restore.due_at = restore.first, math.inf
+                    restore.host_split = restore.first
         return splits
 
     def is_due(self, prefix: Prefix, seconds: float) -> bool:
