@@ -61,8 +61,9 @@ def take(llm: LLM, row: BatchRow, num_copied: int) -> Took:
 def measure(llm: LLM, num_steps: int, most_tokens: int, num_copied: int) -> list[Row]:
     """Compute steps of random sizes, each twice; one row a step."""
     draw, rows = random.Random(0), list[Row]()
+    starts = [it for it in STARTS if it + most_tokens <= llm.core.info.max_model_len]
     for _ in tracked(bench_progress(), "measuring", range(num_steps)):
-        num_tokens, start = draw.randint(513, most_tokens), draw.choice(STARTS)
+        num_tokens, start = draw.randint(513, most_tokens), draw.choice(starts)
         row = llm.core._runner.idle_row(num_tokens, start)
         first, then = (take(llm, row, num_copied) for _ in range(2))
         is_slow = first.gpu_ms > SLOW * then.gpu_ms
