@@ -106,7 +106,7 @@ def test_a_file_of_another_machine_or_model_is_ignored_with_one_line(
         {"read_bytes_per_s": 1e300},
         {"up_bytes_per_s": "fast"},
         {"steps": [[512, 1e5, 0.0, 0]]},
-        {"steps": [[-1, 0, 0.1, 0]]},
+        {"steps": [[0, 0, 0.1, 0]]},
         {"steps": [[512, -1, 0.1, 0]]},
         {"steps": [[512, 1e5, 0.1, -1]]},
         {"steps": [[512, 1e5]]},

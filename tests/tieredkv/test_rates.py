@@ -217,10 +217,18 @@ def test_a_step_with_few_tokens_takes_as_long_as_the_device_needs_for_any_step()
     rate.learn(1, 0.0, 0.006)
     for count in (2048, 8192) * 20:
         rate.learn(count, 0.0, 2e-5 * count)
-    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.01)
-    assert rate.seconds(0, 200) == pytest.approx(0.006, rel=0.01)
+    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.001)
+    assert rate.seconds(0, 200) == pytest.approx(0.006, rel=0.001)
     assert rate.seconds(0, 2048) == pytest.approx(0.041, rel=0.02)
     assert 200 < rate.least_tokens < 300
+
+
+def test_the_least_time_is_not_forgotten_while_only_prompts_are_computed() -> None:
+    rate = ComputeRate(8192)
+    rate.learn(1, 0.0, 0.006)
+    for count in (2048, 8192) * 2000:
+        rate.learn(count, 0.0, 2e-5 * count)
+    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.001)
 
 
 def test_tokens_generated_beside_a_prompt_make_each_of_its_steps_longer() -> None:

@@ -154,8 +154,8 @@ class Promoter:
         self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float
     ) -> list[Split]:
         now = time.monotonic()
-        planner = self._planner(busy_s, now)
-        planner.is_shared = len(demands) > 1 or self._tiers.compute_rate.num_read_beside > 0
+        is_shared = len(demands) > 1 or self._tiers.compute_rate.num_read_beside > 0
+        planner = self._planner(busy_s, now, is_shared=is_shared)
         splits = self.restores.divide(demands, planner)
         if logger.isEnabledFor(logging.DEBUG):
             for (demand, _), split in zip(demands, splits, strict=True):
@@ -166,7 +166,7 @@ class Promoter:
             self.probe(first.prefix, first.on_disk)
         return splits
 
-    def _planner(self, busy_s: float, now: float) -> Planner:
+    def _planner(self, busy_s: float, now: float, *, is_shared: bool = False) -> Planner:
         """Return a planner that knows what the device and the links are busy with."""
         tiers = self._tiers
         up = self._device_link.up_state(self._num_copying, now)
@@ -180,6 +180,7 @@ class Promoter:
             block_bytes=tiers.block_bytes,
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
+            is_shared=is_shared,
         )
 
     # Moves

@@ -33,7 +33,7 @@ MOST_BYTES = 1 << 20
 _PRIVATE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _BytesPerS = Annotated[float, msgspec.Meta(ge=1e3, le=1e13)]
-_Tokens = Annotated[float, msgspec.Meta(ge=0, le=1 << 30)]
+_Tokens = Annotated[float, msgspec.Meta(ge=1, le=1 << 30)]
 _Pairs = Annotated[float, msgspec.Meta(ge=0, le=1 << 60)]
 _Seconds = Annotated[float, msgspec.Meta(ge=1e-6, le=1e4)]
 

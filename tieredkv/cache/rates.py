@@ -8,7 +8,7 @@ Called by the engine's thread only.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -197,8 +197,8 @@ class LinkRate:
 
 
 _PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8, 2e-3])
-"""Seconds a step, a token, a pair of tokens, a token read and a step with few tokens, before any
-measurement.
+"""Seconds a step, a token, a pair of tokens and a token read, before any measurement; then the unit
+in which a step with few tokens is fitted.
 """
 
 FEW_TOKENS = 64
@@ -207,8 +207,10 @@ FEW_TOKENS = 64
 _FEW_STEPS = 32
 """After so many steps with few tokens, the coefficients are fitted again."""
 
-_TRUST = 1e-3
-"""Weight of the first assumption beside one measured kind of step."""
+_TRUST = 1e-3 * np.array([1.0, 1.0, 1.0, 1.0, 0.0])
+"""Weights of the first assumption beside one measured kind of step; there is none of steps with few
+tokens.
+"""
 
 _NEW_SHARE = 0.25
 """Share of the last step in the mean of its kind."""
@@ -307,7 +309,7 @@ class ComputeRate:
             seconds: how long the device took.
             num_read: tokens before the tokens that it generated.
         """
-        new = Step(num_tokens, num_pairs, max(seconds, 1e-6), num_read)
+        new = Step(max(1, num_tokens), num_pairs, max(seconds, 1e-6), num_read)
         known = self._kinds.get(new.kind)
         self._num_learnt += not new.has_few
         if known is not None and not new.has_few:
@@ -382,19 +384,16 @@ class ComputeRate:
     def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
         """Return how long a step takes."""
         a, b, c, d = self._fitted or self._fit()
-        tokens_s = max(self._least_s, a + b * num_tokens)
-        if num_tokens < FEW_TOKENS and self._least_s:
-            tokens_s = self._least_s
+        is_least = num_tokens < FEW_TOKENS and self._least_s > 0
+        tokens_s = self._least_s if is_least else max(self._least_s, a + b * num_tokens)
         return tokens_s + c * num_pairs + d * num_read
 
     def _fit(self) -> tuple[float, float, float, float]:
         least_s = _NEAR_LEAST * self._least_s
-        few = [each for each in self._kinds.values() if each.mean.has_few]
-        kinds = [
-            each
-            for each in self._kinds.values()
-            if each.mean.has_few or each.mean.seconds > least_s
-        ]
+        known = self._kinds.values()
+        few = [it for it in known if it.mean.has_few]
+        long = [it for it in known if not it.mean.has_few and it.mean.seconds > least_s]
+        kinds = few + long
         steps = [each.mean for each in kinds]
         # In units of the first assumption, so that the equations are well conditioned.
         sizes = [
@@ -405,9 +404,8 @@ class ComputeRate:
         ]
         rows = np.array(sizes).reshape(-1, 5) * _PRIOR
         rows /= np.array([it.seconds for it in steps]).reshape(-1, 1)
-        newest = max((it.last for it in kinds), default=0)
-        weights = np.array([0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds])
-        moments = rows.T @ (rows * weights[:, None]) + _TRUST * np.eye(5)
+        weights = np.array([*_weights(few), *_weights(long)])
+        moments = rows.T @ (rows * weights[:, None]) + np.diag(_TRUST)
         targets = rows.T @ weights + _TRUST
         free = [0, 1, 2, 3, 4] if few else [0, 1, 2, 3]
         while True:  # coefficients cannot be negative: leave out those that would be
@@ -420,6 +418,12 @@ class ComputeRate:
         a, b, c, d, self._least_s = (whole * _PRIOR).tolist()
         self._fitted = a, b, c, d
         return self._fitted
+
+
+def _weights(kinds: Sequence[_Kind]) -> list[float]:
+    """Return the weight of each kind: the longer ago it was seen, the less it counts."""
+    newest = max((it.last for it in kinds), default=0)
+    return [0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds]
 
 
 def pairs(begin: int, end: int) -> float:

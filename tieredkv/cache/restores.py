@@ -267,8 +267,8 @@ class Restores:
                 restore.split, restore.host_split = splits[-1].block, splits[-1].steady_block
                 restore.due_at = now + splits[-1].load_s
                 if self._tiers.restore == "load":
-                    restore.split, restore.due_at = restore.first, math.inf
-                    restore.host_split = restore.first
+                    restore.split = restore.host_split = restore.first
+                    restore.due_at = math.inf
         return splits
 
     def is_due(self, prefix: Prefix, seconds: float) -> bool:
