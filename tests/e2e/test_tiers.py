@@ -68,20 +68,20 @@ def test_every_tier_and_a_restart_give_the_cold_tokens(disk_dir: str) -> None:
         assert by_tier(cold) == {}
         warm = one(llm, tokens)
         assert by_tier(warm) == {"device": 496}
-        digest = llm.core.kv_digests.of_prompt(llm.make_request(tokens, GREEDY))
-        assert digest is not None
+        digest = llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY))
+        assert digest
         assert llm.demote("host")
         from_host = one(llm, tokens)
         assert by_tier(from_host) == {"host": 496}
-        assert llm.core.kv_digests.of_prompt(llm.make_request(tokens, GREEDY)) == digest
+        assert llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY)) == digest
         assert llm.demote("disk")
         from_disk = one(llm, tokens)
         assert by_tier(from_disk) == {"disk": 496}
-        assert llm.core.kv_digests.of_prompt(llm.make_request(tokens, GREEDY)) == digest
+        assert llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY)) == digest
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
         restarted = one(llm, tokens)
         assert by_tier(restarted) == {"disk": 496}
-        assert llm.core.kv_digests.of_prompt(llm.make_request(tokens, GREEDY)) == digest
+        assert llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY)) == digest
     for output in (warm, from_host, from_disk, restarted):
         assert output.token_ids == cold.token_ids
 
@@ -100,11 +100,11 @@ def test_a_graceful_stop_writes_what_24h_promised(disk_dir: str) -> None:
 def test_a_wholly_cached_prompt_recomputes_its_last_token_only(llm: LLM) -> None:
     tokens = prompt(3, 512)
     cold = one(llm, tokens)
-    digest = llm.core.kv_digests.of_prompt(llm.make_request(tokens, GREEDY))
+    digest = llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY))
     warm = one(llm, tokens)
     assert by_tier(warm) == {"device": 511}
     assert warm.token_ids == cold.token_ids
-    assert llm.core.kv_digests.of_prompt(llm.make_request(tokens, GREEDY)) == digest
+    assert llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY)) == digest
 
 
 def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> None:

@@ -20,8 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import click
 import torch
@@ -29,42 +28,25 @@ import torch
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
-    PARAMS,
     PROBLEMS,
     Row,
     Sample,
     compare,
     demote_all,
+    have_equal_bytes,
     make_prompt,
     serve_once,
 )
-from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
-from tieredkv.types import BlockHash, Tier, tracked
+from tieredkv.types import Tier, tracked
 
 COPY_BYTES = 64 << 20
 NUM_AHEAD = 2
 """Copies that each stream is given ahead, so that it never pauses."""
 
 MODES: dict[str, Any] = {"cold": "compute", "load": "load", "planned": "auto"}
-
-
-class Run(NamedTuple):
-    """A prompt served in one arm.
-
-    Attributes:
-        sample: what a client sees.
-        digests: of the prefix's blocks in VRAM, by hash, if some were loaded or all computed.
-        loaded: blocks that were copied to VRAM.
-    """
-
-    sample: Sample
-    digests: dict[BlockHash, str]
-    loaded: frozenset[BlockHash]
-
-
-Runs = dict[tuple[int, int, str], list[Run]]
-"""Runs by streams, prefix length and arm."""
+Samples = dict[tuple[int, int, str], list[Sample]]
+"""Samples by streams, prefix length and arm."""
 
 
 class Traffic:
@@ -117,9 +99,9 @@ def traffic(num_streams: int) -> Iterator[Traffic | None]:
 
 def measure(
     settings: Row, lengths: list[int], streams: list[int], repeats: int
-) -> tuple[Runs, Row]:
+) -> tuple[Samples, Row]:
     """Serve every prompt in each arm; also return the rate of the other copies, by streams."""
-    progress, runs, rates = bench_progress(), Runs(), Row()
+    progress, samples, rates = bench_progress(), Samples(), Row()
     with LLM(**settings, restore="auto", progress=progress) as llm:
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
         for num_streams in streams:
@@ -129,46 +111,32 @@ def measure(
                 began_at, num_bytes = time.monotonic(), others.num_bytes if others else 0
                 cases = list(itertools.product(lengths, range(repeats)))
                 for length, repeat in tracked(progress, f"beside {num_streams} streams", cases):
-                    for arm, run in serve(llm, length, repeat).items():
-                        runs.setdefault((num_streams, length, arm), []).append(run)
+                    for arm, sample in serve(llm, length, repeat).items():
+                        samples.setdefault((num_streams, length, arm), []).append(sample)
                 moved = others.num_bytes - num_bytes if others else 0
                 rates[str(num_streams)] = round(moved / (time.monotonic() - began_at) / 1e9, 2)
-    return runs, rates
+    return samples, rates
 
 
-def serve(llm: LLM, length: int, repeat: int) -> dict[str, Run]:
+def serve(llm: LLM, length: int, repeat: int) -> dict[str, Sample]:
     """Serve one prompt in each arm; it is computed first, and then in host memory."""
-    core, prompt, found = llm.core, make_prompt(llm, length, repeat), dict[str, Run]()
-    promoter = core.cache.promoter
-    on_copied = promoter.on_copied
-
-    def note_copied(began_at: float, copies: Copies) -> None:
-        loaded.update(block.block_hash for _, block in copies if block.block_hash is not None)
-        on_copied(began_at, copies)
-
+    prompt, found = make_prompt(llm, length, repeat), dict[str, Sample]()
     for arm, mode in MODES.items():
-        core.tiers.restore, loaded = mode, set[BlockHash]()
+        llm.core.tiers.restore = mode
         if arm != "cold":
             demote_all(llm, "host")
-        with mock.patch.object(promoter, "on_copied", note_copied):
-            sample = serve_once(llm, prompt)
-        digested = arm == "cold" or loaded
-        prefix = llm.make_request(prompt[:length], PARAMS)
-        digests = core.kv_digests.by_block(prefix) if digested else {}
-        found[arm] = Run(sample, digests, frozenset(loaded))
-    core.tiers.restore = "auto"
-    core.verbs.evict()
+        found[arm] = serve_once(llm, prompt, digested=True)
+    llm.core.tiers.restore = "auto"
+    llm.core.verbs.evict()
     return found
 
 
-def rows_of(runs: Runs, rates: Row) -> list[Row]:
+def rows_of(samples: Samples, rates: Row) -> list[Row]:
     """Return a row for each arm, with times in ms."""
     rows = list[Row]()
-    for (num_streams, length, arm), ours in runs.items():
-        cold = runs[num_streams, length, "cold"]
-        times = [run.sample.ttft_ms for run in ours]
-        pairs = list(zip(ours, cold, strict=True))
-        compared = [compare(run.sample, other.sample) for run, other in pairs]
+    for (num_streams, length, arm), ours in samples.items():
+        cold, times = samples[num_streams, length, "cold"], [each.ttft_ms for each in ours]
+        compared = [compare(each, other) for each, other in zip(ours, cold, strict=True)]
         rows.append(
             {
                 "streams": num_streams,
@@ -176,17 +144,11 @@ def rows_of(runs: Runs, rates: Row) -> list[Row]:
                 "prefix_tokens": length,
                 "arm": arm,
                 "ttft_ms": {"p50": statistics.median(times), "min": min(times), "all": times},
-                "tokens_from_host": statistics.median(
-                    run.sample.by_tier[Tier.HOST] for run in ours
-                ),
+                "predicted_ms": [each.predicted_ms for each in ours],
+                "tokens_from_host": [each.by_tier[Tier.HOST] for each in ours],
                 "tokens_equal_cold": all(is_equal for _, is_equal, _ in compared),
                 "num_prompts_excluded": sum(is_tie for _, _, is_tie in compared),
-                "num_loaded_blocks": statistics.median(len(run.loaded) for run in ours),
-                "kv_bytes_equal": all(
-                    run.digests[it] == other.digests[it]
-                    for run, other in pairs
-                    for it in run.loaded & other.digests.keys()
-                ),
+                "kv_bytes_equal": have_equal_bytes(ours, cold),
             }
         )
     return rows
@@ -214,9 +176,9 @@ def main(
         raise click.UsageError("There is no GPU, and so no PCIe to keep busy.")
     settings: Row = {"model": model, "device_size": device_size, "host_size": host_size}
     settings["max_model_len"] = max(lengths) + 128
-    runs, rates = measure(settings, lengths, counts, repeats)
+    samples, rates = measure(settings, lengths, counts, repeats)
     report = raw.head(commit, "python -m tests.stress.busy_pcie") | {"model": model}
-    rows = rows_of(runs, rates)
+    rows = rows_of(samples, rates)
     problems = [
         f"{row['arm']}, {row['prefix_tokens']} tokens: {PROBLEMS[name]}"
         for row in rows

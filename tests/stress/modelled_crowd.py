@@ -39,7 +39,7 @@ from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
-from tieredkv.cli.bench import COUNT, NUMBER, several
+from tieredkv.cli.bench import COUNT, NUMBER, several, shortest_to_longest
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, load_settings
 from tieredkv.engine.core import EngineCore
@@ -173,7 +173,7 @@ def engine(case: Case) -> Iterator[ModelledCrowd]:
     time_ = VirtualTime()
     with time_.patched():
         told = case.settings | crowd.arm_settings(
-            case.arm, None if case.arm == "none" else "modelled"
+            case.arm, None if case.arm == "no_disk" else "modelled"
         )
         core = ModelledCore(load_settings(arguments=told).settings, case.machine, time_)
         try:
@@ -202,12 +202,12 @@ def run_returns(case: Case) -> Run:
     with engine(case) as it:
         llm = it.llm
         prefixes = [
-            make_prompt(llm, length, shape.arrival_seed * shape.sessions + session)[:-SUFFIX_TOKENS]
+            make_prompt(llm, length, shape.seed * shape.sessions + session)[:-SUFFIX_TOKENS]
             for session, length in enumerate(shape.lengths)
         ]
         # The first prefixes are served again, from disk, and so the rate of reads is learnt.
         again = prefixes[: returns.NUM_CHECKED]
-        for prefix in [*prefixes, *again] if case.arm != "none" else ():
+        for prefix in [*prefixes, *again] if case.arm != "no_disk" else ():
             it.serve([Ask(0.0, 0, 0, prefix, shape.answer_tokens)], _nothing)
             demote_all(it.core)
         it.core.verbs.evict()
@@ -246,7 +246,7 @@ def figures(runs: Sequence[Run], spec: KVSpec, machine: Machine) -> Row:
     row = crowd.figures([run.outcome for run in runs], spec, machine.read_GBps)
     prompt_tokens = sum(run.prompt_tokens for run in runs)
     found = {name: sum(run.found[name] for run in runs) for name in runs[0].found}
-    row["hit_rate"] = {name: round(count / prompt_tokens, 4) for name, count in found.items()}
+    row["hit_rates"] = {name: round(count / prompt_tokens, 4) for name, count in found.items()}
     row["device_busy_share"] = sum(run.busy_s for run in runs) / row["wall_s"]
     row["prefill_share"] = sum(run.prefill_s for run in runs) / row["wall_s"]
     return row
@@ -281,7 +281,7 @@ def main() -> None:
     A row has the figures of `tieredkv bench sessions` or `returns`, and further:
 
     \b
-    hit_rate            share of the prompt tokens that was found, and that ideal pools find for
+    hit_rates           share of the prompt tokens that was found, and that ideal pools find for
                         the same requests in the same order: `inclusive` (VRAM and host memory, each
                         LRU, a block in both stays in both), `one_pool` (one LRU pool as large as
                         both), `unbounded`. Ideal pools have no disk.
@@ -331,7 +331,7 @@ def crowd_options(command: Any) -> Any:
 @main.command(context_settings={"show_default": True})
 @several("--sessions", COUNT, default="4,8,16", help="Sessions at once, with commas between.")
 @click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session.")
-@click.option("--seeds", type=COUNT, default=3, help="Runs with other sessions, pooled.")
+@several("--seed", int, name="seeds", default="0,1,2", help="Seeds; their runs are pooled.")
 @click.option(
     "--scale", type=click.FloatRange(min=1), default=1.0, help="Divide numbers of tokens by this."
 )
@@ -347,7 +347,7 @@ def sessions(
     machine: Machine,
     sessions: list[int],
     turns: int,
-    seeds: int,
+    seeds: list[int],
     scale: float,
     trace: Path | None,
     arms: list[str],
@@ -362,19 +362,20 @@ def sessions(
     made = plan(loaded, SESSIONS_SIZES)
     shape = Shape(turns, scale, trace)
     cases = [
-        Case(arm, count, seed, made.settings, machine, shape)
+        Case(arm, count, each, made.settings, machine, shape)
         for count in sorted(sessions, reverse=True)  # the longest runs come first
-        for seed in range(seeds)
+        for each in seeds
         for arm in arms
     ]
     runs = run_all(run_sessions, cases, jobs)
     rows = list[Row]()
     for count in sessions:
         outcomes = {arm: [run.outcome for run in runs[arm, count]] for arm in arms}
-        common = crowd.common_figures(outcomes)
+        common = crowd.common_answers(outcomes)
         for arm in arms:
             row = figures(runs[arm, count], made.kv_spec, machine)
-            rows.append({"arm": arm, "sessions": count, **row, "common": common[arm]})
+            row |= crowd.common_figures(common[arm])
+            rows.append({"arm": arm, "sessions": count, **row})
     workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
     tell(made, machine, commit, {"workload": workload, "rows": rows})
 
@@ -385,18 +386,13 @@ def sessions(
 )
 @click.option("--ttft-limit", type=NUMBER, default=4.0, help="Seconds that TTFT p90 must hold.")
 @click.option("--sessions", type=COUNT, default=11, help="Sessions that return in turn.")
-@several(
-    "--prefix-tokens",
-    COUNT,
-    default="20000,60000",
-    help="Shortest and longest prefix of a session.",
-)
+@shortest_to_longest("--prefix-tokens", "20000-60000", "Lengths of the prefixes in tokens.")
 @click.option("--new-tokens", type=COUNT, default=500, help="Tokens that each return adds.")
 @click.option("--answers", type=COUNT, default=120, help="Returns at each rate.")
 @click.option(
     "--answer-tokens", type=click.IntRange(min=2), default=120, help="Tokens of each answer."
 )
-@click.option("--arrival-seed", type=int, default=0, help="Of arrivals, lengths and tokens.")
+@click.option("--seed", "shape_seed", type=int, default=0, help="Of arrivals, lengths and tokens.")
 @crowd_options
 def returns_command(
     *,
@@ -404,7 +400,9 @@ def returns_command(
     machine: Machine,
     rates: list[float],
     ttft_limit: float,
-    prefix_tokens: list[int],
+    sessions: int,
+    prefix_tokens: tuple[int, int],
+    shape_seed: int,
     arms: list[str],
     jobs: int,
     commit: str | None,
@@ -413,28 +411,28 @@ def returns_command(
     """Run the returns of `tieredkv bench returns`, at all rates in all arms.
 
     Unless their sizes are given, tiers have 14 GiB of VRAM, 8 GiB of host memory and 60 GiB of
-    disk. The report has each arm's bound and compares `planned` with the better other arm, as the
-    bench does.
+    disk. The report has each arm's capacity and compares `planned` with the better other arm, as
+    the bench does.
     """
     made = plan(loaded, RETURNS_SIZES)
-    shape = returns.Shape(shortest=min(prefix_tokens), longest=max(prefix_tokens), **options)
+    shape = returns.Shape(sessions, *prefix_tokens, seed=shape_seed, **options)
     returns.check(made, shape)
     rates, limit_ms = sorted(rates), 1e3 * ttft_limit
     cases = [Case(arm, rate, 0, made.settings, machine, shape) for rate in rates for arm in arms]
     runs = run_all(run_returns, cases, jobs)
-    rows, bounds = list[Row](), dict[str, Row]()
+    rows, capacities = list[Row](), dict[str, returns.Capacity]()
     for arm in arms:
         of_arm: list[Row] = [
             {"arm": arm, "rate": rate} | figures(runs[arm, rate], made.kv_spec, machine)
             for rate in rates
         ]
-        is_held = [row["ttft_p90_ms"] <= limit_ms for row in of_arm]
+        is_held = [row["ttft_ms"]["p90"] <= limit_ms for row in of_arm]
         num_held = is_held.index(False) if False in is_held else len(rates)
-        bounds[arm] = returns.bound(of_arm[: num_held + 1], limit_ms)
+        capacities[arm] = returns.capacity(of_arm[: num_held + 1], limit_ms)
         rows += of_arm
-    compared = returns.compared(rows, bounds)
+    compared = returns.compared(rows, capacities)
     workload = shape._asdict() | {"ttft_limit_s": ttft_limit}
-    tell(made, machine, commit, {"workload": workload, "bounds": bounds, **compared, "rows": rows})
+    tell(made, machine, commit, {"workload": workload, **compared, "rows": rows})
 
 
 if __name__ == "__main__":

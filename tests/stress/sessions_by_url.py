@@ -137,7 +137,7 @@ def figures(answers: list[Answer], took_s: float) -> Row:
 @click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
 @click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
 @click.option("--turns", default=15, show_default=True, help="Requests of a session.")
-@click.option("--seeds", default="0", show_default=True, help="Seeds, one run each, with commas.")
+@click.option("--seed", default="0", show_default=True, help="Seeds, one run each, with commas.")
 @click.option(
     "--until",
     type=click.Choice(["first", "last"]),
@@ -158,7 +158,7 @@ def main(
     name: str,
     sessions: int,
     turns: int,
-    seeds: str,
+    seed: str,
     until: str,
     scale: float,
     trace: Path | None,
@@ -167,16 +167,18 @@ def main(
 ) -> None:
     model, shape = served_by(url), Shape(turns, scale, trace)
     rows, problems = list[Row](), list[str]()
-    for seed in map(int, seeds.split(",")):
-        scripts = make_scripts(sessions, seed, shape, MAX_PROMPT_TOKENS, vocab_size)
+    for each in map(int, seed.split(",")):
+        scripts = make_scripts(sessions, each, shape, MAX_PROMPT_TOKENS, vocab_size)
         answers, took_s, problem = asyncio.run(run(url, model, scripts, until))
-        problems += [f"seed {seed}: {problem}"] if problem else []
+        problems += [f"seed {each}: {problem}"] if problem else []
         if not answers:
             continue
-        rows.append({"sessions": sessions, "seed": seed, **figures(answers, took_s)})
-        summary = "{answers} answers, {answers_per_s:.2f} a second, TTFT p50 {ttft_p50_ms:.0f} ms, "
-        summary += "p90 {ttft_p90_ms:.0f} ms, p99 {ttft_p99_ms:.0f} ms, hit rate {hit_rate:.3f}"
-        click.echo(f"seed {seed}: {summary.format(**rows[-1])}", err=True)
+        rows.append({"sessions": sessions, "seed": each, **figures(answers, took_s)})
+        summary = (
+            "{answers} answers, {answers_per_s:.2f} a second, TTFT p50 {ttft_ms[p50]:.0f} ms, "
+        )
+        summary += "p90 {ttft_ms[p90]:.0f} ms, p99 {ttft_ms[p99]:.0f} ms, hit rate {hit_rate:.3f}"
+        click.echo(f"seed {each}: {summary.format(**rows[-1])}", err=True)
     report = raw.head(commit, "python -m tests.stress.sessions_by_url") | {"server": name}
     workload = {"turns": turns, "until": until, "scale": scale, "model": model}
     workload["trace"] = trace and trace.name

@@ -11,15 +11,14 @@ SIZES = {"model": "tiny-random", "device_size": "16MiB", "host_size": "32MiB"}
 
 @pytest.mark.parametrize("num_streams", [0, pytest.param(2, marks=pytest.mark.gpu)])
 def test_the_prefix_comes_from_host_memory_in_the_arms_that_load(num_streams: int) -> None:
-    runs, rates = busy_pcie.measure(dict(SIZES), [256], [num_streams], 1)
-    cold, load, planned = busy_pcie.rows_of(runs, rates)
+    samples, rates = busy_pcie.measure(dict(SIZES), [256], [num_streams], 1)
+    cold, load, planned = busy_pcie.rows_of(samples, rates)
     assert [row["arm"] for row in (cold, load, planned)] == ["cold", "load", "planned"]
-    assert cold["tokens_from_host"] == 0
-    assert load["tokens_from_host"] == 256
-    assert 0 <= planned["tokens_from_host"] <= 256
-    assert load["num_loaded_blocks"] == len(runs[num_streams, 256, "cold"][0].digests) > 0
-    assert load["kv_bytes_equal"] and load["tokens_equal_cold"]
-    assert planned["kv_bytes_equal"] and planned["tokens_equal_cold"]
+    assert (cold["tokens_from_host"], load["tokens_from_host"]) == ([0], [256])
+    assert 0 <= planned["tokens_from_host"][0] <= 256
+    assert (cold["kv_bytes_equal"], load["kv_bytes_equal"]) == (None, True)
+    assert planned["kv_bytes_equal"] is (True if planned["tokens_from_host"][0] else None)
+    assert load["tokens_equal_cold"] and planned["tokens_equal_cold"]
     assert (load["others_GBps"] > 0) == bool(num_streams)
 
 

@@ -12,20 +12,14 @@ import pytest
 
 from tieredkv.bench import crowd, returns, sessions
 from tieredkv.bench.crowd import Answer, Outcome, WatchedReads
-from tieredkv.bench.returns import bound, compared
+from tieredkv.bench.returns import Capacity, capacity, compared
 from tieredkv.bench.sessions import Shape, read_trace, replay, write_script
 from tieredkv.errors import ConfigError
 from tieredkv.types import KVSpec, Tier
 
 SHAPE = Shape(turns=15, scale=10, trace=None)
 RETURNS = returns.Shape(
-    sessions=8,
-    shortest=200,
-    longest=600,
-    new_tokens=5,
-    answers=2000,
-    answer_tokens=3,
-    arrival_seed=7,
+    sessions=8, shortest=200, longest=600, new_tokens=5, answers=2000, answer_tokens=3, seed=7
 )
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_size=16)
 
@@ -163,29 +157,34 @@ def test_a_trace_with_too_few_sessions_is_refused(tmp_path: Path) -> None:
 
 
 def rows(arm: str, *points: tuple[float, float, float]) -> list[dict[str, Any]]:
-    names = ("rate", "ttft_p50_ms", "ttft_p90_ms")
-    return [{"arm": arm, **dict(zip(names, point, strict=True))} for point in points]
+    return [
+        {"arm": arm, "rate": rate, "ttft_ms": {"p50": p50_ms, "p90": p90_ms}}
+        for rate, p50_ms, p90_ms in points
+    ]
 
 
-def test_the_bound_of_an_arm_is_interpolated_and_says_how_it_is_known() -> None:
+def test_the_capacity_of_an_arm_is_interpolated_and_says_how_it_is_known() -> None:
     held, failed = (1.0, 100.0, 2000.0), (2.0, 900.0, 6000.0)
-    assert bound(rows("a", held, failed), 4000) == {"is": "interpolated", "rate": 1.5}
-    assert bound(rows("a", held), 4000) == {"is": "at least", "rate": 1.0}
-    assert bound(rows("a", failed), 4000) == {"is": "below", "rate": 2.0}
+    assert capacity(rows("a", held, failed), 4000) == (1.5, "interpolated")
+    assert capacity(rows("a", held), 4000) == (1.0, "at least")
+    assert capacity(rows("a", failed), 4000) == (None, "below the lowest rate")
 
 
 def test_planned_is_compared_with_the_better_of_the_other_arms() -> None:
-    none = rows("none", (1.0, 100.0, 2000.0), (2.0, 900.0, 6000.0))
+    none = rows("no_disk", (1.0, 100.0, 2000.0), (2.0, 900.0, 6000.0))
     load = rows("load", (1.0, 300.0, 5000.0))
     planned = rows("planned", (1.0, 80.0, 500.0), (2.0, 160.0, 3000.0), (4.0, 900.0, 5000.0))
-    bounds = {rows[0]["arm"]: bound(rows, 4000) for rows in (none, load, planned)}
-    told = compared([*none, *load, *planned], bounds)
-    assert told["better_arm"] == "none", "the rate that `load` did not hold is no bound"
-    assert told["bound_over_better"] == pytest.approx(3.0 / 1.5)
+    known = {rows[0]["arm"]: capacity(rows, 4000) for rows in (none, load, planned)}
+    told = compared([*none, *load, *planned], known)
+    assert told["capacity"] == {"no_disk": 1.5, "load": None, "planned": pytest.approx(3.0)}
+    assert told["capacity_is"]["planned"] == "interpolated"
+    assert told["better_arm"] == "no_disk", "`load` held at no rate"
+    assert told["capacity_over_better"] == pytest.approx(3.0 / 1.5)
     assert told["p50_over_better"] == pytest.approx((80 + 0.05 * 80) / (100 + 0.05 * 800))
-    bounds["none"] = {"is": "at least", "rate": 2.0}
-    assert compared([*none, *load, *planned], bounds)["bound_over_better"] is None
-    assert compared(none, {"none": bounds["none"]}) == {}
+    known["no_disk"] = Capacity(2.0, "at least")
+    assert compared([*none, *load, *planned], known)["capacity_over_better"] is None
+    alone = compared(none, {"no_disk": known["no_disk"]})
+    assert alone == {"capacity": {"no_disk": 2.0}, "capacity_is": {"no_disk": "at least"}}
 
 
 def answer(turn: int, by_tier: dict[Tier, int], ttft_ms: float, *ids: int) -> Answer:
@@ -204,14 +203,14 @@ def test_a_hit_found_something_and_has_few_tokens_to_compute() -> None:
         cold._replace(prediction_error=0.1, forecast_kind="issued"),
     ]
     told = crowd.figures([Outcome(answers, 1.0, {}, 0.0)], SPEC, None)
-    assert (told["num_hits"], told["hit_ttft_p50_ms"], told["hit_ttft_p90_ms"]) == (1, 10.0, 10.0)
+    assert (told["num_hits"], told["hit_ttft_ms"]) == (1, {"p50": 10.0, "p90": 10.0})
     assert told["prediction_error"] == pytest.approx(0.15)
     assert told["prediction_errors"] == {
         "restored": {"answers": 1, "p50": 0.2},
         "issued": {"answers": 1, "p50": 0.1},
     }
     none = crowd.figures([Outcome([cold], 1.0, {}, 0.0)], SPEC, None)
-    assert none["hit_ttft_p50_ms"] is none["prediction_error"] is None
+    assert none["hit_ttft_ms"]["p50"] is none["prediction_error"] is None
 
 
 def test_the_figures_of_several_runs_are_pooled() -> None:
@@ -226,17 +225,17 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     ]
     told = crowd.figures(outcomes, SPEC, raw_GBps=1e-4)
     assert (told["answers"], told["answers_per_s"]) == (3, 1.0)
-    assert (told["ttft_p50_ms"], told["itl_p99_ms"]) == (20.0, 2.0)
-    hits = {"all": 160 / 300, "device": 32 / 300, "host": 0.0, "disk": 128 / 300}
-    assert told["hits"] == pytest.approx(hits)
+    assert (told["ttft_ms"]["p50"], told["itl_ms"]["p99"]) == (20.0, 2.0)
+    assert told["hit_rate"] == pytest.approx(160 / 300)
+    assert told["by_tier"] == {Tier.DEVICE: 32, Tier.HOST: 0, Tier.DISK: 128}
     assert told["computed_tokens"] == 300 - 160 + 6
-    assert told["GB"]["read"] == pytest.approx(5 * SPEC.block_bytes / 1e9)
-    assert told["GB"]["useful"] == pytest.approx(4 * SPEC.block_bytes / 1e9)
-    assert told["useful_share"] == pytest.approx(4 * SPEC.block_bytes / 0.5 / 1e5)
+    assert told["bytes_read"] == 5 * SPEC.block_bytes
+    assert told["bytes_useful"] == 4 * SPEC.block_bytes
+    assert told["disk_useful"] == pytest.approx(4 * SPEC.block_bytes / 0.5 / 1e5)
     assert told["overtaken"] == 1 / 5
     assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
     assert (told["dropped"], told["lost_blocks"]) == (4, {"lost_blocks.too_slow": 4})
-    assert crowd.figures(outcomes, SPEC, None)["useful_share"] is None
+    assert crowd.figures(outcomes, SPEC, None)["disk_useful"] is None
 
 
 def test_arms_are_compared_over_the_requests_that_all_have_answered() -> None:
@@ -248,13 +247,18 @@ def test_arms_are_compared_over_the_requests_that_all_have_answered() -> None:
 
     fast = [outcome(10.0, 20.0, 900.0), outcome(30.0, 800.0)]
     slow = [outcome(12.0, 22.0), outcome(32.0)]
-    common = crowd.common_figures({"fast": fast, "slow": slow})
-    assert {arm: row["answers"] for arm, row in common.items()} == {"fast": 3, "slow": 3}
-    assert {arm: row["ttft_p50_ms"] for arm, row in common.items()} == {"fast": 20, "slow": 22}
-    assert common["fast"]["itl_p50_ms"] == 2.0
-    none = crowd.common_figures({"fast": [outcome(1.0)], "none": [outcome()]})
-    assert none["fast"] == none["none"]
-    assert none["fast"]["ttft_p50_ms"] is None
+    common = crowd.common_answers({"fast": fast, "slow": slow})
+    told = {arm: crowd.common_figures(answers) for arm, answers in common.items()}
+    assert {arm: row["common"]["answers"] for arm, row in told.items()} == {"fast": 3, "slow": 3}
+    assert [told[arm]["common"]["ttft_ms"]["p50"] for arm in ("fast", "slow")] == [20, 22]
+    assert told["fast"]["common"]["itl_ms"]["p50"] == 2.0
+    assert told["fast"]["tokens_digest"] == told["slow"]["tokens_digest"]
+    slow[1].answers[0].token_ids[0] = 9
+    other = crowd.common_figures(crowd.common_answers({"fast": fast, "slow": slow})["slow"])
+    assert other["tokens_digest"] != told["fast"]["tokens_digest"]
+    nothing = crowd.common_answers({"fast": [outcome(1.0)], "slow": [outcome()]})
+    assert nothing["fast"] == nothing["slow"] == []
+    assert crowd.common_figures([])["common"]["ttft_ms"]["p50"] is None
 
 
 def test_a_run_is_told_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:

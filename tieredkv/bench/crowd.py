@@ -6,6 +6,7 @@ not know how prompts and times are made.
 """
 
 import heapq
+import json
 import shutil
 import statistics
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 
 from tieredkv.bench import raw
 from tieredkv.bench.ttft import in_new_process, look_up
@@ -36,25 +38,25 @@ from tieredkv.storage.results import EvictFilter
 from tieredkv.types import KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
 
-ARMS = ("none", "load", "planned")
+ARMS = ("no_disk", "load", "planned")
 POLL_S = 0.01
 HIT_TOKENS = 2048
 """A request that found something and has fewer tokens to compute is a hit in `hit_ttft`."""
 
 MIN_RAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 256 << 20
-COLUMNS: tuple[str, ...] = ("answers_per_s", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms")
-COLUMNS += ("hit_ttft_p50_ms", "hit_ttft_p90_ms", "itl_p50_ms")
-COLUMNS += ("hits.device", "hits.host", "hits.disk", "GB.read", "GB.written")
-COLUMNS += ("useful_share", "overtaken", "dropped")
+COLUMNS: tuple[str, ...] = ("answers_per_s", "ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99")
+COLUMNS += ("hit_ttft_ms.p50", "hit_ttft_ms.p90", "itl_ms.p50", "hit_rate")
+COLUMNS += ("by_tier.device", "by_tier.host", "by_tier.disk", "bytes_read", "bytes_written")
+COLUMNS += ("disk_useful", "overtaken", "dropped")
 PLOTTED: tuple[tuple[str, ...], ...] = (
     ("answers_per_s",),
-    ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"),
-    ("hit_ttft_p50_ms", "hit_ttft_p90_ms"),
-    ("itl_p50_ms",),
-    ("hits.device", "hits.host", "hits.disk"),
-    ("GB.read", "GB.written"),
-    ("useful_share",),
+    ("ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99"),
+    ("hit_ttft_ms.p50", "hit_ttft_ms.p90"),
+    ("itl_ms.p50",),
+    ("by_tier.device", "by_tier.host", "by_tier.disk"),
+    ("bytes_read", "bytes_written"),
+    ("disk_useful",),
 )
 
 Row = dict[str, Any]
@@ -98,6 +100,7 @@ class Answer(NamedTuple):
         ended_s: when its last token came, in seconds after the start.
         gaps_ms: times between its tokens.
         by_tier: prompt tokens by the tier that they came from.
+        recomputed_tokens: prompt tokens that were found and computed nevertheless.
         prediction_error: by which part of the actual time the first token's time was mispredicted;
             None if it was not predicted.
         forecast_kind: what it was expected to wait for, see `cache.forecasts`.
@@ -111,6 +114,7 @@ class Answer(NamedTuple):
     token_ids: list[int]
     prompt_tokens: int
     by_tier: dict[Tier, int]
+    recomputed_tokens: int = 0
     prediction_error: float | None = None
     forecast_kind: str | None = None
 
@@ -230,6 +234,7 @@ class Crowd:
                     token_ids=tokens.pop(name),
                     prompt_tokens=usage.prompt_tokens,
                     by_tier=usage.cached_tokens_by_tier,
+                    recomputed_tokens=usage.recomputed_tokens,
                     prediction_error=usage.prediction_error,
                     forecast_kind=usage.forecast_kind,
                 )
@@ -312,7 +317,7 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
     """
     with ExitStack() as stack:
         store_dir = None
-        if arm != "none":
+        if arm != "no_disk":
             store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
         told = settings | arm_settings(arm, store_dir)
         llm = stack.enter_context(LLM(**told, progress=progress))
@@ -429,7 +434,7 @@ def run_arms(
 def tell(stage: str, outcome: Outcome) -> None:
     """Write the main figures of a run to stderr, since the report comes only after the last run."""
     times_ms = [answer.ttft_ms for answer in outcome.answers]
-    p50_ms, p90_ms = raw.percentiles_ms("ttft", times_ms, (50, 90)).values()
+    p50_ms, p90_ms = raw.percentiles(times_ms, (50, 90)).values()
     speed = f"{len(times_ms)} answers, {len(times_ms) / outcome.wall_s:.2f} a second"
     ttft = f"TTFT p50 {p50_ms:.0f} ms, p90 {p90_ms:.0f} ms"
     print(f"{stage}: {speed}, {ttft}", file=sys.stderr, flush=True)
@@ -476,23 +481,21 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
             kind: {"answers": len(some), "p50": statistics.median(some)}
             for kind, some in errors.items()
         },
-        "hits": {
-            "all": sum(by_tier.values()) / prompt_tokens,
-            **{tier.value: count / prompt_tokens for tier, count in by_tier.items()},
-        },
+        "hit_rate": sum(by_tier.values()) / prompt_tokens,
+        "by_tier": by_tier,
         "prompt_tokens": prompt_tokens,
         "computed_tokens": computed,
-        "GB": {
-            "read": num_read * block_bytes / 1e9,
-            "useful": useful_bytes / 1e9,
-            "written": written_bytes / 1e9,
-            "to_device": counts["promoted_host_blocks"] * block_bytes / 1e9,
-            "to_host": counts["demoted_host_blocks"] * block_bytes / 1e9,
-        },
+        "recomputed_tokens": sum(answer.recomputed_tokens for answer in answers),
+        "bytes_read": int(num_read * block_bytes),
+        "bytes_useful": int(useful_bytes),
+        "bytes_written": int(written_bytes),
+        "bytes_to_device": int(counts["promoted_host_blocks"] * block_bytes),
+        "bytes_to_host": int(counts["demoted_host_blocks"] * block_bytes),
         "written_bytes_per_computed_token": written_bytes / computed,
         "reading_s": reading_s,
         "raw_GBps": raw_GBps,
-        "useful_share": (
+        "disk_busy": reading_s / wall_s,
+        "disk_useful": (
             useful_bytes / reading_s / raw_GBps / 1e9 if raw_GBps and reading_s else None
         ),
         "overtaken": counts["overtaken_blocks"] / num_read if num_read else None,
@@ -502,8 +505,8 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     }
 
 
-def common_figures(outcomes_by_arm: Mapping[str, Sequence[Outcome]]) -> dict[str, Row]:
-    """Return each arm's times over the requests that all arms have answered.
+def common_answers(outcomes_by_arm: Mapping[str, Sequence[Outcome]]) -> dict[str, list[Answer]]:
+    """Return each arm's answers to the requests that all arms have answered, in the same order.
 
     An arm that answers more requests until a run ends answers later ones too, which are longer.
 
@@ -518,11 +521,15 @@ def common_figures(outcomes_by_arm: Mapping[str, Sequence[Outcome]]) -> dict[str
         }
         for arm, outcomes in outcomes_by_arm.items()
     }
-    common = set.intersection(*map(set, by_arm.values()))
-    return {
-        arm: {"answers": len(common), **times([known[key] for key in common])}
-        for arm, known in by_arm.items()
-    }
+    common = sorted(set.intersection(*map(set, by_arm.values())))
+    return {arm: [known[key] for key in common] for arm, known in by_arm.items()}
+
+
+def common_figures(answers: Sequence[Answer]) -> Row:
+    """Return what a row says of the answers that all arms gave: their times, and their tokens."""
+    tokens = json.dumps([answer.token_ids for answer in answers])
+    digest = xxhash.xxh3_128_hexdigest(tokens.encode())
+    return {"tokens_digest": digest, "common": {"answers": len(answers), **times(answers)}}
 
 
 def times(answers: Sequence[Timed]) -> Row:
@@ -530,10 +537,10 @@ def times(answers: Sequence[Timed]) -> Row:
     gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
     hits_ms = [answer.ttft_ms for answer in answers if answer.is_hit]
     return {
-        **raw.percentiles_ms("ttft", [answer.ttft_ms for answer in answers], (50, 90, 99)),
-        **raw.percentiles_ms("hit_ttft", hits_ms, (50, 90)),
+        "ttft_ms": raw.percentiles([answer.ttft_ms for answer in answers], (50, 90, 99)),
+        "hit_ttft_ms": raw.percentiles(hits_ms, (50, 90)),
         "num_hits": len(hits_ms),
-        **raw.percentiles_ms("itl", gaps_ms, (50, 90, 99)),
+        "itl_ms": raw.percentiles(gaps_ms, (50, 90, 99)),
     }
 
 

@@ -114,6 +114,6 @@ def _words(column: str) -> str:
 
 
 def _unit(column: str) -> str:
-    """Return what several columns have in common: `ms` of `ttft_p50_ms`, `hits` of `hits.disk`."""
+    """Return what columns have in common: `ttft_ms` of `ttft_ms.p50`, `ms` of `itl_p50_ms`."""
     table, dot, _ = column.partition(".")
     return table if dot else column.split("_")[-1]

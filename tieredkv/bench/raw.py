@@ -84,10 +84,15 @@ def median_s(call: Callable[[], object], *, repeats: int = 10) -> float:
     return statistics.median(times[1:])
 
 
+def percentiles(values: Sequence[float], shares: Sequence[int]) -> dict[str, Any]:
+    """Return percentiles, named as `p50`; each is None if there are no values."""
+    made = np.percentile(values, shares).tolist() if values else [None] * len(shares)
+    return {f"p{share}": each for share, each in zip(shares, made, strict=True)}
+
+
 def percentiles_ms(name: str, values: Sequence[float], shares: Sequence[int]) -> dict[str, Any]:
     """Return percentiles, named as `NAME_p50_ms`; each is None if there are no values."""
-    made = np.percentile(values, shares).tolist() if values else [None] * len(shares)
-    return {f"{name}_p{share}_ms": ms for share, ms in zip(shares, made, strict=True)}
+    return {f"{name}_{key}_ms": ms for key, ms in percentiles(values, shares).items()}
 
 
 def copy_GBps() -> float:

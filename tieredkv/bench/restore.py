@@ -9,7 +9,7 @@ For every prefix length and repeat, a new prefix is served in each of these arms
 
 The worker reads without the page cache, and the bytes that the device moved for it are reported.
 Just before each arm but the last, the raw rate of the disk is measured, as the best of 4, 16 and 32
-threads.
+threads. The disk tier may have a limit on its reads, as on a slower disk.
 
 The report compares `planned` with the better of the other two and with the ideal: the least, over
 all splits m, of the longer of computing m tokens and loading the rest at the raw rate, plus the
@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-import torch
 
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
-    PARAMS,
+    PROBLEMS,
     SUFFIX_TOKENS,
     Sample,
     compare,
     demote_all,
+    have_equal_bytes,
     in_new_process,
     look_up,
     make_prompt,
@@ -44,15 +44,15 @@ from tieredkv.bench.ttft import (
 )
 from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
-from tieredkv.types import BlockHash, Progress, Tier, tracked
+from tieredkv.types import Progress, Tier, tracked
 
 RAW_BYTES = 512 << 20
 ARMS = ("cold", "load", "planned", "device")
+FROM_DISK = (("planned", "load"), ("load", "planned"))
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
-COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "read_limit", "ttft_ms.p50", "ttft_ms.min")
-COLUMNS += ("raw_GBps",)
-COLUMNS += ("over_cold", "over_better", "ideal_ms", "over_ideal", "loaded_tokens", "load_GBps")
-COLUMNS += ("tokens_equal_cold", "kv_bytes_equal")
+COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "disk_rate_GBps", "ttft_ms.p50", "ttft_ms.min")
+COLUMNS += ("predicted_ms", "raw_GBps", "over_cold", "over_better", "ideal_ms", "over_ideal")
+COLUMNS += ("computed_tokens", "loaded_tokens", "load_GBps", "tokens_equal_cold", "kv_bytes_equal")
 PLOTTED = (("ttft_ms.p50", "ideal_ms"),)
 
 Row = dict[str, Any]
@@ -63,27 +63,28 @@ class Run(NamedTuple):
 
     Attributes:
         sample: what came back.
-        digests: of each block of the prefix, in VRAM, by hash; none if all was in VRAM before.
         raw_GBps: the disk's rate beside it.
         load_s: from the first read to the last block in VRAM; 0.0 if nothing was read.
         load_bytes: what was read from disk into VRAM.
-        loaded: hashes of the blocks that were copied to VRAM.
     """
 
     sample: Sample
-    digests: dict[BlockHash, str]
     raw_GBps: float | None
     load_s: float
     load_bytes: int
-    loaded: frozenset[BlockHash]
 
 
 Runs = dict[tuple[str, int, int], list[Run]]
-"""Runs by arm, prefix length and read limit."""
+"""Runs by arm, prefix length and limit of the reads in bytes per second; 0 is none."""
 
 
 def measure(
-    settings: Row, folder: Path, lengths: list[int], limits: list[int], repeats: int
+    settings: Row,
+    folder: Path,
+    arms: list[str],
+    lengths: list[int],
+    limits: list[int],
+    repeats: int,
 ) -> tuple[Runs, Row]:
     """Serve every prompt in each arm, in this process; also return the rates learnt."""
     progress, runs = bench_progress(), Runs()
@@ -101,9 +102,9 @@ def measure(
         ]
         for length, limit, repeat in tracked(progress, "measuring", cases):
             prompt = make_prompt(llm, length, repeat * len(limits) + limits.index(limit))
-            arms = ["load", "planned"] if repeat % 2 else ["planned", "load"]
-            for arm in ("cold", *arms, "device"):
-                if arm in arms:
+            from_disk = [arm for arm in FROM_DISK[repeat % 2] if arm in arms]
+            for arm in ("cold", *from_disk, "device"):
+                if arm in from_disk:
                     demote_all(llm, "disk")
                 run = _serve(llm, prompt, MODES[arm], limit, None if arm == "device" else disk)
                 runs.setdefault((arm, length, limit), []).append(run)
@@ -125,7 +126,6 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
     core.tiers.restore = mode
     core.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
-    loaded = set[BlockHash | None]()
     store, promoter = core.tiers.store, core.cache.promoter
     assert store is not None
     load, on_copied = store.load, promoter.on_copied
@@ -135,7 +135,6 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
         load(pages)
 
     def note_copied(began_at: float, copies: Copies) -> None:
-        loaded.update(block.block_hash for _, block in copies)
         times.append(time.perf_counter())
         on_copied(began_at, copies)
 
@@ -143,17 +142,9 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
         mock.patch.object(store, "load", note_load),
         mock.patch.object(promoter, "on_copied", note_copied),
     ):
-        sample = serve_once(llm, prompt)
+        sample = serve_once(llm, prompt, digested=disk is not None)
     load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
-    length, digested = len(prompt) - SUFFIX_TOKENS, mode == "compute" or loaded
-    return Run(
-        sample,
-        core.kv_digests.by_block(llm.make_request(prompt[:length], PARAMS)) if digested else {},
-        raw_GBps,
-        times[-1] - times[0] if load_bytes else 0.0,
-        load_bytes,
-        frozenset(filter(None, loaded)),
-    )
+    return Run(sample, raw_GBps, times[-1] - times[0] if load_bytes else 0.0, load_bytes)
 
 
 def run(
@@ -161,7 +152,8 @@ def run(
     *,
     settings: Row,
     prefix_tokens: list[int],
-    read_limits: list[int],
+    arms: list[str],
+    disk_rate: list[int],
     repeats: int,
 ) -> Row:
     """Run the whole bench in a new process, which draws its progress itself.
@@ -173,31 +165,32 @@ def run(
     parent = settings.get("disk_dir")
     found, kv_spec = look_up(settings)
     sizes = tier_sizes(
-        prefix_tokens, repeats * len(read_limits), kv_spec.token_bytes, found.max_model_len
+        prefix_tokens, repeats * len(disk_rate), kv_spec.token_bytes, found.max_model_len
     )
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
         settings = sizes | settings | {"restore": "load", "disk_dir": str(Path(folder) / "store")}
         runs, learnt = in_new_process(
-            measure, settings, Path(folder), prefix_tokens, read_limits, repeats
+            measure, settings, Path(folder), arms, prefix_tokens, disk_rate, repeats
         )
-    cold = {length: _p50(runs["cold", length, read_limits[0]]) for length in prefix_tokens}
+    cold = {length: _p50(runs["cold", length, disk_rate[0]]) for length in prefix_tokens}
     rows = [
         _row(arm, length, limit, runs, cold, kv_spec.token_bytes)
         for length in prefix_tokens
-        for limit in read_limits
-        for arm in ARMS
+        for limit in disk_rate
+        for arm in arms
     ]
     problems = [
-        f"{row['arm']} at {row['prefix_tokens']} tokens: {text}"
+        f"{row['arm']} at {row['prefix_tokens']} tokens: {PROBLEMS[name]}"
         for row in rows
-        for name, text in (
-            ("tokens_equal_cold", "the output tokens differ from the cold ones"),
-            ("kv_bytes_equal", "the KV bytes of a loaded block differ from the computed ones"),
-        )
+        for name in ("tokens_equal_cold", "kv_bytes_equal")
         if row[name] is False
     ]
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
-    limits = {"h2d_GBps": raw.h2d_GBps() if torch.cuda.is_available() else None}
+    raws = [run.raw_GBps for some in runs.values() for run in some if run.raw_GBps]
+    limits = {
+        "h2d_GBps": raw.h2d_GBps(),
+        "disk_read_GBps": round(statistics.median(raws), 3) if raws else None,
+    }
     return {**facts, "learnt": learnt, "raw": limits, "rows": rows, "problems": problems}
 
 
@@ -239,16 +232,20 @@ def _row(
     raws = [each.raw_GBps for each in ours if each.raw_GBps]
     raw_GBps = statistics.median(raws) if raws else None
     rates = [each.load_bytes / each.load_s / 1e9 for each in ours if each.load_s]
+    predicted = [run.sample.predicted_ms for run in ours if run.sample.predicted_ms is not None]
+    found = int(statistics.median(sum(run.sample.by_tier.values()) for run in ours))
     row = {
         "arm": arm,
         "prefix_tokens": length,
-        "read_limit": limit,
+        "disk_rate_GBps": limit / 1e9 if limit else None,
         "ttft_ms": {"p50": p50_ms, "min": min(times), "all": times},
+        "predicted_ms": round(statistics.median(predicted), 3) if predicted else None,
         "raw_GBps": round(raw_GBps, 3) if raw_GBps else None,
         "over_cold": round(p50_ms / _p50(cold), 3),
         "over_better": None,
         "over_ideal": None,
         "ideal_ms": None,
+        "computed_tokens": length + SUFFIX_TOKENS - found,
         "loaded_tokens": int(statistics.median(each.sample.by_tier[Tier.DISK] for each in ours)),
         "by_tier": [each.sample.by_tier for each in ours],
         "bytes_from_disk": [int(each.sample.bytes_from_disk) for each in ours],
@@ -258,9 +255,9 @@ def _row(
         "tokens_equal_cold": all(are_equal),
         "num_prompts_excluded": sum(are_excluded),
         "max_logit_diff": max(differences),
-        "kv_bytes_equal": _have_equal_bytes(ours, cold),
+        "kv_bytes_equal": have_equal_bytes(*zip(*pairs, strict=True)),
     }
-    if arm == "planned":
+    if arm == "planned" and ("load", length, limit) in runs:
         better = min(_p50(runs["cold", length, limit]), _p50(runs["load", length, limit]))
         row["over_better"] = round(p50_ms / better, 3)
     if raw_GBps and rates:
@@ -271,13 +268,3 @@ def _row(
         row["ideal_ms"] = round(ideal_ms(length, cold_ms, token_bytes, rate, device_ms), 3)
         row["over_ideal"] = round(p50_ms / row["ideal_ms"], 3)
     return row
-
-
-def _have_equal_bytes(ours: list[Run], cold: list[Run]) -> bool | None:
-    """Compare the blocks that were loaded with those that were computed; None if none was."""
-    pairs = [
-        (run.digests.get(block_hash), other.digests.get(block_hash))
-        for run, other in zip(ours, cold, strict=True)
-        for block_hash in run.loaded
-    ]
-    return all(one is not None and one == another for one, another in pairs) if pairs else None

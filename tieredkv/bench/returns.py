@@ -6,12 +6,12 @@ engine keeps up. All prefixes are on disk before the first return, and they are 
 host memory hold together: each is out of both before its turn comes again. The report shows by tier
 that nothing was found there.
 
-The arms are `none` (no disk tier: a prefix is computed), `load` and `planned` (`restore = "load"`
+The arms are `no_disk` (a prefix is computed), `load` and `planned` (`restore = "load"`
 and `"auto"`). Each has a process and a store of its own, and gets the same returns. In the arms
 with a disk, some prefixes are served twice beforehand, computed and from disk, and the tokens must
 be equal.
 
-The bound of an arm is the arrival rate up to which the 90th percentile of TTFT stays within the
+The capacity of an arm is the arrival rate up to which the 90th percentile of TTFT stays within the
 limit. It is interpolated between the last rate that held and the first one that did not; an arm is
 not run at rates above that one.
 """
@@ -44,8 +44,8 @@ MAX_RAM_SHARE = 0.02
 preempted finds there what was loaded for it before.
 """
 
-SHARE_OF_BOUND = 0.7
-"""Of the better other arm's bound: the rate at which the median TTFT is compared."""
+SHARE_OF_CAPACITY = 0.7
+"""Of the better other arm's capacity: the rate at which the median TTFT is compared."""
 
 COLUMNS: tuple[str, ...] = ("arm", "rate", *crowd.COLUMNS)
 PLOTTED = crowd.PLOTTED
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
         new_tokens: that a return adds to the prefix.
         answers: number of returns at a rate.
         answer_tokens: length of an answer.
-        arrival_seed: of arrivals, lengths and tokens.
+        seed: of arrivals, lengths and tokens.
     """
 
     sessions: int
@@ -71,18 +71,18 @@ class Shape(NamedTuple):
     new_tokens: int
     answers: int
     answer_tokens: int
-    arrival_seed: int
+    seed: int
 
     @property
     def lengths(self) -> list[int]:
         """Lengths of the prefixes, in the order of the sessions' turns."""
         lengths = [round(it) for it in np.linspace(self.shortest, self.longest, self.sessions)]
-        random.Random(self.arrival_seed).shuffle(lengths)
+        random.Random(self.seed).shuffle(lengths)
         return lengths
 
     def arrivals(self, rate: float) -> list[float]:
         """Return when the returns come, in seconds; at another rate, the same times stretched."""
-        generator = random.Random(f"{self.arrival_seed}/arrivals")
+        generator = random.Random(f"{self.seed}/arrivals")
         gaps = (generator.expovariate(1.0) / rate for _ in range(self.answers))
         return list(itertools.accumulate(gaps))
 
@@ -90,12 +90,25 @@ class Shape(NamedTuple):
         """Return the requests at a rate; what they add to the prefixes differs between rates."""
         asks = list[Ask]()
         for index, at_s in enumerate(self.arrivals(rate)):
-            generator = random.Random(f"{self.arrival_seed}/{rate}/{index}")
+            generator = random.Random(f"{self.seed}/{rate}/{index}")
             new = generator.choices(range(vocab_size), k=self.new_tokens)
             turn, session = divmod(index, self.sessions)
             prompt = array("I", prefixes[session] + new)
             asks.append(Ask(at_s, session, turn, prompt, self.answer_tokens))
         return asks
+
+
+class Capacity(NamedTuple):
+    """The rate up to which an arm holds the limit of TTFT p90.
+
+    Attributes:
+        rate: in returns per second; None if no rate held.
+        known: how it is known: `interpolated`, `at least` (every rate held) or `below the lowest
+            rate`.
+    """
+
+    rate: float | None
+    known: str
 
 
 def measure(
@@ -109,16 +122,16 @@ def measure(
     with crowd.engine(settings, arm, folder, progress) as it:
         llm, core = it.llm, it.core
         prompts = [
-            make_prompt(llm, length, shape.arrival_seed * shape.sessions + session)
+            make_prompt(llm, length, shape.seed * shape.sessions + session)
             for session, length in enumerate(shape.lengths)
         ]
         prefixes = [prompt[:-SUFFIX_TOKENS] for prompt in prompts]
         serve_once(llm, make_prompt(llm, shape.longest, -1))  # warm-up
         it.empty()
-        if arm != "none":
+        if arm != "no_disk":
             problems = _fill(it, prompts, progress, arm)
         for rate in rates:
-            demote_all(llm, "disk" if arm != "none" else None)
+            demote_all(llm, "disk" if arm != "no_disk" else None)
             core.verbs.evict()
             stage = f"{arm}: {rate:g} returns/s"
             asks = shape.returns(rate, prefixes, core.info.vocab_size)
@@ -165,7 +178,9 @@ def run(
     rates: list[float],
     arms: list[str],
     ttft_limit: float,
-    prefix_tokens: list[int],
+    sessions: int,
+    prefix_tokens: tuple[int, int],
+    shape_seed: int,
     **options: Any,
 ) -> Row:
     """Run each arm in a process of its own, which draws its progress itself.
@@ -175,7 +190,7 @@ def run(
             does not hold them all.
         TieredKVError: a process failed.
     """
-    shape = Shape(shortest=min(prefix_tokens), longest=max(prefix_tokens), **options)
+    shape = Shape(sessions, *prefix_tokens, seed=shape_seed, **options)
     answer_tokens = max(shape.answer_tokens, OUTPUT_TOKENS)
     longest = shape.longest + max(shape.new_tokens, SUFFIX_TOKENS) + answer_tokens
     tokens: dict[Tier, float] = {Tier.DEVICE: 2 * longest, Tier.HOST: shape.longest}
@@ -196,17 +211,26 @@ def run(
             figures = crowd.figures([outcome], plan.kv_spec, raw_GBps)
             equal = crowd.equal_share([outcome], [other]) if other is not None else None
             row = {"arm": arm, "rate": rate, **figures, f"equal_to_{arms[0]}": equal}
-            row["is_held"] = figures["ttft_p90_ms"] <= limit_ms
+            row["is_held"] = figures["ttft_ms"]["p90"] <= limit_ms
             rows.append(row)
-            in_ram_share = figures["hits"]["device"] + figures["hits"]["host"]
+            by_tier = figures["by_tier"]
+            in_ram_share = (by_tier[Tier.DEVICE] + by_tier[Tier.HOST]) / figures["prompt_tokens"]
             if row["is_held"] and in_ram_share > MAX_RAM_SHARE:
                 text = f"{in_ram_share:.1%} of the prompt tokens were found in RAM"
                 problems.append(f"{arm} at {rate:g}/s: {text}; give more `--sessions`")
     workload = shape._asdict() | {"ttft_limit_s": ttft_limit}
-    bounds = {arm: bound([row for row in rows if row["arm"] == arm], limit_ms) for arm in results}
-    facts = {**plan.facts, "workload": workload, "bounds": bounds}
+    capacities = {
+        arm: capacity([row for row in rows if row["arm"] == arm], limit_ms) for arm in results
+    }
+    facts = {**plan.facts, "workload": workload}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
-    return {**facts, **compared(rows, bounds), "raw": limits, "rows": rows, "problems": problems}
+    return {
+        **facts,
+        **compared(rows, capacities),
+        "raw": limits,
+        "rows": rows,
+        "problems": problems,
+    }
 
 
 def check(plan: crowd.Plan, shape: Shape) -> None:
@@ -226,52 +250,49 @@ def check(plan: crowd.Plan, shape: Shape) -> None:
         raise ConfigError(f"{what}, and a tenth more is needed")
 
 
-def bound(rows: list[Row], limit_ms: float) -> Row:
+def capacity(rows: list[Row], limit_ms: float) -> Capacity:
     """Return the rate up to which an arm holds the limit of TTFT p90, interpolated linearly.
 
     Args:
         rows: of one arm, by ascending rate; at most the last one does not hold the limit.
         limit_ms: of TTFT p90.
-
-    Returns:
-        The `rate`, and how it `is` known: `interpolated`, `at least` (every rate held) or `below`
-        (none did, and `rate` is the lowest one).
     """
     last = rows[-1]
-    if last["ttft_p90_ms"] <= limit_ms:
-        return {"is": "at least", "rate": last["rate"]}
+    if last["ttft_ms"]["p90"] <= limit_ms:
+        return Capacity(last["rate"], "at least")
     if len(rows) == 1:
-        return {"is": "below", "rate": last["rate"]}
+        return Capacity(None, "below the lowest rate")
     some = rows[-2:]
-    p90s, rates = [row["ttft_p90_ms"] for row in some], [row["rate"] for row in some]
-    return {"is": "interpolated", "rate": float(np.interp(limit_ms, p90s, rates))}
+    p90s, rates = [row["ttft_ms"]["p90"] for row in some], [row["rate"] for row in some]
+    return Capacity(float(np.interp(limit_ms, p90s, rates)), "interpolated")
 
 
-def compared(rows: list[Row], bounds: dict[str, Row]) -> Row:
-    """Return how `planned` compares with the better other arm; empty if there is none.
+def compared(rows: list[Row], capacities: dict[str, Capacity]) -> Row:
+    """Return each arm's capacity, and how `planned` compares with the better other arm.
 
     Returns:
-        `bound_over_better`, the ratio of the bounds, and `p50_over_better`, the ratio of the median
-        TTFT at 0.7 of the better arm's bound, interpolated linearly between rates; it is None if
-        one of them was not run at rates on both sides of it. A ratio is given only for bounds that
-        are known: `planned`'s may be a lower bound.
+        `capacity` and `capacity_is`, by arm; if `planned` and another arm were run, also
+        `capacity_over_better`, the ratio of the capacities, and `p50_over_better`, the ratio of the
+        median TTFT at 0.7 of the better arm's capacity, interpolated linearly between rates. That
+        is None if one of them was not run at rates on both sides of it. A ratio is given only where
+        the better arm's capacity is exact; `planned`'s may be larger than is known.
     """
-    others = [arm for arm in bounds if arm != "planned"]
-    if "planned" not in bounds or not others:
-        return {}
-    better = max(others, key=lambda arm: (bounds[arm]["is"] != "below", bounds[arm]["rate"]))
-    are_known = bounds[better]["is"] == "interpolated" and bounds["planned"]["is"] != "below"
-    at_rate = SHARE_OF_BOUND * bounds[better]["rate"]
-    p50s = list[float]()
-    for arm in ("planned", better) if are_known else ():
-        of_arm = [row for row in rows if row["arm"] == arm]
-        rates, medians = zip(*((row["rate"], row["ttft_p50_ms"]) for row in of_arm), strict=True)
-        if rates[0] <= at_rate <= rates[-1]:
-            p50s.append(float(np.interp(at_rate, rates, medians)))
-    return {
-        "better_arm": better,
-        "bound_over_better": (
-            bounds["planned"]["rate"] / bounds[better]["rate"] if are_known else None
-        ),
-        "p50_over_better": p50s[0] / p50s[1] if len(p50s) == 2 else None,
-    }
+    told: Row = {"capacity": {arm: each.rate for arm, each in capacities.items()}}
+    told["capacity_is"] = {arm: each.known for arm, each in capacities.items()}
+    others = [arm for arm in capacities if arm != "planned"]
+    if "planned" not in capacities or not others:
+        return told
+    better = max(others, key=lambda arm: capacities[arm].rate or 0.0)
+    ours, theirs = capacities["planned"].rate, capacities[better].rate
+    p50s, over_better = list[float](), None
+    if ours and theirs and capacities[better].known == "interpolated":
+        at_rate, over_better = SHARE_OF_CAPACITY * theirs, ours / theirs
+        for arm in ("planned", better):
+            of_arm = [row for row in rows if row["arm"] == arm]
+            rates, medians = zip(
+                *((it["rate"], it["ttft_ms"]["p50"]) for it in of_arm), strict=True
+            )
+            if rates[0] <= at_rate <= rates[-1]:
+                p50s.append(float(np.interp(at_rate, rates, medians)))
+    told |= {"better_arm": better, "capacity_over_better": over_better}
+    return told | {"p50_over_better": p50s[0] / p50s[1] if len(p50s) == 2 else None}

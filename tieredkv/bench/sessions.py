@@ -10,7 +10,7 @@ pooled. `common` has the times over the requests that all arms have answered, si
 answers more of them answers later and longer ones. With a trace, the sessions are recorded ones
 instead.
 
-The arms are `none` (VRAM and host memory only), `load` and `planned` (the disk tier with
+The arms are `no_disk` (VRAM and host memory only), `load` and `planned` (the disk tier with
 `restore = "load"` and `"auto"`). Each has a process and a store of its own.
 """
 
@@ -43,7 +43,7 @@ TRACE_THINK_SHARE = 0.1
 TRACE_SESSIONS = 8
 TIER_TOKENS: dict[Tier, float] = {Tier.DEVICE: 196_608, Tier.HOST: 131_072}
 DISK_TOKENS_PER_SESSION = 40_960
-COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd.COLUMNS, "common.ttft_p50_ms")
+COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd.COLUMNS, "common.ttft_ms.p50")
 PLOTTED = crowd.PLOTTED
 
 Row = dict[str, Any]
@@ -207,7 +207,7 @@ def recorded_sessions(count: int, seed: int, shape: Shape, most_tokens: int) -> 
     if len(some) < count:
         what = f"`{shape.trace}` has {len(known)} sessions of {shape.turns} turns that fit"
         asked = f"{(seed + 1) * count} are needed"
-        raise ConfigError(f"{what}, but {asked}; lower --sessions, --seeds or --turns")
+        raise ConfigError(f"{what}, but {asked}; lower --sessions, --seed or --turns")
     return some
 
 
@@ -277,7 +277,7 @@ def run(
     sessions: list[int] | None,
     arms: list[str],
     turns: int,
-    seeds: int,
+    seeds: list[int],
     scale: float,
     trace: Path | None,
 ) -> Row:
@@ -293,7 +293,7 @@ def run(
     tokens = {tier: count / scale for tier, count in TIER_TOKENS.items()}
     tokens[Tier.DISK] = max(counts) * DISK_TOKENS_PER_SESSION / scale
     plan = crowd.plan(settings, tokens, longest, "give a larger `--scale`")
-    cases = [(count, seed) for count in counts for seed in range(seeds)]
+    cases = [(count, each) for count in counts for each in seeds]
     most_tokens = int((plan.most_tokens - shape.scaled(ANSWER_TOKENS)) * scale)
     for case in cases if trace else ():
         recorded_sessions(*case, shape, most_tokens)  # refuses a trace with too few
@@ -302,12 +302,12 @@ def run(
     )
     rows = list[Row]()
     for index, count in enumerate(counts):
-        part = slice(index * seeds, (index + 1) * seeds)
-        common = crowd.common_figures({arm: results[arm][part] for arm in results})
+        part = slice(index * len(seeds), (index + 1) * len(seeds))
+        common = crowd.common_answers({arm: results[arm][part] for arm in results})
         for arm in results:
             figures = crowd.figures(results[arm][part], plan.kv_spec, raw_GBps)
             equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
-            row = {"arm": arm, "sessions": count, **figures, "common": common[arm]}
+            row = {"arm": arm, "sessions": count, **figures, **crowd.common_figures(common[arm])}
             rows.append({**row, f"equal_to_{arms[0]}": equal})
     workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}

@@ -7,11 +7,13 @@ For every prefix length and repeat, a new prefix is served in each of these arms
     device    the prompt is served again; the prefix is in VRAM
     host      the prefix was demoted to host memory
     disk      the prefix was demoted to disk, and VRAM and host memory are empty
+    planned   the same, but the planner decides which blocks are loaded; the others are computed
     restart   the first process has ended; a new one serves the prompt from disk
 
 Every hit is verified. The report has the tier that the tokens came from, the digest of the reused
 blocks in VRAM next to the digest taken in the cold run, whether the output tokens equal the cold
-ones, and the largest difference of any logit. The 64 tokens after the prefix are never cached.
+ones, and the largest difference of any logit. The 64 tokens after the prefix are never cached. All
+arms but `planned` load whatever a tier has (restore = "load").
 
 `run` starts one process for all arms but `restart`, and one more for each row of restarts, so that
 a restart is real. Processes run one at a time, and their start is not part of any figure.
@@ -22,26 +24,30 @@ import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
+from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.types import KVSpec, Progress, Tier, tracked
+from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
-TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk", "restart": "disk"}
+TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk"}
+TIER_OF_ARM |= {"planned": "disk", "restart": "disk"}
 SUFFIX_TOKENS = 64
 OUTPUT_TOKENS = 8
 PARAMS = SamplingParams(
@@ -66,17 +72,22 @@ class Sample(NamedTuple):
     """Result of serving a prompt once.
 
     Attributes:
+        predicted_ms: from the first plan of what to load until the first token, as expected then;
+            None if there was no plan.
+        by_tier: prompt tokens by the tier that they came from.
         logits: [output token, vocabulary].
-        kv_digest: digest of the prefix's blocks in VRAM afterwards; None if they are not there, or
-            if nobody asked for it.
+        loaded: blocks that were copied to VRAM.
+        digests: of the prefix's blocks in VRAM afterwards, head to tail; empty if nobody asked.
     """
 
     ttft_ms: float
+    predicted_ms: float | None
     by_tier: dict[Tier, int]
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
     bytes_from_disk: float
-    kv_digest: str | None = None
+    loaded: frozenset[BlockHash]
+    digests: dict[BlockHash, str]
 
 
 Result = TypeVar("Result")
@@ -97,10 +108,9 @@ def measure(
             prompt = make_prompt(llm, length, repeat)
             for arm in arms:
                 demote_all(llm, TIER_OF_ARM[arm])
-                sample = serve_once(llm, prompt)
-                prefix = llm.make_request(prompt[:length], PARAMS)
-                sample = sample._replace(kv_digest=llm.core.kv_digests.of_prompt(prefix))
-                if arm == "cold" and sample.kv_digest is None:
+                llm.core.tiers.restore = "auto" if arm == "planned" else "load"
+                sample = serve_once(llm, prompt, digested=True)
+                if arm == "cold" and len(sample.digests) < length // llm.core.kv_spec.block_size:
                     what = f"a prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 samples.setdefault((arm, length), []).append(sample)
@@ -121,19 +131,32 @@ def demote_all(llm: LLM, tier: str | None) -> None:
         raise TieredKVError(f"{what}; see the log")
 
 
-def serve_once(llm: LLM, prompt: list[int]) -> Sample:
-    """Serve a prompt, and keep the logits of its output tokens."""
+def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample:
+    """Serve a prompt; keep the logits of its output tokens and, if asked, its blocks' digests."""
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
+    promoter, loaded = core.cache.promoter, set[BlockHash | None]()
+    on_copied = promoter.on_copied
+
+    def note_copied(began_at: float, copies: Copies) -> None:
+        loaded.update(block.block_hash for _, block in copies)
+        on_copied(began_at, copies)
+
     before = raw.own_bytes(pid, "read")
     core.on_logits = lambda _id, row: logits.append(row)
     length = len(prompt) - SUFFIX_TOKENS
-    [output] = llm.serve([llm.make_request(prompt, PARAMS, cacheable_tokens=length)])
+    with mock.patch.object(promoter, "on_copied", note_copied):
+        [output] = llm.serve([llm.make_request(prompt, PARAMS, cacheable_tokens=length)])
+    predicted_s = output.usage.predicted_s
+    prefix = llm.make_request(prompt[:length], PARAMS)
     return Sample(
         ttft_ms=output.ttft_s * 1e3,
+        predicted_ms=None if predicted_s is None else predicted_s * 1e3,
         by_tier=output.usage.cached_tokens_by_tier,
         token_ids=output.token_ids,
         logits=torch.stack(logits).float().cpu().numpy(),
         bytes_from_disk=raw.own_bytes(pid, "read") - before,
+        loaded=frozenset(filter(None, loaded)),
+        digests=core.kv_digests.by_block(prefix) if digested else {},
     )
 
 
@@ -253,6 +276,25 @@ def compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
     return float(differences[: at + 1].max()), is_tie, is_tie
 
 
+def have_equal_bytes(ours: Sequence[Sample], cold: Sequence[Sample]) -> bool | None:
+    """Compare the blocks that were loaded with those that were computed; None if none was."""
+    pairs = [
+        (sample.digests.get(each), other.digests.get(each))
+        for sample, other in zip(ours, cold, strict=True)
+        for each in sample.loaded
+    ]
+    return all(one is not None and one == another for one, another in pairs) if pairs else None
+
+
+def _digest(sample: Sample, reused: Iterable[BlockHash]) -> str | None:
+    """Return one digest over blocks in VRAM; None if one is not there, or there are none."""
+    some = [sample.digests.get(each) for each in reused]
+    known = [digest for digest in some if digest is not None]
+    if not known or len(known) < len(some):
+        return None
+    return xxhash.xxh3_128_hexdigest("".join(known).encode())
+
+
 def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
     """Return one row of the report: all repeats of an arm at a prefix length."""
     ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
@@ -263,7 +305,15 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
     loaded = statistics.median(it.by_tier[Tier.HOST] + it.by_tier[Tier.DISK] for it in ours)
     bytes_loaded = int(loaded) * token_bytes
     sources = [{name for name, count in it.by_tier.items() if count} for it in ours]
-    computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, ours))
+    reused = [
+        [each for each in other.digests if arm != "planned" or each in it.loaded]
+        for it, other in zip(ours, cold, strict=True)
+    ]
+    computed, found = (
+        [_digest(it, some) if tier else None for it, some in zip(each, reused, strict=True)]
+        for each in (cold, ours)
+    )
+    claimed = {tier} - {None}
     return {
         "arm": arm,
         "prefix_tokens": length,
@@ -284,8 +334,10 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
         "tokens_equal_cold": all(are_equal),
         "kv_digest_computed": computed,
         "kv_digest_loaded": found,
-        "kv_bytes_equal": found == computed if tier else None,
+        "kv_bytes_equal": found == computed if any(computed) else None,
         "max_logit_diff": max(differences),
         "num_prompts_excluded": sum(are_excluded),
-        "is_from_claimed_tier": all(it == {tier} - {None} for it in sources),
+        "is_from_claimed_tier": all(
+            it <= claimed if arm == "planned" else it == claimed for it in sources
+        ),
     }

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -15,8 +15,9 @@ from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.units import parse_bytes
 
-ARMS = ("cold", "device", "host", "disk", "restart")
-CROWD_ARMS = ("none", "load", "planned")
+ARMS = ("cold", "device", "host", "disk", "planned", "restart")
+RESTORE_ARMS = ("cold", "load", "planned", "device")
+CROWD_ARMS = ("no_disk", "load", "planned")
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
 """Keys of every report; the other keys describe what was measured."""
 
@@ -33,13 +34,47 @@ PLOT_HELP = "File for a plot of the figures. It needs `pip install 'tieredkv[plo
 PLOT = click.option("--plot", type=PICTURE, metavar="FILE.png", help=PLOT_HELP)
 
 
-def several(flag: str, kind: Callable[[str], Any], **option: Any) -> Option:
-    """Return an option that takes a comma-separated list of values."""
+def several(flag: str, kind: Callable[[str], Any], *, name: str = "", **option: Any) -> Option:
+    """Return an option that takes a comma-separated list of values.
+
+    Args:
+        flag: such as `--arms`.
+        kind: makes a value of its text.
+        name: of the parameter; by default that of the flag.
+        option: see `click.option`.
+    """
 
     def parse(_context: object, _option: object, text: str | None) -> list[Any] | None:
         return None if text is None else [kind(part) for part in text.split(",")]
 
-    return click.option(flag, callback=parse, **option)
+    names = [flag, name] if name else [flag]
+    return click.option(*names, callback=parse, **option)
+
+
+def arms(names: Sequence[str], default: Sequence[str], text: str) -> Option:
+    """Return the `--arms` option."""
+    return several("--arms", click.Choice(names), default=",".join(default), help=text)
+
+
+def shortest_to_longest(flag: str, default: str, text: str) -> Option:
+    """Return an option that takes two numbers of tokens, such as `20000-60000`."""
+
+    def parse(_context: object, _option: object, given: str) -> tuple[int, int]:
+        shortest, _, longest = given.partition("-")
+        try:
+            ends = int(shortest), int(longest or shortest)
+        except ValueError:
+            ends = 0, 0
+        if not 0 < ends[0] <= ends[1]:
+            raise click.BadParameter(f"`{given}` is not a range; write one such as {default}")
+        return ends
+
+    return click.option(flag, callback=parse, metavar="FROM-TO", default=default, help=text)
+
+
+def parse_rate(text: str) -> int:
+    """Return a rate in bytes per second; 0 for `none`."""
+    return 0 if text == "none" else parse_bytes(text)
 
 
 def repeats(count: int) -> Option:
@@ -130,11 +165,10 @@ def measure(
 @measured(
     MODEL,
     PREFIX_TOKENS,
-    several(
-        "--arms",
-        click.Choice(ARMS),
-        default=",".join(ARMS),
-        help="Where prefixes come from, with commas between.",
+    arms(
+        ARMS,
+        [it for it in ARMS if it != "planned"],
+        "Where prefixes come from, as above, with commas between.",
     ),
     repeats(5),
     TIERS,
@@ -142,9 +176,17 @@ def measure(
 def ttft() -> None:
     """Measure the time to the first token, cold and with the prefix in each tier.
 
+    \b
+    cold      everything is computed
+    device    the prefix is in VRAM
+    host      it is in host memory
+    disk      it is on disk
+    planned   it is on disk, and what is faster to compute is computed (restore = "auto")
+    restart   it is on disk, and the process is a new one
+
     Every hit is proved: its tier, its keys and values and its tokens are compared with the cold
-    run, and the exit code is 1 if one differs. The bench makes a store in the folder `--disk-dir`
-    and removes it again.
+    run, and the exit code is 1 if one differs. All arms but `planned` load whatever a tier has
+    (restore = "load"). The bench makes a store in the folder `--disk-dir` and removes it again.
 
     \b
     Example:
@@ -155,11 +197,12 @@ def ttft() -> None:
 @measured(
     MODEL,
     PREFIX_TOKENS,
+    arms(RESTORE_ARMS, RESTORE_ARMS, "Arms to report, as above, with commas between."),
     several(
-        "--read-limits",
-        parse_bytes,
-        default="0",
-        help="Limits of the reads in bytes per second, with commas between; 0 is none.",
+        "--disk-rate",
+        parse_rate,
+        default="none",
+        help="Limits of the reads in bytes per second, with commas between, such as 1GB,none.",
     ),
     repeats(5),
     TIERS,
@@ -177,23 +220,16 @@ def restore() -> None:
     time that any split could take: computing the head at the measured cold speed, loading the rest
     at the raw rate, whichever ends last, and then what the arm `device` takes. Tokens, and the keys
     and values of all loaded blocks, are compared with the cold run; the exit code is 1 if one
-    differs. The bench makes a store in the folder `--disk-dir` and removes it again.
+    differs. `predicted` is the planner's own forecast. With `--disk-rate`, reads are slowed down as
+    by a slower disk. The bench makes a store in the folder `--disk-dir` and removes it again.
 
     \b
     Example:
-      tieredkv bench restore --model tiny-random --prefix-tokens 512,2048 --disk-dir /nvme
+      tieredkv bench restore --model tiny-random --prefix-tokens 512,2048 --disk-rate 1GB,none
     """
 
 
-CROWD = (
-    several(
-        "--arms",
-        click.Choice(CROWD_ARMS),
-        default=",".join(CROWD_ARMS),
-        help="Arms to measure, as above, with commas between.",
-    ),
-    TIERS,
-)
+CROWD = (arms(CROWD_ARMS, CROWD_ARMS, "Arms to measure, as above, with commas between."), TIERS)
 
 
 @measured(
@@ -211,19 +247,14 @@ CROWD = (
         help="Seconds that the 90th percentile of TTFT must hold.",
     ),
     click.option("--sessions", type=COUNT, default=8, help="Sessions that return in turn."),
-    several(
-        "--prefix-tokens",
-        COUNT,
-        default="20000,60000",
-        help="Shortest and longest prefix of a session in tokens.",
-    ),
+    shortest_to_longest("--prefix-tokens", "20000-60000", "Lengths of the prefixes in tokens."),
     click.option("--new-tokens", type=COUNT, default=500, help="Tokens that each return adds."),
     click.option("--answers", type=COUNT, default=120, help="Returns at each rate."),
     click.option(
         "--answer-tokens", type=click.IntRange(min=2), default=32, help="Tokens of each answer."
     ),
     click.option(
-        "--arrival-seed", type=int, default=0, help="Seed of the arrivals, lengths and tokens."
+        "--seed", "shape_seed", type=int, default=0, help="Seed of arrivals, lengths and tokens."
     ),
     *CROWD,
 )
@@ -231,22 +262,24 @@ def returns() -> None:
     """Measure sessions that come back after a pause that RAM did not outlast.
 
     \b
-    none      without a disk tier: each prefix is computed
+    no_disk   without a disk tier: each prefix is computed
     load      each prefix is loaded from disk (restore = "load")
     planned   a prefix's head is computed while its tail is loaded (restore = "auto")
 
     The sessions return in turn, at random moments and at a given rate, whether or not the engine
     keeps up (open loop). A return is the session's prefix and some new tokens. All prefixes are on
     disk, and they are more than VRAM and host memory hold, so that nothing is found there; the
-    columns `hits` show it. All arms get the same returns, each in a process and a store of its own.
+    columns `by tier` show it. All arms get the same returns, each in a process and a store of its
+    own.
 
-    The bound of an arm is the rate up to which TTFT p90 stays within --ttft-limit, interpolated
+    The capacity of an arm is the rate up to which TTFT p90 stays within --ttft-limit, interpolated
     between the rates that were run; an arm is not run beyond the first rate that does not hold. The
-    report compares `planned` with the better other arm: their bounds, and their median TTFT at 0.7
-    of the other arm's bound.
+    report compares `planned` with the better other arm: their capacities, and their median TTFT at
+    0.7 of the other arm's capacity.
 
-    `useful share` is what was read and used, over the time in which a read was under way, over the
-    raw rate of the disk. `overtaken` is the share of the blocks read that were computed before they
+    `by tier` has the prompt tokens that came from each tier, and `hit rate` their share. `disk
+    useful` is what was read and used, over the time in which a read was under way, over the raw
+    rate of the disk. `overtaken` is the share of the blocks read that were computed before they
     arrived, and `dropped` the number of blocks that were not stored, or not moved to host memory,
     for lack of time or because of errors. `hit ttft` is the time to the first token of requests
     that found something and had fewer than 2,048 tokens to compute. The JSON report also has the
@@ -260,7 +293,7 @@ def returns() -> None:
 
     \b
     Examples, the first a minute without a GPU:
-      tieredkv bench returns --model tiny-random --prefix-tokens 400,1200 --new-tokens 50 \\
+      tieredkv bench returns --model tiny-random --prefix-tokens 400-1200 --new-tokens 50 \\
           --answers 24 --rates 2,8,32 --ttft-limit 0.4
       tieredkv bench returns --model random:llama-3.1-8b --disk-dir /nvme --rates 0.4,0.6,0.9,1.3
     """
@@ -274,7 +307,13 @@ def returns() -> None:
         help="Sessions at once, with commas between. By default 4,8,16,32, or 8 of a trace.",
     ),
     click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session."),
-    click.option("--seeds", type=COUNT, default=5, help="Runs with other sessions, pooled."),
+    several(
+        "--seed",
+        click.IntRange(min=0),
+        name="seeds",
+        default="0,1,2,3,4",
+        help="Seeds of the sessions, with commas between; their runs are pooled.",
+    ),
     click.option(
         "--scale",
         type=click.FloatRange(min=1),
@@ -292,7 +331,7 @@ def sessions() -> None:
     """Measure agents at work: sessions that wait for each answer, think, and go on.
 
     \b
-    none      without a disk tier: VRAM and host memory only
+    no_disk   without a disk tier: VRAM and host memory only
     load      what RAM does not hold is loaded from disk (restore = "load")
     planned   it is computed and loaded at once (restore = "auto")
 
@@ -313,14 +352,15 @@ def sessions() -> None:
 
     The columns are explained in `bench returns`. An arm that answers more requests answers later
     ones too, which are longer, so that `common` has the times over the requests that all arms have
-    answered. In bfloat16 the tokens of two arms may part at near ties; the JSON report has the
-    share of equal answers. Unless their sizes are given, tiers
+    answered, and `tokens_digest` in the JSON report is of the tokens of these answers. In float32
+    it is the same in all arms. In bfloat16 the tokens of two arms may part at near ties; the report
+    has the share of equal answers. Unless their sizes are given, tiers
     hold as many tokens as 24 GiB of VRAM, 16 GiB of host memory and, per session, 5 GiB of disk do
     for Llama-3.1-8B, divided by the scale.
 
     \b
     Examples, the first a minute without a GPU:
-      tieredkv bench sessions --model tiny-random --scale 50 --sessions 2,4 --turns 4 --seeds 1
+      tieredkv bench sessions --model tiny-random --scale 50 --sessions 2,4 --turns 4 --seed 0
       tieredkv bench sessions --model random:llama-3.1-8b --disk-dir /nvme --sessions 4,8,16,32
     """
 

@@ -13,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tieredkv.units import format_bytes
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PIPE_COLUMNS = 200
@@ -115,11 +117,21 @@ def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> Non
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(key for row in rows for key in row if not key.endswith("_all"))
     for i, name in enumerate(names):
-        side: Any = "left" if i < texts else "right"
-        table.add_column(name.replace("_", " ").replace(".", " "), justify=side, no_wrap=True)
+        title = name.replace("_", " ").replace(".", " ")
+        if i < texts:
+            table.add_column(title, no_wrap=True)
+        else:  # a title of several words may have several lines
+            table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(*(as_text(row.get(name)) for name in names))
+        table.add_row(*(_cell(name, row.get(name)) for name in names))
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
+
+
+def _cell(name: str, value: object) -> str:
+    """Format a value of a table; sizes, whose names begin with `bytes_`, have units."""
+    if name.startswith("bytes_") and isinstance(value, int):
+        return format_bytes(value)
+    return as_text(value)
 
 
 def as_text(value: object) -> str:
