@@ -299,6 +299,24 @@ def test_a_steady_link_is_used_whatever_it_saves() -> None:
     assert planner(LinkState(50e9, is_steady=True)).split(demand).block == 0
 
 
+@pytest.mark.parametrize("num_blocks", [16, 128, 512, 2048, 8000])
+@pytest.mark.parametrize("GBps", [1.0, 5.0, 20.0, 53.0])
+def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
+    num_blocks: int, GBps: float
+) -> None:
+    host, disk = LinkState(GBps * 1e9, is_steady=True), LinkState(2e9)
+    demand = on_disk(num_blocks)
+    none_on_disk = demand._replace(loads=(*demand.loads, LinkLoad(1, [])))
+    split = planner(host, disk).split(none_on_disk)
+    load_s = time_of(demand, 0, host)
+    least_s = min(time_of(demand, each, host) for each in range(8, num_blocks + 1))
+    step_s = seconds(demand.end - 1, demand.end)
+    assert (split.block > 0) == (load_s - least_s > step_s)
+    assert split.done_s == pytest.approx(least_s if split.block else load_s)
+    if GBps == 53.0:
+        assert (split.block > 0) == (num_blocks >= 2048)
+
+
 @pytest.mark.parametrize("num_blocks", [16, 64, 256, 1024])
 @pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 4.0, 8.0])
 def test_loading_is_begun_only_if_it_gains_more_than_a_step(num_blocks: int, GBps: float) -> None:

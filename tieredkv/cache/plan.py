@@ -30,7 +30,8 @@ from tieredkv.cache.stretches import joined, stretches
 
 MIN_GAIN = 0.08
 """Loading from a link whose rate varies is begun if it saves this share of the time that computing
-the same blocks takes, and more than one step, which late blocks would cost.
+the same blocks takes, and more than one step, which late blocks would cost. What a steady link has
+is computed only if that saves more than one step.
 """
 
 
@@ -252,12 +253,14 @@ class Planner:
         )
         candidates = {first, max(least, crossing - 1), min(crossing, last), last}
         varies = any(each.indices and not self._is_steady(each) for each in demand.loads)
+        only_steady = all(self._is_steady(each) for each in demand.loads if each.end)
+        step_s, best_s = self.compute(end - 1, end), min(map(done_s, candidates))
         if varies and not demand.is_begun:
-            least_gain_s = max(
-                MIN_GAIN * self._compute_s(demand, begin, last * size), self.compute(end - 1, end)
-            )
-            if done_s(last) - min(map(done_s, candidates)) <= least_gain_s:
+            least_gain_s = max(MIN_GAIN * self._compute_s(demand, begin, last * size), step_s)
+            if done_s(last) - best_s <= least_gain_s:
                 candidates = {last}
+        elif only_steady and done_s(first) - best_s <= step_s:
+            candidates = {first}
         block = min(sorted(candidates), key=lambda m: done_s(m) + self._price_s(demand, m))
         return Split(block, block, compute_s(block), self._load_s(demand, block), done_s(block))
 
