@@ -29,6 +29,9 @@ class ConfigError(TieredKVError, ValueError):
 
 MAX_RETRY_AFTER_S = 60
 
+MAX_TOLD_CHARACTERS = 200
+"""Length to which a client's key or value is cut in an error text."""
+
 
 class RequestError(TieredKVError, ValueError):
     """A request cannot be served as asked.
@@ -112,6 +115,13 @@ class CorruptBlockError(StorageError):
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def invalid_value(path: str, value: str, supported: str) -> RequestError:
+    """Return the error for a string that is not one of those supported, as `'a', 'b' and 'c'`."""
+    listed = f"values are: {supported}" if " and " in supported else f"value is: {supported}"
+    message = f"Invalid value: '{value[:MAX_TOLD_CHARACTERS]}'. Supported {listed}."
+    return RequestError(message, param=path, code="invalid_value")
 
 
 def named(kind: str, message: str) -> TieredKVError:

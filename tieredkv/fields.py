@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from tieredkv.errors import RequestError
+from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError, invalid_value
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
@@ -29,9 +29,6 @@ MAX_VALUES = 262_144
 """The most values a body may hold, beside the token ids of one prompt.
 
 No other thread runs while a body is decoded; these bounds keep that below about 50 ms."""
-
-MAX_TOLD_CHARACTERS = 200
-"""Length to which a client's key or value is cut in an error text."""
 
 _SCAN_BYTES = 1 << 20
 
@@ -260,13 +257,6 @@ def read(
         return kind.model_validate(body, context=refuses)
     except ValidationError as error:
         raise in_openai_words(error) from None
-
-
-def invalid_value(path: str, value: str, supported: str) -> RequestError:
-    """Return the error for a string that is not one of those supported, as `'a', 'b' and 'c'`."""
-    listed = f"values are: {supported}" if " and " in supported else f"value is: {supported}"
-    message = f"Invalid value: '{value[:MAX_TOLD_CHARACTERS]}'. Supported {listed}."
-    return RequestError(message, param=path, code="invalid_value")
 
 
 def out_of_bounds(path: str, name: str, bound: float, value: Any) -> RequestError:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tieredkv.errors import ConfigError
-from tieredkv.fields import invalid_value
+from tieredkv.errors import ConfigError, invalid_value
 from tieredkv.types import Tier
 from tieredkv.units import format_duration
 

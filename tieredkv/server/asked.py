@@ -19,8 +19,8 @@ from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest, RequestUsage
 from tieredkv.engine.request import pack_prompt
-from tieredkv.errors import RequestError
-from tieredkv.fields import Object, invalid_value
+from tieredkv.errors import RequestError, invalid_value
+from tieredkv.fields import Object
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
