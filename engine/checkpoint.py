@@ -1,6 +1,7 @@
 """Find a checkpoint by its name, and read its configs and its tokenizer.
 
-None of this needs modelling code, so that the server's process can do it too.
+None of this needs modelling code, so that the server's process can do it too. Classes that import
+torch are taken from `transformers` where they are used: a byte-level tokenizer does without them.
 """
 
 import contextlib
@@ -8,28 +9,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import msgspec
+import transformers
 from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 
-from tieredkv.engine import tiny
+from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SHAPES = Path(__file__).parent / "shapes"
 """Configurations of `tiny-random` and of well-known models, for random weights of a real shape."""
 
+TINY_NAME = "tiny-random"
 RANDOM_PREFIX = "random:"
 
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
@@ -79,10 +79,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     file = _drawn_file(name)
     if file is not None:
-        return tiny.byte_tokenizer(*_drawn_sizes(name, file))
+        return byte_tokenizer(*_drawn_sizes(name, file))
     folder = find_folder(name)
     with refusing(name, "its tokenizer cannot be loaded", partial(_tokenizer_reason, folder)):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     return tokenizer
@@ -109,7 +109,7 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
     return None
 
 
-def drawn_config(name: str) -> PreTrainedConfig | None:
+def drawn_config(name: str) -> "PreTrainedConfig | None":
     """Read the shape that `tiny-random` or `random:<shape>` names; None for any other name."""
     file = _drawn_file(name)
     return None if file is None else read_config(name, file)
@@ -117,7 +117,7 @@ def drawn_config(name: str) -> PreTrainedConfig | None:
 
 def _drawn_file(name: str) -> Path | None:
     """Return the config.json of the shape that a name names; None for any other name."""
-    if name == tiny.TINY_NAME:
+    if name == TINY_NAME:
         return SHAPES / f"{name}.json"
     if not name.startswith(RANDOM_PREFIX):
         return None
@@ -146,21 +146,23 @@ def _drawn_sizes(name: str, file: Path) -> tuple[int, int]:
     return config.vocab_size, max_model_len(config)
 
 
-def read_config(name: str, path: Path) -> PreTrainedConfig:
+def read_config(name: str, path: Path) -> "PreTrainedConfig":
     """Read a config.json, or the one in a folder, without running code that lies beside it."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise refused(name, f"`{path}` has no config.json")
     with refusing(name, f"`{file}` cannot be read"):
         read = msgspec.json.decode(file.read_bytes(), type=_Config)
-    if read.model_type not in CONFIG_MAPPING:
+    if read.model_type not in transformers.CONFIG_MAPPING:
         what = (
             f"transformers {transformers_version} does not know models of type `{read.model_type}`"
         )
         own = "the custom code that its `auto_map` names is never run"
         raise refused(name, f"{what}, and {own}" if read.auto_map else what)
     with refusing(name, f"`{file}` cannot be used"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            file, trust_remote_code=False
+        )
     return config
 
 
@@ -244,7 +246,7 @@ def find_folder(name: str, more: Sequence[str] = ()) -> Path:
         raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
 
 
-def max_model_len(config: PreTrainedConfig) -> int:
+def max_model_len(config: "PreTrainedConfig") -> int:
     """Return the number of positions that a model was made for."""
     return int(getattr(config, "max_position_embeddings", None) or 2048)
 

@@ -21,8 +21,9 @@ from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutp
 from tieredkv.engine.kv_digests import KVDigests
 from tieredkv.engine.parts import Build, build_parts
 from tieredkv.engine.prefixes import Prefixes
+from tieredkv.engine.prompt import pack_prompt
 from tieredkv.engine.prompt_scores import score_prompt
-from tieredkv.engine.request import Request, pack_prompt
+from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.tier_stats import TierStats

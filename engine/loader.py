@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from tieredkv.config import Dtype, Fingerprint
-from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
+from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, stop_token_ids
 from tieredkv.engine.checkpoint import (
+    TINY_NAME,
     GenerationConfig,
     check_folder,
     drawn_config,
@@ -38,6 +39,7 @@ from tieredkv.engine.checkpoint import (
 from tieredkv.engine.fingerprint import file_state, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.engine.tiny import init_tiny_weights
 from tieredkv.engine.weights import find_weight_files, load_weights
 from tieredkv.errors import ConfigError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
@@ -106,7 +108,7 @@ class FoundModel:
             progress("drawing weights", 0, 1)
             model = _draw_weights(self)
             progress("drawing weights", 1, 1)
-            digest, ends = parameters_fingerprint(table, model), tiny.stop_token_ids()
+            digest, ends = parameters_fingerprint(table, model), stop_token_ids()
         else:
             files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
             states = [*map(file_state, files)]
@@ -212,8 +214,8 @@ def find_model(
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
         find_weight_files(name, folder)
-    elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
-        needed = f"the {tiny.BYTE_VOCAB_SIZE} tokens of the byte-level tokenizer"
+    elif config.vocab_size < BYTE_VOCAB_SIZE:
+        needed = f"the {BYTE_VOCAB_SIZE} tokens of the byte-level tokenizer"
         what = f"its vocabulary of {config.vocab_size} tokens is too small for {needed}"
         raise refused(name, what)
     return FoundModel(
@@ -251,7 +253,7 @@ def _draw_weights(found: FoundModel) -> Any:
         model = _AUTO_MODEL.from_config(
             found.config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
         )
-    draw = tiny.init_tiny_weights if found.name == tiny.TINY_NAME else _draw_gaussians
+    draw = init_tiny_weights if found.name == TINY_NAME else _draw_gaussians
     draw(model)
     return model
 

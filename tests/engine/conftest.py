@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieredkv.engine import loader, tiny
+from tieredkv.engine import loader
+from tieredkv.engine.byte_tokenizer import byte_tokenizer
 
 VOCAB_SIZE = 300
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -82,4 +83,4 @@ def write_checkpoint(folder: Path, family: str, **changes: Any) -> None:
             if parameter.ndim == 2:
                 torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
-    tiny.byte_tokenizer(VOCAB_SIZE, 512).save_pretrained(folder)
+    byte_tokenizer(VOCAB_SIZE, 512).save_pretrained(folder)

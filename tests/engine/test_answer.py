@@ -3,15 +3,15 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tieredkv.engine import tiny
 from tieredkv.engine.answer import Answer
+from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer
 from tieredkv.engine.engine_messages import EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny.byte_tokenizer(tiny.BYTE_VOCAB_SIZE, 1024)
+    return byte_tokenizer(BYTE_VOCAB_SIZE, 1024)
 
 
 def answer_of(tokenizer: PreTrainedTokenizerFast, *stop: str) -> Answer:

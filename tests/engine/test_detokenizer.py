@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tieredkv.engine import tiny
+from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer
 from tieredkv.engine.detokenizer import Detokenizer
 
 TEXT = "naïve café - 東京タワー 🗼👩‍👩‍👧 ends, مرحبا!"
@@ -14,7 +14,7 @@ TEXT = "naïve café - 東京タワー 🗼👩‍👩‍👧 ends, مرحبا!"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny.byte_tokenizer(tiny.BYTE_VOCAB_SIZE, 1024)
+    return byte_tokenizer(BYTE_VOCAB_SIZE, 1024)
 
 
 @pytest.fixture(scope="module")

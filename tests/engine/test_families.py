@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.engine.logits import run_paged, run_transformers
-from tieredkv.engine import tiny
+from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
@@ -126,7 +126,7 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
             mean, std = (0.0, 0.2) if tensor.ndim > 1 else (0.7, 0.3)
             tensor.normal_(mean, std, generator=generator)
     model.save_pretrained(folder)
-    tiny.byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
+    byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
 
 
 def assert_equal_logits(folder: Path) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from tieredkv.engine import loader, tiny, weights
+from tieredkv.engine import loader, weights
+from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.errors import ModelError
 
@@ -204,7 +205,7 @@ def experts(tmp_path: Path) -> Path:
     config = AutoConfig.for_model("mixtral", vocab_size=300, **sizes, **heads, sliding_window=None)
     auto: Any = AutoModelForCausalLM
     auto.from_config(config).save_pretrained(folder)
-    tiny.byte_tokenizer(300, 512).save_pretrained(folder)
+    byte_tokenizer(300, 512).save_pretrained(folder)
     return folder
 
 

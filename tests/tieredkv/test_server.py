@@ -20,7 +20,7 @@ from tieredkv.engine.engine_messages import (
     RequestUsage,
     TokenLogprob,
 )
-from tieredkv.engine.request import pack_prompt
+from tieredkv.engine.prompt import pack_prompt
 from tieredkv.engine.sampling_params import SamplingParams, TokenChoice
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read

@@ -7,6 +7,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+COMPUTED_SOONER = "computed_sooner"
+"""Why a block was computed although a slower tier has it: that was faster than to load it."""
+
 
 @dataclass(slots=True)
 class CacheCounters:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
@@ -45,9 +46,6 @@ MAX_EXPIRED = 64
 
 NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
-
-COMPUTED_SOONER = "computed_sooner"
-"""Why a block was computed although a slower tier has it: that was faster than to load it."""
 
 LOST = frozenset(("load_timeout", "corrupt", "expired", "admin"))
 """Reasons for which a block was computed although a slower tier was said to have it."""

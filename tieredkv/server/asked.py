@@ -18,7 +18,7 @@ from pydantic import Field
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest, RequestUsage
-from tieredkv.engine.request import pack_prompt
+from tieredkv.engine.prompt import pack_prompt
 from tieredkv.errors import RequestError, invalid_value
 from tieredkv.fields import Object
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy

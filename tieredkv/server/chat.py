@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.request import too_long
+from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from tieredkv.engine.engine_messages import EngineInfo
-from tieredkv.engine.request import pack_prompt
+from tieredkv.engine.prompt import pack_prompt
 from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
