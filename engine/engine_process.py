@@ -98,7 +98,8 @@ class EngineProcess:
                 num_taken_tokens += self._take(core, self._inbox.get())
             self._step(core)
             self._stepped_at = time.monotonic()
-            core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
+            if not self._is_stopping:
+                core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
 
     def _step(self, core: EngineCore) -> None:
         """Step once and send the outputs, with statistics about once a second and at the end."""

@@ -101,6 +101,7 @@ class StoreService:
             judge=self._judge,
         )
         self._is_closing = False  # no new work is taken; stores under way are finished
+        self._has_ended = False  # the index thread has ended, and what it handed over is done
         self._front.selector.register(channel, selectors.EVENT_READ, self._hear_engine)
 
         self._verbs = Verbs(
@@ -129,16 +130,19 @@ class StoreService:
     def _serve(self) -> None:
         self._channel.send(messages.WorkerUp(self._stats))
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
-        # Its error, if any, is raised in the front thread.
-        changing.add_done_callback(lambda _: self._front.hand(changing.result))
+
+        def end() -> None:
+            changing.result()  # its error, if any, is raised in the front thread
+            self._has_ended = True
+
+        changing.add_done_callback(lambda _: self._front.hand(end))
         try:
             while not self._is_closing or self._reads.are_under_way:
                 self._front_turn()
         finally:
             self._changes.hand(self._has_all.set)
-        while not changing.done():
+        while not self._has_ended:
             self._front_turn()
-        self._front_turn()
         self._readers.shutdown()
         while self._channel.has_queued:
             self._front.wait(_TICK_S)
