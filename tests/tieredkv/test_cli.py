@@ -196,7 +196,7 @@ def test_doctor_says_what_the_disk_can_do(tmp_path: Path) -> None:
 
 
 def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
-    stored: Path,
+    stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = json.loads((stored / "rates.json").read_text())
     saved["read_bytes_per_s"] = 40e6
@@ -216,11 +216,9 @@ def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
     details = {check["name"]: check["detail"] for check in document["checks"]}
     assert "disk 0.04 GB/s" in details["learnt rates"]
     assert "planned" in details["2,048 tokens on disk"]
-    limited = tieredkv(
-        *("doctor", "tiny-random", "--disk-dir", str(stored), "--json"),
-        TIEREDKV_DISK_READ_LIMIT="1KiB",
-    )
-    plans = json.loads(limited.stdout)["plans"]
+    monkeypatch.setenv("TIEREDKV_DISK_READ_LIMIT", "1KiB")
+    assert run_main(["doctor", "tiny-random", "--disk-dir", str(stored), "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
     assert {it["split_token"] for it in plans if it["tier"] == "disk"} == {2048, 8192, 32_704}
 
 

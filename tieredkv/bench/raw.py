@@ -24,7 +24,6 @@ import torch
 
 import tieredkv
 
-COPY_BYTES = 256 << 20
 READ_BYTES = 2 << 20
 READ_THREADS = 4
 BEST_THREADS = (4, 16, 32)
@@ -117,10 +116,11 @@ def h2d_GBps() -> float:
     Without a GPU, this is a copy within ordinary memory.
     """
     is_pinned = torch.cuda.is_available()
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=is_pinned).random_()
+    num_bytes = (1 << 28) if is_pinned else (1 << 26)
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned).random_()
     target = torch.empty_like(source, device=device())
     copy = partial(target.copy_, source, non_blocking=True)
-    return round(COPY_BYTES / median_s(copy) / 1e9, 2)
+    return round(num_bytes / median_s(copy) / 1e9, 2)
 
 
 class RawFile:
