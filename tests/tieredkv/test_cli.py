@@ -201,8 +201,9 @@ def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
     saved = json.loads((stored / "rates.json").read_text())
     saved["read_bytes_per_s"] = 40e6
     (stored / "rates.json").write_text(json.dumps(saved))
-    result = tieredkv("doctor", "tiny-random", "--disk-dir", str(stored), "--json")
-    document = json.loads(result.stdout)
+    words = ["doctor", "tiny-random", "--disk-dir", str(stored), "--json"]
+    assert run_main(words) == 0
+    document = json.loads(capsys.readouterr().out)
     assert document["failed"] == 0
     assert document["rates"]["learnt"]["disk_read_GBps"] == 0.04
     assert document["rates"]["learnt"]["model"] == "tiny-random"
@@ -217,7 +218,7 @@ def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
     assert "disk 0.04 GB/s" in details["learnt rates"]
     assert "planned" in details["2,048 tokens on disk"]
     monkeypatch.setenv("TIEREDKV_DISK_READ_LIMIT", "1KiB")
-    assert run_main(["doctor", "tiny-random", "--disk-dir", str(stored), "--json"]) == 0
+    assert run_main(words) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert {it["split_token"] for it in plans if it["tier"] == "disk"} == {2048, 8192, 32_704}
 
