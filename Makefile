@@ -39,8 +39,10 @@ demo: setup
 test: lint
 	@$(MAKE) --no-print-directory --jobs 2 types cpu-tests
 
+# The tests start hundreds of processes, each of which would compile the package without bytecode.
 cpu-tests: setup
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 3 --dist loadfile
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
+		$(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 4 --dist loadfile
 
 test-full: lint types
 	@$(BIN)/pytest -q -m "not gpu"
