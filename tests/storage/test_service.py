@@ -18,7 +18,7 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
-from tieredkv.storage import inspection, touches, write_share
+from tieredkv.storage import inspection, service, touches, write_share
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.control_server import socket_address
@@ -138,9 +138,9 @@ def serving(path: Path, arena: HostArena, **options: Any) -> Iterator[Engine]:
         parent_pid=os.getppid(),
     )
     channel = FrameChannel(theirs, msgspec.msgpack.Decoder(EngineMessage))
-    service = StoreService(store, argument, channel, arena)
+    served = StoreService(store, argument, channel, arena)
     with ThreadPoolExecutor(1) as pool:
-        engine = Engine(ours, gate, pool.submit(service.run))
+        engine = Engine(ours, gate, pool.submit(served.run))
         try:
             yield engine
         finally:
@@ -207,6 +207,19 @@ def test_a_store_that_the_write_limit_held_back_says_so(tmp_path: Path, arena: H
             told.append(stored.is_held_back)
         assert not told[0], "a full token bucket holds back nothing"
         assert told[-1]
+
+
+def test_a_store_closes_without_waiting_for_a_timer(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        assert engine.lookup(OLD.block_hash)
+        monkeypatch.setattr(service, "_TICK_S", 2 * HANG_S)  # a wait for it counts as a hang
+        arena.page(1)[:] = payload_of(NEW)
+        engine.channel.send(StoreCall([LentPage(NEW, 1)]))
+        stored = engine.next_page()
+        assert isinstance(stored, PageStored) and stored.ok
+    assert engine.served.done()
 
 
 def test_stores_that_the_write_limit_holds_back_are_written_when_the_store_closes(

@@ -1,0 +1,63 @@
+"""The engine's process ends when it is told to."""
+
+import logging
+import signal
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.waiting import HANG_S
+from tieredkv.config import Settings
+from tieredkv.engine import engine_process
+from tieredkv.engine.engine_messages import EngineInfo, Shutdown, Start, ToEngine, ToServer
+from tieredkv.wire.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+
+
+def test_an_engine_that_was_told_to_stop_waits_for_no_more_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    server = FrameChannel(ours, msgspec.msgpack.Decoder(ToServer))
+    waits: list[float] = []
+
+    class IdleCore:
+        """A core without requests, which is told to stop while it waits for one."""
+
+        info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
+        tier_stats = SimpleNamespace(read=lambda: None)
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.woken = threading.Event()
+            self.wake = self.woken.set
+
+        def step(self) -> list[Any]:
+            return []
+
+        def wait(self, timeout_s: float) -> None:
+            waits.append(timeout_s)
+            server.send(Shutdown())
+            assert self.woken.wait(HANG_S)
+
+        def abort_all(self) -> None:
+            pass
+
+        def close(self, **_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(engine_process, "EngineCore", IdleCore)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    server.send(Start(settings=Settings(model="m")))
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    channel = FrameChannel(theirs, decoder, MAX_ENGINE_FRAME_BYTES)
+    assert engine_process.EngineProcess(channel).run() == 0
+    assert waits == [engine_process.IDLE_WAIT_S]
+    server.close()
+    for thread in threading.enumerate():
+        if thread.name == "receive":  # it ends now that the server is gone
+            thread.join(HANG_S)
+    channel.close()
