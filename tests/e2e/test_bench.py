@@ -16,7 +16,7 @@ import pytest
 
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
-from tieredkv.bench import disk, raw
+from tieredkv.bench import crowd, disk, raw, restore
 from tieredkv.cli import main
 from tieredkv.storage.codec import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
@@ -122,6 +122,17 @@ def run_bench(tieredkv: CommandLine, tmp_path: Path) -> Bench:
     return run
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have benches measure in this process, which has imported torch already.
+
+    That they start processes of their own is tested with `bench ttft`, and where a crowd is
+    interrupted or stopped.
+    """
+    for module in (crowd, restore):
+        monkeypatch.setattr(module, "in_new_process", lambda work, *arguments: work(*arguments))
+
+
 def test_bench_transfer_moves_every_byte_and_tells_the_ratio_to_raw(run_bench: Bench) -> None:
     sizes = ["--block-size-bytes", "4KiB,20KiB", "--total", "1MiB", "--repeats", "2"]
     report = run_bench("transfer", *sizes)
@@ -177,7 +188,7 @@ def test_bench_decode_counts_tokens(run_bench: Bench) -> None:
 
 
 def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
-    tmp_path: Path, run_bench: Bench
+    tmp_path: Path, run_bench: Bench, in_this_process: None
 ) -> None:
     words = ["--model", "tiny-random", "--prefix-tokens", "256,1024", "--disk-rate", "1GB,none"]
     words += ["--arms", "cold,load,planned", "--repeats", "2", "--disk-dir", "."]
@@ -225,7 +236,7 @@ def check_crowd(report: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def test_bench_returns_finds_nothing_in_ram_and_the_capacity_of_each_arm(
-    tmp_path: Path, run_bench: Bench
+    tmp_path: Path, run_bench: Bench, in_this_process: None
 ) -> None:
     words = ["--model", "tiny-random", "--prefix-tokens", "160-320", "--new-tokens", "20"]
     words += ["--answers", "10", "--answer-tokens", "4", "--rates", "4", "--disk-dir", "."]
@@ -260,7 +271,9 @@ def test_bench_returns_does_not_run_an_arm_beyond_the_rate_that_it_cannot_hold(
     assert report["capacity"] == {"no_disk": None}
 
 
-def test_bench_sessions_does_the_same_turns_in_all_arms(tmp_path: Path, run_bench: Bench) -> None:
+def test_bench_sessions_does_the_same_turns_in_all_arms(
+    tmp_path: Path, run_bench: Bench, in_this_process: None
+) -> None:
     words = ["--model", "tiny-random", "--scale", "60", "--turns", "3", "--seed", "0,1"]
     words += ["--sessions", "1,3", "--device-size", "3MiB", "--host-size", "1MiB"]
     report = run_bench("sessions", *words, "--disk-dir", ".")
@@ -306,14 +319,10 @@ def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> Non
     assert row["by_tier"]["device"] > 0.4 * row["prompt_tokens"]
 
 
-@pytest.mark.parametrize("bench", ["returns", "sessions"])
-def test_ctrl_c_leaves_nothing_of_a_crowd_behind(bench: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", bench, "--model", "tiny-random"]
-    sizes = {
-        "returns": ["--prefix-tokens", "160-320", "--new-tokens", "20", "--rates", "0.01"],
-        "sessions": ["--scale", "60", "--sessions", "2", "--turns", "10000"],
-    }
-    words = [*command, "--arms", "load", "--disk-dir", str(tmp_path), *sizes[bench]]
+def test_ctrl_c_leaves_nothing_of_a_crowd_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "sessions", "--model"]
+    command += ["tiny-random", "--scale", "60", "--sessions", "2", "--turns", "10000"]
+    words = [*command, "--arms", "load", "--disk-dir", str(tmp_path)]
     interrupt(words, tmp_path, "*/load*/index", "no store is made")
 
 
