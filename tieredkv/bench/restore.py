@@ -46,7 +46,9 @@ from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.types import Progress, Tier, tracked
 
-RAW_BYTES = 512 << 20
+RAW_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+"""Bytes of a measurement of the raw disk, which has a file of four times as many."""
+
 ARMS = ("cold", "load", "planned", "device")
 FROM_DISK = (("planned", "load"), ("load", "planned"))
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
@@ -90,7 +92,9 @@ def measure(
     progress, runs = bench_progress(), Runs()
     with (
         LLM(**settings, retention="24h", progress=progress) as llm,
-        contextlib.closing(raw.RawDisk(folder, 4 * RAW_BYTES, raw.BEST_THREADS)) as disk,
+        contextlib.closing(
+            raw.RawDisk(folder, 4 * RAW_BYTES[raw.device()], raw.BEST_THREADS)
+        ) as disk,
     ):
         tiers = llm.core.tiers
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
@@ -122,7 +126,7 @@ def measure(
 def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk | None) -> Run:
     """Serve a prompt once, with the raw rate of the disk measured just before."""
     core = llm.core
-    raw_GBps = disk.read_GBps(RAW_BYTES) if disk is not None else None
+    raw_GBps = disk.read_GBps(RAW_BYTES[raw.device()]) if disk is not None else None
     core.tiers.restore = mode
     core.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
