@@ -69,7 +69,11 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--arms", "warm", "'warm' is not one of 'cold', 'device', 'host', 'disk', 'planned'"),
+        (
+            "--arms",
+            "warm",
+            "'warm' is not one of 'cold', 'device', 'host', 'disk', 'planned', 'restart'",
+        ),
         (
             "--prefix-tokens",
             "16,99999999",
@@ -269,6 +273,7 @@ def test_bench_returns_does_not_run_an_arm_beyond_the_rate_that_it_cannot_hold(
     report = run_bench("returns", *words, "--arms", "no_disk", "--ttft-limit", "0.0001")
     assert [(row["rate"], row["is_held"]) for row in report["rows"]] == [(9, False)]
     assert report["capacity"] == {"no_disk": None}
+    assert report["capacity_is"] == {"no_disk": "below the lowest rate"}
 
 
 def test_bench_sessions_does_the_same_turns_in_all_arms(
@@ -319,10 +324,14 @@ def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> Non
     assert row["by_tier"]["device"] > 0.4 * row["prompt_tokens"]
 
 
-def test_ctrl_c_leaves_nothing_of_a_crowd_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "sessions", "--model"]
-    command += ["tiny-random", "--scale", "60", "--sessions", "2", "--turns", "10000"]
-    words = [*command, "--arms", "load", "--disk-dir", str(tmp_path)]
+@pytest.mark.parametrize("bench", ["returns", "sessions"])
+def test_ctrl_c_leaves_nothing_of_a_crowd_behind(bench: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", bench, "--model", "tiny-random"]
+    sizes = {
+        "returns": ["--prefix-tokens", "160-320", "--new-tokens", "20", "--rates", "0.01"],
+        "sessions": ["--scale", "60", "--sessions", "2", "--turns", "10000"],
+    }
+    words = [*command, "--arms", "load", "--disk-dir", str(tmp_path), *sizes[bench]]
     interrupt(words, tmp_path, "*/load*/index", "no store is made")
 
 

@@ -39,7 +39,7 @@ from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
-from tieredkv.cli.bench import COUNT, NUMBER, several, shortest_to_longest
+from tieredkv.cli.bench import COUNT, CROWD_ARMS, NUMBER, arms, several, shortest_to_longest
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, load_settings
 from tieredkv.engine.core import EngineCore
@@ -304,12 +304,7 @@ def crowd_options(command: Any) -> Any:
         except ConfigError as error:
             raise click.ClickException(str(error)) from error
 
-    arms = several(
-        "--arms",
-        click.Choice(crowd.ARMS),
-        default=",".join(crowd.ARMS),
-        help="Arms to run, with commas between.",
-    )
+    which = arms(CROWD_ARMS, "Arms to run, with commas between.")
     jobs = click.option("--jobs", type=COUNT, default=os.cpu_count(), help="Parallel processes.")
     commit = click.option("--commit", help="Commit to report, for a tree without its history.")
     rates = [
@@ -324,7 +319,7 @@ def crowd_options(command: Any) -> Any:
     ]
     engine = settings_options("cache", "scheduler", without=SET_BY_ARM)
     return functools.reduce(
-        lambda it, add: add(it), [engine, commit, *reversed(rates), jobs, arms], with_machine
+        lambda it, add: add(it), [engine, commit, *reversed(rates), jobs, which], with_machine
     )
 
 

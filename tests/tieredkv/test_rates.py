@@ -212,23 +212,18 @@ def test_every_step_of_a_long_prompt_has_its_fixed_cost() -> None:
     assert rate.seconds(50, 50) == 0.0
 
 
-def test_a_step_with_few_tokens_takes_as_long_as_the_device_needs_for_any_step() -> None:
+@pytest.mark.parametrize("num_prompts", [20, 2000])
+def test_a_step_with_few_tokens_takes_as_long_as_the_device_needs_for_any_step(
+    num_prompts: int,
+) -> None:
     rate = ComputeRate(8192)
-    rate.learn(1, 0.0, 0.006)
-    for count in (2048, 8192) * 20:
+    rate.learn(1, 0.0, 0.006)  # it is not forgotten while only prompts are computed
+    for count in (2048, 8192) * num_prompts:
         rate.learn(count, 0.0, 2e-5 * count)
     assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.001)
     assert rate.seconds(0, 200) == pytest.approx(0.006, rel=0.001)
     assert rate.seconds(0, 2048) == pytest.approx(0.041, rel=0.02)
     assert 200 < rate.least_tokens < 300
-
-
-def test_the_least_time_is_not_forgotten_while_only_prompts_are_computed() -> None:
-    rate = ComputeRate(8192)
-    rate.learn(1, 0.0, 0.006)
-    for count in (2048, 8192) * 2000:
-        rate.learn(count, 0.0, 2e-5 * count)
-    assert rate.seconds(9, 10) == pytest.approx(0.006, rel=0.001)
 
 
 def test_tokens_generated_beside_a_prompt_make_each_of_its_steps_longer() -> None:

@@ -38,7 +38,6 @@ from tieredkv.storage.results import EvictFilter
 from tieredkv.types import KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
 
-ARMS = ("no_disk", "load", "planned")
 POLL_S = 0.01
 HIT_TOKENS = 2048
 """A request that found something and has fewer tokens to compute is a hit in `hit_ttft`."""

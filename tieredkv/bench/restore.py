@@ -42,14 +42,12 @@ from tieredkv.bench.ttft import (
     serve_once,
     tier_sizes,
 )
-from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.types import Progress, Tier, tracked
 
 RAW_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 """Bytes of a measurement of the raw disk, which has a file of four times as many."""
 
-ARMS = ("cold", "load", "planned", "device")
 FROM_DISK = (("planned", "load"), ("load", "planned"))
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
 COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "disk_rate_GBps", "ttft_ms.p50", "ttft_ms.min")
@@ -130,25 +128,18 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
     core.tiers.restore = mode
     core.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
-    store, promoter = core.tiers.store, core.cache.promoter
+    store = core.tiers.store
     assert store is not None
-    load, on_copied = store.load, promoter.on_copied
+    load = store.load
 
     def note_load(pages: Any) -> None:
         times.append(time.perf_counter())
         load(pages)
 
-    def note_copied(began_at: float, copies: Copies) -> None:
-        times.append(time.perf_counter())
-        on_copied(began_at, copies)
-
-    with (
-        mock.patch.object(store, "load", note_load),
-        mock.patch.object(promoter, "on_copied", note_copied),
-    ):
+    with mock.patch.object(store, "load", note_load):
         sample = serve_once(llm, prompt, digested=disk is not None)
     load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
-    return Run(sample, raw_GBps, times[-1] - times[0] if load_bytes else 0.0, load_bytes)
+    return Run(sample, raw_GBps, sample.copied_at - times[0] if load_bytes else 0.0, load_bytes)
 
 
 def run(

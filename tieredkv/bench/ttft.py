@@ -24,6 +24,7 @@ import math
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -77,6 +78,7 @@ class Sample(NamedTuple):
         by_tier: prompt tokens by the tier that they came from.
         logits: [output token, vocabulary].
         loaded: blocks that were copied to VRAM.
+        copied_at: when the last of them had arrived, by `time.perf_counter`; 0.0 without any.
         digests: of the prefix's blocks in VRAM afterwards, head to tail; empty if nobody asked.
     """
 
@@ -87,6 +89,7 @@ class Sample(NamedTuple):
     logits: npt.NDArray[np.float32]
     bytes_from_disk: float
     loaded: frozenset[BlockHash]
+    copied_at: float
     digests: dict[BlockHash, str]
 
 
@@ -135,9 +138,11 @@ def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample
     """Serve a prompt; keep the logits of its output tokens and, if asked, its blocks' digests."""
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     promoter, loaded = core.cache.promoter, set[BlockHash | None]()
-    on_copied = promoter.on_copied
+    on_copied, copied_at = promoter.on_copied, 0.0
 
     def note_copied(began_at: float, copies: Copies) -> None:
+        nonlocal copied_at
+        copied_at = time.perf_counter()
         loaded.update(block.block_hash for _, block in copies)
         on_copied(began_at, copies)
 
@@ -156,6 +161,7 @@ def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample
         logits=torch.stack(logits).float().cpu().numpy(),
         bytes_from_disk=raw.own_bytes(pid, "read") - before,
         loaded=frozenset(filter(None, loaded)),
+        copied_at=copied_at,
         digests=core.kv_digests.by_block(prefix) if digested else {},
     )
 

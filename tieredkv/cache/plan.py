@@ -253,14 +253,14 @@ class Planner:
         )
         candidates = {first, max(least, crossing - 1), min(crossing, last), last}
         varies = any(each.indices and not self._is_steady(each) for each in demand.loads)
-        only_steady = all(self._is_steady(each) for each in demand.loads if each.end)
-        step_s, best_s = self.compute(end - 1, end), min(map(done_s, candidates))
-        if varies and not demand.is_begun:
-            least_gain_s = max(MIN_GAIN * self._compute_s(demand, begin, last * size), step_s)
-            if done_s(last) - best_s <= least_gain_s:
-                candidates = {last}
-        elif only_steady and done_s(first) - best_s <= step_s:
-            candidates = {first}
+        only_steady = {self._is_steady(each) for each in demand.loads if each.end} == {True}
+        if only_steady or (varies and not demand.is_begun):
+            simple, least_gain_s = first if only_steady else last, self.compute(end - 1, end)
+            if varies:
+                all_s = self._compute_s(demand, begin, last * size)
+                least_gain_s = max(MIN_GAIN * all_s, least_gain_s)
+            if done_s(simple) - min(map(done_s, candidates)) <= least_gain_s:
+                candidates = {simple}
         block = min(sorted(candidates), key=lambda m: done_s(m) + self._price_s(demand, m))
         return Split(block, block, compute_s(block), self._load_s(demand, block), done_s(block))
 

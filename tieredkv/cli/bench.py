@@ -51,9 +51,9 @@ def several(flag: str, kind: Callable[[str], Any], *, name: str = "", **option: 
     return click.option(*names, callback=parse, **option)
 
 
-def arms(names: Sequence[str], default: Sequence[str], text: str) -> Option:
-    """Return the `--arms` option."""
-    return several("--arms", click.Choice(names), default=",".join(default), help=text)
+def arms(names: Sequence[str], text: str, *, default: Sequence[str] = ()) -> Option:
+    """Return the `--arms` option; by default all of them are measured."""
+    return several("--arms", click.Choice(names), default=",".join(default or names), help=text)
 
 
 def shortest_to_longest(flag: str, default: str, text: str) -> Option:
@@ -167,8 +167,8 @@ def measure(
     PREFIX_TOKENS,
     arms(
         ARMS,
-        [it for it in ARMS if it != "planned"],
         "Where prefixes come from, as above, with commas between.",
+        default=[it for it in ARMS if it != "planned"],
     ),
     repeats(5),
     TIERS,
@@ -197,7 +197,7 @@ def ttft() -> None:
 @measured(
     MODEL,
     PREFIX_TOKENS,
-    arms(RESTORE_ARMS, RESTORE_ARMS, "Arms to report, as above, with commas between."),
+    arms(RESTORE_ARMS, "Arms to report, as above, with commas between."),
     several(
         "--disk-rate",
         parse_rate,
@@ -229,7 +229,7 @@ def restore() -> None:
     """
 
 
-CROWD = (arms(CROWD_ARMS, CROWD_ARMS, "Arms to measure, as above, with commas between."), TIERS)
+CROWD = (arms(CROWD_ARMS, "Arms to measure, as above, with commas between."), TIERS)
 
 
 @measured(
