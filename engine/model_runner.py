@@ -47,7 +47,7 @@ FRESH_REST = 128
 """Tokens behind the dense path that the smaller of two fresh graphs of one length has room for."""
 
 SIZES_PER_OCTAVE = 128
-"""Numbers of tokens between a number and its double for which a step loads its kernels."""
+"""Sizes between a number of tokens and its double to which steps that no graph holds are padded."""
 
 TRIED_STARTS = (0, 2048, 8192, 32_768)
 """Positions at which long steps are timed: those that are captured cannot use the dense path, which
@@ -151,7 +151,7 @@ class ModelRunner:
         self._tables = BlockTables(
             max_num_seqs, self._max_context_len, kv_spec.block_size, loaded.device
         )
-        max_tokens = max_num_batched_tokens + max_num_seqs
+        max_tokens = launched_size(max_num_batched_tokens + max_num_seqs)
         sizes = (max_tokens, min(max_tokens, max(MIXED_SIZES[-1], max_num_seqs)))
         self._buffers, self._graph_buffers = (
             StepBuffers(self._heads, self._tables, max_tokens=size, vocab_size=loaded.vocab_size)
@@ -180,7 +180,7 @@ class ModelRunner:
             self._gate_stream.wait_event(late_event)
             self._context.gate.record(self._gate_stream)
         layout = Layout(rows, self._heads, self._max_num_seqs)
-        num_tokens, num_kept = layout.num_tokens, len(layout.kept)
+        num_tokens, num_kept = launched_size(layout.num_tokens), len(layout.kept)
         changes = self._tables.update(rows)
         graph = self._find_graph(layout)
         buffers = self._buffers if graph is None else graph.buffers
@@ -279,13 +279,14 @@ class ModelRunner:
             sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
             for size in tracked(progress, "warming up", sizes):
                 self.execute([self.idle_row(size, self._max_context_len - size)])
-            self._load_kernels(chunk, progress)
+            self._load_kernels(progress)
             self._capture(progress)
             torch.cuda.synchronize(self._loaded.device)
         progress("warming up", 1, 1)
 
-    def _load_kernels(self, most_tokens: int, progress: Progress) -> None:
-        """Compute steps of many sizes with a few layers, so that what they need is loaded.
+    @torch.inference_mode()
+    def _load_kernels(self, progress: Progress) -> None:
+        """Compute padding of every size with a few layers, so that what steps need is loaded.
 
         cuBLAS chooses the kernel of a product by its sizes, and loads it when it is first needed.
         Loading takes a copy to the device, which waits for all copies of blocks that were given to
@@ -296,10 +297,11 @@ class ModelRunner:
                 return
             whole, self._loaded = self._loaded, short
             try:
-                sizes = launched_sizes(most_tokens)
+                sizes = launched_sizes(self._buffers.max_tokens)
                 for index, size in enumerate(tracked(progress, "loading kernels", sizes)):
-                    others = [self.idle_row(1, 0)] * (index % self._max_num_seqs)
-                    self.execute([self.idle_row(size, 0), *others])
+                    num_kept = 1 + index % self._max_num_seqs
+                    self._fill_padding(self._buffers, size, num_kept)
+                    self._forward(self._buffers, size, num_kept, Batch(self._tables.tensor, ()))
             finally:
                 self._loaded = whole
 
@@ -336,9 +338,7 @@ class ModelRunner:
         size, kind = key
         buffers = self._graph_buffers if size <= self._graph_buffers.max_tokens else self._buffers
         num_kept = 1 if kind == "fresh" else min(size, self._max_num_seqs)
-        self.synchronize()  # the device has read what the buffers had for the last step
-        idle = Layout([], self._heads, self._max_num_seqs)
-        buffers.fill([], idle, ([], []), num_tokens=size, num_kept=num_kept)
+        self._fill_padding(buffers, size, num_kept)
         tables = self._tables.tensor
         wide = None if kind == "decode" else buffers.wide
         batch, last = Batch(tables, (), (), buffers.narrow, wide), None
@@ -351,7 +351,14 @@ class ModelRunner:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = self._forward(buffers, size, num_kept, batch, last)
+            graph.replay()  # the first time, it is copied to the device, as kernels are
         return _Graph(size, kind == "fresh", graph, output, buffers)
+
+    def _fill_padding(self, buffers: StepBuffers, num_tokens: int, num_kept: int) -> None:
+        """Write a step that has nothing but padding."""
+        self.synchronize()  # the device has read what the buffers had for the last step
+        idle = Layout([], self._heads, self._max_num_seqs)
+        buffers.fill([], idle, ([], []), num_tokens=num_tokens, num_kept=num_kept)
 
     def _is_replay_faster(self, key: _GraphKey, num_tokens: int, start: int) -> bool:
         """Time a step that a graph pads, and the same step without a graph.
@@ -391,13 +398,17 @@ class ModelRunner:
         return BatchRow([0] * num_tokens, start, table, write_from=end)
 
 
+def launched_size(num_tokens: int) -> int:
+    """Return the size to which a step is padded if no graph holds it, so that sizes are few."""
+    if num_tokens <= MIXED_SIZES[-1]:
+        return num_tokens
+    unit = max(16, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
+    return -(-num_tokens // unit) * unit
+
+
 def launched_sizes(most_tokens: int) -> list[int]:
-    """Return numbers of tokens of steps that may be launched without a graph, ascending."""
-    sizes, size = [], MIXED_SIZES[-1]
-    while size <= most_tokens:
-        sizes.append(size)
-        size += max(16, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
-    return sizes
+    """Return the sizes of all steps that `launched_size` pads, ascending."""
+    return sorted(set(map(launched_size, range(MIXED_SIZES[-1] + 1, most_tokens + 1))))
 
 
 def choose_size(most_pairs: Mapping[int, float], num_tokens: int, num_pairs: float) -> int:

@@ -24,6 +24,7 @@ from tieredkv.engine.model_runner import (
     check_paging,
     choose_size,
     fresh_size,
+    launched_size,
     launched_sizes,
     make_kv_pool,
     num_device_blocks,
@@ -123,6 +124,13 @@ def test_greedy_tokens_equal_those_of_transformers(
     tokens = harness.generate(ids, 40, chunks)
     assert tokens == reference_tokens(folder, ids, 40)
     assert len(set(tokens)) > 5
+
+
+def test_padding_a_step_changes_no_token(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family, max_position_embeddings=1024)
+    harness = Harness(find_model(str(tmp_path), device="cpu").load())
+    ids = prompt(525, seed=1)
+    assert harness.generate(ids, 8, [525]) == reference_tokens(tmp_path, ids, 8)
 
 
 def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> None:
@@ -246,27 +254,33 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
     assert harness.pool.isnan().all()
 
 
-def test_kernels_are_loaded_for_steps_of_every_size_that_is_launched() -> None:
+def test_launched_steps_are_padded_to_few_sizes() -> None:
     sizes = launched_sizes(16_384)
-    assert (sizes[0], sizes[-1]) == (512, 16_384)
+    assert (sizes[0], sizes[-1], len(sizes)) == (528, 16_384, 480)
     assert all(after - size <= max(16, size / 128) for size, after in itertools.pairwise(sizes))
+    assert [launched_size(size) for size in (1, 512, *sizes)] == [1, 512, *sizes]
     assert launched_sizes(100) == []
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_loading_kernels_computes_two_layers_and_leaves_the_model_as_it_was(
+def test_kernels_are_loaded_with_two_layers_for_every_size_that_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fused: bool
 ) -> None:
     write_checkpoint(tmp_path, "llama", max_position_embeddings=4096, num_hidden_layers=3)
     loaded = find_model(str(tmp_path), device="cpu").load()
     loaded = loaded if is_fused else dataclasses.replace(loaded, fused=None)
-    harness, seen, attend = Harness(loaded), list[Any](), AttentionContext.attend
+    harness = Harness(loaded, max_num_batched_tokens=600)
+    runner, seen, attend = harness.runner, list[Any](), AttentionContext.attend
     monkeypatch.setattr(AttentionContext, "attend", record(seen, attend))
-    harness.runner._load_kernels(640, lambda *_: None)
+    runner._load_kernels(lambda *_: None)
     assert {layer for _, _, _, layer, *_ in seen} == {0, 1}
-    seen.clear()
-    harness.runner.execute([harness.runner.idle_row(8, 0)])
-    assert {layer for _, _, _, layer, *_ in seen} == {0, 1, 2}
+    sizes = {len(query) for _, query, *_ in seen}
+    for num_tokens in range(513, 601, 5):
+        seen.clear()
+        others = [runner.idle_row(1, 0)] * (num_tokens % 64)  # generate beside it
+        runner.execute([runner.idle_row(num_tokens, 0), *others])
+        assert {layer for _, _, _, layer, *_ in seen} == {0, 1, 2}
+        assert {len(query) for _, query, *_ in seen} <= sizes
     assert harness.pool.isnan().all()
 
 

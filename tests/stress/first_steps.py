@@ -21,6 +21,7 @@ import torch
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.engine.llm import LLM
+from tieredkv.engine.model_runner import MIXED_SIZES
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.types import BlockId, PageId, tracked
 
@@ -59,11 +60,12 @@ def take(llm: LLM, row: BatchRow, num_copied: int) -> Took:
 
 
 def measure(llm: LLM, num_steps: int, most_tokens: int, num_copied: int) -> list[Row]:
-    """Compute steps of random sizes, each twice; one row a step."""
+    """Compute steps of random sizes, each twice; one row a step. Half of them are short."""
     draw, rows = random.Random(0), list[Row]()
     starts = [it for it in STARTS if it + most_tokens <= llm.core.info.max_model_len]
     for _ in tracked(bench_progress(), "measuring", range(num_steps)):
-        num_tokens, start = draw.randint(513, most_tokens), draw.choice(starts)
+        num_tokens = draw.randint(2, draw.choice((MIXED_SIZES[-1], most_tokens)))
+        start = draw.choice(starts)
         row = llm.core._runner.idle_row(num_tokens, start)
         first, then = (take(llm, row, num_copied) for _ in range(2))
         is_slow = first.gpu_ms > SLOW * then.gpu_ms

@@ -13,7 +13,7 @@ def test_each_step_is_computed_twice_beside_copies() -> None:
     sizes = {"device_size": "16MiB", "host_size": "16MiB", "max_model_len": 4096}
     with LLM("tiny-random", **sizes) as llm:  # type: ignore[arg-type]
         rows = first_steps.measure(llm, 2, 600, 16)
-    assert [row["num_tokens"] > 512 for row in rows] == [True, True]
+    assert [2 <= row["num_tokens"] <= 600 for row in rows] == [True, True]
     assert all(row[name]["gpu_ms"] > 0 for row in rows for name in ("first", "then"))
 
 
