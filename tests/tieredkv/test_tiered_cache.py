@@ -279,6 +279,26 @@ def test_what_is_brought_up_gives_its_pages_to_what_vram_evicts() -> None:
     rig.check_nothing_is_held()
 
 
+def test_pages_of_what_is_being_copied_up_make_room_before_others() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False)
+    for name in "ab":
+        rig.run(name, 4, "in_memory")
+        assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    rig.run("c", 4, "in_memory")
+    rig.transfer.is_held = True
+    prefix = rig.start("a", 4, "in_memory")
+    rig.turn()
+    assert rig.cache.demoter.demote(4) == 0
+    rig.transfer.is_held = False
+    rig.turn()
+    rig.cache.demoter.demote(4)
+    rig.turn()
+    assert rig.on_host("c", 4) == rig.on_host("b", 4) == list(range(4))
+    assert rig.on_host("a", 4) == [], "it made the room"
+    assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
 def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("a", 6)

@@ -356,6 +356,8 @@ class Demoter:
         """
         tiers = self._tiers
         pairs: list[tuple[Block, Block]] = []
+        if not only_empty:
+            blocks = blocks[: self._page_room(len(blocks))]
         for tenant, group in groupby(blocks, key=attrgetter("tenant")):
             each = [block for block in group if self._can_be_copied(block)]
             pages = tiers.host.allocate(
@@ -375,6 +377,16 @@ class Demoter:
             after = max(block.last_step for block, _ in pairs)
             self._device_link.demote(ids, (time.perf_counter(), pairs), after=after)
         return len(pairs)
+
+    def _page_room(self, num_blocks: int) -> int:
+        """Return how many of these blocks may be copied to host pages now.
+
+        What is being copied up leaves duplicates. If others made room instead, VRAM and host memory
+        would hold these blocks twice for a moment, and the others would be lost for good.
+        """
+        host = self._tiers.host
+        num_free = min(num_blocks, host.num_empty + host.num_duplicates)
+        return num_free + max(0, num_blocks - num_free - self._tiers.num_promoting)
 
     def _write_out(self, pages: list[Block]) -> int:
         """Start writes of host pages, up to the cap; return how many."""

@@ -88,7 +88,6 @@ class Promoter:
         self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
         self.restores = Restores(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
-        self._num_copying = 0  # including `_to_copy`
         self._is_short = False  # the last read found no page
         self._probed_at = -sys.float_info.max
         self.has_more = False
@@ -98,7 +97,7 @@ class Promoter:
     @property
     def is_idle(self) -> bool:
         """Whether no block is being promoted."""
-        return not self._disk_link.num_reading and not self._num_copying
+        return not self._disk_link.num_reading and not self._tiers.num_promoting
 
     # Plan
 
@@ -169,7 +168,7 @@ class Promoter:
     def _planner(self, busy_s: float, now: float, *, is_shared: bool = False) -> Planner:
         """Return a planner that knows what the device and the links are busy with."""
         tiers = self._tiers
-        up = self._device_link.up_state(self._num_copying, now)
+        up = self._device_link.up_state(self._tiers.num_promoting, now)
         disk = self._disk_link.read_state(now)
         if self._is_short:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
@@ -223,7 +222,7 @@ class Promoter:
         room = link.most_reads(now, away_s) - link.num_reading
         for restore in self.restores.order:
             if restore.copies_next:
-                self._copy_pages(restore, most_copies - self._num_copying)
+                self._copy_pages(restore, most_copies - self._tiers.num_promoting)
             while restore.reads_next:
                 if self._needs_no_read(restore):
                     restore.on_disk.pop()
@@ -263,7 +262,7 @@ class Promoter:
         """
         self._tiers.host.acquire([page])
         block.is_loading, block.source = True, source
-        self._num_copying += 1
+        self._tiers.num_promoting += 1
         self._to_copy.append((page, block))
 
     def on_read(self, read: Read) -> None:
@@ -297,7 +296,7 @@ class Promoter:
         tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
             block.is_ready, block.is_loading = True, False
-        self._num_copying -= len(copies)
+        tiers.num_promoting -= len(copies)
         tiers.device.release(block for _, block in reversed(copies))
         tiers.host.release(page for page, _ in reversed(copies))
 
@@ -341,7 +340,7 @@ class Promoter:
         del restore.in_host[first:]
         self._tiers.device.acquire(block for _, block in copies)
         self._tiers.host.release(unwanted)
-        self._num_copying += len(copies)
+        self._tiers.num_promoting += len(copies)
         self._to_copy += copies
 
     def _needs_no_read(self, restore: Restore) -> bool:
@@ -360,7 +359,7 @@ class Promoter:
     def _begin(self, prefix: Prefix, index: int, now: float) -> bool:
         """Queue a read of a request's block if there is a page to read it into."""
         host, block_hash = self._tiers.host, prefix.hashes[index]
-        num_inbound = self._disk_link.num_reading + self._num_copying
+        num_inbound = self._disk_link.num_reading + self._tiers.num_promoting
         cap, is_admitted = self._inbound_cap, bool(prefix.blocks)
         if not is_admitted:
             if self._disk_link.num_writing or len(self._tiers.prefetched) >= cap:

@@ -137,7 +137,8 @@ class Room:
         if (blocks := take()) is not None:
             return blocks
         demoter.write(num_blocks)
-        is_coming = demoter.is_copying and device.num_ready >= num_blocks
+        is_copying = demoter.is_copying or self._tiers.num_promoting > 0
+        is_coming = is_copying and device.num_ready >= num_blocks
         if self._wait(prefix) < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
             return None
         demoter.drop_oldest(num_blocks)

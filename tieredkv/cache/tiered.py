@@ -353,6 +353,7 @@ class TieredCache:
         promoted, demoted = tiers.device_link.poll()
         for began_at, copies in promoted:
             self.promoter.on_copied(began_at, copies)
+            self.demoter.note_change()
         for began_at, pairs in demoted:
             self.demoter.on_copied(began_at, pairs)
         for told in tiers.disk_link.poll():

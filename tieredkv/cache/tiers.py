@@ -67,6 +67,8 @@ class Tiers:
         pools: the pools of the two RAM tiers.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
         to_write: blocks whose pages are written to disk next.
+        num_promoting: blocks that are being copied to VRAM, or are next; their pages are duplicates
+            soon.
     """
 
     device: BlockPool
@@ -90,6 +92,7 @@ class Tiers:
     pools: dict[Tier, BlockPool] = field(init=False)
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
+    num_promoting: int = 0
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
