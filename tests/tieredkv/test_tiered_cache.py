@@ -279,6 +279,18 @@ def test_what_is_brought_up_gives_its_pages_to_what_vram_evicts() -> None:
     rig.check_nothing_is_held()
 
 
+def test_no_block_is_given_up_for_a_request_that_gets_its_room_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "PATIENCE_S", 1e-9)  # it asks at longer intervals
+    rig = Rig(num_blocks=256, num_pages=256, has_store=False)
+    rig.run("a", 200, "in_memory")
+    rig.run("b", 240, "in_memory")
+    assert rig.finish(rig.start("a", 200, "in_memory")) <= room.MIN_SLICE
+    assert rig.tiers.counters.demotions_dropped == 0
+    rig.check_nothing_is_held()
+
+
 def test_pages_of_what_is_being_copied_up_make_room_before_others() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     for name in "ab":

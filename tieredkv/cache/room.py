@@ -2,7 +2,7 @@
 
 Blocks that are clean are evicted at once. If there are too few, others are copied down, and the
 request asks again in a later step. What it has in host memory is copied up meanwhile. When it has
-waited long enough, the oldest blocks are given up.
+not got on for long enough, the oldest blocks are given up.
 
 Called by the engine's thread only.
 """
@@ -20,7 +20,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash, Tier
 
 PATIENCE_S = 0.25
-"""An allocation waits so long for room before blocks are given up."""
+"""An allocation waits so long, without getting on, before blocks are given up for it."""
 
 MAX_PATIENCE_S = 2.0
 """The same while copies are under way that will give it the room."""
@@ -37,7 +37,10 @@ MIN_SLICE = 32
 
 
 class _Wait(NamedTuple):
-    """A request's wait for room: since when, and when it last asked, in monotonic time."""
+    """A request's wait for room: since when it has not got on, and when it last asked, in seconds.
+
+    Both are in monotonic time.
+    """
 
     since: float
     asked_at: float
@@ -132,25 +135,27 @@ class Room:
         # are copied, since those copies may evict the pages that make them clean.
         self._poll()
         device.release(take(is_partial=True) or [])
-        demoter.demote(self._num_to_demote(prefix, num_blocks - device.num_empty))
+        num_started = demoter.demote(self._num_to_demote(prefix, num_blocks - device.num_empty))
         self._poll()
         if (blocks := take()) is not None:
             return blocks
         demoter.write(num_blocks)
         is_copying = demoter.is_copying or self._tiers.num_promoting > 0
         is_coming = is_copying and device.num_ready >= num_blocks
-        if self._wait(prefix) < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
+        waited_s = self._wait(prefix, gets_on=num_started >= MIN_SLICE)
+        if waited_s < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
             return None
         demoter.drop_oldest(num_blocks)
         return take()
 
-    def _wait(self, prefix: Prefix) -> float:
-        """Note that a request goes on waiting, and return for how many seconds it has waited."""
+    def _wait(self, prefix: Prefix, *, gets_on: bool) -> float:
+        """Note that a request goes on waiting; return since how many seconds it has not got on."""
         now = time.monotonic()
         if prefix not in self._waits:
             self._tiers.counters.allocation_waits += 1
         since, asked_at = self._waits.get(prefix, (now, now))
-        if now - asked_at >= MAX_PATIENCE_S:  # meanwhile it waited for something else
+        # It may also have waited for something else since it asked the last time.
+        if gets_on or now - asked_at >= MAX_PATIENCE_S:
             since = now
         self._waits[prefix] = _Wait(since, now)
         return now - since
