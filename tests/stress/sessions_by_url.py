@@ -106,11 +106,10 @@ async def run(
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        try:
-            for task in done:
-                task.result()
-        except httpx.HTTPError as error:
-            return answers, took_s, f"{type(error).__name__}: {error}"
+    for error in filter(None, [task.exception() for task in done]):
+        if not isinstance(error, httpx.HTTPError):
+            raise error
+        return answers, took_s, f"{type(error).__name__}: {error}"
     return answers, took_s, ""
 
 
