@@ -2,9 +2,10 @@
 
     python -m tests.stress.busy_pcie --model random:llama-3.1-8b --prefix-tokens 8192,32768
 
-Each stream of `--streams` copies pinned memory to the GPU without a pause, so that the request gets
-about one part of PCIe's rate, and each stream another one. The arms take turns with one prompt: all
-of it is computed (`cold`), its prefix is loaded in whole (`load`), or it is divided (`planned`).
+Kernels on `--streams` streams read pinned memory without a pause. Copies would take turns with
+those of the request, since a copy engine executes one at a time; kernels take a share of PCIe's
+rate away, and little of the rest of the GPU. The arms take turns with one prompt: all of it is
+computed (`cold`), its prefix is loaded in whole (`load`), or it is divided (`planned`).
 Tokens are compared with the cold ones, but for near ties, and the bytes of the blocks that were
 loaded with those that were computed. It needs a GPU, but for `--streams 0`.
 """
@@ -42,7 +43,7 @@ from tieredkv.types import Tier, tracked
 
 COPY_BYTES = 64 << 20
 NUM_AHEAD = 2
-"""Copies that each stream is given ahead, so that it never pauses."""
+"""Kernels that each stream is given ahead, so that it never pauses."""
 
 MODES: dict[str, Any] = {"cold": "compute", "load": "load", "planned": "auto"}
 Samples = dict[tuple[int, int, str], list[Sample]]
@@ -50,10 +51,10 @@ Samples = dict[tuple[int, int, str], list[Sample]]
 
 
 class Traffic:
-    """Copies to the GPU on several streams, from a thread of its own, until it is closed.
+    """Keeps PCIe busy on several streams, from a thread of its own, until it is closed.
 
     Attributes:
-        num_bytes: what was copied so far.
+        num_bytes: what was read so far.
     """
 
     def __init__(self, num_streams: int) -> None:
@@ -63,8 +64,10 @@ class Traffic:
         self._thread.start()
 
     def _copy(self, num_streams: int) -> None:
-        source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        from tests.stress.pinned_reads import read  # there is no Triton where there is no GPU
+
+        source = torch.zeros(COPY_BYTES // 4, dtype=torch.int32, pin_memory=True)
+        target = torch.zeros_like(source, device="cuda")
         streams = [torch.cuda.Stream() for _ in range(num_streams)]
         pending: list[list[torch.cuda.Event]] = [[] for _ in streams]
         while not self._is_closed.is_set():
@@ -74,7 +77,7 @@ class Traffic:
                     self.num_bytes += COPY_BYTES
                 while len(events) < NUM_AHEAD:
                     with torch.cuda.stream(stream):
-                        target.copy_(source, non_blocking=True)
+                        read(source, target)
                     events.append(torch.cuda.Event())
                     events[-1].record(stream)
             time.sleep(1e-3)
