@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -353,6 +354,32 @@ def interrupt(command: list[str], folder: Path, made: str, complaint: str) -> No
         process.communicate()
     assert process.returncode == 130
     assert not list(folder.iterdir())
+
+
+def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "restore", "--model", "tiny-random"]
+    command += ["--prefix-tokens", "128,256", "--repeats", "100000", "--disk-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, "--json"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("measuring"):
+                break
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1, stderr
+    report = json.loads(stdout.splitlines()[-1])
+    counts = {len(row["ttft_ms"]["all"]) for row in report["rows"]}
+    assert max(counts) - min(counts) <= 1
+    assert all(row["tokens_equal_cold"] for row in report["rows"])
+    [problem] = report["problems"]
+    assert re.fullmatch(r"interrupted after \d+ of 200000 cases", problem)
+    assert not list(tmp_path.iterdir()), "the bench leaves its store behind"
 
 
 def test_a_crowd_bench_that_is_stopped_reports_the_arms_that_ended(tmp_path: Path) -> None:

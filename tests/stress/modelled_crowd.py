@@ -26,7 +26,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -39,7 +38,16 @@ from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
-from tieredkv.cli.bench import COUNT, CROWD_ARMS, NUMBER, arms, several, shortest_to_longest
+from tieredkv.cli.bench import (
+    COUNT,
+    CROWD_ARMS,
+    NUMBER,
+    SESSIONS,
+    arms,
+    several,
+    shortest_to_longest,
+    with_options,
+)
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, load_settings
 from tieredkv.engine.core import EngineCore
@@ -185,7 +193,7 @@ def engine(case: Case) -> Iterator[ModelledCrowd]:
 
 
 def run_sessions(case: Case) -> Run:
-    """Run sessions from empty tiers until the first one ends, as `bench sessions` does."""
+    """Run sessions from empty tiers, as `bench sessions` does."""
     with engine(case) as it:
         info = it.core.info
         shape: Shape = case.shape
@@ -193,7 +201,7 @@ def run_sessions(case: Case) -> Run:
         most_tokens = int((info.max_model_len - answer_tokens) * shape.scale)
         asked = int(case.number), case.seed, shape, most_tokens, info.vocab_size
         scripts = make_scripts(*asked)
-        return it.run(lambda: serve(it, scripts, ignore_progress, ""))
+        return it.run(lambda: serve(it, scripts, ignore_progress, "", shape.until))
 
 
 def run_returns(case: Case) -> Run:
@@ -318,36 +326,24 @@ def crowd_options(command: Any) -> Any:
         for name, value in H200_8B._asdict().items()
     ]
     engine = settings_options("cache", "scheduler", without=SET_BY_ARM)
-    return functools.reduce(
-        lambda it, add: add(it), [engine, commit, *reversed(rates), jobs, which], with_machine
-    )
+    return with_options([which, jobs, *rates, commit, engine])(with_machine)
 
 
 @main.command(context_settings={"show_default": True})
 @several("--sessions", COUNT, default="4,8,16", help="Sessions at once, with commas between.")
-@click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session.")
 @several("--seed", int, name="seeds", default="0,1,2", help="Seeds; their runs are pooled.")
-@click.option(
-    "--scale", type=click.FloatRange(min=1), default=1.0, help="Divide numbers of tokens by this."
-)
-@click.option(
-    "--trace",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Recorded sessions to run instead, in a file as `tieredkv bench sessions` reads it.",
-)
+@with_options(SESSIONS)
 @crowd_options
 def sessions(
     *,
     loaded: LoadedSettings,
     machine: Machine,
     sessions: list[int],
-    turns: int,
     seeds: list[int],
-    scale: float,
-    trace: Path | None,
     arms: list[str],
     jobs: int,
     commit: str | None,
+    **options: Any,
 ) -> None:
     """Run the agents of `tieredkv bench sessions`.
 
@@ -355,7 +351,7 @@ def sessions(
     disk.
     """
     made = plan(loaded, SESSIONS_SIZES)
-    shape = Shape(turns, scale, trace)
+    shape = Shape(**options)
     cases = [
         Case(arm, count, each, made.settings, machine, shape)
         for count in sorted(sessions, reverse=True)  # the longest runs come first
@@ -371,7 +367,7 @@ def sessions(
             row = figures(runs[arm, count], made.kv_spec, machine)
             row |= crowd.common_figures(common[arm])
             rows.append({"arm": arm, "sessions": count, **row})
-    workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
+    workload = shape.workload | {"seeds": seeds}
     tell(made, machine, commit, {"workload": workload, "rows": rows})
 
 

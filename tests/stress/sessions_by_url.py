@@ -17,7 +17,6 @@ the exit code is 1.
 import asyncio
 import json
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ import numpy as np
 from tests.stress.client import served_by
 from tieredkv.bench import crowd, raw
 from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
+from tieredkv.cli.bench import SESSIONS, with_options
 
 ANSWER_TIMEOUT_S = 300.0
 
@@ -135,40 +135,24 @@ def figures(answers: list[Answer], took_s: float) -> Row:
 @click.option("--url", required=True, help="URL of the server, without `/v1`.")
 @click.option("--server", "name", required=True, help="Server, version and flags, for the report.")
 @click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
-@click.option("--turns", default=15, show_default=True, help="Requests of a session.")
 @click.option("--seed", default="0", show_default=True, help="Seeds, one run each, with commas.")
-@click.option(
-    "--until",
-    type=click.Choice(["first", "last"]),
-    default="first",
-    show_default=True,
-    help="Which session's end ends a run.",
-)
-@click.option("--scale", default=1.0, show_default=True, help="Divides all numbers of tokens.")
-@click.option(
-    "--trace",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Recorded sessions instead of generated ones, as for `tieredkv bench sessions`.",
-)
+@with_options(SESSIONS)
 @click.option("--vocab-size", default=128_000, show_default=True, help="Token ids are below it.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
     url: str,
     name: str,
     sessions: int,
-    turns: int,
     seed: str,
-    until: str,
-    scale: float,
-    trace: Path | None,
     vocab_size: int,
     commit: str | None,
+    **options: Any,
 ) -> None:
-    model, shape = served_by(url), Shape(turns, scale, trace)
+    model, shape = served_by(url), Shape(**options)
     rows, problems = list[Row](), list[str]()
     for each in map(int, seed.split(",")):
         scripts = make_scripts(sessions, each, shape, MAX_PROMPT_TOKENS, vocab_size)
-        answers, took_s, problem = asyncio.run(run(url, model, scripts, until))
+        answers, took_s, problem = asyncio.run(run(url, model, scripts, shape.until))
         problems += [f"seed {each}: {problem}"] if problem else []
         if not answers:
             continue
@@ -179,8 +163,7 @@ def main(
         summary += "p90 {ttft_ms[p90]:.0f} ms, p99 {ttft_ms[p99]:.0f} ms, hit rate {hit_rate:.3f}"
         click.echo(f"seed {each}: {summary.format(**rows[-1])}", err=True)
     report = raw.head(commit, "python -m tests.stress.sessions_by_url") | {"server": name}
-    workload = {"turns": turns, "until": until, "scale": scale, "model": model}
-    workload["trace"] = trace and trace.name
+    workload = shape.workload | {"model": model}
     click.echo(json.dumps(report | {"workload": workload, "rows": rows, "problems": problems}))
     sys.exit(1 if problems else 0)
 

@@ -5,17 +5,19 @@ import itertools
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tieredkv.bench import crowd, returns, sessions
-from tieredkv.bench.crowd import Answer, Outcome, WatchedReads
+from tieredkv.bench.crowd import Answer, Ask, Crowd, Outcome, WatchedReads
 from tieredkv.bench.returns import Capacity, capacity, compared
 from tieredkv.bench.sessions import Shape, read_trace, replay, write_script
 from tieredkv.errors import ConfigError
-from tieredkv.types import KVSpec, Tier
+from tieredkv.types import KVSpec, Tier, ignore_progress
 
 SHAPE = Shape(turns=15, scale=10, trace=None)
 RETURNS = returns.Shape(
@@ -62,6 +64,43 @@ def test_most_turns_only_add_and_one_in_eight_replaces_the_last_third() -> None:
     assert sorted(added)[int(0.9 * len(added))] == pytest.approx(600, rel=0.25)
     assert len(kept_shares) / num_turns == pytest.approx(1 / 8, rel=0.2)
     assert all(share == pytest.approx(2 / 3, abs=0.01) for share in kept_shares)
+
+
+def test_sessions_can_be_longer_add_less_and_replace_nothing() -> None:
+    shape = SHAPE._replace(turns=4, first_tokens=30_000, added_p90_tokens=3_000, replaced_share=0)
+    scripts = [write_script(0, session, shape, 1 << 30) for session in range(100)]
+    firsts = [len(script[0].prompt) for script in scripts]
+    assert statistics.median(firsts) == pytest.approx(3000, rel=0.12)
+    pairs = [pair for script in scripts for pair in itertools.pairwise(script)]
+    growing = [(one.prompt, other.prompt) for one, other in pairs if len(one.prompt) < 4000]
+    grown = [(one, other) for one, other in growing if other[: len(one)] == one]
+    assert len(grown) >= 0.98 * len(growing), "few turns add more than there is room for"
+    added = sorted(len(other) - len(one) - 12 for one, other in grown)
+    assert added[int(0.9 * len(added))] == pytest.approx(300, rel=0.2)
+
+
+@pytest.mark.parametrize("until", ["first", "last"])
+def test_a_run_ends_with_the_first_or_the_last_session(until: str) -> None:
+    shape = SHAPE._replace(turns=3)
+    scripts = [write_script(0, session, shape, 250) for session in range(3)]
+    served: list[tuple[int, int]] = []
+
+    def serve_in_turn(
+        asks: list[Ask], follow: Callable[[Any], Ask | None], is_over: Callable[[Any], bool]
+    ) -> Outcome:
+        for ask in asks:
+            served.append((ask.client, ask.turn))
+            answer = SimpleNamespace(client=ask.client, turn=ask.turn, ended_s=0.0)
+            if (after := follow(answer)) is not None:
+                asks.append(after)
+            if is_over(answer):
+                break
+        return cast(Outcome, None)
+
+    it = cast(Crowd, SimpleNamespace(serve=serve_in_turn))
+    sessions.serve(it, scripts, ignore_progress, "", until)
+    every = [(client, turn) for turn in range(3) for client in range(3)]
+    assert served == (every if until == "last" else every[:7])
 
 
 def test_returns_come_in_turn_at_the_rate_that_was_asked_for() -> None:

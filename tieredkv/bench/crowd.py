@@ -25,7 +25,8 @@ import torch
 import xxhash
 
 from tieredkv.bench import raw
-from tieredkv.bench.ttft import in_new_process, look_up
+from tieredkv.bench.processes import in_new_process
+from tieredkv.bench.ttft import look_up
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest

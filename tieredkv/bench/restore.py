@@ -17,6 +17,7 @@ time of the arm `device`. The time of computing m tokens is interpolated between
 """
 
 import contextlib
+import itertools
 import math
 import statistics
 import tempfile
@@ -28,6 +29,7 @@ from unittest import mock
 import numpy as np
 
 from tieredkv.bench import raw
+from tieredkv.bench.processes import in_new_process, noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
     PROBLEMS,
@@ -36,7 +38,6 @@ from tieredkv.bench.ttft import (
     compare,
     demote_all,
     have_equal_bytes,
-    in_new_process,
     look_up,
     make_prompt,
     serve_once,
@@ -86,7 +87,10 @@ def measure(
     limits: list[int],
     repeats: int,
 ) -> tuple[Runs, Row]:
-    """Serve every prompt in each arm, in this process; also return the rates learnt."""
+    """Serve every prompt in each arm, in this process; also return the rates learnt.
+
+    An interruption ends it with the cases that were served in all arms.
+    """
     progress, runs = bench_progress(), Runs()
     with (
         LLM(**settings, retention="24h", progress=progress) as llm,
@@ -94,37 +98,46 @@ def measure(
             raw.RawDisk(folder, 4 * RAW_BYTES[raw.device()], raw.BEST_THREADS)
         ) as disk,
     ):
-        tiers = llm.core.tiers
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
         demote_all(llm, "disk")
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # the disk's rate is learnt
         llm.core.verbs.evict()
-        cases = [
-            (length, limit, it) for length in lengths for limit in limits for it in range(repeats)
-        ]
-        for length, limit, repeat in tracked(progress, "measuring", cases):
-            prompt = make_prompt(llm, length, repeat * len(limits) + limits.index(limit))
-            from_disk = [arm for arm in FROM_DISK[repeat % 2] if arm in arms]
-            for arm in ("cold", *from_disk, "device"):
-                if arm in from_disk:
-                    demote_all(llm, "disk")
-                run = _serve(llm, prompt, MODES[arm], limit, None if arm == "device" else disk)
-                runs.setdefault((arm, length, limit), []).append(run)
-            demote_all(llm, "disk")
-            llm.core.verbs.evict()
-        now = time.monotonic()
-        learnt = {
-            "read_GBps": round(tiers.disk_link.read_rate.effective(now) / 1e9, 3),
-            "h2d_GBps": round(tiers.device_link.up_rate.effective(now) / 1e9, 3),
-            "prefill_s": {str(n): round(tiers.compute_rate.seconds(0, n), 4) for n in lengths},
-        }
-    return runs, learnt
+        with noting_interruptions() as interrupted:
+            cases = list(itertools.product(range(repeats), lengths, limits))
+            for repeat, length, limit in tracked(progress, "measuring", cases):
+                prompt = make_prompt(llm, length, repeat * len(limits) + limits.index(limit))
+                from_disk = [arm for arm in FROM_DISK[repeat % 2] if arm in arms]
+                case = {
+                    arm: _serve(llm, prompt, arm, limit, disk)
+                    for arm in ("cold", *from_disk, "device")
+                    if not interrupted.is_set()
+                }
+                if interrupted.is_set():
+                    break
+                for arm, run in case.items():
+                    runs.setdefault((arm, length, limit), []).append(run)
+                demote_all(llm, "disk")
+                llm.core.verbs.evict()
+        return runs, _learnt(llm, lengths)
 
 
-def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk | None) -> Run:
+def _learnt(llm: LLM, lengths: list[int]) -> Row:
+    """Return the rates that the engine has learnt."""
+    tiers, now = llm.core.tiers, time.monotonic()
+    return {
+        "read_GBps": round(tiers.disk_link.read_rate.effective(now) / 1e9, 3),
+        "h2d_GBps": round(tiers.device_link.up_rate.effective(now) / 1e9, 3),
+        "prefill_s": {str(n): round(tiers.compute_rate.seconds(0, n), 4) for n in lengths},
+    }
+
+
+def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk) -> Run:
     """Serve a prompt once, with the raw rate of the disk measured just before."""
-    core = llm.core
-    raw_GBps = disk.read_GBps(RAW_BYTES[raw.device()]) if disk is not None else None
+    core, is_in_vram = llm.core, arm == "device"
+    if arm in FROM_DISK[0]:
+        demote_all(llm, "disk")
+    raw_GBps = None if is_in_vram else disk.read_GBps(RAW_BYTES[raw.device()])
+    mode: Any = MODES[arm]
     core.tiers.restore = mode
     core.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
@@ -137,7 +150,7 @@ def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: raw.RawDisk
         load(pages)
 
     with mock.patch.object(store, "load", note_load):
-        sample = serve_once(llm, prompt, digested=disk is not None)
+        sample = serve_once(llm, prompt, digested=not is_in_vram)
     load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
     return Run(sample, raw_GBps, sample.copied_at - times[0] if load_bytes else 0.0, load_bytes)
 
@@ -153,8 +166,11 @@ def run(
 ) -> Row:
     """Run the whole bench in a new process, which draws its progress itself.
 
+    If it is interrupted, the report has the cases that were measured by then.
+
     Raises:
         ConfigError: `disk_dir` is not a folder, or a prefix is too long for the model.
+        KeyboardInterrupt: it was interrupted before anything was measured.
         TieredKVError: the process failed.
     """
     parent = settings.get("disk_dir")
@@ -167,19 +183,21 @@ def run(
         runs, learnt = in_new_process(
             measure, settings, Path(folder), arms, prefix_tokens, disk_rate, repeats
         )
-    cold = {length: _p50(runs["cold", length, disk_rate[0]]) for length in prefix_tokens}
-    rows = [
-        _row(arm, length, limit, runs, cold, kv_spec.token_bytes)
-        for length in prefix_tokens
-        for limit in disk_rate
-        for arm in arms
-    ]
+    if not runs:
+        raise KeyboardInterrupt
+    measured = [it for it in itertools.product(prefix_tokens, disk_rate) if ("cold", *it) in runs]
+    cold = {length: _p50(runs["cold", length, disk_rate[0]]) for length, _ in measured}
+    rows = [_row(arm, *case, runs, cold, kv_spec.token_bytes) for case in measured for arm in arms]
     problems = [
         f"{row['arm']} at {row['prefix_tokens']} tokens: {PROBLEMS[name]}"
         for row in rows
         for name in ("tokens_equal_cold", "kv_bytes_equal")
         if row[name] is False
     ]
+    num_served = sum(len(runs["cold", *case]) for case in measured)
+    num_cases = repeats * len(prefix_tokens) * len(disk_rate)
+    if num_served < num_cases:
+        problems.append(f"interrupted after {num_served} of {num_cases} cases")
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
     raws = [run.raw_GBps for some in runs.values() for run in some if run.raw_GBps]
     limits = {

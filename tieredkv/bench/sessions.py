@@ -5,10 +5,10 @@ tokens; each turn then adds the script's answer and some new tokens, and one tur
 replaces the last third of the conversation. What the model answers is measured and thrown away, so
 that all arms do the same turns. A conversation that would grow too long loses its last third.
 
-A run begins with empty tiers and ends when the first session does; runs of several seeds are
-pooled. `common` has the times over the requests that all arms have answered, since an arm that
-answers more of them answers later and longer ones. With a trace, the sessions are recorded ones
-instead.
+A run begins with empty tiers and ends when the first session does, or the last one; runs of several
+seeds are pooled. `common` has the times over the requests that all arms have answered, since an arm
+that answers more of them answers later and longer ones. With a trace, the sessions are recorded
+ones instead.
 
 The arms are `no_disk` (VRAM and host memory only), `load` and `planned` (the disk tier with
 `restore = "load"` and `"auto"`). Each has a process and a store of its own.
@@ -73,11 +73,24 @@ class Shape(NamedTuple):
         turns: requests of a session.
         scale: what all numbers of tokens are divided by.
         trace: file with recorded sessions; None for generated ones.
+        first_tokens: median of the first prompts' lengths.
+        added_p90_tokens: what nine of ten turns do not exceed in new tokens.
+        replaced_share: of the turns, which first replace the last third of the conversation.
+        until: whose end ends a run, that of the `first` session or of the `last` one.
     """
 
     turns: int
     scale: float
     trace: Path | None
+    first_tokens: int = FIRST_TOKENS
+    added_p90_tokens: int = ADDED_P90_TOKENS
+    replaced_share: float = REPLACED_SHARE
+    until: str = "first"
+
+    @property
+    def workload(self) -> Row:
+        """What a report says of the sessions."""
+        return self._asdict() | {"trace": self.trace and self.trace.name}
 
     def scaled(self, num_tokens: float) -> int:
         """Return a number of tokens after division; at least 2, so that an answer has a gap."""
@@ -96,15 +109,15 @@ def write_script(seed: int, session: int, shape: Shape, vocab_size: int) -> Scri
 
     first = 0.0
     while not FIRST_RANGE[0] <= first <= FIRST_RANGE[1]:
-        first = log_normal(FIRST_TOKENS, FIRST_SIGMA)
-    sigma = math.log(ADDED_P90_TOKENS / ADDED_TOKENS) / P90_SIGMAS
+        first = log_normal(shape.first_tokens, FIRST_SIGMA)
+    sigma = math.log(shape.added_p90_tokens / ADDED_TOKENS) / P90_SIGMAS
     most, answer_tokens = shape.scaled(MAX_PROMPT_TOKENS) - 1, shape.scaled(ANSWER_TOKENS)
     text, script = tokens(shape.scaled(first)), Script()
     for turn in range(shape.turns):
         think_s = min(MAX_THINK_S, generator.expovariate(1 / THINK_S)) if turn else 0.0
         if turn:
             text = text + tokens(answer_tokens)
-            if generator.random() < REPLACED_SHARE:
+            if generator.random() < shape.replaced_share:
                 kept = len(text) - len(text) // 3
                 text = text[:kept] + tokens(len(text) - kept)
             added = shape.scaled(log_normal(ADDED_TOKENS, sigma))
@@ -243,14 +256,17 @@ def measure(
             it.empty()
             scripts = make_scripts(count, seed, shape, most_tokens, vocab_size)
             stage = f"{arm}: {count} sessions, seed {seed}"
-            outcomes.append(serve(it, scripts, progress, stage))
+            outcomes.append(serve(it, scripts, progress, stage, shape.until))
             crowd.tell(stage, outcomes[-1])
     return outcomes
 
 
-def serve(it: crowd.Crowd, scripts: list[Script], progress: Progress, stage: str) -> Outcome:
-    """Run sessions until the first one ends."""
+def serve(
+    it: crowd.Crowd, scripts: list[Script], progress: Progress, stage: str, until: str = "first"
+) -> Outcome:
+    """Run sessions until the `first` or the `last` one has ended."""
     num_turns = len(scripts[0])
+    num_left = 1 if until == "first" else len(scripts)
 
     def ask(session: int, turn: int, after_s: float) -> Ask:
         think_s, prompt, answer_tokens = scripts[session][turn]
@@ -262,10 +278,15 @@ def serve(it: crowd.Crowd, scripts: list[Script], progress: Progress, stage: str
             return None
         return ask(answer.client, answer.turn + 1, answer.ended_s)
 
+    def is_over(answer: Answer) -> bool:
+        nonlocal num_left
+        num_left -= answer.turn + 1 == num_turns
+        return not num_left
+
     asks = [ask(session, 0, 0.0) for session in range(len(scripts))]
     progress(stage, 0, num_turns)
     try:
-        return it.serve(asks, follow, lambda answer: answer.turn + 1 == num_turns)
+        return it.serve(asks, follow, is_over)
     finally:
         progress(stage, 1, 1)
 
@@ -276,18 +297,19 @@ def run(
     settings: Row,
     sessions: list[int] | None,
     arms: list[str],
-    turns: int,
     seeds: list[int],
-    scale: float,
-    trace: Path | None,
+    **options: Any,
 ) -> Row:
     """Run each arm in a process of its own, which draws its progress itself.
+
+    The `options` are the fields of `Shape`.
 
     Raises:
         ConfigError: the prompts do not fit the model, or the trace has too few sessions.
         TieredKVError: a process failed.
     """
-    shape = Shape(turns, scale, trace)
+    shape = Shape(**options)
+    scale, trace = shape.scale, shape.trace
     counts = sessions or ([4, 8, 16, 32] if trace is None else [TRACE_SESSIONS])
     longest = 1 if trace else shape.scaled(MAX_PROMPT_TOKENS) + shape.scaled(ANSWER_TOKENS)
     tokens = {tier: count / scale for tier, count in TIER_TOKENS.items()}
@@ -309,7 +331,7 @@ def run(
             equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
             row = {"arm": arm, "sessions": count, **figures, **crowd.common_figures(common[arm])}
             rows.append({**row, f"equal_to_{arms[0]}": equal})
-    workload = {"turns": turns, "seeds": seeds, "scale": scale, "trace": trace and trace.name}
+    workload = shape.workload | {"seeds": seeds}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
     facts = {**plan.facts, "workload": workload}
     return {**facts, "raw": limits, "rows": rows, "problems": problems}

@@ -25,12 +25,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -39,6 +36,7 @@ import torch
 import xxhash
 
 from tieredkv.bench import raw
+from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
 from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
@@ -93,7 +91,6 @@ class Sample(NamedTuple):
     digests: dict[BlockHash, str]
 
 
-Result = TypeVar("Result")
 Samples = dict[tuple[str, int], list[Sample]]
 """Samples by arm and prefix length."""
 
@@ -221,24 +218,6 @@ def run(
     ]
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
     return {**facts, "restore": "load", "raw": limits, "rows": rows, "problems": problems}
-
-
-def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Call `work` in a process of its own, which ends with the call, also if that is interrupted.
-
-    Raises:
-        TieredKVError: the process ended before it answered.
-    """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(work, *arguments).result()
-        except KeyboardInterrupt:
-            for process in active_children():
-                process.terminate()
-            raise
-        except BrokenProcessPool as error:
-            what = "a measuring process ended before it answered; see the log"
-            raise TieredKVError(what) from error
 
 
 def tier_sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:

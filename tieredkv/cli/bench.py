@@ -51,6 +51,11 @@ def several(flag: str, kind: Callable[[str], Any], *, name: str = "", **option: 
     return click.option(*names, callback=parse, **option)
 
 
+def with_options(options: Sequence[Option]) -> Option:
+    """Return a decorator that adds options to a command, in this order."""
+    return lambda command: reduce(lambda it, add: add(it), reversed(options), command)
+
+
 def arms(names: Sequence[str], text: str, *, default: Sequence[str] = ()) -> Option:
     """Return the `--arms` option; by default all of them are measured."""
     return several("--arms", click.Choice(names), default=",".join(default or names), help=text)
@@ -84,6 +89,46 @@ def repeats(count: int) -> Option:
     )
 
 
+SESSIONS = (
+    click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session."),
+    click.option(
+        "--first-tokens",
+        type=click.IntRange(8_000, 60_000),
+        default=18_000,
+        help="Median length of the first prompts.",
+    ),
+    click.option(
+        "--added-p90-tokens",
+        type=click.IntRange(min=601),
+        default=6_000,
+        help="New tokens that nine of ten turns do not exceed.",
+    ),
+    click.option(
+        "--replaced-share",
+        type=click.FloatRange(0, 1),
+        default=1 / 8,
+        help="Share of the turns that first replace the last third of the conversation.",
+    ),
+    click.option(
+        "--until",
+        type=click.Choice(["first", "last"]),
+        default="first",
+        help="Whose end ends a run: that of the first or of the last session.",
+    ),
+    click.option(
+        "--scale",
+        type=click.FloatRange(min=1),
+        default=1.0,
+        help="Divide all numbers of tokens by this, for a small model or a CPU.",
+    ),
+    click.option(
+        "--trace",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File with recorded sessions to replay, .jsonl or .jsonl.gz, as below.",
+    ),
+)
+"""Options that say what sessions look like; the fields of `tieredkv.bench.sessions.Shape`."""
+
 PREFIX_TOKENS = several(
     "--prefix-tokens",
     COUNT,
@@ -111,9 +156,7 @@ def measured(
     def make(text: Callable[[], None]) -> click.Command:
         work = functools.partial(measure, module or text.__name__)
         command: Any = functools.update_wrapper(work, text)
-        for option in reversed((*options, COMMIT, PLOT, json_option)):
-            command = option(command)
-        return bench.command()(command)
+        return bench.command()(with_options((*options, COMMIT, PLOT, json_option))(command))
 
     return make
 
@@ -306,7 +349,6 @@ def returns() -> None:
         COUNT,
         help="Sessions at once, with commas between. By default 4,8,16,32, or 8 of a trace.",
     ),
-    click.option("--turns", type=click.IntRange(min=2), default=15, help="Requests of a session."),
     several(
         "--seed",
         click.IntRange(min=0),
@@ -314,17 +356,7 @@ def returns() -> None:
         default="0,1,2,3,4",
         help="Seeds of the sessions, with commas between; their runs are pooled.",
     ),
-    click.option(
-        "--scale",
-        type=click.FloatRange(min=1),
-        default=1.0,
-        help="Divide all numbers of tokens by this, for a small model or a CPU.",
-    ),
-    click.option(
-        "--trace",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="File with recorded sessions to replay, .jsonl or .jsonl.gz, as below.",
-    ),
+    *SESSIONS,
     *CROWD,
 )
 def sessions() -> None:
@@ -335,13 +367,14 @@ def sessions() -> None:
     load      what RAM does not hold is loaded from disk (restore = "load")
     planned   it is computed and loaded at once (restore = "auto")
 
-    A session begins with 8,000 to 60,000 tokens, half of them below about 18,000. Each turn adds an
-    answer of 120 tokens and new ones, half of the times up to 600 and one time in ten more than
-    6,000; one turn in eight first replaces the last third. Prompts stay under 72,000 tokens, as a
-    session that would grow longer loses its last third. Think times are random, 1 s in the mean and
-    at most 6 s. All of this follows from the seed and not from what the model answers, so that all
-    arms do the same turns, each arm in a process and a store of its own. A run begins with empty
-    tiers and ends when the first session has had its last answer; runs of all seeds are pooled.
+    A session begins with 8,000 to 60,000 tokens, half of them below --first-tokens. Each turn adds
+    an answer of 120 tokens and new ones, half of the times up to 600 and one time in ten more than
+    --added-p90-tokens; one turn in eight (--replaced-share) first replaces the last third. Prompts
+    stay under 72,000 tokens, as a session that would grow longer loses its last third. Think times
+    are random, 1 s in the mean and at most 6 s. All of this follows from the seed and not from what
+    the model answers, so that all arms do the same turns, each arm in a process and a store of its
+    own. A run begins with empty tiers and ends when the first session has had its last answer, or
+    the last session with --until last; runs of all seeds are pooled.
 
     With --trace, recorded sessions are replayed: think times a tenth of the recorded ones, answers
     of at most 120 tokens. Each line of the file is a request, {"timestamp": ms, "input_length":
