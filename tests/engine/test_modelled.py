@@ -236,6 +236,23 @@ def test_pcie_that_becomes_busy_and_free_again_delays_few_requests(
         assert rig.num_bad(prompt, Tier.HOST, right_after_s=5.0) <= MOST_BAD
 
 
+@pytest.mark.parametrize("GBps", [0.5, 5.0, 50.0])
+def test_a_request_that_waits_for_room_begins_no_copies_that_hold_it_up(
+    make_rig: MakeRig, GBps: float
+) -> None:
+    """VRAM is full of blocks that have to be copied down first, over the same slow link."""
+    took_s = dict[Restore, float]()
+    for restore in set(RESTORES):
+        rig = make_rig(H200_8B._replace(up_GBps=GBps), device_size="5GiB")
+        prompt = rig.prompt(LENGTHS[-1], Tier.HOST)
+        rig.serve(prompt, "load")
+        rig.demote(Tier.HOST)
+        for _ in range(2):
+            rig.serve(rig.random.choices(range(128_000), k=16_000))
+        took_s[restore] = rig.serve(prompt, restore).ttft_s
+    assert took_s["auto"] <= 1.03 * min(took_s["compute"], took_s["load"])
+
+
 @pytest.mark.parametrize("length", LENGTHS[1:])
 @pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 3.0])
 def test_loading_everything_uses_the_whole_disk(
@@ -251,10 +268,11 @@ def test_loading_everything_uses_the_whole_disk(
     assert num_tokens * rig.core.kv_spec.token_bytes / served.ttft_s >= 0.92 * GBps * 1e9
 
 
+@pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_a_disk_that_slows_down_tenfold_during_a_load_delays_few_requests(
-    make_rig: MakeRig,
+    make_rig: MakeRig, block_size: int
 ) -> None:
-    rig = make_rig()
+    rig = make_rig(block_size=block_size)
     prompt = rig.prompt(LENGTHS[-1])
     fast = rig.serve(prompt)
     rig.demote()
@@ -271,17 +289,33 @@ def test_a_disk_that_slows_down_tenfold_during_a_load_delays_few_requests(
     ) <= MOST_BAD
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("factor", [10.0, 0.1, 0.001])
 def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
-    make_rig: MakeRig, factor: float
+    make_rig: MakeRig, factor: float, length: int
 ) -> None:
     rig = make_rig()
-    prompt, rate = rig.prompt(LENGTHS[-1]), rig.tiers.disk_link.read_rate
-    rig.serve(prompt)
-    rig.demote()
+    prompt, rate = rig.prompt(length), rig.tiers.disk_link.read_rate
+    for _ in range(2):
+        rig.serve(prompt)
+        rig.demote()
     rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now
     assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD
     assert rate.bytes_per_s == pytest.approx(rig.GBps * 1e9, rel=0.1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("factor", [10.0, 0.1, 0.01, 0.001])
+def test_a_rate_of_pcie_that_was_learnt_wrong_delays_few_requests(
+    make_rig: MakeRig, factor: float, length: int
+) -> None:
+    rig = make_rig()
+    prompt, rate = rig.prompt(length, Tier.HOST), rig.tiers.device_link.up_rate
+    rig.serve(prompt)
+    rig.demote(Tier.HOST)
+    rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now
+    assert rig.num_bad(prompt, Tier.HOST, right_after_s=5.0) <= MOST_BAD
+    assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieredkv.cache.device_link import MAX_COPY_S, MIN_SPLIT_BYTES, DeviceLink
+from tieredkv.cache.device_link import MAX_COPY_S, MIN_MEASURED_BYTES, DeviceLink
 from tieredkv.cache.plan import LinkState
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
@@ -37,8 +37,9 @@ def test_bytes_arrive_and_each_tag_comes_back_once_in_order() -> None:
 
 
 def test_the_rate_is_learnt_from_promotions_that_are_no_measure_of_latency() -> None:
-    link, _, _ = make_transfer(torch.device("cpu"), num_blocks=MIN_SPLIT_BYTES // BLOCK_BYTES)
-    pairs = [(PageId(i), BlockId(i)) for i in range(MIN_SPLIT_BYTES // BLOCK_BYTES)]
+    num_blocks = MIN_MEASURED_BYTES // BLOCK_BYTES
+    link, _, _ = make_transfer(torch.device("cpu"), num_blocks=num_blocks)
+    pairs = [(PageId(i), BlockId(i)) for i in range(num_blocks)]
     link.promote(pairs[1:], "small")
     link.demote([(block_id, page_id) for page_id, block_id in pairs], "down")
     link.poll()

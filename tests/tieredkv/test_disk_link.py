@@ -128,6 +128,16 @@ def test_what_else_the_store_tells_comes_in_the_same_order() -> None:
     assert [type(told) for told in rig.link.poll()] == [LookupDone, Read, WorkerUp]
 
 
+@pytest.mark.parametrize(
+    ("block_bytes", "num_reads"),
+    [(4096, 32), (2 << 20, 16), (8 << 20, 4), (32 << 20, 2), (64 << 20, 2)],
+)
+def test_a_slow_disk_is_given_few_bytes_ahead(block_bytes: int, num_reads: int) -> None:
+    link = DiskLink(None, block_bytes, CacheCounters())
+    link.read_rate.bytes_per_s = 1.0
+    assert link.most_reads(time.monotonic()) == num_reads
+
+
 @pytest.mark.parametrize("num_blocks", [1, 1000])
 def test_the_disk_is_given_ahead_what_it_moves_in_a_moment(num_blocks: int) -> None:
     rig, now = Rig(), time.monotonic()

@@ -6,7 +6,6 @@ import pytest
 
 from tests.fake_store import Rig
 from tieredkv.cache import promotion, rates
-from tieredkv.cache.disk_link import MIN_READS
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import PROBE_S, LinkRate
 
@@ -65,13 +64,13 @@ def test_a_disk_that_was_slow_once_is_read_while_all_is_computed() -> None:
 def test_a_probe_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MIN_WINDOW_S", 1e9)  # it teaches nothing
     rig = rig_with_a_slow_disk(is_stale=True, num_pages=64)
-    rig.tiers.block_bytes = promotion.PROBE_BYTES  # a few blocks are many bytes
+    rig.tiers.block_bytes = promotion.PROBE_BYTES // 3
     admitted(rig, "a", 50)
-    assert len(rig.store.loaded) == MIN_READS
+    assert len(rig.store.loaded) == 3
     while rig.store.jobs:
         rig.store.complete(0)
         rig.turn()
-    assert len(rig.store.loaded) == MIN_READS
+    assert len(rig.store.loaded) == 3
 
 
 def test_a_probe_that_found_no_page_is_tried_again() -> None:

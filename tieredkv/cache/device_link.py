@@ -40,6 +40,9 @@ So the first prompts tell whether PCIe is slow, busy with something else, or fre
 MIN_SPLIT_BYTES = 32 << 20
 """Promotions smaller than this are not split: they end before their first layers are of use."""
 
+MIN_MEASURED_BYTES = 8 << 20
+"""Promotions smaller than this teach nothing: that would be a measurement of latency."""
+
 
 class _Pending(NamedTuple, Generic[Tag]):
     """A copy under way.
@@ -190,8 +193,8 @@ class DeviceLink(Generic[Tag]):
         self._num_usable = max(0, self._num_usable - len(promoted))
         num_bytes, seconds = 0, 0.0
         for pending in promoted:
-            if pending.num_bytes < MIN_SPLIT_BYTES:
-                continue  # that would be a measurement of latency
+            if pending.num_bytes < MIN_MEASURED_BYTES:
+                continue
             num_bytes += pending.num_bytes
             if pending.began is not None and pending.event is not None:
                 seconds += pending.began.elapsed_time(pending.event) / 1e3

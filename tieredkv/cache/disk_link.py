@@ -33,8 +33,10 @@ from tieredkv.types import BlockHash, BlockRecord
 MAX_READ_S = 0.05
 """How much the disk is given ahead, in seconds at its rate; the rest is held back for the plan."""
 
-MIN_READS = 32
-"""Reads that the worker may hold at any rate, so that its threads are busy."""
+MIN_READS, MIN_READ_BYTES = 32, 32 << 20
+"""Reads that the worker may hold at any rate, so that its threads are busy; of larger blocks it
+may hold so many bytes, but two reads at least.
+"""
 
 MAX_WRITE_S = 0.1
 """Pages are on loan to be written for about so long, at the measured rate."""
@@ -159,8 +161,9 @@ class DiskLink:
             now: monotonic time.
             away_s: for how much longer than usual nobody will ask again.
         """
-        seconds, rate = MAX_READ_S + away_s, self.read_rate.effective(now)
-        return max(MIN_READS, int(seconds * rate / self._block_bytes))
+        num_bytes = (MAX_READ_S + away_s) * self.read_rate.effective(now)
+        least = max(2, min(MIN_READS, MIN_READ_BYTES // self._block_bytes))
+        return max(least, int(num_bytes / self._block_bytes))
 
     @property
     def most_writes(self) -> int:

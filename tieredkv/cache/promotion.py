@@ -14,19 +14,19 @@ Called by the engine's thread only.
 """
 
 import logging
-import sys
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.disk_link import MIN_READS, Read
+from tieredkv.cache.device_link import MIN_MEASURED_BYTES
+from tieredkv.cache.disk_link import Read
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import PROBE_S
-from tieredkv.cache.restores import DISK, Progress, Restore, Restores
+from tieredkv.cache.rates import Probes
+from tieredkv.cache.restores import DISK, HOST, Progress, Restore, Restores
 from tieredkv.cache.stretches import joined, stretches
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -40,6 +40,9 @@ MAX_READS = 128
 
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
+
+PROBE_COPY_BYTES = 64 << 20
+"""Bytes that are copied to measure PCIe again while the plan copies nothing."""
 
 LONG_S = 0.25
 """A request that takes so long to compute may see the disk's rate corrected in time to load."""
@@ -89,7 +92,8 @@ class Promoter:
         self.restores = Restores(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
         self._is_short = False  # the last read found no page
-        self._probed_at = -sys.float_info.max
+        self._read_probes, self._copy_probes = Probes(), Probes()
+        self._spare: list[Block] = []  # blocks into which pages are copied to measure the link
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -98,6 +102,12 @@ class Promoter:
     def is_idle(self) -> bool:
         """Whether no block is being promoted."""
         return not self._disk_link.num_reading and not self._tiers.num_promoting
+
+    @property
+    def num_copies_left(self) -> int:
+        """How many more copies may be under way to VRAM."""
+        most = self._device_link.most_promotions(time.monotonic())
+        return max(0, most - self._tiers.num_promoting)
 
     # Plan
 
@@ -142,6 +152,20 @@ class Promoter:
             return bool(missing)
         return planner.split(demand).block <= missing[-1]
 
+    def first_copied(self, prefix: Prefix, in_host: Sequence[int]) -> int:
+        """Return the block from which on pages of a queued request are worth copying.
+
+        Args:
+            prefix: of the request.
+            in_host: indices of its blocks that host memory has and VRAM lacks, ascending.
+        """
+        if self._tiers.restore != "auto":
+            return in_host[0]
+        num_tokens = len(prefix.hashes) * self._tiers.block_size + 1
+        demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=prefix.ready)
+        planner = self._planner(0.0, time.monotonic(), is_shared=True)
+        return planner.split(demand).steady_block
+
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
         for block_hash in self.restores.give_up_late():
@@ -163,6 +187,9 @@ class Promoter:
         first = next((each for each in self.restores.order if each.on_disk), None)
         if first is not None and not first.reads_next:
             self.probe(first.prefix, first.on_disk)
+        first = next((each for each in self.restores.order if each.in_host), None)
+        if first is not None and first.is_admitted and not first.copies_next:
+            self._probe_copies(now)
         return splits
 
     def _planner(self, busy_s: float, now: float, *, is_shared: bool = False) -> Planner:
@@ -195,17 +222,40 @@ class Promoter:
                 `prefix.records`.
         """
         link, host, now = self._disk_link, self._tiers.host, time.monotonic()
-        if now - self._probed_at < PROBE_S or not link.read_rate.is_stale(now):
-            return
-        most = max(MIN_READS, min(MAX_READS, PROBE_BYTES // self._tiers.block_bytes))
+        if link.num_reading or not self._read_probes.is_due(link.read_rate, now):
+            return  # what is being read teaches the rate
+        most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.block_bytes))
         for index in reversed(on_disk[-most:]):
             block_hash = prefix.hashes[index]
             if link.is_reading(block_hash) or host.lookup(block_hash) is not None:
                 continue
             if not link.may_read(now) or not self._begin(prefix, index, now):
                 break
-            self._probed_at = now
+        if link.num_reading:
+            self._read_probes.note_probe(link.read_rate, now)
         link.send()
+
+    def _probe_copies(self, now: float) -> None:
+        """Copy some pages into spare blocks of VRAM, if the rate of copies is old.
+
+        Nobody waits for them, and it does not matter what the pages hold.
+        """
+        tiers, link = self._tiers, self._device_link
+        if self._spare or tiers.num_promoting or not self._copy_probes.is_due(link.up_rate, now):
+            return
+        count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.block_bytes))
+        self._spare = tiers.device.allocate(count, is_partial=True) or []
+        if len(self._spare) * tiers.block_bytes >= MIN_MEASURED_BYTES:
+            self._copy_probes.note_probe(link.up_rate, now)
+            pairs = [(PageId(i), BlockId(it.block_id)) for i, it in enumerate(self._spare)]
+            after = max(block.last_step for block in self._spare)
+            link.promote(pairs, (time.perf_counter(), ()), after=after)
+        else:
+            self._end_probe()
+
+    def _end_probe(self) -> None:
+        spare, self._spare = self._spare, []
+        self._tiers.device.release(spare)
 
     def pump(self, away_s: float = 0.0) -> bool:
         """Start the reads and copies that the plan wants and that there is room for.
@@ -218,11 +268,10 @@ class Promoter:
         """
         link, now, num_begun = self._disk_link, time.monotonic(), 0
         self._is_short = self.has_more = False
-        most_copies = self._device_link.most_promotions(now)
         room = link.most_reads(now, away_s) - link.num_reading
         for restore in self.restores.order:
             if restore.copies_next:
-                self._copy_pages(restore, most_copies - self._tiers.num_promoting)
+                self._copy_pages(restore, self.num_copies_left)
             while restore.reads_next:
                 if self._needs_no_read(restore):
                     restore.on_disk.pop()
@@ -238,6 +287,8 @@ class Promoter:
                 num_begun += 1
                 restore.is_begun = True
                 insort(restore.reading, restore.on_disk.pop())
+        if num_begun:
+            self._read_probes.note_use(link.read_rate)
         link.send()
         self._start_copies()
         return self._is_short
@@ -293,6 +344,9 @@ class Promoter:
     def on_copied(self, began_at: float, copies: Copies) -> None:
         """Mark blocks as ready whose bytes have arrived in VRAM."""
         tiers = self._tiers
+        if not copies:
+            self._end_probe()
+            return
         tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
             block.is_ready, block.is_loading = True, False
@@ -326,7 +380,7 @@ class Promoter:
         prefix, unwanted = restore.prefix, list[Block]()
         copies: list[tuple[Block, Block]] = []
         first = bisect_left(restore.in_host, restore.host_split)
-        first = max(first, len(restore.in_host) - max(0, at_most))
+        first = max(first, len(restore.in_host) - at_most)
         prefix.ready = joined([*prefix.ready, *stretches(restore.in_host[first:])])
         for index in restore.in_host[first:]:
             page, block = restore.pages.pop(index), prefix.blocks[index]
@@ -402,6 +456,7 @@ class Promoter:
         if self._to_copy:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
+            self._copy_probes.note_use(self._device_link.up_rate)
             for page, _ in copies:
                 self._tiers.counters.used_reads += page.source is Tier.DISK
                 page.source = None

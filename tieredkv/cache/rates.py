@@ -35,6 +35,14 @@ PROBE_S = 5.0
 A rate that is wrong is so corrected within ten seconds, also if requests are seldom.
 """
 
+FIRST_PROBE_S = 0.5
+"""The first pause between two measurements of a rate that has fallen; see `Probes`."""
+
+FAR_OFF = 2.0
+"""If two measurements in turn differ from the rate so many times, both in one direction, the link
+itself has changed.
+"""
+
 
 @dataclass(slots=True)
 class _Window:
@@ -85,6 +93,7 @@ class LinkRate:
     _learnt_s: float = FIRST_S
     _allowed: float = 0.0
     _allowed_at: float = -math.inf
+    _far: int = 0  # whether the last measurement was far above the rate or far below it
 
     def begin(self, num_bytes: int, now: float) -> None:
         """Note that a move of so many bytes was handed to the link; it counts for the limit."""
@@ -151,7 +160,8 @@ class LinkRate:
         """Take in a measurement; longer ones weigh more.
 
         Of a stale rate, a first measurement that is higher replaces it, since a link is never
-        faster than it can be. One that is lower may be an exception, and counts in part.
+        faster than it can be. One that is lower may be an exception, and counts in part. The second
+        one in turn that is far off in the same direction replaces the rate.
         """
         measured = num_bytes / max(seconds, 1e-9)
         if self.is_learnt and measured >= 0.9 * self.limit and self.bytes_per_s >= measured:
@@ -162,8 +172,17 @@ class LinkRate:
         self._learnt_s += seconds
         share = max(seconds / MEMORY_S, num_bytes / self.memory_bytes)
         weight = max(1 - math.exp(-share), seconds / self._learnt_s)
+        times = measured / self.bytes_per_s
+        far = (times >= FAR_OFF) - (times <= 1 / FAR_OFF)
+        if far and far == self._far:
+            weight, far = 1.0, 0
+        self._far = far
         self.bytes_per_s += weight * (measured - self.bytes_per_s)
         self.learnt_at = now
+
+    def doubt(self) -> None:
+        """Have the next measurement replace the rate."""
+        self._learnt_s = 0.0
 
     def effective(self, now: float) -> float:
         """Return the rate in bytes/s to plan with: what was learnt, or less if the link stalls."""
@@ -194,6 +213,39 @@ class LinkRate:
     def is_stale(self, now: float) -> bool:
         """Whether the rate was not measured for `PROBE_S`."""
         return now - self.learnt_at >= PROBE_S
+
+
+@dataclass(slots=True)
+class Probes:
+    """Says when the rate of a link that the plan gives nothing to is to be measured again.
+
+    A rate is measured every `PROBE_S`. If it has fallen to less than half of what the link was last
+    used at, that may be a mistake: it is measured at once, and then after pauses that double.
+    """
+
+    _used_at: float = 0.0  # bytes per second
+    _pause_s: float = 0.0
+    _probed_at: float = -math.inf
+
+    def note_use(self, rate: LinkRate) -> None:
+        """Note that the plan gives something to the link."""
+        self._used_at, self._pause_s = rate.steady, 0.0
+
+    def is_due(self, rate: LinkRate, now: float) -> bool:
+        """Return whether the rate is to be measured again."""
+        if self._has_fallen(rate):
+            return now - self._probed_at >= self._pause_s
+        return now - self._probed_at >= PROBE_S and rate.is_stale(now)
+
+    def note_probe(self, rate: LinkRate, now: float) -> None:
+        """Note that the rate is being measured; one that has fallen is not believed any more."""
+        if self._has_fallen(rate):
+            rate.doubt()
+        self._probed_at = now
+        self._pause_s = min(PROBE_S, max(FIRST_PROBE_S, 2 * self._pause_s))
+
+    def _has_fallen(self, rate: LinkRate) -> bool:
+        return rate.steady < self._used_at / FAR_OFF
 
 
 _PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8, 2e-3])

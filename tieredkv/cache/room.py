@@ -107,20 +107,28 @@ class Room:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
 
         The pages are duplicates then and make room for what VRAM has to evict. If the whole table
-        were allocated first, as much as is brought up would be evicted from host memory.
+        were allocated first, as much as is brought up would be evicted from host memory. What would
+        rather be computed is left, and no more is under way than the link copies soon, so that the
+        request never waits for what it need not have begun.
         """
-        device = self._tiers.device
-        pages = self._pages_to_copy(prefix) if device.num_empty else []
-        blocks = device.allocate(len(pages), is_partial=True, only_empty=True) or []
-        for page, block in zip(pages, blocks, strict=False):
+        device, promoter = self._tiers.device, self._promoter
+        pages = self._pages_to_copy(prefix) if device.num_empty else {}
+        if not pages:
+            return
+        first = promoter.first_copied(prefix, list(pages))
+        wanted = [page for index, page in reversed(pages.items()) if index >= first]
+        blocks = device.allocate(
+            min(len(wanted), promoter.num_copies_left), is_partial=True, only_empty=True
+        )
+        for page, block in zip(wanted, blocks or [], strict=False):
             block_hash = page.block_hash
             assert block_hash is not None, page
             device.insert(block, block_hash, prefix.tenant)
             prefix.brought.add(block_hash)
             source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
-            self._promoter.queue_copy(page, block, source)
+            promoter.queue_copy(page, block, source)
         if blocks:
-            self._promoter.pump()
+            promoter.pump()
             asked_at = self._waits[prefix].asked_at
             self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
 
@@ -172,10 +180,15 @@ class Room:
             return num_blocks
         return max(turn, num_blocks - len(self._pages_to_copy(prefix)))
 
-    def _pages_to_copy(self, prefix: Prefix) -> list[Block]:
-        """Return the pages of a waiting request whose blocks VRAM does not hold."""
+    def _pages_to_copy(self, prefix: Prefix) -> dict[int, Block]:
+        """Return the pages of a waiting request whose blocks VRAM does not hold, by index."""
         tiers = self._tiers
         if not tiers.can_load:
-            return []
-        pages = tiers.host.find(tiers.device.missing(self._readable(prefix)))
-        return [page for page in pages if page is not None and page.is_ready]
+            return {}
+        hashes = self._readable(prefix)
+        found = zip(tiers.device.find(hashes), tiers.host.find(hashes), strict=True)
+        return {
+            index: page
+            for index, (block, page) in enumerate(found)
+            if block is None and page is not None and page.is_ready
+        }

@@ -88,7 +88,7 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
         saved = None
     compute = _compute_rate(settings, found, spec, saved)
     up = (saved and saved.up_bytes_per_s) or rates.h2d_GBps * 1e9
-    links = {Tier.HOST: LinkState(up)}
+    links = {Tier.HOST: LinkState(up, is_steady=True)}
     read = (saved and saved.read_bytes_per_s) or (rates.disk_GBps or 0.0) * 1e9
     if read:
         limited = min(read, settings.disk_read_limit or read)
