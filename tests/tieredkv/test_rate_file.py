@@ -22,8 +22,8 @@ HERE = Machine(device="gpu", disk="8:1", model="m", fingerprint="ab", block_byte
 class Rates:
     """The rates of one run, and their file."""
 
-    def __init__(self, folder: Path, machine: Machine = HERE) -> None:
-        self.read, self.up, self.compute = LinkRate(2e9), LinkRate(20e9), ComputeRate(8192)
+    def __init__(self, folder: Path, machine: Machine = HERE, up: LinkRate | None = None) -> None:
+        self.read, self.up, self.compute = LinkRate(2e9), up or LinkRate(20e9), ComputeRate(8192)
         self.compute.learn(512, 512 * 256, 0.0135)
         self.write = LinkRate(1e9)
         links = {"read": self.read, "write": self.write, "up": self.up}
@@ -59,6 +59,17 @@ def test_rates_are_the_first_assumption_of_the_next_run_and_no_more(folder: Path
     for each in (rates, fresh):
         each.compute.learn(8192, 8192 * 4096, 0.4)
     assert rates.compute.seconds(0, 8192) == pytest.approx(fresh.compute.seconds(0, 8192))
+
+
+def test_a_rate_that_this_start_has_measured_is_not_replaced(folder: Path) -> None:
+    before = Rates(folder)
+    before.up.learn(int(5e6), 0.1, 100.0)
+    before.file.close()
+    assert b"up_bytes_per_s" in (folder / NAME).read_bytes()
+    up = LinkRate(20e9)
+    up.learn(int(5e9), 0.1, 200.0)
+    assert Rates(folder, up=up).up.bytes_per_s > 40e9
+    assert Rates(folder).up.bytes_per_s < 20e9
 
 
 def test_steps_that_only_generate_are_kept(folder: Path) -> None:

@@ -1,11 +1,21 @@
 """Rates that are learnt from moves and steps."""
 
+import itertools
 import math
 import random
 
 import pytest
 
-from tieredkv.cache.rates import MIN_WINDOW_S, PROBE_S, ComputeRate, LinkRate, Step, pairs
+from tieredkv.cache.rates import (
+    FIRST_PROBE_S,
+    MIN_WINDOW_S,
+    PROBE_S,
+    ComputeRate,
+    LinkRate,
+    Probes,
+    Step,
+    pairs,
+)
 
 MIB = 1 << 20
 
@@ -184,6 +194,54 @@ def test_a_rate_is_stale_until_it_is_measured_and_again_some_time_later() -> Non
     now = run(rate, 3e9, 2 * MIN_WINDOW_S, 0.0)
     assert not rate.is_stale(now)
     assert rate.is_stale(now + PROBE_S)
+
+
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_a_link_that_has_changed_is_believed_the_second_time(times: float) -> None:
+    rate = LinkRate(2e9)
+    for now in range(20):
+        rate.learn(int(2e8), 0.1, float(now))
+    rate.learn(int(2e7 * times), 0.01, 20.0)
+    assert rate.bytes_per_s == pytest.approx(2e9, rel=0.3), "one exception counts little"
+    rate.learn(int(2e7 * times), 0.01, 20.1)
+    assert rate.bytes_per_s == pytest.approx(times * 2e9)
+
+
+def test_exceptions_in_turn_above_and_below_the_rate_count_little() -> None:
+    rate = LinkRate(2e9)
+    for now in range(20):
+        rate.learn(int(2e8), 0.1, float(now))
+    for num_bytes in (8e7, 2e6, 8e7, 2e6):
+        rate.learn(int(num_bytes), 0.01, 20.0)
+    assert rate.bytes_per_s == pytest.approx(2e9, rel=0.3)
+
+
+def test_a_rate_that_has_fallen_is_measured_at_once_and_then_after_longer_pauses() -> None:
+    rate, probes, now = LinkRate(2e9, learnt_at=100.0), Probes(), 100.0
+    probes.note_use(rate)
+    assert not probes.is_due(rate, now)
+    rate.bytes_per_s = 0.9e9
+    probed_at = list[float]()
+    while now < 130.0:
+        if probes.is_due(rate, now):
+            probes.note_probe(rate, now)
+            probed_at.append(now)
+        now += 0.125
+    pauses = [after - before for before, after in itertools.pairwise(probed_at)]
+    assert probed_at[0] == 100.0
+    assert pauses[:6] == [FIRST_PROBE_S, 1.0, 2.0, 4.0, PROBE_S, PROBE_S]
+    rate.learn(int(3e7), 0.01, now)
+    assert rate.bytes_per_s == 3e9, "the next measurement replaces a rate that is in doubt"
+
+
+def test_a_rate_that_stays_as_it_was_is_measured_once_it_is_stale() -> None:
+    rate, probes = LinkRate(2e9, learnt_at=100.0), Probes()
+    probes.note_use(rate)
+    rate.bytes_per_s = 1.1e9
+    assert not probes.is_due(rate, 100.0 + PROBE_S / 2)
+    assert probes.is_due(rate, 100.0 + PROBE_S)
+    probes.note_probe(rate, 100.0 + PROBE_S)
+    assert not probes.is_due(rate, 100.0 + 1.5 * PROBE_S)
 
 
 # Computing.

@@ -1,0 +1,32 @@
+"""The plans that `tieredkv doctor` tells are those that the engine makes."""
+
+import pytest
+
+from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.cli import outlook
+from tieredkv.cli.outlook import Rates, plans
+from tieredkv.config import load_settings
+
+
+def compute_rate(*_: object) -> ComputeRate:
+    """Return what one H200 takes for Llama-3.1-8B, roughly."""
+    rate = ComputeRate(16_384)
+    for num_tokens in (64, 512, 2_048, 8_192, 16_384):
+        for begin in (0, 32_768):
+            num_pairs = pairs(begin, begin + num_tokens)
+            rate.learn(num_tokens, num_pairs, max(0.006, 2.4e-5 * num_tokens) + 7e-10 * num_pairs)
+    return rate
+
+
+def test_what_a_fast_host_link_has_is_loaded_in_whole_and_what_a_disk_has_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outlook, "_compute_rate", compute_rate)
+    told = {"model": "random:llama-3.1-8b", "device": "cpu", "dtype": "bfloat16"}
+    settings = load_settings(arguments=told).settings
+    made = plans(settings, Rates(h2d_GBps=50.0, disk_GBps=2.7, saved=None, findings=[]))
+    computed = {(it["tier"], it["prefix_tokens"]): it["split_token"] for it in made}
+    assert computed["host", 8_192] == 0
+    assert 0 < computed["disk", 8_192] < 8_192
+    for plan in made:
+        assert plan["planned_ms"] <= 1.02 * min(plan["compute_ms"], plan["load_ms"])
