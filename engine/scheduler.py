@@ -225,7 +225,7 @@ class Scheduler:
             if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
-                has_room = has_room and self.cache.tiers.device.num_kept > 0  # kept for others
+                has_room = has_room and self.cache.keeps_blocks  # for others
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:
@@ -406,7 +406,7 @@ class Scheduler:
             if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
                 break
             request, *others = self.waiting.upcoming()
-            num_free = self.cache.tiers.device.num_free
+            num_free = self.cache.num_free
             if request.asked.tenant in busy or not self.cache.lookups.is_settled(request.prefix):
                 break
             if is_ahead and self._num_blocks(request) > num_free - len(self.running):
@@ -478,7 +478,7 @@ class Scheduler:
     def _victim(self) -> Request:
         """Return the newest running request of the tenant that exceeds its floor the most."""
         held: Counter[bytes] = Counter()
-        held.subtract(self.cache.tiers.device.floors)
+        held.subtract(self.cache.floors)
         for request in self.running:
             held[request.prefix.tenant] += len(request.prefix.blocks)
         return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import math
 import random
 import statistics
@@ -14,6 +15,7 @@ import pytest
 
 from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
 from tieredkv.bench import crowd, sessions
+from tieredkv.cache.plan_log import replay
 from tieredkv.cache.rates import pairs
 from tieredkv.config import load_settings
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenOutput
@@ -394,6 +396,24 @@ def serve_sessions(
     with mock.patch.object(rig.core, "step", observed):
         it = crowd.Crowd(cast(LLM, SimpleNamespace(core=rig.core)), None)
         return sessions.serve(it, scripts, ignore_progress, ""), usages
+
+
+def test_a_logged_plan_can_be_made_again(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig()
+    prompt = rig.prompt(LENGTHS[-1])
+    with caplog.at_level(logging.DEBUG, logger="tieredkv.cache.promotion"):
+        rig.serve(prompt)
+        serve_sessions(rig, 4, 2, 8.0)
+    texts = [it.getMessage().removeprefix("plan ") for it in caplog.records if it.args]
+    texts = [text for text in texts if text.startswith("{")]
+    num_divided = 0
+    for text in texts:
+        logged, splits = replay(text)
+        assert splits == logged.splits
+        num_divided += sum(bool(each.loads) for each in logged.demands)
+    assert num_divided > 10
 
 
 RAM_ONLY: dict[str, object] = {"disk_dir": None, "default_retention": "in_memory"}

@@ -274,19 +274,30 @@ def test_only_tokens_of_the_vocabulary_have_a_text(tokenization: Tokenization) -
 def test_metrics_tell_how_good_predictions_were_and_what_was_computed_by_choice() -> None:
     metrics = Metrics(Settings(metric_labels=()), Engine(0.0, answered))  # type: ignore[arg-type]
     usages = [
-        RequestUsage(prompt_tokens=64, recomputed_tokens=32, predicted_s=0.8, actual_s=1.0),
-        RequestUsage(prompt_tokens=64, recomputed_tokens=16, predicted_s=1.03, actual_s=1.0),
-        RequestUsage(prompt_tokens=64),
+        RequestUsage(
+            prompt_tokens=64,
+            recomputed_tokens=num_tokens,
+            predicted_s=predicted_s,
+            actual_s=1.0,
+            forecast_kind=kind,
+        )
+        for num_tokens, predicted_s, kind in (
+            (32, 0.8, "restored"),
+            (16, 1.03, "restored"),
+            (0, 1.0, "issued"),
+            (0, None, None),
+        )
     ]
     for number, usage in enumerate(usages):
         output = TokenOutput(request_id=str(number), token_ids=[1], usage=usage)
         Observer(metrics, "", {}, 0.0).on_output(output)
     told = dict(re.findall(r"^(tieredkv_\S+) (\S+)$", metrics.text().decode(), re.M))
     assert told["tieredkv_recomputed_tokens_total"] == "48.0"
-    within = 'tieredkv_prediction_error_ratio_bucket{le="%s"}'
+    within = 'tieredkv_prediction_error_ratio_bucket{le="%s",waits_for="restored"}'
     counts = [told[within % le] for le in ("0.02", "0.05", "0.15", "0.2")]
     assert counts == ["0.0", "1.0", "1.0", "2.0"]
-    assert told["tieredkv_prediction_error_ratio_count"] == "2.0"
+    assert told['tieredkv_prediction_error_ratio_count{waits_for="restored"}'] == "2.0"
+    assert told['tieredkv_prediction_error_ratio_count{waits_for="issued"}'] == "1.0"
 
 
 @pytest.mark.parametrize(("drain_s", "is_behind"), [(0.0, False), (30.0, False), (41.0, True)])

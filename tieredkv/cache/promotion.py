@@ -19,6 +19,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
+import msgspec
+
+from tieredkv.cache import plan_log
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.device_link import MIN_MEASURED_BYTES
 from tieredkv.cache.disk_link import Read
@@ -179,11 +182,12 @@ class Promoter:
         now = time.monotonic()
         is_shared = len(demands) > 1 or self._tiers.compute_rate.num_read_beside > 0
         planner = self._planner(busy_s, now, is_shared=is_shared)
-        splits = self.restores.divide(demands, planner)
+        logged = None
         if logger.isEnabledFor(logging.DEBUG):
-            for (demand, _), split in zip(demands, splits, strict=True):
-                text = "plan %s -> %s; device busy %.4f s; %s"
-                logger.debug(text, demand, split, busy_s, planner.links)
+            logged = plan_log.before(planner, self._tiers.compute_rate, [it for it, _ in demands])
+        splits = self.restores.divide(demands, planner)
+        if logged is not None:
+            logger.debug("plan %s", msgspec.structs.replace(logged, splits=splits))
         first = next((each for each in self.restores.order if each.on_disk), None)
         if first is not None and not first.reads_next:
             self.probe(first.prefix, first.on_disk)

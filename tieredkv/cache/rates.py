@@ -321,6 +321,40 @@ class _Kind(NamedTuple):
     last: int
 
 
+class StepTimes(NamedTuple):
+    """How long steps take: `max(least_s, a + b * tokens) + c * pairs + d * read`, in seconds."""
+
+    a: float
+    b: float
+    c: float
+    d: float
+    least_s: float
+
+    def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
+        """Return how long a step takes."""
+        a, b, c, d, least_s = self
+        is_least = num_tokens < FEW_TOKENS and least_s > 0
+        tokens_s = least_s if is_least else max(least_s, a + b * num_tokens)
+        return tokens_s + c * num_pairs + d * num_read
+
+    def seconds(self, begin: int, end: int, chunk: int, num_read: float) -> float:
+        """Return how long it takes to compute the tokens `[begin, end)` of one prompt.
+
+        Args:
+            begin: first of the tokens.
+            end: behind the last of them.
+            chunk: the most tokens of one step.
+            num_read: tokens that each step reads for requests that are generating.
+        """
+        if end <= begin:
+            return 0.0
+        num_full, rest = divmod(end - begin, chunk)
+        seconds = num_full * self.step_seconds(chunk, 0.0, num_read)
+        if rest:
+            seconds += self.step_seconds(rest, 0.0, num_read)
+        return seconds + self.c * pairs(begin, end)
+
+
 class ComputeRate:
     """Learns how long the device takes for a prompt's tokens, as a function of their positions.
 
@@ -342,13 +376,18 @@ class ComputeRate:
         self._num_learnt = self._num_few = 0
         self._recent: deque[tuple[Step, float]] = deque(maxlen=_NUM_RECENT)
         self._least_s = 0.0
-        self._fitted: tuple[float, float, float, float] | None = None
+        self._fitted: StepTimes | None = None
 
     @property
     def least_tokens(self) -> int:
         """Tokens of a step that takes hardly longer than one with few tokens."""
-        a, b, _, _ = self._fitted or self._fit()
-        return max(1, min(self.chunk, int(max(a, self._least_s - a) / b))) if b else 1
+        a, b, _, _, least_s = self.times
+        return max(1, min(self.chunk, int(max(a, least_s - a) / b))) if b else 1
+
+    @property
+    def times(self) -> StepTimes:
+        """What is known of the time of steps."""
+        return self._fitted or self._fit()
 
     def learn(
         self, num_tokens: int, num_pairs: float, seconds: float, *, num_read: float = 0.0
@@ -424,23 +463,13 @@ class ComputeRate:
 
     def seconds(self, begin: int, end: int) -> float:
         """Return how long it takes to compute the tokens `[begin, end)` of one prompt."""
-        if end <= begin:
-            return 0.0
-        num_full, rest = divmod(end - begin, self.chunk)
-        seconds = num_full * self.step_seconds(self.chunk, 0.0, self.num_read_beside)
-        if rest:
-            seconds += self.step_seconds(rest, 0.0, self.num_read_beside)
-        _, _, c, _ = self._fitted or self._fit()
-        return seconds + c * pairs(begin, end)
+        return self.times.seconds(begin, end, self.chunk, self.num_read_beside)
 
     def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
         """Return how long a step takes."""
-        a, b, c, d = self._fitted or self._fit()
-        is_least = num_tokens < FEW_TOKENS and self._least_s > 0
-        tokens_s = self._least_s if is_least else max(self._least_s, a + b * num_tokens)
-        return tokens_s + c * num_pairs + d * num_read
+        return self.times.step_seconds(num_tokens, num_pairs, num_read)
 
-    def _fit(self) -> tuple[float, float, float, float]:
+    def _fit(self) -> StepTimes:
         least_s = _NEAR_LEAST * self._least_s
         known = self._kinds.values()
         few = [it for it in known if it.mean.has_few]
@@ -467,8 +496,8 @@ class ComputeRate:
             free = [each for each, it in zip(free, fitted, strict=True) if it > 0]
         whole = np.zeros(5)
         whole[free] = fitted
-        a, b, c, d, self._least_s = (whole * _PRIOR).tolist()
-        self._fitted = a, b, c, d
+        self._fitted = StepTimes(*(whole * _PRIOR).tolist())
+        self._least_s = self._fitted.least_s
         return self._fitted
 
 

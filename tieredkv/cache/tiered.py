@@ -18,7 +18,7 @@ Called by the engine's thread only.
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tieredkv.cache.catalog import Entry
@@ -120,6 +120,23 @@ class TieredCache:
         sample = prefix.hashes[: num_found : -(-num_found // NUM_SAMPLED)]
         num_in_ram = sum(1 for each in sample if device(each) or host(each))
         return num_found * (len(sample) + num_in_ram) // (2 * len(sample))
+
+    # Room for requests
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request uses."""
+        return self.tiers.device.num_free
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether free blocks are kept for tenants below their floors."""
+        return self.tiers.device.num_kept > 0
+
+    @property
+    def floors(self) -> Mapping[bytes, int]:
+        """Number of blocks that each tenant keeps, even if others want them."""
+        return self.tiers.device.floors
 
     # Admission
 

@@ -121,7 +121,8 @@ class Observer:
         self._count("prompt_tokens", usage.prompt_tokens)
         self._count("recomputed_tokens", usage.recomputed_tokens)
         if (error := usage.prediction_error) is not None:
-            self._families["tieredkv_prediction_error_ratio"].observe(error)
+            errors = self._families["tieredkv_prediction_error_ratio"]
+            errors.labels(usage.forecast_kind).observe(error)
         for tier in Tier:
             self._count("cached_tokens", by_tier[tier], tier)
 
