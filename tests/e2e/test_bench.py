@@ -17,7 +17,8 @@ import pytest
 
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
-from tieredkv.bench import crowd, disk, raw, restore
+from tieredkv.bench import crowd, disk, raw, restore, sources
+from tieredkv.bench.ttft import demote_all
 from tieredkv.cli import main
 from tieredkv.storage.codec import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
@@ -219,7 +220,54 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
         else:
             assert row["predicted_ms"] > 0
             assert (row["ideal_ms"] is None) == (report["raw"]["disk_read_GBps"] is None)
+        assert (row["elsewhere_tokens"], row["is_from_claimed_tier"]) == (0, True)
+        assert row["bytes_loaded"] == [2048 * each["disk"] for each in row["by_tier"]]
+        if row["arm"] == "cold":
+            assert row["page_cache"] is row["disk_over_loaded"] is None
+        elif row["page_cache"] != "warm" and any(row["bytes_loaded"]):
+            assert row["page_cache"] == "bypassed"
+            most = 1.2 if row["arm"] == "load" else math.inf
+            assert 0.95 <= row["disk_over_loaded"] <= most
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+RESTORE = ["restore", "--model", "tiny-random", "--prefix-tokens", "256", "--repeats", "1"]
+RESTORE += ["--disk-dir", "."]
+
+
+def test_bench_restore_complains_of_blocks_that_were_left_in_host_memory(
+    tieredkv: CommandLine, monkeypatch: pytest.MonkeyPatch, in_this_process: None
+) -> None:
+    monkeypatch.setattr(restore, "demote_all", lambda llm, _tier: demote_all(llm, "host"))
+    exit_code, stdout, _ = tieredkv("bench", *RESTORE, "--arms", "cold,load", "--json")
+    report = json.loads(stdout.splitlines()[-1])
+    cold, load = report["rows"]
+    assert (exit_code, cold["elsewhere_tokens"], load["elsewhere_tokens"]) == (1, 0, 256)
+    assert [cold["is_from_claimed_tier"], load["is_from_claimed_tier"]] == [True, False]
+    [problem] = report["problems"]
+    assert problem.startswith("load at 256 tokens: the tokens are not from the tier")
+    assert "'host': 256" in problem
+
+
+@pytest.fixture
+def disk_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the page cache serve all reads of stores, which seem to bypass it."""
+    monkeypatch.setattr(sources, "page_cache", lambda _: "bypassed")
+    monkeypatch.setattr(raw, "own_bytes", lambda _pid, _direction: 4096)
+
+
+FROM_MEMORY = "the disk gave 0 bytes for each byte loaded; the others came from memory"
+
+
+def test_bench_restore_complains_of_bytes_that_the_disk_did_not_give(
+    tieredkv: CommandLine, disk_that_gives_nothing: None, in_this_process: None
+) -> None:
+    exit_code, stdout, _ = tieredkv("bench", *RESTORE, "--arms", "cold,load,device", "--json")
+    report = json.loads(stdout.splitlines()[-1])
+    assert exit_code == 1
+    assert [row["bytes_from_disk"] for row in report["rows"]] == [[0], [0], [0]]
+    assert [row["page_cache"] for row in report["rows"]] == [None, "bypassed", None]
+    assert report["problems"] == [f"load at 256 tokens: {FROM_MEMORY}"]
 
 
 CROWD_ARMS = ["no_disk", "load", "planned"]
@@ -234,6 +282,10 @@ def check_crowd(report: dict[str, Any], row: dict[str, Any]) -> None:
     assert row["equal_to_no_disk"] == 1.0, "an answer depends on the tier of its prefix"
     if row["arm"] == "no_disk":
         assert (row["by_tier"]["disk"], row["bytes_read"], row["bytes_written"]) == (0, 0, 0)
+        assert (row["bytes_from_disk"], row["page_cache"]) == (0, None)
+    elif row["page_cache"] != "warm":
+        assert row["page_cache"] == "bypassed"
+        assert row["bytes_from_disk"] >= 0.95 * row["bytes_read"]
     assert 0 <= row["bytes_useful"] <= row["bytes_read"]
     assert 0 <= row["disk_busy"] <= 1
     assert 0 <= row["recomputed_tokens"] <= row["computed_tokens"]
@@ -263,6 +315,31 @@ def test_bench_returns_finds_nothing_in_ram_and_the_capacity_of_each_arm(
     assert report["capacity_is"] == {"no_disk": "at least", "load": "at least"}
     assert report["workload"]["sessions"] == 8
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+def test_a_crowd_bench_complains_of_bytes_that_the_disk_did_not_give(
+    tieredkv: CommandLine, disk_that_gives_nothing: None, in_this_process: None
+) -> None:
+    words = ["--model", "tiny-random", "--prefix-tokens", "160-320", "--new-tokens", "20"]
+    words += ["--answers", "3", "--answer-tokens", "2", "--rates", "9", "--disk-dir", "."]
+    words += ["--ttft-limit", "1000", "--arms", "load", "--json"]
+    exit_code, stdout, _ = tieredkv("bench", "returns", *words)
+    report = json.loads(stdout.splitlines()[-1])
+    [row] = report["rows"]
+    assert (exit_code, row["bytes_from_disk"], row["page_cache"]) == (1, 0, "bypassed")
+    assert row["bytes_read"] > 0
+    assert report["problems"] == [f"load at 9/s: {FROM_MEMORY}"]
+
+
+def test_bench_sessions_complains_where_reads_came_from_memory(
+    tieredkv: CommandLine, monkeypatch: pytest.MonkeyPatch, in_this_process: None
+) -> None:
+    monkeypatch.setattr(crowd, "bytes_problem", lambda row, _plan: row["page_cache"] and "warm")
+    words = ["--model", "tiny-random", "--scale", "60", "--turns", "2", "--seed", "0"]
+    words += ["--sessions", "1", "--disk-dir", ".", "--arms", "no_disk,load", "--json"]
+    exit_code, stdout, _ = tieredkv("bench", "sessions", *words)
+    report = json.loads(stdout.splitlines()[-1])
+    assert (exit_code, report["problems"]) == (1, ["load with 1 sessions: warm"])
 
 
 @pytest.mark.slow
@@ -304,7 +381,8 @@ def test_bench_sessions_does_the_same_turns_in_all_arms(
             assert row["by_tier"]["disk"] == 0, "a run begins with empty tiers"
         else:
             assert 2 * 3 <= row["answers"] <= 2 * 3 * 3
-    assert report["workload"] == {"turns": 3, "seeds": [0, 1], "scale": 60.0, "trace": None}
+    told = {"turns": 3, "seeds": [0, 1], "scale": 60.0, "trace": None, "until": "first"}
+    assert report["workload"] == report["workload"] | told
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 

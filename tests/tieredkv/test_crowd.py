@@ -275,6 +275,39 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
     assert (told["dropped"], told["lost_blocks"]) == (4, {"lost_blocks.too_slow": 4})
     assert crowd.figures(outcomes, SPEC, None)["disk_useful"] is None
+    assert told["bytes_from_disk"] is told["page_cache"] is None
+
+
+def read_from_disk(
+    num_blocks: int, page_cache: str | None, *bytes_from_disk: int | None, **counts: int
+) -> dict[str, Any]:
+    """Return the figures of runs that each read some blocks."""
+    told = {"move_seconds.disk,host.0": num_blocks, **counts}
+    answers = [answer(0, dict.fromkeys(Tier, 0), 1.0, 1)]
+    outcomes = [Outcome(answers, 1.0, told, 0.5, each, page_cache) for each in bytes_from_disk]
+    return crowd.figures(outcomes, SPEC, None)
+
+
+def test_reads_that_the_disk_did_not_give_are_a_problem() -> None:
+    size = SPEC.block_bytes
+    plan = crowd.Plan(cast(Any, None), SPEC, {}, 0)
+    row = read_from_disk(10, "bypassed", 10 * size, 10 * size)
+    assert (row["bytes_from_disk"], row["bytes_read"]) == (20 * size, 20 * size)
+    assert row["page_cache"] == "bypassed"
+    assert crowd.bytes_problem(row, plan) == ""
+    half = read_from_disk(10, "bypassed", 10 * size, 0)
+    told = "the disk gave 0.5 bytes for each byte loaded; the others came from memory"
+    assert crowd.bytes_problem(half, plan) == told
+    assert crowd.bytes_problem(read_from_disk(10, "bypassed", 40 * size), plan) == ""
+    assert crowd.bytes_problem(read_from_disk(10, "warm", 0), plan) == ""
+    assert crowd.bytes_problem(read_from_disk(0, "bypassed", 0), plan) == ""
+    assert crowd.bytes_problem(read_from_disk(0, None, 0), plan) == ""
+    failed = read_from_disk(10, "bypassed", 8 * size, **{"load_failures.missing": 2})
+    assert crowd.bytes_problem(failed, plan) == "", "a missing block has no bytes"
+    unknown = read_from_disk(10, "bypassed", 10 * size, None)
+    assert (unknown["bytes_from_disk"], crowd.bytes_problem(unknown, plan)) == (None, "")
+    compressed = plan._replace(settings={"disk_compression": "on"})
+    assert crowd.bytes_problem(half, compressed) == ""
 
 
 def test_arms_are_compared_over_the_requests_that_all_have_answered() -> None:

@@ -3,6 +3,10 @@
 `bench returns` and `bench sessions` use this module. It serves requests with token-id prompts in
 its own process, without HTTP, and measures what the clients see and what the tiers move. It does
 not know how prompts and times are made.
+
+What is read from disk could come from the page cache instead. `page_cache` says whether the worker
+reads past it, and `bytes_from_disk` are the bytes that the kernel read from storage for the worker,
+beside `bytes_read`, the engine's own count.
 """
 
 import heapq
@@ -24,8 +28,9 @@ import numpy as np
 import torch
 import xxhash
 
-from tieredkv.bench import raw
+from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
+from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.bench.ttft import look_up
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Settings
@@ -47,8 +52,8 @@ MIN_RAM_BYTES = 1 << 20
 MIN_DISK_BYTES = 256 << 20
 COLUMNS: tuple[str, ...] = ("answers_per_s", "ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99")
 COLUMNS += ("hit_ttft_ms.p50", "hit_ttft_ms.p90", "itl_ms.p50", "hit_rate")
-COLUMNS += ("by_tier.device", "by_tier.host", "by_tier.disk", "bytes_read", "bytes_written")
-COLUMNS += ("disk_useful", "overtaken", "dropped")
+COLUMNS += ("by_tier.device", "by_tier.host", "by_tier.disk", "bytes_read")
+COLUMNS += ("bytes_from_disk", "page_cache", "bytes_written", "disk_useful", "overtaken", "dropped")
 PLOTTED: tuple[tuple[str, ...], ...] = (
     ("answers_per_s",),
     ("ttft_ms.p50", "ttft_ms.p90", "ttft_ms.p99"),
@@ -132,12 +137,16 @@ class Outcome(NamedTuple):
         wall_s: from the start to the last answer.
         counts: what the cache's counters have grown by; names of nested ones are joined with `.`.
         reading_s: how long a read from disk was under way.
+        bytes_from_disk: see `sources.WorkerReads`.
+        page_cache: see `sources.page_cache`; None without a disk.
     """
 
     answers: list[Answer]
     wall_s: float
     counts: Mapping[str, float]
     reading_s: float
+    bytes_from_disk: int | None = None
+    page_cache: str | None = None
 
 
 class WatchedReads(LinkRate):
@@ -172,6 +181,7 @@ class Crowd:
     def __init__(self, llm: LLM, store_dir: str | None) -> None:
         self.llm, self.core = llm, llm.core
         self._store_dir = store_dir
+        self._page_cache = sources.page_cache(Path(store_dir)) if store_dir else None
         link = self.core.tiers.disk_link
         known = link.read_rate
         self._reads = WatchedReads(known.bytes_per_s, known.limit, known.learnt_at)
@@ -204,6 +214,7 @@ class Crowd:
         times: dict[str, list[float]] = {}
         core.on_logits = None  # as those who want logits leave it
         before, reading_s = self._counts(), self._reads.reading_s
+        worker_reads = WorkerReads(core)
         start, has_ended = time.perf_counter(), False
         while not has_ended:
             now = time.perf_counter() - start
@@ -248,7 +259,14 @@ class Crowd:
                 core.wait(min(POLL_S, max(0.0, left_s)))
         after = self._counts()
         counts = {name: count - before.get(name, 0) for name, count in after.items()}
-        outcome = Outcome(answers, now, counts, self._reads.reading_s - reading_s)
+        outcome = Outcome(
+            answers,
+            now,
+            counts,
+            self._reads.reading_s - reading_s,
+            worker_reads.num_bytes(),
+            self._page_cache,
+        )
         self.settle()
         return outcome
 
@@ -459,6 +477,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     by_tier = {tier: sum(answer.by_tier[tier] for answer in answers) for tier in Tier}
     made = sum(len(answer.token_ids) for answer in answers)
     computed = prompt_tokens - sum(by_tier.values()) + made
+    from_disk = [each for it in outcomes if (each := it.bytes_from_disk) is not None]
     num_read = counts["move_seconds.disk,host.0"]
     useful_bytes = counts["used_reads"] * block_bytes
     written_bytes = counts["demoted_disk_blocks"] * block_bytes
@@ -487,6 +506,8 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "computed_tokens": computed,
         "recomputed_tokens": sum(answer.recomputed_tokens for answer in answers),
         "bytes_read": int(num_read * block_bytes),
+        "bytes_from_disk": sum(from_disk) if len(from_disk) == len(outcomes) else None,
+        "page_cache": outcomes[0].page_cache,
         "bytes_useful": int(useful_bytes),
         "bytes_written": int(written_bytes),
         "bytes_to_device": int(counts["promoted_host_blocks"] * block_bytes),
@@ -503,6 +524,21 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "lost_blocks": lost,
         "counters": {name: count for name, count in counts.items() if count},
     }
+
+
+def bytes_problem(row: Row, plan: Plan) -> str:
+    """Say if blocks that were read from disk came from memory.
+
+    Args:
+        row: of `figures`.
+        plan: of the bench.
+    """
+    lost: dict[str, int] = row["lost_blocks"]
+    num_failed = sum(count for name, count in lost.items() if name.startswith("load_failures"))
+    num_bytes = max(0, row["bytes_read"] - num_failed * plan.kv_spec.block_bytes)
+    ratio = sources.disk_over_loaded([row["bytes_from_disk"]], [num_bytes])
+    share = DiskShare.expected(plan.settings, plan.kv_spec)
+    return share.problem(row["page_cache"], ratio, may_exceed=True)
 
 
 def common_answers(outcomes_by_arm: Mapping[str, Sequence[Outcome]]) -> dict[str, list[Answer]]:

@@ -123,6 +123,13 @@ def h2d_GBps() -> float:
     return round(num_bytes / median_s(copy) / 1e9, 2)
 
 
+def bypass_page_cache(fd: int) -> bool:
+    """Have a file read and written with O_DIRECT; return whether its filesystem can do that."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 class RawFile:
     """A file of blocks that is read and written without the page cache, to measure the disk.
 
@@ -138,9 +145,7 @@ class RawFile:
         self._buffers = buffers
         self._fd, path = tempfile.mkstemp(dir=folder)
         os.unlink(path)
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
-        self.is_direct = bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT)
+        self.is_direct = bypass_page_cache(self._fd)
         self.close = partial(os.close, self._fd)
         self.move_GBps(os.pwritev, range(num_blocks), 1)
 
@@ -216,7 +221,7 @@ def counters(folder: Path, pid: int | None) -> dict[str, float]:
     processes; `own_read` and `own_write` are the bytes moved for this process alone. Without a
     block device, `read` and `write` equal the process's own bytes.
     """
-    own = {name: own_bytes(pid, name) for name in ("read", "write")}
+    own = {name: own_bytes(pid, name) or 0 for name in ("read", "write")}
     figures = {"s": time.perf_counter(), "core_s": 0.0, **own}
     figures |= {f"own_{name}": count for name, count in own.items()}
     if (device := block_device(folder)) is not None:
@@ -228,9 +233,13 @@ def counters(folder: Path, pid: int | None) -> dict[str, float]:
     return figures
 
 
-def own_bytes(pid: int | None, direction: str) -> int:
-    """Return how many bytes a process has caused to be `read` from storage or to `write` to it."""
-    return int(_field(f"/proc/{pid}/io", f"{direction}_bytes") or 0)
+def own_bytes(pid: int | None, direction: str) -> int | None:
+    """Return how many bytes a process has caused to be `read` from storage or to `write` to it.
+
+    It is None if the process has ended or the kernel does not count them.
+    """
+    count = _field(f"/proc/{pid}/io", f"{direction}_bytes")
+    return None if count is None else int(count)
 
 
 def block_device(folder: Path) -> str | None:

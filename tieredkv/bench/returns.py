@@ -4,7 +4,10 @@ Every session has a long prefix, and the sessions return in turn. A return is th
 and some new tokens; it comes at a random moment (Poisson arrivals from a seed), whether or not the
 engine keeps up. All prefixes are on disk before the first return, and they are more than VRAM and
 host memory hold together: each is out of both before its turn comes again. The report shows by tier
-that nothing was found there.
+that nothing was found there, and complains if a rate was held otherwise. Of a return, only the
+prefix is on disk, since the new tokens differ between rates. To show that the page cache served
+nothing, the report complains if `bytes_from_disk`, the bytes that the kernel read from storage for
+the worker, are less than 0.95 times `bytes_read`, unless `page_cache` is `warm`.
 
 The arms are `no_disk` (a prefix is computed), `load` and `planned` (`restore = "load"`
 and `"auto"`). Each has a process and a store of its own, and gets the same returns. In the arms
@@ -213,6 +216,8 @@ def run(
             row = {"arm": arm, "rate": rate, **figures, f"equal_to_{arms[0]}": equal}
             row["is_held"] = figures["ttft_ms"]["p90"] <= limit_ms
             rows.append(row)
+            if problem := crowd.bytes_problem(row, plan):
+                problems.append(f"{arm} at {rate:g}/s: {problem}")
             by_tier = figures["by_tier"]
             in_ram_share = (by_tier[Tier.DEVICE] + by_tier[Tier.HOST]) / figures["prompt_tokens"]
             if row["is_held"] and in_ram_share > MAX_RAM_SHARE:

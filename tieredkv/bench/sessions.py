@@ -10,6 +10,11 @@ seeds are pooled. `common` has the times over the requests that all arms have an
 that answers more of them answers later and longer ones. With a trace, the sessions are recorded
 ones instead.
 
+Since tiers are empty at first, nothing that an earlier run left behind can serve a request, and
+`by_tier` shows what came from VRAM, host memory and disk. To show that the page cache served
+nothing, the report complains if `bytes_from_disk`, the bytes that the kernel read from storage for
+the worker, are less than 0.95 times `bytes_read`, unless `page_cache` is `warm`.
+
 The arms are `no_disk` (VRAM and host memory only), `load` and `planned` (the disk tier with
 `restore = "load"` and `"auto"`). Each has a process and a store of its own.
 """
@@ -331,6 +336,8 @@ def run(
             equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
             row = {"arm": arm, "sessions": count, **figures, **crowd.common_figures(common[arm])}
             rows.append({**row, f"equal_to_{arms[0]}": equal})
+            if problem := crowd.bytes_problem(row, plan):
+                problems.append(f"{arm} with {count} sessions: {problem}")
     workload = shape.workload | {"seeds": seeds}
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
     facts = {**plan.facts, "workload": workload}

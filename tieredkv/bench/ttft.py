@@ -15,6 +15,12 @@ blocks in VRAM next to the digest taken in the cold run, whether the output toke
 ones, and the largest difference of any logit. The 64 tokens after the prefix are never cached. All
 arms but `planned` load whatever a tier has (restore = "load").
 
+Each repeat has a prefix of its own. An arm that claims the disk could also be served from VRAM or
+host memory, which `by_tier` and `is_from_claimed_tier` show, or from the page cache: `page_cache`
+says whether the worker reads past it, and `bytes_from_disk` are the bytes that the kernel read from
+storage for the worker. They should be 0.95 to 1.2 times `bytes_loaded`, and the report complains if
+they are fewer.
+
 `run` starts one process for all arms but `restart`, and one more for each row of restarts, so that
 a restart is real. Processes run one at a time, and their start is not part of any figure.
 """
@@ -35,9 +41,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from tieredkv.bench import raw
+from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
+from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
@@ -58,7 +65,7 @@ DEMOTE_TIMEOUT_S = 300.0
 PROBLEMS = {
     "tokens_equal_cold": "the output tokens differ from the cold ones",
     "kv_bytes_equal": "the KV bytes differ from the computed ones",
-    "is_from_claimed_tier": "the cached tokens came from another tier: {by_tier}",
+    "is_from_claimed_tier": "the tokens are not from the tier that the arm claims: {by_tier}",
 }
 COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "ttft_ms.p50", "ttft_ms.min", "speedup")
 COLUMNS += ("cached_tokens", "loaded_GBps", "tokens_equal_cold", "kv_bytes_equal")
@@ -74,6 +81,7 @@ class Sample(NamedTuple):
         predicted_ms: from the first plan of what to load until the first token, as expected then;
             None if there was no plan.
         by_tier: prompt tokens by the tier that they came from.
+        bytes_from_disk: see `WorkerReads.num_bytes`.
         logits: [output token, vocabulary].
         loaded: blocks that were copied to VRAM.
         copied_at: when the last of them had arrived, by `time.perf_counter`; 0.0 without any.
@@ -85,7 +93,7 @@ class Sample(NamedTuple):
     by_tier: dict[Tier, int]
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
-    bytes_from_disk: float
+    bytes_from_disk: int | None
     loaded: frozenset[BlockHash]
     copied_at: float
     digests: dict[BlockHash, str]
@@ -133,7 +141,7 @@ def demote_all(llm: LLM, tier: str | None) -> None:
 
 def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample:
     """Serve a prompt; keep the logits of its output tokens and, if asked, its blocks' digests."""
-    core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
+    core, logits = llm.core, list[torch.Tensor]()
     promoter, loaded = core.cache.promoter, set[BlockHash | None]()
     on_copied, copied_at = promoter.on_copied, 0.0
 
@@ -143,7 +151,7 @@ def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample
         loaded.update(block.block_hash for _, block in copies)
         on_copied(began_at, copies)
 
-    before = raw.own_bytes(pid, "read")
+    reads = WorkerReads(core)
     core.on_logits = lambda _id, row: logits.append(row)
     length = len(prompt) - SUFFIX_TOKENS
     with mock.patch.object(promoter, "on_copied", note_copied):
@@ -156,7 +164,7 @@ def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample
         by_tier=output.usage.cached_tokens_by_tier,
         token_ids=output.token_ids,
         logits=torch.stack(logits).float().cpu().numpy(),
-        bytes_from_disk=raw.own_bytes(pid, "read") - before,
+        bytes_from_disk=reads.num_bytes(),
         loaded=frozenset(filter(None, loaded)),
         copied_at=copied_at,
         digests=core.kv_digests.by_block(prefix) if digested else {},
@@ -204,18 +212,18 @@ def run(
         samples = in_new_process(measure, settings, prefix_tokens, repeats, first, last)
         for length in prefix_tokens if last else ():
             samples |= in_new_process(measure, settings, [length], repeats, ["restart"], last)
-        page_cache = "bypassed" if raw.block_device(path) else "warm"
+        page_cache = sources.page_cache(path)
     rows = [
         _row(arm, length, samples, kv_spec.token_bytes, page_cache)
         for arm in arms
         for length in prefix_tokens
     ]
-    problems = [
-        f"{row['arm']} at {row['prefix_tokens']} tokens: {problem.format(**row)}"
-        for row in rows
-        for name, problem in PROBLEMS.items()
-        if row[name] is False
-    ]
+    share = DiskShare.expected(settings, kv_spec)
+    problems = []
+    for row in rows:
+        ratio = sources.disk_over_loaded([row["bytes_from_disk"]], [row["bytes_loaded"]])
+        # The worker may read its program, too.
+        problems += find_problems(row, share.problem(row["page_cache"], ratio, may_exceed=True))
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
     return {**facts, "restore": "load", "raw": limits, "rows": rows, "problems": problems}
 
@@ -271,6 +279,13 @@ def have_equal_bytes(ours: Sequence[Sample], cold: Sequence[Sample]) -> bool | N
     return all(one is not None and one == another for one, another in pairs) if pairs else None
 
 
+def find_problems(row: Row, of_bytes: str) -> list[str]:
+    """Return what is wrong in a row of the report; `of_bytes` is from `DiskShare.problem`."""
+    texts = [text.format(**row) for name, text in PROBLEMS.items() if row[name] is False]
+    texts += filter(None, [of_bytes])
+    return [f"{row['arm']} at {row['prefix_tokens']} tokens: {text}" for text in texts]
+
+
 def _digest(sample: Sample, reused: Iterable[BlockHash]) -> str | None:
     """Return one digest over blocks in VRAM; None if one is not there, or there are none."""
     some = [sample.digests.get(each) for each in reused]
@@ -289,7 +304,7 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
     by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}
     loaded = statistics.median(it.by_tier[Tier.HOST] + it.by_tier[Tier.DISK] for it in ours)
     bytes_loaded = int(loaded) * token_bytes
-    sources = [{name for name, count in it.by_tier.items() if count} for it in ours]
+    from_disk = [it.bytes_from_disk for it in ours if it.bytes_from_disk is not None]
     reused = [
         [each for each in other.digests if arm != "planned" or each in it.loaded]
         for it, other in zip(ours, cold, strict=True)
@@ -298,7 +313,6 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
         [_digest(it, some) if tier else None for it, some in zip(each, reused, strict=True)]
         for each in (cold, ours)
     )
-    claimed = {tier} - {None}
     return {
         "arm": arm,
         "prefix_tokens": length,
@@ -313,7 +327,7 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
         "by_tier": by_tier,
         "bytes_loaded": bytes_loaded,
         "loaded_GBps": bytes_loaded / p50_ms / 1e6 or None,
-        "bytes_from_disk": int(statistics.median(it.bytes_from_disk for it in ours)),
+        "bytes_from_disk": int(statistics.median(from_disk)) if from_disk else None,
         "page_cache": page_cache if tier == "disk" else None,
         "output_token_ids": [it.token_ids for it in ours],
         "tokens_equal_cold": all(are_equal),
@@ -322,7 +336,7 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
         "kv_bytes_equal": found == computed if any(computed) else None,
         "max_logit_diff": max(differences),
         "num_prompts_excluded": sum(are_excluded),
-        "is_from_claimed_tier": all(
-            it <= claimed if arm == "planned" else it == claimed for it in sources
+        "is_from_claimed_tier": sources.are_from(
+            [it.by_tier for it in ours], tier, may_compute=arm == "planned"
         ),
     }

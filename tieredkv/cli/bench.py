@@ -231,6 +231,11 @@ def ttft() -> None:
     run, and the exit code is 1 if one differs. All arms but `planned` load whatever a tier has
     (restore = "load"). The bench makes a store in the folder `--disk-dir` and removes it again.
 
+    The page cache could serve an arm that claims the disk. In the JSON report, `bytes_from_disk`
+    shows beside `bytes_loaded` that it did not; the exit code is 1 if the disk gave less than 0.95
+    times the bytes that were loaded. Where `page_cache` is "warm" it may give less: there is no
+    block device under the folder, or its filesystem has no O_DIRECT.
+
     \b
     Example:
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
@@ -265,6 +270,14 @@ def restore() -> None:
     and values of all loaded blocks, are compared with the cold run; the exit code is 1 if one
     differs. `predicted` is the planner's own forecast. With `--disk-rate`, reads are slowed down as
     by a slower disk. The bench makes a store in the folder `--disk-dir` and removes it again.
+
+    VRAM, host memory, the prefix of an earlier repeat or the page cache could serve a request in
+    place of the disk. `elsewhere tokens` is the number of tokens that came from a tier that the arm
+    does not claim, and `disk over loaded` the bytes that the disk gave for each byte loaded, in the
+    run where they are the fewest. The exit code is 1 if the first is not 0 or if the second is not
+    0.95 to 1.2. In `planned` the disk may give more, because computing overtakes reads. The second
+    is not judged where `page_cache` in the JSON report is "warm": there is no block device under
+    the folder, or its filesystem has no O_DIRECT.
 
     \b
     Example:
@@ -312,8 +325,11 @@ def returns() -> None:
     The sessions return in turn, at random moments and at a given rate, whether or not the engine
     keeps up (open loop). A return is the session's prefix and some new tokens. All prefixes are on
     disk, and they are more than VRAM and host memory hold, so that nothing is found there; the
-    columns `by tier` show it. All arms get the same returns, each in a process and a store of its
-    own.
+    columns `by tier` show it. The page cache could serve reads, too: `bytes from disk`, what the
+    kernel has read from storage for the store's worker, shows beside `bytes read`, what the engine
+    asked for, that it did not. Where `page cache` is "warm" they may differ: there is no block
+    device under the folder, or its filesystem has no O_DIRECT. All arms get the same returns, each
+    in a process and a store of its own.
 
     The capacity of an arm is the rate up to which TTFT p90 stays within --ttft-limit, interpolated
     between the rates that were run; an arm is not run beyond the first rate that does not hold. The
@@ -327,8 +343,9 @@ def returns() -> None:
     for lack of time or because of errors. `hit ttft` is the time to the first token of requests
     that found something and had fewer than 2,048 tokens to compute. The JSON report also has the
     median error of predicted times. Before the measurement some prefixes are served computed and
-    from disk, and the exit code is 1 if the tokens differ, or if a rate was held with more than 2 %
-    of the prompt tokens found in RAM. Unless their sizes are given, VRAM holds the two longest
+    from disk, and the exit code is 1 if the tokens differ, if a rate was held with more than 2 % of
+    the prompt tokens found in RAM, or if the disk gave less than 0.95 of `bytes read` where `page
+    cache` is not "warm". Unless their sizes are given, VRAM holds the two longest
     prefixes, host memory one, and the disk all.
 
     Ctrl-C and SIGTERM remove the stores; the arms that have ended by then are reported, and the
@@ -383,13 +400,16 @@ def sessions() -> None:
     whose last prompt it repeats by half or more.
     Sessions with fewer than --turns requests, and those that do not fit, are left out.
 
-    The columns are explained in `bench returns`. An arm that answers more requests answers later
-    ones too, which are longer, so that `common` has the times over the requests that all arms have
-    answered, and `tokens_digest` in the JSON report is of the tokens of these answers. In float32
-    it is the same in all arms. In bfloat16 the tokens of two arms may part at near ties; the report
-    has the share of equal answers. Unless their sizes are given, tiers
-    hold as many tokens as 24 GiB of VRAM, 16 GiB of host memory and, per session, 5 GiB of disk do
-    for Llama-3.1-8B, divided by the scale.
+    The columns are explained in `bench returns`. Earlier runs leave nothing behind, and `by tier`
+    shows what VRAM, host memory and the disk served. The exit code is 1 if the page cache served
+    reads, as in `bench returns`.
+
+    An arm that answers more requests answers later ones too, which are longer, so that `common` has
+    the times over the requests that all arms have answered, and `tokens_digest` in the JSON report
+    is of the tokens of these answers. In float32 it is the same in all arms. In bfloat16 the tokens
+    of two arms may part at near ties; the report has the share of equal answers. Unless their sizes
+    are given, tiers hold as many tokens as 24 GiB of VRAM, 16 GiB of host memory and, per session,
+    5 GiB of disk do for Llama-3.1-8B, divided by the scale.
 
     \b
     Examples, the first a minute without a GPU:
