@@ -156,17 +156,20 @@ class Promoter:
         return planner.split(demand).block <= missing[-1]
 
     def first_copied(self, prefix: Prefix, in_host: Sequence[int]) -> int:
-        """Return the block from which on pages of a queued request are worth copying.
+        """Return the block from which on pages of a request that waits for room are copied.
+
+        These are all of them, unless copying them takes longer than computing them.
 
         Args:
             prefix: of the request.
             in_host: indices of its blocks that host memory has and VRAM lacks, ascending.
         """
-        if self._tiers.restore != "auto":
+        tiers, planner = self._tiers, self._planner(0.0, time.monotonic(), is_shared=True)
+        num_tokens = len(prefix.hashes) * tiers.block_size + 1
+        copy_s = len(in_host) * tiers.block_bytes / planner.links[HOST].bytes_per_s
+        if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
             return in_host[0]
-        num_tokens = len(prefix.hashes) * self._tiers.block_size + 1
         demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=prefix.ready)
-        planner = self._planner(0.0, time.monotonic(), is_shared=True)
         return planner.split(demand).steady_block
 
     def _give_up_late(self) -> None:
@@ -187,7 +190,8 @@ class Promoter:
             logged = plan_log.before(planner, self._tiers.compute_rate, [it for it, _ in demands])
         splits = self.restores.divide(demands, planner)
         if logged is not None:
-            logger.debug("plan %s", msgspec.structs.replace(logged, splits=splits))
+            # As text at once, since the lists of the demands change.
+            logger.debug("plan %s", str(msgspec.structs.replace(logged, splits=splits)))
         first = next((each for each in self.restores.order if each.on_disk), None)
         if first is not None and not first.reads_next:
             self.probe(first.prefix, first.on_disk)
