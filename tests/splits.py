@@ -15,7 +15,8 @@ def choose_any_splits(patch: pytest.MonkeyPatch) -> random.Random:
         first = -(-demand.begin // planner.block_size)
         last = max([first, *(load.end for load in demand.loads)])
         block = generator.choice([first, last, generator.randint(first, last)])
-        return best(planner, demand)._replace(block=block)
+        steady = generator.choice([first, block, generator.randint(first, block)])
+        return best(planner, demand)._replace(block=block, steady_block=steady)
 
     patch.setattr(Planner, "split", split)
     return generator

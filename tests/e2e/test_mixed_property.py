@@ -71,19 +71,26 @@ class MixedMachine(RuleBasedStateMachine):
         self.engine.serve(asks, mishaps)
 
     @rule(
+        tier=st.sampled_from(["host", "disk"]),
         before=st.lists(ASKS, min_size=1, max_size=3),
         asks=st.lists(ASKS, min_size=1, max_size=3),
         conditions=CONDITIONS,
         mishaps=st.lists(MISHAPS, max_size=5),
     )
-    def serve_from_disk(
-        self, before: list[Ask], asks: list[Ask], conditions: Conditions, mishaps: list[Mishap]
+    def serve_from(
+        self,
+        tier: str,
+        before: list[Ask],
+        asks: list[Ask],
+        conditions: Conditions,
+        mishaps: list[Mishap],
     ) -> None:
-        """Serve requests after others, which may begin alike, have left memory for the disk."""
+        """Serve requests after others, which may begin alike, were moved to a slower tier."""
         self.engine.calm()
         self.engine.serve([ask._replace(step=0, retention="24h") for ask in before])
-        self.engine.demote("disk")
-        self.engine.evict()
+        self.engine.demote(tier)
+        if tier == "disk":
+            self.engine.evict()
         self.engine.meet(conditions)
         self.engine.serve([*asks, before[0]], mishaps)
 
