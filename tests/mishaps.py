@@ -397,7 +397,8 @@ class UnluckyEngine:
                 del coming[name]
             for mishap in mishaps:
                 if mishap.step == step:
-                    self.happen(mishap, list(answers))
+                    come = [name for name in answers if name not in coming]
+                    self.happen(mishap, [it for it in come if not answers[it].finish_reason])
             for output in self.turn():
                 answers[output.request_id].take(output)
             if all(answer.finish_reason is not None for answer in answers.values()):

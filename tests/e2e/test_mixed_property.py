@@ -39,9 +39,19 @@ CONDITIONS = st.builds(
 
 MISHAPS = st.builds(
     Mishap,
-    step=st.integers(0, 12),
+    step=st.integers(0, 5) | st.integers(0, 12),
     what=st.sampled_from(
-        ["abort", "stop", "kill", "jump", "evict", "evict_chains", "evict_here_and_there"]
+        [
+            "abort",
+            "abort",
+            "abort",
+            "stop",
+            "kill",
+            "jump",
+            "evict",
+            "evict_chains",
+            "evict_here_and_there",
+        ]
     ),
     number=st.integers(0, 999),
 )
