@@ -99,8 +99,9 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         written_tokens: prompt tokens that this request computed into cached blocks, also where
             `EngineRequest.read_ends` kept it from using those that were there.
         recomputed_tokens: prompt tokens that were found and that this request computed
-            nevertheless: those of blocks that it reached before they were loaded, and, for its
-            logits, the last one of a wholly cached prompt.
+            nevertheless: those of blocks that it reached before they were loaded, those of a block
+            that another request completed first, and, for its logits, the last one of a wholly
+            cached prompt.
         queue_s: how long the request was in the queue.
         miss_token: the first token whose block was not served from the cache, or that cannot be.
             Blocks that were computed sooner count only if no other block was missed.

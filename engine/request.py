@@ -41,6 +41,8 @@ class Request:
             admission.
         prompt_scores: scores of the prompt's tokens except the first, chunk by chunk.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
+        overlaps: how many tokens it computed of blocks that another request completed first, by the
+            index of the block; they are not counted as cached.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
 
@@ -61,6 +63,7 @@ class Request:
     touched_at: float = 0.0
     prompt_scores: list[Scores] = field(default_factory=list)
     own_hashes: set[BlockHash] = field(default_factory=set)
+    overlaps: dict[int, int] = field(default_factory=dict)
     usage: RequestUsage | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +145,9 @@ class Request:
                 for source, block_hash in zip(sources, prefix.hashes, strict=False)
             ]
         counts = {tier: block_size * sources.count(tier) for tier in Tier}
+        for index, num_tokens in self.overlaps.items():
+            if index < len(sources) and (source := sources[index]) is not None:
+                counts[source] -= num_tokens
         missed = [index for index, source in enumerate(sources) if source is None]
         overtaken = [
             index

@@ -344,6 +344,8 @@ class Scheduler:
         num_chain = len(prefix.hashes)
         start = request.num_computed_tokens
         while start // size < num_chain and prefix.blocks[start // size].is_ready:
+            if num_overlapping := start % size:
+                request.overlaps[start // size] = num_overlapping
             start = (start // size + 1) * size
         request.num_computed_tokens = start
         write_from = start
@@ -506,5 +508,6 @@ class Scheduler:
         prefix.hashes.extend(self._hash_behind(request, num_full))
         request.touched_at = 0.0
         request.num_computed_tokens = 0
+        request.overlaps.clear()
         self.waiting.append(request)
         self.cache.arrive(prefix)

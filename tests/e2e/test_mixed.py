@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.prompts import prompt
+from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import promotion, rates, tiered
-from tieredkv.cache.plan import Demand, Planner, Split
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.step_buffers import BatchRow
@@ -83,16 +83,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_splits(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     """Have each plan choose any split, whatever it costs; return what the choice depends on."""
-    generator, best = random.Random(), Planner.split
-
-    def split(planner: Planner, demand: Demand) -> Split:
-        first = -(-demand.begin // planner.block_size)
-        last = max([first, *(load.end for load in demand.loads)])
-        block = generator.choice([first, last, generator.randint(first, last)])
-        return best(planner, demand)._replace(block=block)
-
-    monkeypatch.setattr(Planner, "split", split)
-    return generator
+    return choose_any_splits(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.prompts import prompt
 from tests.waiting import HANG_S
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import core, scheduler
+from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.storage.worker_messages import LentPage
@@ -224,3 +226,28 @@ def test_the_disk_is_asked_before_a_step_only_if_issuing_that_takes_long(
         monkeypatch.setattr(engine._timer, "issue_s", lambda _: issue_s)
         llm.serve([llm.make_request(list(range(40)), SamplingParams(max_tokens=1))])
     assert order[:2] == (["asked", "issued"] if issue_s else ["issued", "asked"])
+
+
+def test_a_part_of_a_block_that_another_request_completes_first_does_not_count_as_cached() -> None:
+    sizes: dict[str, Any] = {"device_size": "4MiB", "host_size": "1MiB", "block_size": 16}
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    with LLM("tiny-random", max_num_batched_tokens=96, **sizes) as llm:
+        long = prompt(1, 300)
+        prompts = [prompt(2, 84), long, long[:16] + prompt(3, 4)]
+        requests = [llm.make_request(tokens, params) for tokens in prompts]
+        answers = {each.request_id: Answer(each, llm.tokenizer) for each in requests}
+        num_before = llm.core.scheduler.num_computed_tokens
+        for request in requests[:2]:
+            llm.core.add_request(request)
+        outputs = llm.core.step()  # the second request gets the 12 tokens that the first one leaves
+        llm.core.add_request(requests[2])  # it is brief, and computes the whole block before that
+        while llm.core.has_work:
+            outputs += llm.core.step()
+            llm.core.wait(0.01)
+        for output in outputs:
+            answers[output.request_id].take(output)
+        usages = [answer.usage for answer in answers.values()]
+        assert [usage.cached_tokens for usage in usages] == [0, 4, 0]
+        assert [usage.recomputed_tokens for usage in usages] == [0, 12, 0]
+        num_claimed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+        assert num_claimed == llm.core.scheduler.num_computed_tokens - num_before
