@@ -22,7 +22,7 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import lookups, promotion, rates, room
+from tieredkv.cache import lookups, rates, room
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import model_runner
@@ -183,8 +183,7 @@ class UnluckyEngine:
         self._offset_file.write_text("0")
         patch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(self._offset_file))
         patch.setattr(client, "_HEALTHY_S", 0.0)  # a killed worker is started again at once
-        for module in (promotion, rates):
-            patch.setattr(module, "PROBE_S", 0.1)  # a disk that was away is soon tried again
+        patch.setattr(rates, "PROBE_S", 0.1)  # a disk that was away is soon tried again
         self._poison_allocations()
 
     @property

@@ -15,7 +15,7 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import promotion, rates, tiered
+from tieredkv.cache import rates, tiered
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.step_buffers import BatchRow
@@ -273,8 +273,7 @@ def test_a_disk_that_becomes_tenfold_slower_in_the_middle_is_believed(
 def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    for module in (promotion, rates):
-        monkeypatch.setattr(module, "PROBE_S", 0.3)
+    monkeypatch.setattr(rates, "PROBE_S", 0.3)
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
         tokens, store, tiers = prompt(1, 3000), llm.core.tiers.store, llm.core.tiers
         assert store is not None
@@ -317,8 +316,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
 def test_a_rate_learnt_wrong_is_corrected_by_traffic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (promotion, rates):
-        monkeypatch.setattr(module, "PROBE_S", 0.3)
+    monkeypatch.setattr(rates, "PROBE_S", 0.3)
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
         tokens, tiers = prompt(1, 3000), llm.core.tiers
         [cold] = serve(llm, [tokens])
