@@ -27,6 +27,7 @@ import click
 import torch
 
 from tieredkv.bench import raw
+from tieredkv.bench.processes import noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
     PROBLEMS,
@@ -103,17 +104,25 @@ def traffic(num_streams: int) -> Iterator[Traffic | None]:
 def measure(
     settings: Row, lengths: list[int], streams: list[int], repeats: int
 ) -> tuple[Samples, Row]:
-    """Serve every prompt in each arm; also return the rate of the other copies, by streams."""
+    """Serve every prompt in each arm; also return the rate of the other copies, by streams.
+
+    An interruption ends it with the prompts that were served by then.
+    """
     progress, samples, rates = bench_progress(), Samples(), Row()
-    with LLM(**settings, restore="auto", progress=progress) as llm:
+    with (
+        LLM(**settings, restore="auto", progress=progress) as llm,
+        noting_interruptions() as interrupted,
+    ):
         serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
         for num_streams in streams:
             llm.core.verbs.evict()
             with traffic(num_streams) as others:
                 serve(llm, max(lengths), -2)  # the rate of PCIe is learnt
                 began_at, num_bytes = time.monotonic(), others.num_bytes if others else 0
-                cases = list(itertools.product(lengths, range(repeats)))
-                for length, repeat in tracked(progress, f"beside {num_streams} streams", cases):
+                cases = list(itertools.product(range(repeats), lengths))
+                for repeat, length in tracked(progress, f"beside {num_streams} streams", cases):
+                    if interrupted.is_set():
+                        break
                     for arm, sample in serve(llm, length, repeat).items():
                         samples.setdefault((num_streams, length, arm), []).append(sample)
                 moved = others.num_bytes - num_bytes if others else 0
@@ -188,6 +197,9 @@ def main(
         for name in ("tokens_equal_cold", "kv_bytes_equal")
         if row[name] is False
     ]
+    num_served, num_cases = sum(map(len, samples.values())), len(lengths) * len(counts) * repeats
+    if num_served < num_cases * len(MODES):
+        problems.append(f"interrupted after {num_served // len(MODES)} of {num_cases} prompts")
     click.echo(json.dumps(report | {"rows": rows, "problems": problems}))
     sys.exit(1 if problems else 0)
 
