@@ -44,8 +44,11 @@ MAX_READS = 128
 PROBE_BYTES = 128 << 20
 """Bytes that are read to measure the disk again while the plan reads nothing."""
 
-PROBE_COPY_BYTES = 64 << 20
+PROBE_COPY_BYTES = 32 << 20
 """Bytes that are copied to measure PCIe again while the plan copies nothing."""
+
+NO_TENANT = b""
+"""Takes no block from the floor of any tenant."""
 
 LONG_S = 0.25
 """A request that takes so long to compute may see the disk's rate corrected in time to load."""
@@ -244,7 +247,7 @@ class Promoter:
         link.send()
 
     def _probe_copies(self, now: float) -> None:
-        """Copy some pages into spare blocks of VRAM, if the rate of copies is old.
+        """Copy some pages into spare blocks of VRAM, if the rate is old and there is room.
 
         Nobody waits for them, and it does not matter what the pages hold.
         """
@@ -252,14 +255,14 @@ class Promoter:
         if self._spare or tiers.num_promoting or not self._copy_probes.is_due(link.up_rate, now):
             return
         count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.block_bytes))
-        self._spare = tiers.device.allocate(count, is_partial=True) or []
-        if len(self._spare) * tiers.block_bytes >= MIN_MEASURED_BYTES:
+        if count * tiers.block_bytes < MIN_MEASURED_BYTES:
+            return
+        self._spare = tiers.device.allocate(count, tenant=NO_TENANT) or []
+        if self._spare:
             self._copy_probes.note_probe(link.up_rate, now)
             pairs = [(PageId(i), BlockId(it.block_id)) for i, it in enumerate(self._spare)]
             after = max(block.last_step for block in self._spare)
             link.promote(pairs, (time.perf_counter(), ()), after=after)
-        else:
-            self._end_probe()
 
     def _end_probe(self) -> None:
         spare, self._spare = self._spare, []
