@@ -22,7 +22,7 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import lookups, rates, room
+from tieredkv.cache import lookups, promotion, rates, room
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import model_runner
@@ -100,6 +100,7 @@ class Conditions(NamedTuple):
             for an answer of the disk, and for room.
         has_any_splits: whether the planner chooses any splits, and not those that it finds best.
         disk_bytes_per_s: the rate of the disk that the planner believes in; None for what it knows.
+        host_bytes_per_s: the same for copies from host memory.
         seed: of the failures, the delays and the splits.
     """
 
@@ -110,6 +111,7 @@ class Conditions(NamedTuple):
     room_patience_s: float = 0.25
     has_any_splits: bool = False
     disk_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
     seed: int = 0
 
 
@@ -184,6 +186,8 @@ class UnluckyEngine:
         patch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(self._offset_file))
         patch.setattr(client, "_HEALTHY_S", 0.0)  # a killed worker is started again at once
         patch.setattr(rates, "PROBE_S", 0.1)  # a disk that was away is soon tried again
+        patch.setattr(promotion, "MIN_MEASURED_BYTES", 0)  # so that copies of few blocks are probes
+        patch.setattr(promotion, "PROBE_COPY_BYTES", 128 << 10)
         self._poison_allocations()
 
     @property
@@ -287,6 +291,8 @@ class UnluckyEngine:
             choose_any_splits(self._splits).seed(conditions.seed)
         if conditions.disk_bytes_per_s is not None:
             tiers.disk_link.read_rate = LinkRate(conditions.disk_bytes_per_s)
+        if conditions.host_bytes_per_s is not None:
+            tiers.device_link.up_rate = LinkRate(conditions.host_bytes_per_s)
 
     @property
     def _worker(self) -> int | None:

@@ -34,6 +34,7 @@ CONDITIONS = st.builds(
     room_patience_s=st.sampled_from([0.0, 0.25]),
     has_any_splits=st.booleans(),
     disk_bytes_per_s=st.sampled_from([None, 1e5, 1e9, 1e12]),
+    host_bytes_per_s=st.sampled_from([None, 1e5, 1e12]),
     seed=st.integers(0, 999),
 )
 
