@@ -434,24 +434,33 @@ def interrupt(command: list[str], folder: Path, made: str, complaint: str) -> No
     assert not list(folder.iterdir())
 
 
-def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "restore", "--model", "tiny-random"]
-    command += ["--prefix-tokens", "128,256", "--repeats", "100000", "--disk-dir", str(tmp_path)]
-    process = subprocess.Popen(
-        [*command, "--json"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def stop(command: list[str], wait: Callable[[subprocess.Popen[str]], None]) -> dict[str, Any]:
+    """Stop a bench with SIGTERM once it has come so far; return what it reports all the same."""
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, "--json"], **pipes)
     try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("measuring"):
-                break
-        process.terminate()
+        wait(process)
+        process.terminate()  # the measuring process gets no signal from outside
         stdout, stderr = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 1, stderr
-    report = json.loads(stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+    return report
+
+
+def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "restore", "--model", "tiny-random"]
+    command += ["--prefix-tokens", "128,256", "--repeats", "100000", "--disk-dir", str(tmp_path)]
+
+    def wait(process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("measuring"):
+                break
+
+    report = stop(command, wait)
     counts = {len(row["ttft_ms"]["all"]) for row in report["rows"]}
     assert max(counts) - min(counts) <= 1
     assert all(row["tokens_equal_cold"] for row in report["rows"])
@@ -463,18 +472,13 @@ def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Pa
 def test_a_crowd_bench_that_is_stopped_reports_the_arms_that_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "returns", "--model", "tiny-random"]
     command += ["--prefix-tokens", "160-320", "--new-tokens", "20", "--answers", "4", "--rates"]
-    command += ["4", "--ttft-limit", "1000", "--disk-dir", str(tmp_path), "--json"]
-    complaint = "the second arm did not begin"
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    command += ["4", "--ttft-limit", "1000", "--disk-dir", str(tmp_path)]
+
+    def wait(process: subprocess.Popen[str]) -> None:
+        complaint = "the second arm did not begin"
         wait_until(lambda: any(tmp_path.glob("*/load*/*")), complaint, process=process)
-        process.terminate()  # the measuring process gets no signal from outside
-        stdout, stderr = process.communicate(timeout=HANG_S)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 1, stderr
-    report = json.loads(stdout.splitlines()[-1])
+
+    report = stop(command, wait)
     assert [row["arm"] for row in report["rows"]] == ["no_disk"]
     assert report["capacity"].keys() == {"no_disk"}
     assert report["problems"] == [
