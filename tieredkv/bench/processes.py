@@ -10,24 +10,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tieredkv.errors import TieredKVError
 
 Result = TypeVar("Result")
 
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
+
 
 def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
     """Call `work` in a process of its own, which ends with the call.
 
-    An interruption is passed on to that process as SIGTERM. If `work` answers all the same, its
-    answer is returned; a second interruption kills it.
+    An interruption is passed on to that process as SIGTERM, which unwinds `work` once, so that it
+    ends the processes it has started before a folder they write to is removed. If `work` answers
+    all the same, its answer is returned; a second interruption kills it.
 
     Raises:
         KeyboardInterrupt: the call was interrupted before `work` could answer.
         TieredKVError: the process ended before it answered.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_unwind_once) as pool:
         job = pool.submit(work, *arguments)
         try:
             return job.result()
@@ -47,14 +50,26 @@ def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
             raise TieredKVError(what) from error
 
 
+def _unwind_once() -> None:
+    """Have the first Ctrl-C or SIGTERM raise KeyboardInterrupt, and ignore the later ones.
+
+    Ctrl-C in a terminal reaches this process by itself, and once more through the one that waits.
+    """
+
+    def unwind(*_: object) -> NoReturn:
+        for number in _INTERRUPTIONS:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in _INTERRUPTIONS:
+        signal.signal(number, unwind)
+
+
 @contextlib.contextmanager
 def noting_interruptions() -> Iterator[threading.Event]:
     """Have Ctrl-C and SIGTERM only set the event that is returned; called by the main thread."""
     noted = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: noted.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {number: signal.signal(number, lambda *_: noted.set()) for number in _INTERRUPTIONS}
     try:
         yield noted
     finally:
