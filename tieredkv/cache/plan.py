@@ -168,6 +168,28 @@ class Planner:
         self.busy_s = best.compute_s + self._rest_s(demand)
         return best
 
+    def may_load(self, demand: Demand) -> bool:
+        """Whether `split` may load something of a new request, all of which its only link can load.
+
+        Only False is certain. It is found in less time than a split: while everything is computed,
+        the link brings so much and no more, so that all before it is computed in any case.
+        """
+        (load,) = demand.loads
+        begin, last = self._begin(demand), load.end
+        all_s = self._compute_s(demand, begin, demand.end)
+        num_bytes = self.links[load.link].bytes_per_s * (self.busy_s + all_s)
+        num_loaded = min(int(num_bytes / self.block_bytes), len(load.indices))
+        if not num_loaded:
+            return False
+        split = max(begin, load.indices[-num_loaded] * self.block_size)
+        least_s = self._compute_s(demand, begin, split) + self._rest_s(demand)
+        return all_s - least_s > self._least_gain_s(demand, begin, last)
+
+    def _least_gain_s(self, demand: Demand, begin: int, last: int) -> float:
+        """Return what loading the blocks before `last` from a link that varies has to save."""
+        all_s = self._compute_s(demand, begin, last * self.block_size)
+        return max(MIN_GAIN * all_s, self.compute(demand.end - 1, demand.end))
+
     def _is_steady(self, load: LinkLoad) -> bool:
         return self.links[load.link].is_steady
 
@@ -255,10 +277,10 @@ class Planner:
         varies = any(each.indices and not self._is_steady(each) for each in demand.loads)
         only_steady = {self._is_steady(each) for each in demand.loads if each.end} == {True}
         if only_steady or (varies and not demand.is_begun):
-            simple, least_gain_s = first if only_steady else last, self.compute(end - 1, end)
+            simple = first if only_steady else last
+            least_gain_s = self.compute(end - 1, end)
             if varies:
-                all_s = self._compute_s(demand, begin, last * size)
-                least_gain_s = max(MIN_GAIN * all_s, least_gain_s)
+                least_gain_s = self._least_gain_s(demand, begin, last)
             if done_s(simple) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {simple}
         block = min(sorted(candidates), key=lambda m: done_s(m) + self._price_s(demand, m))

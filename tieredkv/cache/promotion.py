@@ -156,7 +156,7 @@ class Promoter:
         planner, is_stale = self._planner(0.0, now), self._disk_link.read_rate.is_stale(now)
         if not missing or (is_stale and planner.compute(0, num_tokens) >= LONG_S):
             return bool(missing)
-        return planner.split(demand).block <= missing[-1]
+        return planner.may_load(demand) and planner.split(demand).block <= missing[-1]
 
     def first_copied(self, prefix: Prefix, in_host: Sequence[int]) -> int:
         """Return the block from which on pages of a request that waits for room are copied.

@@ -251,15 +251,15 @@ class TieredCache:
             for index in part
         ]
         for entry in entries if prefix.records else ():
-            self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash))
+            self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash), now)
         self.demoter.note_computed(self.tiers.catalog.add_all(entries))
 
-    def _note_copy_on_disk(self, entry: Entry, record: bytes | None) -> None:
+    def _note_copy_on_disk(self, entry: Entry, record: bytes | None, now: float) -> None:
         """Count a block that was computed, though the disk has it, as the copy on disk.
 
         It is not written again, and it is as old as the copy.
         """
-        if record and self._is_alive(entry.block_hash, record):
+        if record and _is_alive(entry.block_hash, record, now):
             known = decode_record(entry.block_hash, record).record
             entry.computed_at = min(entry.computed_at, known.computed_at)
             entry.disk_expires_at = known.expires_at
@@ -502,7 +502,7 @@ class TieredCache:
         tiers, tenant = self.tiers, prefix.tenant
         in_host, on_disk, reading, end = list[int](), list[int](), list[int](), 0
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
-        last_copied: Block | None = None
+        last_copied, now = None, tiers.clock.now()
         hashes, missing = prefix.hashes[: len(chain)], list[int]()
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
@@ -523,7 +523,7 @@ class TieredCache:
                 elif tiers.disk_link.is_coming(block_hash):
                     block.source = Tier.DISK
                     reading.append(index)
-                elif record and self._is_alive(block_hash, record):
+                elif record and _is_alive(block_hash, record, now):
                     block.source = Tier.DISK
                     on_disk.append(index)
                 source = block.source
@@ -551,11 +551,6 @@ class TieredCache:
             last_copied=last_copied,
         )
 
-    def _is_alive(self, block_hash: BlockHash, record: bytes) -> bool:
-        """Return whether a record is sound and its block may still be served."""
-        expires_at = expiry_of(block_hash, record)
-        return expires_at is not None and expires_at > self.tiers.clock.now()
-
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
 
@@ -570,3 +565,9 @@ class TieredCache:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
+
+
+def _is_alive(block_hash: BlockHash, record: bytes, now: float) -> bool:
+    """Return whether a record is sound and its block may still be served."""
+    expires_at = expiry_of(block_hash, record)
+    return expires_at is not None and expires_at > now
