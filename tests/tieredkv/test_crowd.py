@@ -79,6 +79,18 @@ def test_sessions_can_be_longer_add_less_and_replace_nothing() -> None:
     assert added[int(0.9 * len(added))] == pytest.approx(300, rel=0.2)
 
 
+def test_sessions_can_begin_with_the_same_tokens() -> None:
+    shape = SHAPE._replace(turns=3, shared_tokens=12_000)
+    scripts = [write_script(0, session, shape, 1 << 30) for session in range(50)]
+    firsts = [script[0].prompt for script in scripts]
+    assert {tuple(prompt[:1200]) for prompt in firsts} == {tuple(firsts[0][:1200])}
+    assert len({prompt[1200] for prompt in firsts}) == len(firsts), "each goes on in its own way"
+    others = [write_script(0, session, SHAPE, 1 << 30)[0].prompt for session in range(50)]
+    assert [len(one) for one in firsts] == [max(len(other), 1201) for other in others]
+    assert any(len(other) < 1200 for other in others)
+    assert write_script(1, 0, shape, 1 << 30)[0].prompt[:1200] != firsts[0][:1200]
+
+
 @pytest.mark.parametrize("until", ["first", "last"])
 def test_a_run_ends_with_the_first_or_the_last_session(until: str) -> None:
     shape = SHAPE._replace(turns=3)

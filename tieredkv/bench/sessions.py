@@ -1,7 +1,8 @@
 """`bench sessions`: agents that wait for each answer, think, and go on (closed loop).
 
 Every session is a script that follows from a seed. Its first prompt has a log-normal number of
-tokens; each turn then adds the script's answer and some new tokens, and one turn in eight first
+tokens, of which the first may be those of all sessions, as agents of one program share its system
+prompt; each turn then adds the script's answer and some new tokens, and one turn in eight first
 replaces the last third of the conversation. What the model answers is measured and thrown away, so
 that all arms do the same turns. A conversation that would grow too long loses its last third.
 
@@ -81,6 +82,7 @@ class Shape(NamedTuple):
         first_tokens: median of the first prompts' lengths.
         added_p90_tokens: what nine of ten turns do not exceed in new tokens.
         replaced_share: of the turns, which first replace the last third of the conversation.
+        shared_tokens: with which all sessions begin; a shorter first prompt gets one more token.
         until: whose end ends a run, that of the `first` session or of the `last` one.
     """
 
@@ -90,6 +92,7 @@ class Shape(NamedTuple):
     first_tokens: int = FIRST_TOKENS
     added_p90_tokens: int = ADDED_P90_TOKENS
     replaced_share: float = REPLACED_SHARE
+    shared_tokens: int = 0
     until: str = "first"
 
     @property
@@ -106,7 +109,7 @@ def write_script(seed: int, session: int, shape: Shape, vocab_size: int) -> Scri
     """Return a session; it is the same whatever other sessions run beside it."""
     generator = random.Random(f"{seed}/{session}")
 
-    def tokens(count: int) -> "array[int]":
+    def tokens(count: int, generator: random.Random = generator) -> "array[int]":
         return array("I", generator.choices(range(vocab_size), k=count))
 
     def log_normal(median: float, sigma: float) -> float:
@@ -118,6 +121,9 @@ def write_script(seed: int, session: int, shape: Shape, vocab_size: int) -> Scri
     sigma = math.log(shape.added_p90_tokens / ADDED_TOKENS) / P90_SIGMAS
     most, answer_tokens = shape.scaled(MAX_PROMPT_TOKENS) - 1, shape.scaled(ANSWER_TOKENS)
     text, script = tokens(shape.scaled(first)), Script()
+    if shape.shared_tokens:
+        shared = tokens(shape.scaled(shape.shared_tokens), random.Random(f"{seed}/shared"))
+        text = shared + (text[len(shared) :] or text[:1])
     for turn in range(shape.turns):
         think_s = min(MAX_THINK_S, generator.expovariate(1 / THINK_S)) if turn else 0.0
         if turn:

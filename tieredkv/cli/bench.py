@@ -110,6 +110,12 @@ SESSIONS = (
         help="Share of the turns that first replace the last third of the conversation.",
     ),
     click.option(
+        "--shared-tokens",
+        type=click.IntRange(0, 60_000),
+        default=0,
+        help="Tokens with which all sessions begin, as those of one program do.",
+    ),
+    click.option(
         "--until",
         type=click.Choice(["first", "last"]),
         default="first",
@@ -384,14 +390,15 @@ def sessions() -> None:
     load      what RAM does not hold is loaded from disk (restore = "load")
     planned   it is computed and loaded at once (restore = "auto")
 
-    A session begins with 8,000 to 60,000 tokens, half of them below --first-tokens. Each turn adds
-    an answer of 120 tokens and new ones, half of the times up to 600 and one time in ten more than
-    --added-p90-tokens; one turn in eight (--replaced-share) first replaces the last third. Prompts
-    stay under 72,000 tokens, as a session that would grow longer loses its last third. Think times
-    are random, 1 s in the mean and at most 6 s. All of this follows from the seed and not from what
-    the model answers, so that all arms do the same turns, each arm in a process and a store of its
-    own. A run begins with empty tiers and ends when the first session has had its last answer, or
-    the last session with --until last; runs of all seeds are pooled.
+    A session begins with 8,000 to 60,000 tokens, half of them below --first-tokens, of which all
+    sessions may share the first (--shared-tokens). Each turn adds an answer of 120 tokens and new
+    ones, half of the times up to 600 and one time in ten more than --added-p90-tokens; one turn in
+    eight (--replaced-share) first replaces the last third. Prompts stay under 72,000 tokens, as a
+    session that would grow longer loses its last third. Think times are random, 1 s in the mean and
+    at most 6 s. All of this follows from the seed and not from what the model answers, so that all
+    arms do the same turns, each arm in a process and a store of its own. A run begins with empty
+    tiers and ends when the first session has had its last answer, or the last session with --until
+    last; runs of all seeds are pooled.
 
     With --trace, recorded sessions are replayed: think times a tenth of the recorded ones, answers
     of at most 120 tokens. Each line of the file is a request, {"timestamp": ms, "input_length":
