@@ -197,7 +197,7 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
     tmp_path: Path, run_bench: Bench, in_this_process: None
 ) -> None:
     words = ["--model", "tiny-random", "--prefix-tokens", "256,1024", "--disk-rate", "1GB,none"]
-    words += ["--arms", "cold,load,planned", "--repeats", "2", "--disk-dir", "."]
+    words += ["--arms", "cold,load,planned,chunked", "--repeats", "2", "--disk-dir", "."]
     report = run_bench("restore", *words)
     assert set(report["raw"]) == {"h2d_GBps", "disk_read_GBps"}
     assert [
@@ -206,13 +206,14 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
         (length, rate, arm)
         for length in (256, 1024)
         for rate in (1.0, None)
-        for arm in ("cold", "load", "planned")
+        for arm in ("cold", "load", "planned", "chunked")
     ]
     for row in report["rows"]:
+        assert (row["max_logit_diff"] > 0) >= (row["arm"] == "chunked")
         assert row["tokens_equal_cold"] is True
         assert len(row["ttft_ms"]["all"]) == 2
         assert row["computed_tokens"] == row["prefix_tokens"] + 64 - row["loaded_tokens"]
-        if row["arm"] == "cold":
+        if row["arm"] in ("cold", "chunked"):
             assert (row["loaded_tokens"], row["kv_bytes_equal"]) == (0, None)
         elif row["arm"] == "load":
             assert (row["loaded_tokens"], row["kv_bytes_equal"]) == (row["prefix_tokens"], True)
@@ -222,13 +223,22 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
             assert (row["ideal_ms"] is None) == (report["raw"]["disk_read_GBps"] is None)
         assert (row["elsewhere_tokens"], row["is_from_claimed_tier"]) == (0, True)
         assert row["bytes_loaded"] == [2048 * each["disk"] for each in row["by_tier"]]
-        if row["arm"] == "cold":
+        if row["arm"] in ("cold", "chunked"):
             assert row["page_cache"] is row["disk_over_loaded"] is None
         elif row["page_cache"] != "warm" and any(row["bytes_loaded"]):
             assert row["page_cache"] == "bypassed"
             most = 1.2 if row["arm"] == "load" else math.inf
             assert 0.95 <= row["disk_over_loaded"] <= most
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+def test_logits_may_differ_from_the_cold_ones_as_much_as_chunks_make_them() -> None:
+    rows = [{"arm": arm, "max_logit_diff": 0.1} for arm in ("cold", "load", "chunked")]
+    for most, num_problems in ((0.2, 0), (0.3, 1)):
+        planned = {"arm": "planned", "max_logit_diff": most}
+        assert len(problems := restore.logit_problems([*rows, planned, rows[0]])) == num_problems
+        assert all("by up to 0.3 from the cold ones" in problem for problem in problems)
+        assert not restore.logit_problems([*rows[:2], planned]), "nothing to compare it with"
 
 
 RESTORE = ["restore", "--model", "tiny-random", "--prefix-tokens", "256", "--repeats", "1"]

@@ -6,6 +6,7 @@ For every prefix length and repeat, a new prefix is served in each of these arms
     load      from disk, with VRAM and host memory empty: everything is loaded
     planned   the same, and the planner decides which blocks are computed and which are loaded
     device    from VRAM
+    chunked   as `cold`, in steps of at most CHUNK_TOKENS, to see by how much that changes logits
 
 Each case has a prefix of its own, so that no earlier one can serve it. `elsewhere_tokens` is the
 number of tokens that came from a tier that the arm does not claim, such as host memory. The worker
@@ -14,7 +15,7 @@ that the kernel read from storage for it. The report complains if tokens were se
 or if these bytes are not 0.95 to 1.2 times `bytes_loaded`; in `planned` they may be more, because
 computing overtakes reads.
 
-Just before each arm but the last, the raw rate of the disk is measured, as the best of 4, 16 and 32
+Just before each arm but `device`, the raw rate of the disk is measured, as the best of 4, 16 and 32
 threads. The disk tier may have a limit on its reads, as on a slower disk.
 
 The report compares `planned` with the better of the other two and with the ideal: the least, over
@@ -58,11 +59,17 @@ RAW_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 
 FROM_DISK = (("planned", "load"), ("load", "planned"))
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
-CLAIMED = {"cold": None, "load": "disk", "planned": "disk", "device": "device"}
+MODES |= {"chunked": "compute"}
+CLAIMED = {"cold": None, "load": "disk", "planned": "disk", "device": "device", "chunked": None}
+
+CHUNK_TOKENS = 272  # no multiple of what kernels work on, as splits are
+MAX_LOGIT_RATIO = 2.0
+"""Logits of `planned` may differ from the cold ones so many times as much as those of `chunked`."""
+
 COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "disk_rate_GBps", "ttft_ms.p50", "ttft_ms.min")
 COLUMNS += ("predicted_ms", "raw_GBps", "over_cold", "over_better", "ideal_ms", "over_ideal")
 COLUMNS += ("computed_tokens", "loaded_tokens", "load_GBps", "elsewhere_tokens")
-COLUMNS += ("disk_over_loaded", "tokens_equal_cold", "kv_bytes_equal")
+COLUMNS += ("disk_over_loaded", "tokens_equal_cold", "max_logit_diff", "kv_bytes_equal")
 PLOTTED = (("ttft_ms.p50", "ideal_ms"),)
 
 Row = dict[str, Any]
@@ -116,9 +123,10 @@ def measure(
             for repeat, length, limit in tracked(progress, "measuring", cases):
                 prompt = make_prompt(llm, length, repeat * len(limits) + limits.index(limit))
                 from_disk = [arm for arm in FROM_DISK[repeat % 2] if arm in arms]
+                last = ["chunked"] if "chunked" in arms else []
                 case = {
                     arm: _serve(llm, prompt, arm, limit, disk)
-                    for arm in ("cold", *from_disk, "device")
+                    for arm in ("cold", *from_disk, "device", *last)
                     if not interrupted.is_set()
                 }
                 if interrupted.is_set():
@@ -145,6 +153,8 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
     core, is_in_vram = llm.core, arm == "device"
     if arm in FROM_DISK[0]:
         demote_all(llm, "disk")
+    if arm == "chunked":
+        core.verbs.evict()
     raw_GBps = None if is_in_vram else disk.read_GBps(RAW_BYTES[raw.device()])
     mode: Any = MODES[arm]
     core.tiers.restore = mode
@@ -158,7 +168,10 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
         times.append(time.perf_counter())
         load(pages)
 
-    with mock.patch.object(store, "load", note_load):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(store, "load", note_load))
+        for name in ("max_num_batched_tokens", "max_num_alone_tokens") if arm == "chunked" else ():
+            stack.enter_context(mock.patch.object(core.scheduler, name, CHUNK_TOKENS))
         sample = serve_once(llm, prompt, digested=not is_in_vram)
     load_bytes = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
     return Run(sample, raw_GBps, sample.copied_at - times[0] if load_bytes else 0.0, load_bytes)
@@ -209,6 +222,7 @@ def run(
         # Computing overtakes reads, and a rate is measured with reads that nobody waits for.
         text = share.problem(*bytes_told, may_exceed=row["arm"] == "planned")
         problems += find_problems(row, text)
+    problems += logit_problems(rows)
     num_served = sum(len(runs["cold", *case]) for case in measured)
     num_cases = repeats * len(prefix_tokens) * len(disk_rate)
     if num_served < num_cases:
@@ -220,6 +234,20 @@ def run(
         "disk_read_GBps": round(statistics.median(raws), 3) if raws else None,
     }
     return {**facts, "learnt": learnt, "raw": limits, "rows": rows, "problems": problems}
+
+
+def logit_problems(rows: list[Row]) -> list[str]:
+    """Return a problem if logits of `planned` differ more from the cold ones than chunks cause."""
+    most = dict[str, float]()
+    for row in rows:
+        most[row["arm"]] = max(row["max_logit_diff"], most.get(row["arm"], 0.0))
+    if not {"planned", "chunked"} <= set(most):
+        return []
+    planned, chunked = most["planned"], most["chunked"]
+    if planned <= MAX_LOGIT_RATIO * chunked:
+        return []
+    what = f"logits of planned differ by up to {planned:.3g} from the cold ones"
+    return [f"{what}, where computing in steps of {CHUNK_TOKENS} tokens changes {chunked:.3g}"]
 
 
 def _p50(runs: list[Run]) -> float:
