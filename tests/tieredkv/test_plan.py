@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv.cache.plan import MIN_GAIN, Demand, LinkLoad, LinkState, Planner, Split, outlook
+from tieredkv.cache.plan import (
+    MIN_GAIN,
+    SHORT_GAIN,
+    Demand,
+    LinkLoad,
+    LinkState,
+    Planner,
+    Split,
+    outlook,
+)
 from tieredkv.cache.stretches import joined, stretches
 
 SIZE = 16
@@ -321,7 +330,7 @@ def test_what_is_computed_in_any_case_is_no_reason_to_compute_the_prefix_too() -
 
 
 def test_a_steady_link_is_used_whatever_it_saves() -> None:
-    demand = on_disk(4, suffix=256)
+    demand = on_disk(4, suffix=512)
     assert planner(LinkState(50e9)).split(demand).block == 4
     assert planner(LinkState(50e9, is_steady=True)).split(demand).block == 0
 
@@ -344,14 +353,37 @@ def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
         assert (split.block > 0) == (num_blocks >= 2048)
 
 
-@pytest.mark.parametrize("num_blocks", [16, 64, 256, 1024])
+@pytest.mark.parametrize("num_blocks", [16, 32, 64, 128, 256, 1024])
 @pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 4.0, 8.0])
-def test_loading_is_begun_only_if_it_gains_more_than_a_step(num_blocks: int, GBps: float) -> None:
+@pytest.mark.parametrize("slower", [1.0, 5.0])
+def test_loading_is_begun_only_if_it_gains_enough(
+    num_blocks: int, GBps: float, slower: float
+) -> None:
+    def step_seconds(begin: int, end: int) -> float:
+        return slower * seconds(begin, end)
+
     demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)
-    least_gain_s = max(
-        MIN_GAIN * seconds(0, num_blocks * SIZE), seconds(demand.end - 1, demand.end)
+    asked = Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128)
+    begun = Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(
+        demand._replace(is_begun=True)
     )
-    begun = planner(link).split(demand._replace(is_begun=True))
-    is_worth_it = seconds(0, demand.end) - begun.done_s > least_gain_s
-    split = planner(link).split(demand)
+    all_s, step_s = step_seconds(0, demand.end), step_seconds(demand.end - 1, demand.end)
+    gain_s = all_s - begun.done_s
+    is_worth_it = gain_s > MIN_GAIN * step_seconds(0, num_blocks * SIZE)
+    is_worth_it = is_worth_it and gain_s > min(step_s, SHORT_GAIN * all_s)
+    split = asked.split(demand)
     assert split == begun if is_worth_it else split.block == num_blocks
+
+
+def test_a_short_prefix_on_a_fast_disk_is_loaded() -> None:
+    """It saves less than the step that late blocks would cost, but a fifth of the time."""
+
+    def slow_steps(begin: int, end: int) -> float:
+        return max(0.012, 4.7e-5 * (end - begin)) if end > begin else 0.0
+
+    demand = on_disk(32, suffix=16)
+    asked = Planner([LinkState(7e9)], slow_steps, SIZE, BLOCK_BYTES)
+    all_s = slow_steps(0, demand.end)
+    split = asked.split(demand)
+    assert 0.12 * all_s < all_s - split.done_s < slow_steps(0, 1)
+    assert split.block == 0

@@ -30,8 +30,13 @@ from tieredkv.cache.stretches import joined, stretches
 
 MIN_GAIN = 0.08
 """Loading from a link whose rate varies is begun if it saves this share of the time that computing
-the same blocks takes, and more than one step, which late blocks would cost. What a steady link has
-is computed only if that saves more than one step.
+the same blocks takes, and more than one step, which late blocks would cost, or SHORT_GAIN. What a
+steady link has is computed only if that saves more than one step.
+"""
+
+SHORT_GAIN = 0.12
+"""Share of the time of computing a whole request that is enough to begin to load for it. A short
+request takes so few steps that it can hardly save one.
 """
 
 
@@ -187,8 +192,10 @@ class Planner:
 
     def _least_gain_s(self, demand: Demand, begin: int, last: int) -> float:
         """Return what loading the blocks before `last` from a link that varies has to save."""
-        all_s = self._compute_s(demand, begin, last * self.block_size)
-        return max(MIN_GAIN * all_s, self.compute(demand.end - 1, demand.end))
+        blocks_s = self._compute_s(demand, begin, last * self.block_size)
+        all_s = self._compute_s(demand, begin, demand.end)
+        step_s = self.compute(demand.end - 1, demand.end)
+        return max(MIN_GAIN * blocks_s, min(step_s, SHORT_GAIN * all_s))
 
     def _is_steady(self, load: LinkLoad) -> bool:
         return self.links[load.link].is_steady
