@@ -197,7 +197,7 @@ def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
         rig.demote(Tier.HOST)
     took_s = {restore: each.ttft_s for restore, each in served.items()}
     assert took_s["auto"] <= 1.02 * min(took_s["compute"], took_s["load"])
-    assert took_s["auto"] <= 1.15 * rig.ideal_s(prompt, Tier.HOST)
+    assert took_s["auto"] <= 1.05 * rig.ideal_s(prompt, Tier.HOST)
     usage = served["auto"].usage
     assert usage.cached_tokens_by_tier[Tier.HOST] > 0 < usage.recomputed_tokens
 

@@ -1,9 +1,12 @@
 """Copies between device blocks and host pages."""
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
-from tieredkv.cache.device_link import MAX_COPY_S, MIN_MEASURED_BYTES, DeviceLink
+from tieredkv.cache.device_link import MAX_COPY_S, MIN_MEASURED_BYTES, DeviceLink, _Pending
 from tieredkv.cache.plan import LinkState
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
@@ -57,6 +60,54 @@ def test_the_planner_is_told_how_long_promotions_keep_the_link() -> None:
     assert link.most_promotions(0.0) == int(100 * MAX_COPY_S)
     link.up_rate.bytes_per_s = 1.0
     assert link.most_promotions(0.0) == 1, "the link always has something to do"
+
+
+class Moment:
+    """Stands in for a CUDA event that comes when it is told to."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def elapsed_time(self, _other: object) -> float:
+        return 1.0
+
+
+def test_what_a_promotion_under_way_has_moved_keeps_the_link_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link, _, _ = make_transfer(torch.device("cpu"))
+    link.up_rate.bytes_per_s = 100 * BLOCK_BYTES
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def busy_s() -> float:
+        link.poll()
+        return link.up_state(50, now).busy_s
+
+    begun, ended = [Moment(), Moment()], [Moment(), Moment()]
+    for number, num_blocks in enumerate((20, 30)):
+        num_bytes = num_blocks * BLOCK_BYTES
+        events: Any = ended[number], begun[number]
+        link._promotions.append(_Pending(events[0], f"{number}", None, num_bytes, events[1]))
+    assert busy_s() == pytest.approx(0.5)
+    now += 1.0
+    assert busy_s() == pytest.approx(0.5), "it waits for a step"
+    begun[0].has_come = True
+    assert busy_s() == pytest.approx(0.5)
+    now += 0.15
+    assert busy_s() == pytest.approx(0.35)
+    now += 10.0
+    assert busy_s() == pytest.approx(0.3), "the second copy has not begun"
+    ended[0].has_come = begun[1].has_come = True
+    link.poll()
+    now += 0.1
+    assert link.up_state(30, now).busy_s == pytest.approx(0.2)
+    ended[1].has_come = True
+    link.poll()
+    assert link.up_state(0, now).busy_s == 0.0
 
 
 @pytest.mark.gpu

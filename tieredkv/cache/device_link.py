@@ -99,6 +99,7 @@ class DeviceLink(Generic[Tag]):
         self._out_stream = torch.cuda.Stream(copier.device) if is_cuda else None
         self._promotions: deque[_Pending[Tag]] = deque()
         self._demotions: deque[_Pending[Tag]] = deque()
+        self._moving_since: float | None = None  # the first promotion, as `poll` saw it
 
     def most_promotions(self, now: float) -> int:
         """Return how many blocks may be on their way to VRAM."""
@@ -108,7 +109,11 @@ class DeviceLink(Generic[Tag]):
     def up_state(self, num_blocks: int, now: float) -> LinkState:
         """Return what the planner has to know while so many blocks are on their way to VRAM."""
         rate = self.up_rate.effective(now)
-        return LinkState(rate, num_blocks * self._copier.block_bytes / rate, is_steady=True)
+        seconds = num_blocks * self._copier.block_bytes / rate
+        if self._moving_since is not None and self._promotions:
+            moving_s = self._promotions[0].num_bytes / rate
+            seconds -= min(moving_s, now - self._moving_since)
+        return LinkState(rate, max(0.0, seconds), is_steady=True)
 
     @property
     def has_pending(self) -> bool:
@@ -200,8 +205,14 @@ class DeviceLink(Generic[Tag]):
                 seconds += pending.began.elapsed_time(pending.event) / 1e3
             else:
                 seconds += pending.seconds
+        now = time.monotonic()
         if num_bytes:
-            self.up_rate.learn(num_bytes, seconds, time.monotonic())
+            self.up_rate.learn(num_bytes, seconds, now)
+        if promoted:
+            self._moving_since = None
+        if self._moving_since is None and self._promotions:
+            began = self._promotions[0].began
+            self._moving_since = now if began is None or began.query() else None
         return [pending.tag for pending in promoted], [pending.tag for pending in demoted]
 
     def synchronize(self) -> None:
