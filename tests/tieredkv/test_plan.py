@@ -177,6 +177,38 @@ def head_in_ram(num_host: int, num_disk: int) -> Demand:
     return Demand(0, (num_host + num_disk) * SIZE + 64, loads)
 
 
+@pytest.mark.parametrize("busy_s", [0.0, 0.2])
+def test_bytes_from_disk_are_no_faster_than_the_link_behind_it(busy_s: float) -> None:
+    host, disk = LinkState(1e9, busy_s, is_steady=True), LinkState(8e9, through=0)
+    demand = on_disk(1024)._replace(loads=[LinkLoad(1, range(1024))])
+    split = planner(host, disk).split(demand)
+    alone = planner(LinkState(1e9, busy_s)).split(on_disk(1024))
+    assert 0 < split.block < 1024
+    assert (split.block, split.done_s) == (alone.block, pytest.approx(alone.done_s))
+
+
+def test_both_tiers_share_the_link_to_vram_and_so_do_requests_in_a_row() -> None:
+    host, disk = LinkState(2e9, is_steady=True), LinkState(8e9, through=0)
+    both = [LinkLoad(0, range(512)), LinkLoad(1, range(512, 1024))]
+    demand = on_disk(1024)._replace(loads=both)
+    asked = planner(host, disk)
+    first, second = asked.split(demand), asked.split(demand)
+    loaded_s = 0.0
+    for split in (first, second):
+        num_loaded = 512 - min(split.steady_block, 512) + 1024 - split.block
+        assert 0 < num_loaded < 1024
+        loaded_s += num_loaded * BLOCK_BYTES / 2e9
+        assert split.load_s == pytest.approx(loaded_s, rel=0.02)
+
+
+def test_blocks_that_the_disk_was_asked_for_pass_through_the_link_too() -> None:
+    host, disk = LinkState(1e9, is_steady=True), LinkState(8e9, busy_s=0.01, through=0)
+    load = LinkLoad(1, range(900), queued=range(900, 1024))
+    demand = on_disk(1024)._replace(loads=[load], is_begun=True)
+    split = planner(host, disk).split(demand)
+    assert split.load_s == pytest.approx((1024 - split.block) * BLOCK_BYTES / 1e9, rel=0.02)
+
+
 @pytest.mark.parametrize("num_host", [1, 20, 300, 1500])
 @pytest.mark.parametrize("num_disk", [1, 40, 700])
 @pytest.mark.parametrize("up_GBps", [0.5, 5.0, 50.0])

@@ -96,12 +96,14 @@ class LinkState(NamedTuple):
         busy_s: seconds until what it was given so far has arrived.
         latency_s: seconds from the arrival of the last byte until it can be used.
         is_steady: whether its rate hardly varies.
+        through: index of another link that its bytes pass through next; None if they do not.
     """
 
     bytes_per_s: float
     busy_s: float = 0.0
     latency_s: float = 0.0
     is_steady: bool = False
+    through: int | None = None
 
 
 class Split(NamedTuple):
@@ -168,8 +170,7 @@ class Planner:
                 key=lambda each: each.done_s + self._price_s(demand, each.steady_block),
             )
         for load in demand.loads:
-            block = best.steady_block if self._is_steady(load) else best.block
-            self._free_s[load.link] += self._move_s(load, block)
+            self._occupy(load, best.steady_block if self._is_steady(load) else best.block)
         self.busy_s = best.compute_s + self._rest_s(demand)
         return best
 
@@ -182,8 +183,8 @@ class Planner:
         (load,) = demand.loads
         begin, last = self._begin(demand), load.end
         all_s = self._compute_s(demand, begin, demand.end)
-        num_bytes = self.links[load.link].bytes_per_s * (self.busy_s + all_s)
-        num_loaded = min(int(num_bytes / self.block_bytes), len(load.indices))
+        num_loaded = int((self.busy_s + all_s) / self._move_s(load.link, 1))
+        num_loaded = min(num_loaded, len(load.indices))
         if not num_loaded:
             return False
         split = max(begin, load.indices[-num_loaded] * self.block_size)
@@ -196,6 +197,13 @@ class Planner:
         all_s = self._compute_s(demand, begin, demand.end)
         step_s = self.compute(demand.end - 1, demand.end)
         return max(MIN_GAIN * blocks_s, min(step_s, SHORT_GAIN * all_s))
+
+    def _occupy(self, load: LinkLoad, split: int) -> None:
+        """Have the links be busy for longer with what is loaded from `split` on."""
+        num_blocks = _num_from(load.indices, split)
+        self._free_s[load.link] += self._move_s(load.link, num_blocks)
+        if (through := self.links[load.link].through) is not None:
+            self._free_s[through] += self._move_s(through, num_blocks)
 
     def _is_steady(self, load: LinkLoad) -> bool:
         return self.links[load.link].is_steady
@@ -249,7 +257,11 @@ class Planner:
                 loaded_to=max(demand.loaded_to, *ends),
                 ready=joined([*demand.ready, *loaded]),
             )
+            free_s = self._free_s.copy()
+            for load in steady:
+                self._occupy(load, head)
             best = self._best(rest, max(computed_s, steady_s))
+            self._free_s = free_s
             load_s, done_s = max(best.load_s, steady_s), best.done_s
             yield best._replace(steady_block=head, load_s=load_s, done_s=done_s)
 
@@ -319,20 +331,28 @@ class Planner:
 
     def _load_s(self, demand: Demand, split: int) -> float:
         """Return when all have arrived that are not computed: those from `split` on, and others."""
-        arrivals = [0.0]
+        arrivals, carried = [0.0], dict[int, int]()
         for load in demand.loads:
-            link = self.links[load.link]
-            if move_s := self._move_s(load, split):
-                arrivals.append(self._free_s[load.link] + move_s + link.latency_s)
+            link, num_blocks = self.links[load.link], _num_from(load.indices, split)
+            if num_blocks:
+                arrivals.append(self._arrival_s(load.link, num_blocks))
             is_coming = bool(load.queued) and load.queued[-1] >= split  # many are under way at once
             if is_coming or load.is_bringing:
                 arrivals.append(link.busy_s + link.latency_s)
+            if link.through is not None:
+                num_blocks += _num_from(load.queued, split)
+            last = load.link if link.through is None else link.through
+            carried[last] = carried.get(last, 0) + num_blocks
+        arrivals += [self._arrival_s(*each) for each in carried.items() if each[1]]
         return max(arrivals)
 
-    def _move_s(self, load: LinkLoad, split: int) -> float:
-        """Return how long a link moves what it is to be given from `split` on."""
-        num_bytes = _num_from(load.indices, split) * self.block_bytes
-        return num_bytes / self.links[load.link].bytes_per_s
+    def _arrival_s(self, link: int, num_blocks: int) -> float:
+        """Return when so many more blocks have come over a link."""
+        return self._free_s[link] + self._move_s(link, num_blocks) + self.links[link].latency_s
+
+    def _move_s(self, link: int, num_blocks: int) -> float:
+        """Return how long a link moves so many blocks."""
+        return num_blocks * self.block_bytes / self.links[link].bytes_per_s
 
 
 class Outlook(NamedTuple):

@@ -211,7 +211,7 @@ class Promoter:
         if self._is_short:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
         return Planner(
-            [up, disk],
+            [up, disk._replace(through=HOST)],
             tiers.compute_rate.seconds,
             block_size=tiers.block_size,
             block_bytes=tiers.block_bytes,
