@@ -23,13 +23,14 @@ import multiprocessing
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import torch
 
 from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
@@ -73,6 +74,9 @@ RATES = {
     "issue_s": "Seconds for which issuing a step keeps the engine's thread.",
     "issue_token_s": "The same for each token of a prompt.",
 }
+
+COMPARED = {"ttft_ms": (50, 90, 99), "hit_ttft_ms": (50, 90), "itl_ms": (50, 90, 99)}
+NUM_DRAWN = 200
 
 Row = dict[str, Any]
 Chains = Sequence[tuple[Sequence[BlockHash], int]]
@@ -260,6 +264,73 @@ def figures(runs: Sequence[Run], spec: KVSpec, machine: Machine) -> Row:
     return row
 
 
+def compared(outcomes: Mapping[str, Sequence[Outcome]]) -> Row:
+    """Compare the planned arm with the better of the others, figure by figure.
+
+    A millisecond decides who comes first, and all that follows, so that a figure of one seed says
+    little. Each ratio has the range in which nine of ten lie if other seeds had been drawn.
+
+    Args:
+        outcomes: of each arm, by the same seeds.
+
+    Returns:
+        The ratio and its range for each figure; nothing without the planned arm and another one.
+    """
+    others, generator = sorted({*outcomes} - {"planned"}), np.random.default_rng(0)
+    if "planned" not in outcomes or not others:
+        return {}
+    seen = {arm: [_seen(outcome) for outcome in some] for arm, some in outcomes.items()}
+    num_seeds = len(seen["planned"])
+
+    def ratios(chosen: Sequence[int]) -> dict[str, float]:
+        by_arm = {arm: _pooled([some[each] for each in chosen]) for arm, some in seen.items()}
+        planned = by_arm["planned"]
+        return {
+            name: value
+            / (max if name == "answers_per_s" else min)(by_arm[arm][name] for arm in others)
+            for name, value in planned.items()
+        }
+
+    drawn = [ratios(generator.choice(num_seeds, num_seeds).tolist()) for _ in range(NUM_DRAWN)]
+    return {
+        name: {
+            "ratio": round(ratio, 4),
+            "p5_p95": np.percentile([each[name] for each in drawn], (5, 95)).round(4).tolist(),
+        }
+        for name, ratio in ratios(range(num_seeds)).items()
+    }
+
+
+class _Seen(NamedTuple):
+    """What the clients of one run saw."""
+
+    num_answers: int
+    wall_s: float
+    ttft_ms: Any
+    hit_ttft_ms: Any
+    itl_ms: Any
+
+
+def _seen(outcome: Outcome) -> _Seen:
+    answers = outcome.answers
+    return _Seen(
+        len(answers),
+        outcome.wall_s,
+        np.array([each.ttft_ms for each in answers]),
+        np.array([each.ttft_ms for each in answers if each.is_hit]),
+        np.concatenate([each.gaps_ms for each in answers]),
+    )
+
+
+def _pooled(runs: Sequence[_Seen]) -> dict[str, float]:
+    found = {"answers_per_s": sum(it.num_answers for it in runs) / sum(it.wall_s for it in runs)}
+    for name, points in COMPARED.items():
+        pooled = np.concatenate([getattr(it, name) for it in runs])
+        values = np.percentile(pooled, points)
+        found |= {f"{name}.p{point}": float(it) for point, it in zip(points, values, strict=True)}
+    return found
+
+
 def plan(loaded: LoadedSettings, sizes: Row) -> crowd.Plan:
     """Return the settings of all arms, and how many tokens the tiers have room for."""
     given = {"model": MODEL} | sizes | loaded.given()
@@ -295,6 +366,9 @@ def main() -> None:
                         both), `unbounded`. Ideal pools have no disk.
     device_busy_share   of the time, in which a step was computed
     prefill_share       of the time, in which a step with prompt tokens was computed
+
+    `planned_over_better` compares `planned` with the better other arm, figure by figure, and says
+    in which range nine of ten such ratios lie if other seeds are drawn.
     """
 
 
@@ -359,7 +433,7 @@ def sessions(
         for arm in arms
     ]
     runs = run_all(run_sessions, cases, jobs)
-    rows = list[Row]()
+    rows, comparisons = list[Row](), list[Row]()
     for count in sessions:
         outcomes = {arm: [run.outcome for run in runs[arm, count]] for arm in arms}
         common = crowd.common_answers(outcomes)
@@ -367,8 +441,9 @@ def sessions(
             row = figures(runs[arm, count], made.kv_spec, machine)
             row |= crowd.common_figures(common[arm])
             rows.append({"arm": arm, "sessions": count, **row})
-    workload = shape.workload | {"seeds": seeds}
-    tell(made, machine, commit, {"workload": workload, "rows": rows})
+        comparisons.append({"sessions": count, **compared(outcomes)})
+    found = {"planned_over_better": comparisons, "rows": rows}
+    tell(made, machine, commit, {"workload": shape.workload | {"seeds": seeds}, **found})
 
 
 @main.command("returns", context_settings={"show_default": True})

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.stress.modelled_crowd import inclusive, main, one_pool
-from tieredkv.types import BlockHash
+from tests.stress.modelled_crowd import compared, inclusive, main, one_pool
+from tieredkv.bench.crowd import Answer, Outcome
+from tieredkv.types import BlockHash, Tier
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +36,28 @@ def test_ideal_pools_find_what_they_should() -> None:
     assert one_pool(chains, 0, 16) == 0
 
 
+def test_the_planned_arm_is_compared_with_the_better_other_one() -> None:
+    def outcome(wall_s: float, ttft_ms: float) -> Outcome:
+        tiers = dict.fromkeys(Tier, 0) | {Tier.HOST: 900}
+        seen = [
+            Answer(0, turn, 0.0, ttft_ms * (1 + turn / 10), [ttft_ms / 10] * 5, [1], 1000, tiers)
+            for turn in range(11)
+        ]
+        return Outcome(seen, wall_s, {}, 0.0)
+
+    slow, fast = [outcome(20.0, 40.0)] * 3, [outcome(10.0, 80.0)] * 3
+    planned = [outcome(8.0, 30.0), outcome(10.0, 44.0), outcome(12.0, 70.0)]
+    found = compared({"no_disk": slow, "load": fast, "planned": planned})
+    assert found["answers_per_s"]["ratio"] == 1.0
+    assert found["ttft_ms.p50"]["ratio"] == pytest.approx(66.0 / 60.0)
+    assert set(found) > {"ttft_ms.p90", "ttft_ms.p99", "hit_ttft_ms.p90", "itl_ms.p99"}
+    low, high = found["ttft_ms.p50"]["p5_p95"]
+    assert 0.75 <= low < found["ttft_ms.p50"]["ratio"] < high <= 1.75
+    same = compared({"no_disk": slow, "planned": slow})
+    assert {(each["ratio"], *each["p5_p95"]) for each in same.values()} == {(1.0, 1.0, 1.0)}
+    assert compared({"no_disk": slow}) == compared({"planned": slow}) == {}
+
+
 @pytest.mark.slow
 def test_sessions_are_run_in_each_arm_and_compared_with_ideal_pools() -> None:
     sizes = "--device-size", "800MiB", "--host-size", "256MiB", "--disk-size", "4GiB"
@@ -50,6 +73,10 @@ def test_sessions_are_run_in_each_arm_and_compared_with_ideal_pools() -> None:
         assert rates["measured"] <= rates["unbounded"]
         assert 0 < row["prefill_share"] < row["device_busy_share"] < 1
     assert none["bytes_written"] == 0 < planned["bytes_written"]
+    [comparison] = found["planned_over_better"]
+    assert comparison["sessions"] == 4
+    ratio = planned["answers_per_s"] / none["answers_per_s"]
+    assert comparison["answers_per_s"]["ratio"] == pytest.approx(ratio, abs=1e-4)
 
 
 def test_prefixes_that_ram_keeps_are_refused() -> None:

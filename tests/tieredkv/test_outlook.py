@@ -30,3 +30,6 @@ def test_what_a_fast_host_link_has_is_loaded_in_whole_and_what_a_disk_has_in_par
     assert 0 < computed["disk", 8_192] < 8_192
     for plan in made:
         assert plan["planned_ms"] <= 1.02 * min(plan["compute_ms"], plan["load_ms"])
+    slow = plans(settings, Rates(h2d_GBps=1.0, disk_GBps=2.7, saved=None, findings=[]))
+    took_ms = {(it["tier"], it["prefix_tokens"]): it["load_ms"] for it in slow}
+    assert took_ms["disk", 8_192] >= took_ms["host", 8_192], "its bytes pass through PCIe"

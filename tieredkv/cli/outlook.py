@@ -91,7 +91,7 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
     links = {Tier.HOST: LinkState(up, is_steady=True)}
     read = (saved and saved.read_bytes_per_s) or (rates.disk_GBps or 0.0) * 1e9
     if read:
-        limited = min(read, settings.disk_read_limit or read)
+        limited = min(read, settings.disk_read_limit or read, up)  # its bytes pass through PCIe
         links[Tier.DISK] = LinkState(limited, latency_s=READ_LATENCY_S)
     made: list[Json] = []
     for length in (each for each in LENGTHS if each <= found.max_model_len):
