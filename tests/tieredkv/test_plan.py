@@ -392,7 +392,7 @@ def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
     load_s = time_of(demand, 0, host)
     least_s = min(time_of(demand, each, host) for each in range(8, num_blocks + 1))
     step_s = seconds(demand.end - 1, demand.end)
-    is_all_faster = time_of(demand, num_blocks, host) < (1 - SHORT_GAIN) * load_s
+    is_all_faster = time_of(demand, num_blocks, host) < (1 - MIN_GAIN) * load_s
     assert (split.block > 0) == (load_s - least_s > step_s or is_all_faster)
     assert split.done_s == pytest.approx(least_s if split.block else load_s)
     if GBps == 53.0:

@@ -31,12 +31,13 @@ from tieredkv.cache.stretches import joined, stretches
 MIN_GAIN = 0.08
 """Loading from a link whose rate varies is begun if it saves this share of the time that computing
 the same blocks takes, and more than one step, which late blocks would cost, or SHORT_GAIN. What a
-steady link has is computed only if that saves more than one step, or SHORT_GAIN if all is computed.
+steady link has is computed only if that saves more than one step, or this share of the whole time
+if all is computed, which takes no further step.
 """
 
 SHORT_GAIN = 0.12
-"""Share of the time of a whole request that is enough to begin to load for it, or to compute all of
-it. A short request takes so few steps that it can hardly save one.
+"""Share of the time of computing a whole request that is enough to begin to load for it. A short
+request takes so few steps that it can hardly save one.
 """
 
 
@@ -302,7 +303,7 @@ class Planner:
                 least_gain_s = self._least_gain_s(demand, begin, last)
             if done_s(simple) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {simple}
-                if only_steady and done_s(last) < (1 - SHORT_GAIN) * done_s(first):
+                if only_steady and done_s(last) < (1 - MIN_GAIN) * done_s(first):
                     candidates.add(last)  # which takes no further step
         block = min(sorted(candidates), key=lambda m: done_s(m) + self._price_s(demand, m))
         return Split(block, block, compute_s(block), self._load_s(demand, block), done_s(block))
