@@ -256,6 +256,7 @@ class UnluckyEngine:
             self.llm.demote("disk")
             self.evict()
             self.llm.core.tiers.disk_link.read_rate = LinkRate(1e12)
+            self.llm.core.tiers.device_link.up_rate = LinkRate(1e12)
             [usage] = [answer.usage for answer in self.serve([ask])]
             return usage.cached_tokens_by_tier[Tier.DISK] > 0
 

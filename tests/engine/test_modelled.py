@@ -379,6 +379,19 @@ def test_a_rate_of_pcie_that_was_learnt_wrong_delays_few_requests(
     assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.01, 0.001])
+def test_a_rate_of_pcie_that_is_too_low_is_corrected_if_only_the_disk_has_blocks(
+    make_rig: MakeRig, factor: float
+) -> None:
+    rig = make_rig()
+    prompt, rate = rig.prompt(8_192), rig.tiers.device_link.up_rate
+    rig.serve(prompt)
+    rig.demote()
+    rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now
+    assert rig.num_bad(prompt, right_after_s=10.0) <= 30
+    assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [3.0, 1 / 3])
 def test_step_times_that_were_learnt_wrong_delay_few_requests(
     make_rig: MakeRig, factor: float

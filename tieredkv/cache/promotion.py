@@ -143,7 +143,7 @@ class Promoter:
     def would_load(self, prefix: Prefix) -> bool:
         """Return whether anything of a queued request is loaded if the disk has what RAM lacks.
 
-        If the disk's rate is old, a long request may find out that it is.
+        If the rate of a link is old, a long request may find out what it is.
         """
         now, num_blocks = time.monotonic(), len(prefix.hashes)
         if self._tiers.restore != "auto":
@@ -153,7 +153,9 @@ class Promoter:
             missing = sorted(set(missing).difference(*(range(*each) for each in prefix.ready)))
         num_tokens = num_blocks * self._tiers.block_size + 1
         demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
-        planner, is_stale = self._planner(0.0, now), self._disk_link.read_rate.is_stale(now)
+        planner = self._planner(0.0, now)
+        rates = self._disk_link.read_rate, self._device_link.up_rate
+        is_stale = any(rate.is_stale(now) for rate in rates)
         if not missing or (is_stale and planner.compute(0, num_tokens) >= LONG_S):
             return bool(missing)
         return planner.may_load(demand) and planner.split(demand).block <= missing[-1]
@@ -223,9 +225,9 @@ class Promoter:
     # Moves
 
     def probe(self, prefix: Prefix, on_disk: Sequence[int]) -> None:
-        """Read some blocks that are to be computed, if the disk's rate is old.
+        """Read some blocks that are to be computed, if the disk's rate is old, and probe PCIe.
 
-        Nobody waits for them; they teach the rate.
+        Nobody waits for them; they teach the rate. What is read would pass through PCIe too.
 
         Args:
             prefix: of an admitted or queued request.
@@ -233,6 +235,7 @@ class Promoter:
                 `prefix.records`.
         """
         link, host, now = self._disk_link, self._tiers.host, time.monotonic()
+        self._probe_copies(now)
         if link.num_reading or not self._read_probes.is_due(link.read_rate, now):
             return  # what is being read teaches the rate
         most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.block_bytes))
