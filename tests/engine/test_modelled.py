@@ -388,7 +388,7 @@ def test_a_rate_of_pcie_that_is_too_low_is_corrected_if_only_the_disk_has_blocks
     rig.serve(prompt)
     rig.demote()
     rate.bytes_per_s, rate.learnt_at = factor * rate.bytes_per_s, rig.time.now
-    assert rig.num_bad(prompt, right_after_s=10.0) <= 30
+    assert rig.num_bad(prompt, right_after_s=5.0) <= MOST_BAD
     assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
 
 
