@@ -28,6 +28,11 @@ def seconds(begin: int, end: int) -> float:
     return 2e-3 + 2e-5 * (end - begin) + 6e-10 * (end**2 - begin**2) / 2 if end > begin else 0.0
 
 
+def slow_seconds(begin: int, end: int) -> float:
+    """Return the time that a slower GPU takes, on which a step takes long however short it is."""
+    return max(0.012, 4.7e-5 * (end - begin)) if end > begin else 0.0
+
+
 def planner(*links: LinkState, busy_s: float = 0.0, least_tokens: int = 128) -> Planner:
     return Planner(links, seconds, SIZE, BLOCK_BYTES, busy_s, least_tokens)
 
@@ -370,13 +375,9 @@ def test_a_steady_link_is_used_whatever_it_saves() -> None:
 
 def test_a_short_prefix_behind_slow_copies_is_computed() -> None:
     """It saves less than a step, but takes no step of its own."""
-
-    def slow_steps(begin: int, end: int) -> float:
-        return max(0.012, 4.7e-5 * (end - begin)) if end > begin else 0.0
-
     for GBps, is_computed in ((5.0, True), (50.0, False)):
         host = LinkState(GBps * 1e9, is_steady=True)
-        split = Planner([host], slow_steps, SIZE, BLOCK_BYTES).split(on_disk(16, suffix=16))
+        split = Planner([host], slow_seconds, SIZE, BLOCK_BYTES).split(on_disk(16, suffix=16))
         assert (split.block == 16) == is_computed
 
 
@@ -409,27 +410,22 @@ def test_loading_is_begun_only_if_it_gains_enough(
         return slower * seconds(begin, end)
 
     demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)
-    asked = Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128)
-    begun = Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(
-        demand._replace(is_begun=True)
+    split, begun = (
+        Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(each)
+        for each in (demand, demand._replace(is_begun=True))
     )
     all_s, step_s = step_seconds(0, demand.end), step_seconds(demand.end - 1, demand.end)
     gain_s = all_s - begun.done_s
     is_worth_it = gain_s > MIN_GAIN * step_seconds(0, num_blocks * SIZE)
     is_worth_it = is_worth_it and gain_s > min(step_s, SHORT_GAIN * all_s)
-    split = asked.split(demand)
     assert split == begun if is_worth_it else split.block == num_blocks
 
 
 def test_a_short_prefix_on_a_fast_disk_is_loaded() -> None:
     """It saves less than the step that late blocks would cost, but a fifth of the time."""
-
-    def slow_steps(begin: int, end: int) -> float:
-        return max(0.012, 4.7e-5 * (end - begin)) if end > begin else 0.0
-
     demand = on_disk(32, suffix=16)
-    asked = Planner([LinkState(7e9)], slow_steps, SIZE, BLOCK_BYTES)
-    all_s = slow_steps(0, demand.end)
+    asked = Planner([LinkState(7e9)], slow_seconds, SIZE, BLOCK_BYTES)
+    all_s = slow_seconds(0, demand.end)
     split = asked.split(demand)
-    assert 0.12 * all_s < all_s - split.done_s < slow_steps(0, 1)
+    assert 0.12 * all_s < all_s - split.done_s < slow_seconds(0, 1)
     assert split.block == 0
