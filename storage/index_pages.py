@@ -136,7 +136,10 @@ class _Pages:
         """Walk over the free list and every database."""
         lists = [data for _, data in self._walk(self._meta.free, has_numbers=True)]
         for _, data in self._walk(self._meta.main, is_main=True):
-            for _ in self._walk(Tree(*_TREE.unpack(data))):
+            tree = Tree(*_TREE.unpack(data))
+            is_so = not (tree.page_bytes or tree.flags)  # other kinds of trees have these
+            _expect(is_so, tree.root, "is the root of a tree of an unknown kind")
+            for _ in self._walk(tree):
                 pass
         for number in chain(*map(_ids, lists)):
             self._meet(number)

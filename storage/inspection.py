@@ -274,8 +274,29 @@ def verifying(
 
     `result` always holds the findings so far. With `repair`, bad blocks are dropped.
     """
-    is_whole, page = True, memoryview(b"")
-    for block_hash in (key for entries in _walking(store, IndexTxn.blocks) for key, _ in entries):
+    is_whole, last = yield from _reading(store, result, b"", repair=repair)
+    for is_sound in chain(store.index.reading_ahead(), store.index.looking_over()):
+        if not (is_whole := is_whole and is_sound):
+            break
+        yield
+    if not is_whole:
+        result.add("index", is_repaired=repair)
+        if repair:
+            store.make_index_again()
+            # A walk that damage cut short goes on in the sound index.
+            yield from _reading(store, result, last + b"\0", repair=repair)
+
+
+def _reading(
+    store: BlockStore, result: VerifyResult, start: bytes, *, repair: bool
+) -> Generator[None, None, tuple[bool, bytes]]:
+    """Read and check the payloads of all blocks from a key on, in steps.
+
+    Returns whether their entries are whole, and the last key.
+    """
+    is_whole, page, block_hash = True, memoryview(b""), start
+    entries_of = _walking(store, IndexTxn.blocks, start=start)
+    for block_hash in (key for entries in entries_of for key, _ in entries):
         with store.index.reading() as txn:
             entry = dict(islice(txn.blocks(block_hash), 1))
         if block_hash not in entry:  # gone since the walk came by
@@ -299,27 +320,20 @@ def verifying(
                 if can_repair:
                     store.drop_bad(located)
         yield
-    for is_sound in chain(store.index.reading_ahead(), store.index.looking_over()):
-        if not (is_whole := is_whole and is_sound):
-            break
-        yield
-    if not is_whole:
-        result.add("index", is_repaired=repair)
-        if repair:
-            store.make_index_again()
+    return is_whole, block_hash
 
 
 def _walking(
     store: BlockStore,
     walk: Callable[[IndexTxn, bytes], Iterator[tuple[bytes, Value]]],
     num_entries: int = TXN_BLOCKS,
+    start: bytes = b"",
 ) -> Iterator[list[tuple[bytes, Value]]]:
     """Walk over all entries and yield some of them at a time; others may come and go in between.
 
     The walk ends where a key is smaller than the one before it, as on a damaged page: it might
     never end otherwise.
     """
-    start = b""
     while True:
         with store.index.reading() as txn:
             entries = list(islice(walk(txn, start), num_entries))

@@ -231,7 +231,8 @@ class BlockStore:
         try:
             self.allocator.enforce_budget()
             lent = {
-                kind: iter(self.allocator.obtain(*kind, kinds.count(kind))) for kind in set(kinds)
+                kind: iter(self.allocator.obtain(*kind, count))
+                for kind, count in Counter(kinds).items()  # in their order, so that runs are alike
             }
             answer = [next(lent[kind], None) for kind in kinds]
             is_full = self._space.is_disk_full or self.allocator.has_no_file

@@ -62,9 +62,6 @@ MEANINGS: dict[type[lmdb.Error], Meaning] = {
     lmdb.MapFullError: Meaning.FULL,
     lmdb.DiskError: Meaning.FULL,
     lmdb.VersionMismatchError: Meaning.VERSION,
-    # The data file's header was read before LMDB opened it, so this is about the lock file, which
-    # is made anew, in memory, at each start.
-    lmdb.InvalidError: Meaning.SYSTEM,
     lmdb.ReadersFullError: Meaning.SYSTEM,  # too many threads of this process read at once
     lmdb.TlsFullError: Meaning.SYSTEM,
     lmdb.TxnFullError: Meaning.SYSTEM,
@@ -77,6 +74,7 @@ MEANINGS: dict[type[lmdb.Error], Meaning] = {
     # finds out.
     lmdb.InvalidParameterError: Meaning.UNCLEAR,  # EINVAL
     lmdb.PanicError: Meaning.UNCLEAR,  # a meta page could not be written: open the index again
+    lmdb.InvalidError: Meaning.UNCLEAR,  # the root record of a database may be at fault
     lmdb.BadTxnError: Meaning.UNCLEAR,
     lmdb.BadRslotError: Meaning.UNCLEAR,
     lmdb.BadDbiError: Meaning.UNCLEAR,
