@@ -4,6 +4,7 @@ It takes token ids and block tables and returns logits. It knows neither request
 and it knows blocks only by their ids.
 """
 
+import itertools
 import logging
 import math
 import time
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tieredkv.cache.rates import pairs
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMetadata
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
@@ -35,9 +35,9 @@ MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of the captured steps in which some row has more."""
 
 LONG_SIZES = (640, 832, 1088, 1408, 1792, 2176, 2816, 3584, 4352)
-"""The same for steps that are captured only where a replay is faster: where the device computes a
-step in less time than the host takes to launch its kernels. Each size is at most a third larger
-than the one before."""
+"""The same for steps that are captured only where a replay is faster at some depth: where the
+device computes a step in less time than the host takes to launch its kernels. Each size is at most
+a third larger than the one before."""
 
 FRESH_STEPS = (1024, 2048, 4096, 8192)
 """Tokens of the steps that are timed to find out up to where it pays to capture fresh steps: steps
@@ -50,10 +50,8 @@ SIZES_PER_OCTAVE = 128
 """Sizes between a number of tokens and its double to which steps that no graph holds are padded."""
 
 TRIED_STARTS = (0, 2048, 8192, 32_768)
-"""Positions at which long steps are timed: those that are captured cannot use the dense path, which
-is faster behind a long context."""
-
-_ANY_DECODES = dict.fromkeys(DECODE_SIZES, math.inf)
+"""Positions at which long steps are timed. Those that are captured cannot use the dense path, which
+is faster behind a long context, but whose pieces take the host long to launch."""
 
 _MAX_PAGING_ERROR = 0.1
 """Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
@@ -78,6 +76,13 @@ def late_layer(kv_spec: KVSpec) -> int:
     An eighth of them: as long as its bytes take, the layers before compute a short chunk.
     """
     return kv_spec.num_layers - max(1, kv_spec.num_layers // 8)
+
+
+Depths = Sequence[tuple[float, float]]
+"""Ranges `[first, end)` of how many tokens each token of a step attends to, on average."""
+
+_ANY_DEPTH: Depths = ((0.0, math.inf),)
+_ANY_DECODES = dict.fromkeys(DECODE_SIZES, _ANY_DEPTH)
 
 
 class StepOutput(NamedTuple):
@@ -159,7 +164,7 @@ class ModelRunner:
         )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
         self._graphs: dict[_GraphKey, _Graph] = {}
-        self._most_pairs: dict[int, float] = {}
+        self._depths: dict[int, Depths] = {}
 
     @torch.inference_mode()
     def execute(
@@ -255,7 +260,7 @@ class ModelRunner:
         if not (layout.shares.dense or layout.shares.wide):
             key = choose_size(_ANY_DECODES, num_tokens, 0), "decode"
         elif not (layout.is_fresh and key in self._graphs):
-            key = choose_size(self._most_pairs, num_tokens, layout.num_pairs), "mixed"
+            key = choose_size(self._depths, num_tokens, layout.num_pairs), "mixed"
         graph = self._graphs.get(key)
         has_room = graph is not None and len(layout.kept) <= len(graph.output.logits)
         return graph if has_room else None
@@ -313,20 +318,20 @@ class ModelRunner:
             [size for size in LONG_SIZES if size <= most_tokens],
             MIXED_SIZES[-1] + 1,
             self._max_context_len,
-            lambda size, *step: self._is_replay_faster((size, "mixed"), *step),
+            lambda size, *step: self._saved_s((size, "mixed"), *step),
         )
         fresh: list[int] = []
         for size in FRESH_STEPS if prefill_dense.is_available(self._heads) else ():
             key: _GraphKey = fresh_size(size), "fresh"
             is_possible = size <= self._max_context_len and key[0] <= most_tokens
-            if not is_possible or not self._is_replay_faster(key, size, 0):
+            if not is_possible or self._saved_s(key, size, 0) < 0:
                 break
             fresh = sorted({fresh_size(n) for n in range(FRESH_STEPS[0], size + 1)})
         progress("timing long steps", 1, 1)
-        self._graphs, self._most_pairs = {}, dict.fromkeys(MIXED_SIZES, math.inf) | paying
+        self._graphs, self._depths = {}, dict.fromkeys(MIXED_SIZES, _ANY_DEPTH) | paying
         keys: list[_GraphKey] = [(n, "fresh") for n in fresh]
         keys += [(n, "decode") for n in DECODE_SIZES if n <= self._max_num_seqs]
-        keys += [(n, "mixed") for n in self._most_pairs if n <= most_tokens]
+        keys += [(n, "mixed") for n in self._depths if n <= most_tokens]
         keys.sort(reverse=True)
         pool = torch.cuda.graph_pool_handle()
         for key in tracked(progress, "capturing CUDA graphs", keys):
@@ -360,10 +365,11 @@ class ModelRunner:
         idle = Layout([], self._heads, self._max_num_seqs)
         buffers.fill([], idle, ([], []), num_tokens=num_tokens, num_kept=num_kept)
 
-    def _is_replay_faster(self, key: _GraphKey, num_tokens: int, start: int) -> bool:
-        """Time a step that a graph pads, and the same step without a graph.
+    def _saved_s(self, key: _GraphKey, num_tokens: int, start: int) -> float:
+        """Return how many seconds a replay saves of a step that the graph pads.
 
-        A step that cannot be captured, for want of memory for instance, is to be launched as ever.
+        A step that cannot be captured, for want of memory for instance, is to be launched as ever:
+        its replay saves minus infinity.
         """
         if key not in self._graphs:
             self._graphs.clear()  # the graph before gives its memory back
@@ -371,14 +377,14 @@ class ModelRunner:
                 self._graphs[key] = self._capture_step(key, torch.cuda.graph_pool_handle())
             except RuntimeError as error:
                 logger.warning("steps of %d tokens and more are not captured: %s", key[0], error)
-                return False
+                return -math.inf
         row, graphs = self.idle_row(num_tokens, start), self._graphs
-        self._most_pairs = {key[0]: math.inf}
+        self._depths = {key[0]: _ANY_DEPTH}
         replayed_s = self._step_seconds(row)
         self._graphs = {}
         launched_s = self._step_seconds(row)
         self._graphs = graphs
-        return replayed_s <= launched_s
+        return launched_s - replayed_s
 
     def _step_seconds(self, row: BatchRow) -> float:
         """Time a step from its first call to its last kernel; the fastest of three counts."""
@@ -411,16 +417,17 @@ def launched_sizes(most_tokens: int) -> list[int]:
     return sorted(set(map(launched_size, range(MIXED_SIZES[-1] + 1, most_tokens + 1))))
 
 
-def choose_size(most_pairs: Mapping[int, float], num_tokens: int, num_pairs: float) -> int:
+def choose_size(depths: Mapping[int, Depths], num_tokens: int, num_pairs: float) -> int:
     """Return the smallest captured size that holds a step, and 0 if no replay is to compute it.
 
     Args:
-        most_pairs: of each size, ascending, the most pairs of tokens that a replay may attend.
+        depths: of each size, ascending.
         num_tokens: of the step.
         num_pairs: see `Layout.num_pairs`.
     """
-    size = next((size for size in most_pairs if size >= num_tokens), 0)
-    return size if size and num_pairs <= most_pairs[size] else 0
+    size = next((size for size in depths if size >= num_tokens), 0)
+    depth = num_pairs / num_tokens
+    return size if any(first <= depth < end for first, end in depths.get(size, ())) else 0
 
 
 def fresh_size(num_tokens: int) -> int:
@@ -437,30 +444,52 @@ def sizes_that_pay(
     sizes: Sequence[int],
     shortest: int,
     max_context_len: int,
-    is_replay_faster: Callable[[int, int, int], bool],
-) -> dict[int, float]:
-    """Find the sizes of steps to be captured, up to the first for which that does not pay.
+    saved_s: Callable[[int, int, int], float],
+) -> dict[int, Depths]:
+    """Find the sizes of steps to be captured, up to the first for which that pays nowhere.
 
     Args:
         sizes: ascending.
         shortest: tokens of the shortest step that the first size would serve. The shortest step is
             padded the most, so it is the one that is timed.
         max_context_len: no step ends behind it.
-        is_replay_faster: whether it is for a size, and a step of so many tokens at a position.
+        saved_s: returns the seconds that a replay saves: of a size, for a step of so many tokens at
+            a position; minus infinity if there can be no replay.
 
     Returns:
-        For each size, the most pairs of tokens up to which a replay was the faster one.
+        For each size, where a replay is the faster one; between the positions that are timed, what
+        it saves is interpolated.
     """
-    found: dict[int, float] = {}
+    found: dict[int, Depths] = {}
     for size in sizes:
+        saved = list[tuple[float, float]]()
         for start in TRIED_STARTS:
-            if start + shortest > max_context_len or not is_replay_faster(size, shortest, start):
+            if start + shortest > max_context_len:
                 break
-            found[size] = pairs(start, start + size)
-        if size not in found:
+            if (seconds := saved_s(size, shortest, start)) == -math.inf:
+                break
+            saved.append((start + shortest / 2, seconds))
+        if not (depths := _depths_of_gain(saved)):
             break
+        found[size] = depths
         shortest = size + 1
     return found
+
+
+def _depths_of_gain(saved: Sequence[tuple[float, float]]) -> Depths:
+    """Return where a line through these points, (depth, gain) by ascending depth, is not below 0.
+
+    Before the first point and behind the last one it is level.
+    """
+    depths, first = list[tuple[float, float]](), 0.0 if saved and saved[0][1] >= 0 else None
+    for (low, before), (high, after) in itertools.pairwise(saved):
+        crossing = low + (high - low) * before / (before - after) if before != after else high
+        if first is None and after >= 0:
+            first = crossing
+        elif first is not None and after < 0:
+            depths.append((first, crossing))
+            first = None
+    return [*depths, (first, math.inf)] if first is not None else depths
 
 
 def _argmax(logits: Tensor) -> Tensor:

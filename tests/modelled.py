@@ -31,7 +31,7 @@ from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.first_rates import time_link, time_steps
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import ModelRunner, StepOutput, late_layer
+from tieredkv.engine.model_runner import MIXED_SIZES, ModelRunner, StepOutput, late_layer
 from tieredkv.engine.parts import Parts, make_scheduler, make_tiers
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import ScheduledRow
@@ -72,7 +72,8 @@ class Machine(NamedTuple):
         read_s: latency of a read.
         lookup_s: time until the disk has answered a lookup.
         issue_s: time for which issuing a step keeps the engine's thread; the device begins then.
-        issue_token_s: for each of its prompt tokens, time for which the thread is kept beyond that.
+        issue_long_s: time for which the thread is kept beyond that by a step that no graph holds.
+        issue_token_s: the same for each of its prompt tokens.
     """
 
     step_s: float = 0.006
@@ -84,12 +85,18 @@ class Machine(NamedTuple):
     read_GBps: float = 2.7
     read_s: float = 0.001
     lookup_s: float = 0.001
-    issue_s: float = 0.0005
-    issue_token_s: float = 6e-6
+    issue_s: float = 0.001
+    issue_long_s: float = 0.021
+    issue_token_s: float = 1e-6
 
     def num_tokens(self, rows: Sequence[BatchRow]) -> int:
         """Return the number of prompt tokens of a step."""
         return sum(len(row.token_ids) for row in rows if len(row.token_ids) > 1)
+
+    def more_issue_s(self, rows: Sequence[BatchRow]) -> float:
+        """Return for how long the thread is kept by a step after the device has begun with it."""
+        is_long = sum(len(row.token_ids) for row in rows) > MIXED_SIZES[-1]
+        return is_long * self.issue_long_s + self.issue_token_s * self.num_tokens(rows)
 
     def seconds(self, rows: Sequence[BatchRow]) -> float:
         """Return the time of a step."""
@@ -183,7 +190,7 @@ class _Device:
         """Issue a step, whose late layers wait until `late_at`."""
         self.time.sleep(self.machine.issue_s)
         began, seconds = max(self.time.now, self.free_at), self.machine.seconds(rows)
-        self.time.sleep(self.machine.issue_token_s * self.machine.num_tokens(rows))
+        self.time.sleep(self.machine.more_issue_s(rows))
         self.free_at = max(began + seconds, late_at + self._late_share * seconds, self.time.now)
         self.last = self.moment(began), self.moment(self.free_at)
         self.busy_s += seconds

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import random
 from array import array
 from collections.abc import Callable
@@ -285,29 +286,53 @@ def test_kernels_are_loaded_with_two_layers_for_every_size_that_is_launched(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_pairs", "size"),
-    [(1, 0, 16), (16, 9e9, 16), (17, 9, 640), (640, 1e6, 640), (640, 1e6 + 1, 0), (641, 1, 0)],
+    ("num_tokens", "depth", "size"),
+    [
+        (1, 0, 16),
+        (16, 9e9, 16),
+        (17, 99, 0),
+        (17, 100, 640),
+        (640, 299, 640),
+        (640, 300, 0),
+        (640, 500, 640),
+        (641, 200, 0),
+    ],
 )
-def test_a_step_is_replayed_from_the_smallest_graph_if_it_does_not_attend_too_much(
-    num_tokens: int, num_pairs: float, size: int
+def test_a_step_is_replayed_from_the_smallest_graph_where_that_is_the_faster_way(
+    num_tokens: int, depth: float, size: int
 ) -> None:
-    assert choose_size({16: float("inf"), 640: 1e6}, num_tokens, num_pairs) == size
-    assert choose_size({}, num_tokens, num_pairs) == 0
+    depths = {16: [(0.0, math.inf)], 640: [(100.0, 300.0), (500.0, math.inf)]}
+    assert choose_size(depths, num_tokens, num_tokens * depth) == size
+    assert choose_size({}, num_tokens, num_tokens * depth) == 0
 
 
-def test_sizes_are_tried_with_the_shortest_step_until_one_does_not_pay() -> None:
+def test_sizes_are_tried_with_the_shortest_step_until_one_pays_nowhere() -> None:
+    tried, saved = [], {640: (1, 2, 3), 1088: (-1, 3, -6), 1408: (-1, -3, 0), 1792: (-2, -1, -1)}
+
+    def saved_s(size: int, num_tokens: int, start: int) -> float:
+        tried.append((size, num_tokens, start))
+        return saved[size][(0, 2048, 8192).index(start)]
+
+    found = sizes_that_pay([640, 1088, 1408, 1792, 2176], 513, 10_000, saved_s)
+    assert found == {
+        640: [(0.0, math.inf)],
+        1088: [(641 / 2 + 2048 / 4, 641 / 2 + 2048 + 6144 / 3)],
+        1408: [(1089 / 2 + 8192, math.inf)],
+    }
+    shortest = {640: 513, 1088: 641, 1408: 1089, 1792: 1409}  # 32768 is behind the context
+    assert tried == [(*each, start) for each in shortest.items() for start in (0, 2048, 8192)]
+    assert sizes_that_pay([640], 513, 512, saved_s) == {}
+
+
+def test_a_size_that_cannot_be_captured_is_tried_once() -> None:
     tried = []
 
-    def is_faster(size: int, num_tokens: int, start: int) -> bool:
-        tried.append((size, num_tokens, start))
-        return start < {640: 10**9, 1088: 8192, 1408: 0}[size]
+    def saved_s(*step: int) -> float:
+        tried.append(step)
+        return -math.inf
 
-    found = sizes_that_pay([640, 1088, 1408, 1792], 513, 10_000, is_faster)
-    assert found == {640: (8832**2 - 8192**2) / 2, 1088: (3136**2 - 2048**2) / 2}
-    at_640 = [(640, 513, 0), (640, 513, 2048), (640, 513, 8192)]  # 32768 is behind the context
-    at_1088 = [(1088, 641, 0), (1088, 641, 2048), (1088, 641, 8192)]
-    assert tried == [*at_640, *at_1088, (1408, 1089, 0)]
-    assert sizes_that_pay([640], 513, 512, is_faster) == {}
+    assert sizes_that_pay([640, 1088], 513, 10_000, saved_s) == {}
+    assert tried == [(640, 513, 0)]
 
 
 def test_a_fresh_step_fits_its_graph_and_has_the_dense_part_that_the_graph_captured() -> None:
@@ -327,7 +352,7 @@ def test_replayed_fresh_steps_give_the_logits_of_launched_ones_and_write_only_th
     loaded = find_model(str(tmp_path), device="cuda", dtype="bfloat16").load()
     logits, pools, used = {}, {}, list[Any]()
     for is_replayed in (False, True):
-        monkeypatch.setattr(ModelRunner, "_is_replay_faster", lambda *_, answer=is_replayed: answer)
+        monkeypatch.setattr(ModelRunner, "_saved_s", lambda *_, answer=is_replayed: answer - 0.5)
         harness = Harness(loaded, num_blocks=512, max_num_batched_tokens=4096)
         harness.runner.warm_up()
         parts = []
@@ -381,7 +406,7 @@ def test_replayed_long_steps_give_the_logits_of_launched_ones_and_write_only_the
         return sizes[-1]
 
     for is_replayed in (False, True):
-        monkeypatch.setattr(ModelRunner, "_is_replay_faster", lambda *_, answer=is_replayed: answer)
+        monkeypatch.setattr(ModelRunner, "_saved_s", lambda *_, answer=is_replayed: answer - 0.5)
         harness = Harness(loaded, num_blocks=256)
         harness.runner.warm_up()
         monkeypatch.setattr(model_runner, "choose_size", note_size)

@@ -72,6 +72,7 @@ RATES = {
     "read_s": "Latency of a read in seconds.",
     "lookup_s": "Seconds until the disk has answered a lookup.",
     "issue_s": "Seconds for which issuing a step keeps the engine's thread.",
+    "issue_long_s": "Seconds for which it is kept beyond that by a step that no graph holds.",
     "issue_token_s": "The same for each token of a prompt.",
 }
 
