@@ -302,7 +302,7 @@ class EngineCore:
         if self.cache.is_restoring:
             self.cache.read_ahead(issue_s)
         ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
-        self.cache.note_issue(ending, lambda: self.scheduler.busy_s + self._timer.predict_s(batch))
+        self.cache.note_issue(ending, lambda: self._timer.busy_s() + self._timer.predict_s(batch))
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
         self.cache.note_step()

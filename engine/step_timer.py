@@ -110,10 +110,18 @@ class StepTimer:
             self._issue_token_s = smoothed(self._issue_token_s, token_s)
 
     def poll(self) -> None:
-        """Take in the steps that have ended."""
+        """Take in the steps that have ended.
+
+        By the device's own clock it is known when the step after them began, though the thread may
+        have been away then.
+        """
         while self._steps and self._steps[0].ended.query():
-            step = self._steps.popleft()
-            self._began_at = time.monotonic()
+            step, now = self._steps.popleft(), time.monotonic()
+            if self._steps and self._steps[0].began.query():
+                began_at = self._began_at + step.began.elapsed_time(self._steps[0].began) / 1e3
+                self._began_at = min(now, began_at)
+            else:
+                self._began_at = now
             if step.teaches:
                 self._learn(step.work, step.began.elapsed_time(step.ended) / 1e3)
 

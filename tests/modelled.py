@@ -24,11 +24,12 @@ from unittest import mock
 import torch
 
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending
+from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import ComputeRate, pairs
 from tieredkv.config import Settings
 from tieredkv.engine import core
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.engine_messages import TokenOutput
+from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.first_rates import time_link, time_steps
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import MIXED_SIZES, ModelRunner, StepOutput, late_layer
@@ -74,6 +75,8 @@ class Machine(NamedTuple):
         issue_s: time for which issuing a step keeps the engine's thread; the device begins then.
         issue_long_s: time for which the thread is kept beyond that by a step that no graph holds.
         issue_token_s: the same for each of its prompt tokens.
+        block_s: time for which the thread is kept by a block of a request that comes, and by one of
+            a request that is admitted.
     """
 
     step_s: float = 0.006
@@ -88,6 +91,7 @@ class Machine(NamedTuple):
     issue_s: float = 0.001
     issue_long_s: float = 0.021
     issue_token_s: float = 1e-6
+    block_s: float = 2e-6
 
     def num_tokens(self, rows: Sequence[BatchRow]) -> int:
         """Return the number of prompt tokens of a step."""
@@ -516,6 +520,14 @@ class ModelledCore(EngineCore):
         num_pages = settings.host_size // spec.page_bytes
         tiers = make_tiers(settings, spec, link, self.disk, num_blocks, num_pages, "cuda")
         scheduler = make_scheduler(settings, tiers, "cuda")
+        admit = scheduler.cache.admit
+
+        def admit_timed(prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
+            is_admitted = admit(prefix, num_blocks, is_alone=is_alone)
+            self.time.sleep(is_admitted * num_blocks * self.machine.block_s)
+            return is_admitted
+
+        scheduler.cache.admit = admit_timed  # type: ignore[method-assign]
         runner = cast(ModelRunner, _Runner(self.device, spec.block_size))
         timer = _Timer(tiers.compute_rate, self.device)
         time_steps(
@@ -538,6 +550,11 @@ class ModelledCore(EngineCore):
             scheduler=scheduler,
             rate_file=None,
         )
+
+    def add_request(self, asked: EngineRequest) -> None:
+        num_blocks = len(asked.prompt_token_ids) // self.kv_spec.block_size
+        self.time.sleep(self.machine.block_s * num_blocks)
+        super().add_request(asked)
 
     def _launch(self, scheduled: list[ScheduledRow]) -> core._Launched | None:
         launched = super()._launch(scheduled)

@@ -52,6 +52,7 @@ class Event:
         return Event.stream.index(self) < Event.ended
 
     def elapsed_time(self, end: "Event") -> float:
+        assert self.query() and end.query()
         return 7.0
 
 
@@ -133,10 +134,25 @@ def test_the_device_is_busy_with_what_is_left_of_the_first_step_and_with_the_oth
     now[0] += 0.5  # the first one takes longer than predicted
     assert timer.busy_s() == pytest.approx(0.2)
     Event.ended = 2
-    assert timer.busy_s() == pytest.approx(0.2), "the second one has just begun"
+    assert timer.busy_s() == pytest.approx(0.2), "the second one is about to begin"
     assert timer.num_pending == 1
     Event.ended = 4
     assert timer.busy_s() == 0
+
+
+def test_the_next_step_may_have_begun_while_the_thread_was_away(
+    timer: StepTimer, now: list[float]
+) -> None:
+    for _ in range(3):
+        issue(timer, row(100))
+    now[0] += 0.03  # each step takes 7 ms
+    Event.ended = 5
+    assert timer.busy_s() == pytest.approx(0.1 - 0.03 + 2 * 0.007)
+    now[0] -= 0.025  # by the device's clock it would begin later than now
+    for _ in range(3):
+        issue(timer, row(100))
+    Event.ended = 9
+    assert timer.busy_s() == pytest.approx(0.1 + 0.1)
 
 
 def test_a_step_after_an_idle_time_begins_when_it_is_issued(

@@ -74,6 +74,7 @@ RATES = {
     "issue_s": "Seconds for which issuing a step keeps the engine's thread.",
     "issue_long_s": "Seconds for which it is kept beyond that by a step that no graph holds.",
     "issue_token_s": "The same for each token of a prompt.",
+    "block_s": "Seconds for which it is kept by a block that comes, and by one that is admitted.",
 }
 
 COMPARED = {"ttft_ms": (50, 90, 99), "hit_ttft_ms": (50, 90), "itl_ms": (50, 90, 99)}
