@@ -54,7 +54,8 @@ Brief requests are computed before others, also before those that were admitted 
 BESIDE_BRIEF = 1 / 8
 """Fraction of a budget: the most tokens of others in a step while there are brief requests.
 
-So brief requests get their first tokens soon and the others go on.
+A step that computes a brief request has none of them, unless the step before had none for this
+reason. So brief requests get their first tokens soon and the others go on.
 """
 
 SOON_S = 1.0
@@ -156,7 +157,7 @@ class Scheduler:
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
-        self._is_unplanned = False
+        self._is_unplanned = self._has_put_off = False
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up and prefetched from now on."""
@@ -216,11 +217,15 @@ class Scheduler:
         )
         if self.held_until:
             order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
+        may_put_off, self._has_put_off = not self._has_put_off, False
         for request in order:
             if budget <= 0:
                 break
             if has_brief and not self._is_brief(request):
                 budget = min(budget, self._most_beside)
+                if may_put_off and any(row.request.is_prefilling for row in scheduled):
+                    self._has_put_off = True
+                    break
             is_preempted = not request.is_running  # by an earlier one of this loop
             if is_preempted or request.is_long_enough:
                 continue
@@ -234,7 +239,7 @@ class Scheduler:
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
         is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
-        if has_room and not is_late and not self.held_until:
+        if has_room and not (is_late or self.held_until or self._has_put_off):
             self._admit(budget, claimed, scheduled, set())
         return scheduled
 

@@ -557,7 +557,7 @@ def test_brief_requests_are_computed_beside_a_long_prompt_that_came_first() -> N
     loop.add("brief", 16, seed=2, max_tokens=2)
     loop.add("as brief", 10, seed=3)
     loop.add("not brief", 17, seed=4)
-    assert sizes_of(loop.step()) == {"as brief": 10, "brief": 6, "long": 8}
+    assert sizes_of(loop.step()) == {"as brief": 10, "brief": 6}
     assert sizes_of(loop.step()) == {"brief": 10, "long": 8}
     assert sizes_of(loop.step()) == {"brief": 1, "long": 64}
     loop.run()
@@ -568,9 +568,9 @@ def test_a_long_prompt_goes_on_beside_brief_requests_without_end() -> None:
     loop = Loop(Rig(num_blocks=200, has_store=False), max_num_batched_tokens=64)
     loop.add("long", 400, seed=1)
     loop.step()
-    for index in range((400 - 64 - 16) // 8):  # then it is brief itself
+    for index in range(2 * (400 - 64 - 16) // 8):  # then it is brief itself
         loop.add(f"brief {index}", 16, seed=2 + index)
-        assert sizes_of(loop.step())["long"] == 8
+        assert sizes_of(loop.step()).get("long", 0) == 8 * (index % 2)
     loop.step()
     loop.step()
     assert "long" in loop.finished
