@@ -1,5 +1,6 @@
 """The benches print the JSON that they promise, and their reports detect wrong results."""
 
+import contextlib
 import json
 import math
 import os
@@ -13,12 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import crowd, disk, raw, restore, sources
-from tieredkv.bench.ttft import demote_all
+from tieredkv.bench.ttft import Sample, compare, demote_all
 from tieredkv.cli import main
 from tieredkv.storage.codec import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
@@ -209,7 +211,8 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
         for arm in ("cold", "load", "planned", "chunked")
     ]
     for row in report["rows"]:
-        assert (row["max_logit_diff"] > 0) >= (row["arm"] == "chunked")
+        # How a product is summed, and whether that depends on its size, is the processor's matter.
+        assert 0 <= row["max_logit_diff"] < (1e-3 if row["arm"] != "cold" else 1e-9)
         assert row["tokens_equal_cold"] is True
         assert len(row["ttft_ms"]["all"]) == 2
         assert row["computed_tokens"] == row["prefix_tokens"] + 64 - row["loaded_tokens"]
@@ -230,6 +233,43 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
             most = 1.2 if row["arm"] == "load" else math.inf
             assert 0.95 <= row["disk_over_loaded"] <= most
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+def test_the_raw_disk_may_be_read_for_longer_than_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[list[int]] = []
+
+    def move(_file: raw.RawFile, _move: Any, blocks: list[int], num_threads: int) -> float:
+        orders.append(sorted(blocks))
+        return float(num_threads)
+
+    with contextlib.closing(raw.RawDisk(tmp_path, 4 * raw.READ_BYTES, (1, 3, 2))) as disk:
+        monkeypatch.setattr(raw.RawFile, "move_GBps", move)
+        monkeypatch.setattr(disk._file, "is_direct", True)
+        assert disk.read_GBps(8 * raw.READ_BYTES) == 3.0
+        assert disk.read_GBps(2 * raw.READ_BYTES) == 3.0
+    assert orders[:3] == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
+    assert [len(set(order)) for order in orders[3:]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "gap", "found"),
+    [
+        ([5, 6, 7], 0.1, (0.25, True, False)),
+        ([5, 9, 7], 0.1, (0.125, True, True)),  # a near tie; what follows has another context
+        ([5, 9, 7], 0.5, (0.125, False, False)),
+    ],
+)
+def test_tokens_are_compared_up_to_the_first_that_differs(
+    token_ids: list[int], gap: float, found: tuple[float, bool, bool]
+) -> None:
+    logits = np.zeros((3, 10), dtype=np.float32)
+    logits[[0, 1, 2], [5, 6, 7]] = gap
+    cold = Sample(0.0, None, {}, [5, 6, 7], logits, None, frozenset(), 0.0, {})
+    changes = np.array([[0.0625], [-0.125], [0.25]], dtype=np.float32)
+    sample = cold._replace(token_ids=token_ids, logits=logits + changes)
+    assert compare(sample, cold) == found
 
 
 def test_logits_may_differ_from_the_cold_ones_as_much_as_chunks_make_them() -> None:

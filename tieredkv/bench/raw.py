@@ -182,10 +182,16 @@ class RawDisk:
         self.close = self._file.close
 
     def read_GBps(self, num_bytes: int) -> float | None:
-        """Return the best rate of reading so many bytes; None without O_DIRECT."""
+        """Return the best rate of reading so many bytes, which may be more than the file has.
+
+        Returns:
+            None without O_DIRECT.
+        """
         if not self._file.is_direct:
             return None
-        order = random.sample(range(self._num_blocks), num_bytes // READ_BYTES)
+        num_reads = num_bytes // READ_BYTES
+        whole = list(range(self._num_blocks)) * -(-num_reads // self._num_blocks)
+        order = random.sample(whole, num_reads)
         return max(self._file.move_GBps(os.preadv, order, count) for count in self._threads)
 
 

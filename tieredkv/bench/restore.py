@@ -16,7 +16,8 @@ or if these bytes are not 0.95 to 1.2 times `bytes_loaded`; in `planned` they ma
 computing overtakes reads.
 
 Just before each arm but `device`, the raw rate of the disk is measured, as the best of 4, 16 and 32
-threads. The disk tier may have a limit on its reads, as on a slower disk.
+threads; before `load` over as many bytes as that arm loads, since some disks read faster for a
+second than for long. The disk tier may have a limit on its reads, as on a slower disk.
 
 The report compares `planned` with the better of the other two and with the ideal: the least, over
 all splits m, of the longer of computing m tokens and loading the rest at the raw rate, plus the
@@ -55,7 +56,7 @@ from tieredkv.engine.llm import LLM
 from tieredkv.types import Progress, Tier, tracked
 
 RAW_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
-"""Bytes of a measurement of the raw disk, which has a file of four times as many."""
+"""Least bytes of a measurement of the raw disk, which has a file of four times as many."""
 
 FROM_DISK = (("planned", "load"), ("load", "planned"))
 MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
@@ -155,7 +156,9 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
         demote_all(llm, "disk")
     if arm == "chunked":
         core.verbs.evict()
-    raw_GBps = None if is_in_vram else disk.read_GBps(RAW_BYTES[raw.device()])
+    num_bytes = (len(prompt) - SUFFIX_TOKENS) * core.kv_spec.token_bytes if arm == "load" else 0
+    num_bytes = max(num_bytes, RAW_BYTES[raw.device()])
+    raw_GBps = None if is_in_vram else disk.read_GBps(num_bytes)
     mode: Any = MODES[arm]
     core.tiers.restore = mode
     core.tiers.disk_link.read_rate.limit = limit or math.inf

@@ -271,11 +271,12 @@ def restore() -> None:
     device    everything is in VRAM
     chunked   everything is computed, in steps of at most 272 tokens; not by default
 
-    The arms take turns, and the raw rate of the disk is measured beside each. `ideal` is the least
-    time that any split could take: computing the head at the measured cold speed, loading the rest
-    at the raw rate, whichever ends last, and then what the arm `device` takes. Tokens, and the keys
-    and values of all loaded blocks, are compared with the cold run; the exit code is 1 if one
-    differs. In bfloat16 the order of computing changes logits, so that near ties do not count;
+    The arms take turns, and the raw rate of the disk is measured beside each: over 512 MiB (32
+    without a GPU), and beside `load` over as many bytes as that loads if they are more. `ideal` is
+    the least time that any split could take: computing the head at the measured cold speed, loading
+    the rest at the raw rate, whichever ends last, and then what the arm `device` takes. Tokens, and
+    the keys and values of all loaded blocks, are compared with the cold run; the exit code is 1 if
+    one differs. In bfloat16 the order of computing changes logits, so that near ties do not count;
     beside `chunked`, the exit code is also 1 if `planned` changes logits by more than twice of what
     chunks change. `predicted` is the planner's own forecast. With `--disk-rate`, reads are slowed
     down as by a slower disk. The bench makes a store in the folder `--disk-dir` and removes it
