@@ -186,10 +186,10 @@ def test_a_plan_is_no_slower_than_computing_or_loading_and_near_the_ideal(
 
 
 MODELS = {
-    "random:qwen3-0.6b": Machine(step_s=0.003, token_s=3.4e-6, pair_s=2.8e-10, issue_token_s=1e-6),
-    "random:qwen3-4b": Machine(step_s=0.0045, token_s=1.4e-5, pair_s=8.5e-10, issue_token_s=3e-6),
+    "random:qwen3-0.6b": Machine(step_s=0.003, token_s=3.4e-6, pair_s=2.8e-10, issue_long_s=0.001),
+    "random:qwen3-4b": Machine(step_s=0.0045, token_s=1.4e-5, pair_s=8.5e-10),
     "random:llama-3.1-8b": H200_8B,
-    "random:qwen3-14b": Machine(step_s=0.009, token_s=4.4e-5, pair_s=1.2e-9),
+    "random:qwen3-14b": Machine(step_s=0.009, token_s=4.4e-5, pair_s=1.2e-9, issue_long_s=0.026),
 }
 """How fast one H200 serves some models, roughly as docs/compute-or-load.md measured it."""
 
@@ -223,7 +223,7 @@ def check_any_machine(make_rig: MakeRig, seed: int, longest: int) -> None:
         rig.demote()
     most = 1.09 if head else 1.02  # a copy is kept up to where computing all saves MIN_GAIN
     if machine.up_GBps < 4 * machine.read_GBps and head < length:
-        most = 1.2  # many reads arrive together, and only then are they copied
+        most = 1.3  # many reads arrive while the head is launched, and only then are they copied
     facts = model, machine, block_size, length, head, took_s
     assert took_s["auto"] <= most * min(took_s["compute"], took_s["load"]), facts
 
@@ -256,7 +256,9 @@ def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
         rig.demote(Tier.HOST)
     took_s = {restore: each.ttft_s for restore, each in served.items()}
     assert took_s["auto"] <= 1.02 * min(took_s["compute"], took_s["load"])
-    assert took_s["auto"] <= 1.05 * rig.ideal_s(prompt, Tier.HOST)
+    # While the engine's thread launches the head, it starts no copies.
+    away_s = rig.core.machine.issue_long_s / 4
+    assert took_s["auto"] <= 1.05 * rig.ideal_s(prompt, Tier.HOST) + away_s
     usage = served["auto"].usage
     assert usage.cached_tokens_by_tier[Tier.HOST] > 0 < usage.recomputed_tokens
 
