@@ -107,7 +107,9 @@ class EngineCore:
             fingerprint, clock = parts.model.fingerprint, parts.tiers.clock
             self._prefixes = Prefixes(settings, parts.spec, fingerprint, clock)
             self.kv_digests = KVDigests(self._prefixes, self.tiers.device, parts.device_blocks)
-            self.tier_stats = TierStats(self.tiers, self.scheduler, self._max_model_len)
+            self.tier_stats = TierStats(
+                self.tiers, self.scheduler, self._timer, self._max_model_len
+            )
             self.verbs = Verbs(self.cache, self.tier_stats, settings.hash_algo)
             self.verbs.give_shares(settings.tenant_shares)
             self._stack = stack.pop_all()

@@ -7,7 +7,7 @@ Called by the engine's thread only.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,10 +57,15 @@ class StepTimer:
 
     Attributes:
         rate: as given.
+        step_seconds: number of steps, and the sum of their durations, by whether they compute
+            `prompts`, maybe beside answers, or only `answers`.
+        error_seconds: the sum of what they took more or less than was predicted.
     """
 
     def __init__(self, rate: ComputeRate, device: torch.device) -> None:
         self.rate = rate
+        self.step_seconds: dict[str, tuple[int, float]] = {}
+        self.error_seconds: defaultdict[str, float] = defaultdict(float)
         self._is_cuda = device.type == "cuda"
         self._steps: deque[_Step] = deque()
         self._began: torch.cuda.Event | None = None
@@ -90,18 +95,22 @@ class StepTimer:
         """
         work = Work.of(rows)
         self._learn_issue(work)
+        predicted_s = self.rate.step_seconds(*work)
         if self._began is None:
             if teaches:
-                self._learn(work, time.monotonic() - self._began_at)
+                self._learn(work, time.monotonic() - self._began_at, predicted_s)
             return
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        predicted_s = self.rate.step_seconds(*work)
         self._steps.append(_Step(work, predicted_s, teaches, self._began, ended))
         self._began = None
 
-    def _learn(self, work: Work, seconds: float) -> None:
+    def _learn(self, work: Work, seconds: float, predicted_s: float) -> None:
         num_tokens, num_pairs, num_read = work
+        kind = "prompts" if num_tokens else "answers"
+        count, sum_s = self.step_seconds.get(kind, (0, 0.0))
+        self.step_seconds[kind] = count + 1, sum_s + seconds
+        self.error_seconds[kind] += abs(seconds - predicted_s)
         self.rate.learn(num_tokens, num_pairs, seconds, num_read=num_read)
 
     def _learn_issue(self, work: Work) -> None:
@@ -123,7 +132,8 @@ class StepTimer:
             else:
                 self._began_at = now
             if step.teaches:
-                self._learn(step.work, step.began.elapsed_time(step.ended) / 1e3)
+                seconds = step.began.elapsed_time(step.ended) / 1e3
+                self._learn(step.work, seconds, step.predicted_s)
 
     def issue_s(self, rows: Sequence[BatchRow]) -> float:
         """Return for how long issuing a step keeps the engine's thread, as far as it is known."""

@@ -7,6 +7,7 @@ import msgspec
 
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.scheduler import Scheduler
+from tieredkv.engine.step_timer import StepTimer
 from tieredkv.types import Tier
 
 TOLD_POSITIONS = (0, 16_384, 65_536)
@@ -16,8 +17,10 @@ TOLD_POSITIONS = (0, 16_384, 65_536)
 class TierStats:
     """Reads the statistics of one engine; called by the engine's thread."""
 
-    def __init__(self, tiers: Tiers, scheduler: Scheduler, max_model_len: int) -> None:
-        self._tiers, self._scheduler = tiers, scheduler
+    def __init__(
+        self, tiers: Tiers, scheduler: Scheduler, timer: StepTimer, max_model_len: int
+    ) -> None:
+        self._tiers, self._scheduler, self._timer = tiers, scheduler, timer
         self._positions = [each for each in TOLD_POSITIONS if each < max_model_len]
 
     def read(self) -> dict[str, object]:
@@ -35,6 +38,8 @@ class TierStats:
             }
         stats["counters"] = msgspec.to_builtins(tiers.counters) | {
             "computed_tokens": scheduler.num_computed_tokens,
+            "step_seconds": dict(self._timer.step_seconds),
+            "step_error_seconds": dict(self._timer.error_seconds),
             "preemptions": scheduler.num_preemptions,
             "requests_running": len(scheduler.running),
             "requests_waiting": len(scheduler.waiting),

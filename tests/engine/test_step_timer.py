@@ -113,6 +113,18 @@ def test_steps_that_wait_for_bytes_teach_nothing(timer: StepTimer, rate: Rate) -
     assert rate.taught == [(100, pairs(0, 100), 0.007, 0)]
 
 
+def test_what_steps_took_and_by_how_much_they_were_mispredicted_is_summed_up(
+    timer: StepTimer,
+) -> None:
+    for rows in ([row(9), row(1, 40)], [row(4)], [row(1, 40)] * 8):
+        issue(timer, *rows)
+    issue(timer, row(100), teaches=False)
+    Event.ended = 8
+    timer.poll()
+    assert timer.step_seconds == {"prompts": (2, 0.014), "answers": (1, 0.007)}
+    assert timer.error_seconds == pytest.approx({"prompts": 0.002 + 0.003, "answers": 0.007})
+
+
 def test_tokens_that_are_generated_beside_a_prompt_read_those_before_them(
     timer: StepTimer, rate: Rate
 ) -> None:
