@@ -70,7 +70,7 @@ class StepTimer:
         self._steps: deque[_Step] = deque()
         self._began: torch.cuda.Event | None = None
         self._began_at = self._called_at = 0.0
-        self._issue_token_s = 0.0
+        self._issue_s: dict[int, float] = {}  # by the octave of the number of tokens
 
     @property
     def num_pending(self) -> int:
@@ -115,8 +115,8 @@ class StepTimer:
 
     def _learn_issue(self, work: Work) -> None:
         if work.num_tokens >= MIN_LONG_STEP:
-            token_s = (time.monotonic() - self._called_at) / work.num_tokens
-            self._issue_token_s = smoothed(self._issue_token_s, token_s)
+            octave, seconds = work.num_tokens.bit_length(), time.monotonic() - self._called_at
+            self._issue_s[octave] = smoothed(self._issue_s.get(octave, 0.0), seconds)
 
     def poll(self) -> None:
         """Take in the steps that have ended.
@@ -136,9 +136,16 @@ class StepTimer:
                 self._learn(step.work, seconds, step.predicted_s)
 
     def issue_s(self, rows: Sequence[BatchRow]) -> float:
-        """Return for how long issuing a step keeps the engine's thread, as far as it is known."""
+        """Return for how long issuing a step keeps the engine's thread, as far as it is known.
+
+        It is what steps of about the size took: launching kernels takes long whatever their size,
+        and replaying a graph does not.
+        """
         num_tokens = Work.of(rows).num_tokens
-        return num_tokens * self._issue_token_s if num_tokens >= MIN_LONG_STEP else 0.0
+        if num_tokens < MIN_LONG_STEP or not self._issue_s:
+            return 0.0
+        octave = num_tokens.bit_length()
+        return self._issue_s[min(self._issue_s, key=lambda known: abs(known - octave))]
 
     def predict_s(self, rows: Sequence[BatchRow]) -> float:
         """Return how long the device takes for a step."""

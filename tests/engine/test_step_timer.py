@@ -178,15 +178,14 @@ def test_a_step_after_an_idle_time_begins_when_it_is_issued(
     assert timer.busy_s() == pytest.approx(0.1)
 
 
-def test_the_time_for_which_issuing_a_step_keeps_the_thread_is_learnt(now: list[float]) -> None:
+def test_the_time_for_which_issuing_a_step_keeps_the_thread_is_learnt_by_size(
+    now: list[float],
+) -> None:
     timer = StepTimer(Rate(), torch.device("cpu"))
     assert timer.issue_s([row(4000)]) == 0.0, "nothing is known yet"
-    timer.begin()
-    now[0] += 0.01
-    timer.end([row(1000)])
-    assert timer.issue_s([row(4000)]) == pytest.approx(0.04)
-    timer.begin()
-    now[0] += 10.0
-    timer.end([row(1)])
-    assert timer.issue_s([row(4000)]) == pytest.approx(0.04), "short steps teach nothing"
-    assert timer.issue_s([row(1)]) == 0.0
+    for num_tokens, seconds in ((500, 0.001), (3000, 0.03), (1, 10.0)):
+        timer.begin()
+        now[0] += seconds
+        timer.end([row(num_tokens)])
+    for num_tokens, seconds in ((1, 0.0), (300, 0.001), (600, 0.001), (1100, 0.03), (8000, 0.03)):
+        assert timer.issue_s([row(num_tokens)]) == pytest.approx(seconds)
