@@ -23,8 +23,11 @@ BURST_GAP_S = 0.002
 MEMORY_S = 0.5
 """Busy seconds after which a measurement has lost most of its weight."""
 
-FIRST_S = 0.1
+FIRST_S = 0.03
 """The first assumption weighs as much as a measurement of so many seconds."""
+
+STALE_S = 0.1
+"""A stale rate weighs as much as a measurement of so many seconds, against one that is lower."""
 
 BURST_S = 0.02
 """A limit lets through at most what it allows in this time, at once."""
@@ -168,7 +171,8 @@ class LinkRate:
             self.learnt_at = now
             return
         if self.is_stale(now):
-            self._learnt_s = 0.0 if measured > self.bytes_per_s else FIRST_S
+            known_s = STALE_S if self.is_learnt else FIRST_S
+            self._learnt_s = 0.0 if measured > self.bytes_per_s else known_s
         self._learnt_s += seconds
         share = max(seconds / MEMORY_S, num_bytes / self.memory_bytes)
         weight = max(1 - math.exp(-share), seconds / self._learnt_s)
