@@ -483,10 +483,12 @@ def _depths_of_gain(saved: Sequence[tuple[float, float]]) -> Depths:
     """
     depths, first = list[tuple[float, float]](), 0.0 if saved and saved[0][1] >= 0 else None
     for (low, before), (high, after) in itertools.pairwise(saved):
-        crossing = low + (high - low) * before / (before - after) if before != after else high
-        if first is None and after >= 0:
+        if (first is None) == (after < 0):
+            continue
+        crossing = low + (high - low) * before / (before - after)
+        if first is None:
             first = crossing
-        elif first is not None and after < 0:
+        else:
             depths.append((first, crossing))
             first = None
     return [*depths, (first, math.inf)] if first is not None else depths

@@ -223,9 +223,11 @@ class Scheduler:
                 break
             if has_brief and not self._is_brief(request):
                 budget = min(budget, self._most_beside)
+                # So far, all rows with tokens of prompts are those of brief requests.
                 if may_put_off and any(row.request.is_prefilling for row in scheduled):
                     self._has_put_off = True
                     break
+                may_put_off = False
             is_preempted = not request.is_running  # by an earlier one of this loop
             if is_preempted or request.is_long_enough:
                 continue

@@ -576,6 +576,18 @@ def test_a_long_prompt_goes_on_beside_brief_requests_without_end() -> None:
     assert "long" in loop.finished
 
 
+def test_only_a_brief_request_has_longer_ones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(Rig(num_blocks=200, has_store=False), max_num_batched_tokens=64)
+    for index in range(2):
+        loop.add(f"long {index}", 400, seed=1 + index)
+    loop.step()
+    loop.step()
+    # A brief request waits for blocks, and so do the longer ones, behind their next block.
+    monkeypatch.setattr(Scheduler, "_comes_soon", lambda *_: True)
+    monkeypatch.setattr(loop.rig.cache, "stop", lambda _prefix, first, _end: first + 1)
+    assert sizes_of(loop.step()) == {"long 0": SIZE, "long 1": SIZE}
+
+
 def test_brief_requests_leave_running_ones_the_blocks_that_they_need_next() -> None:
     loop = Loop(Rig(num_blocks=26, has_store=False), max_num_batched_tokens=64)
     loop.add("long", 80, seed=1, max_tokens=4)

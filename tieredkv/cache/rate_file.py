@@ -163,7 +163,8 @@ class RateFile:
         for name, link in self._links.items():
             if link.is_learnt:  # what was measured at this start counts more
                 continue
-            link.bytes_per_s = getattr(found, f"{name}_bytes_per_s") or link.bytes_per_s
+            if bytes_per_s := getattr(found, f"{name}_bytes_per_s"):
+                link.assume(bytes_per_s)
         if not self._compute.assume(found.known_steps):
             self._ignore("they are far from what was measured now", what="step times")
 

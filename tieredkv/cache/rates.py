@@ -27,7 +27,7 @@ FIRST_S = 0.03
 """The first assumption weighs as much as a measurement of so many seconds."""
 
 STALE_S = 0.1
-"""A stale rate weighs as much as a measurement of so many seconds, against one that is lower."""
+"""The rate of an earlier run weighs as much, and so does a stale one beside a lower measurement."""
 
 BURST_S = 0.02
 """A limit lets through at most what it allows in this time, at once."""
@@ -171,8 +171,10 @@ class LinkRate:
             self.learnt_at = now
             return
         if self.is_stale(now):
-            known_s = STALE_S if self.is_learnt else FIRST_S
-            self._learnt_s = 0.0 if measured > self.bytes_per_s else known_s
+            if measured > self.bytes_per_s:
+                self._learnt_s = 0.0
+            elif self.is_learnt:
+                self._learnt_s = STALE_S
         self._learnt_s += seconds
         share = max(seconds / MEMORY_S, num_bytes / self.memory_bytes)
         weight = max(1 - math.exp(-share), seconds / self._learnt_s)
@@ -183,6 +185,10 @@ class LinkRate:
         self._far = far
         self.bytes_per_s += weight * (measured - self.bytes_per_s)
         self.learnt_at = now
+
+    def assume(self, bytes_per_s: float) -> None:
+        """Take over the rate of an earlier run, until it is measured."""
+        self.bytes_per_s, self._learnt_s = bytes_per_s, STALE_S
 
     def doubt(self) -> None:
         """Have the next measurement replace the rate."""
