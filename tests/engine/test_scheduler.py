@@ -577,15 +577,16 @@ def test_a_long_prompt_goes_on_beside_brief_requests_without_end() -> None:
 
 
 def test_only_a_brief_request_has_longer_ones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(Rig(num_blocks=200, has_store=False), max_num_batched_tokens=64)
+    loop = Loop(Rig(num_blocks=300, has_store=False), max_num_batched_tokens=64)
     for index in range(2):
-        loop.add(f"long {index}", 400, seed=1 + index)
-    loop.step()
-    loop.step()
+        loop.add(f"long {index}", 60 + 400 * index, seed=1 + index)
+        loop.step()
+    loop.add("long 2", 400, seed=3)
+    loop.scheduler._admit(1, set(), [], set())
     # A brief request waits for blocks, and so do the longer ones, behind their next block.
     monkeypatch.setattr(Scheduler, "_comes_soon", lambda *_: True)
     monkeypatch.setattr(loop.rig.cache, "stop", lambda _prefix, first, _end: first + 1)
-    assert sizes_of(loop.step()) == {"long 0": SIZE, "long 1": SIZE}
+    assert sizes_of(loop.step()) == {"long 1": SIZE, "long 2": SIZE}
 
 
 def test_brief_requests_leave_running_ones_the_blocks_that_they_need_next() -> None:
