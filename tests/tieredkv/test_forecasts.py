@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
-from tieredkv.cache.forecasts import LAG_S, NUM_LAGS, Lag
+from tieredkv.cache.forecasts import LAG_S, NUM_LAGS, Forecasts, Lag
 from tieredkv.config import Restore
 
 
@@ -29,6 +29,19 @@ def test_a_lag_of_some_time_ago_is_not_expected_again(monkeypatch: pytest.Monkey
     assert lag.seconds == 0.1
     now += LAG_S
     assert lag.seconds == 0.0
+
+
+def test_what_a_step_says_needs_no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecasts, now = Forecasts(), 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    issued = forecasts.with_step(None, 1.0)
+    planned = forecasts.make(1.0, is_restored=False)
+    now += 5.0
+    for late in (issued, planned):
+        forecasts.learn(late)
+    assert forecasts.with_step(None, 1.0).predicted_s == 1.0
+    assert forecasts.make(1.0, is_restored=False).predicted_s == 5.0
+    assert forecasts.make(1.0, is_restored=True).predicted_s == 1.0
 
 
 def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() -> None:

@@ -2,7 +2,8 @@
 
 A request is told once: by the plan at its admission, or by the step that is issued then, if its
 first token comes with that. The plan knows the device and the links. It does not know what else is
-computed in a step, nor what the engine's own thread takes, so that the lag of others is added.
+computed in a step, nor what the engine's own thread takes, so that the lag of others is added. The
+step knows all that the device does before the first token.
 
 Called by the engine's thread only.
 """
@@ -28,7 +29,7 @@ class Forecast(NamedTuple):
         kind: what it waits for.
         made_at: when that was first planned, in monotonic time.
         planned_s: how long after that by the plan.
-        lag_s: how much later than planned other requests of the kind got theirs.
+        lag_s: how much later than planned others of the kind got theirs; 0.0 if it is issued.
     """
 
     kind: Kind
@@ -95,9 +96,10 @@ class Forecasts:
         now = time.monotonic()
         made_at = now if forecast is None else forecast.made_at
         planned_s = now - made_at + done_s
-        return Forecast("issued", made_at, planned_s, self._lags["issued"].seconds)
+        return Forecast("issued", made_at, planned_s, 0.0)
 
     def learn(self, forecast: Forecast) -> None:
         """Learn from a forecast whose time has come."""
-        late_s = time.monotonic() - forecast.made_at - forecast.planned_s
-        self._lags[forecast.kind].learn(late_s)
+        if forecast.kind != "issued":
+            late_s = time.monotonic() - forecast.made_at - forecast.planned_s
+            self._lags[forecast.kind].learn(late_s)
