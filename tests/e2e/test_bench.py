@@ -215,6 +215,7 @@ def test_bench_restore_reports_what_was_computed_loaded_and_predicted(
         assert 0 <= row["max_logit_diff"] < (1e-3 if row["arm"] != "cold" else 1e-9)
         assert row["tokens_equal_cold"] is True
         assert len(row["ttft_ms"]["all"]) == 2
+        assert set(row["raw_by_threads_GBps"]) == ({"4", "16", "32"} if row["raw_GBps"] else set())
         assert row["computed_tokens"] == row["prefix_tokens"] + 64 - row["loaded_tokens"]
         if row["arm"] in ("cold", "chunked"):
             assert (row["loaded_tokens"], row["kv_bytes_equal"]) == (0, None)
@@ -247,8 +248,8 @@ def test_the_raw_disk_may_be_read_for_longer_than_its_file(
     with contextlib.closing(raw.RawDisk(tmp_path, 4 * raw.READ_BYTES, (1, 3, 2))) as disk:
         monkeypatch.setattr(raw.RawFile, "move_GBps", move)
         monkeypatch.setattr(disk._file, "is_direct", True)
-        assert disk.read_GBps(8 * raw.READ_BYTES) == 3.0
-        assert disk.read_GBps(2 * raw.READ_BYTES) == 3.0
+        assert disk.read_GBps(8 * raw.READ_BYTES) == [1.0, 3.0, 2.0]
+        assert disk.read_GBps(2 * raw.READ_BYTES) == [1.0, 3.0, 2.0]
     assert orders[:3] == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert [len(set(order)) for order in orders[3:]] == [2, 2, 2]
 

@@ -29,6 +29,7 @@ from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import demote_all, look_up, make_prompt, serve_once, tier_sizes
 from tieredkv.cache.rates import LinkRate
+from tieredkv.config import Restore
 from tieredkv.engine.llm import LLM
 
 Row = dict[str, Any]
@@ -130,7 +131,7 @@ def _event() -> Any:
     return event
 
 
-def measure(settings: Row, lengths: list[int], repeats: int) -> list[Row]:
+def measure(settings: Row, lengths: list[int], repeats: int, restore: Restore) -> list[Row]:
     """Serve each prefix from disk; return its timelines."""
     rows = list[Row]()
     with LLM(**settings, retention="24h", progress=bench_progress()) as llm:
@@ -145,7 +146,7 @@ def measure(settings: Row, lengths: list[int], repeats: int) -> list[Row]:
                 llm.core.tiers.restore = "compute"
                 cold_ms = serve_once(llm, prompt).ttft_ms
                 demote_all(llm, "disk")
-                llm.core.tiers.restore = "auto"
+                llm.core.tiers.restore = restore
                 with timeline.recording():
                     sample = serve_once(llm, prompt)
                 row: Row = {"prefix_tokens": length, "cold_ms": round(cold_ms, 1)}
@@ -159,10 +160,16 @@ def measure(settings: Row, lengths: list[int], repeats: int) -> list[Row]:
 @click.option("--model", default="random:llama-3.1-8b", show_default=True)
 @click.option("--prefix-tokens", default="2048,8192", show_default=True, help="With commas.")
 @click.option("--repeats", default=2, show_default=True)
+@click.option("--restore", type=click.Choice(["auto", "load"]), default="auto", show_default=True)
 @click.option("--disk-dir", type=click.Path(path_type=Path), help="Where the store is made.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(
-    model: str, prefix_tokens: str, repeats: int, disk_dir: Path | None, commit: str | None
+    model: str,
+    prefix_tokens: str,
+    repeats: int,
+    restore: Restore,
+    disk_dir: Path | None,
+    commit: str | None,
 ) -> None:
     lengths = [int(length) for length in prefix_tokens.split(",")]
     with tempfile.TemporaryDirectory(prefix="tieredkv-timeline-", dir=disk_dir) as folder:
@@ -170,7 +177,7 @@ def main(
         found, spec = look_up(settings)
         settings |= {"disk_dir": str(Path(folder) / "store")}
         settings |= tier_sizes(lengths, repeats, spec.token_bytes, found.max_model_len)
-        rows = measure(settings, lengths, repeats)
+        rows = measure(settings, lengths, repeats, restore)
     for row in rows:
         head = "{prefix_tokens} tokens, {ttft_ms} ms, computed in {cold_ms} ms".format(**row)
         click.echo(head, err=True)

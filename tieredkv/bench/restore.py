@@ -16,8 +16,9 @@ or if these bytes are not 0.95 to 1.2 times `bytes_loaded`; in `planned` they ma
 computing overtakes reads.
 
 Just before each arm but `device`, the raw rate of the disk is measured, as the best of 4, 16 and 32
-threads; before `load` over as many bytes as that arm loads, since some disks read faster for a
-second than for long. The disk tier may have a limit on its reads, as on a slower disk.
+threads (`raw_by_threads_GBps` has each); before `load` over as many bytes as that arm loads, since
+some disks read faster for a second than for long. The best of three measurements of a disk whose
+rate varies is above its mean. The disk tier may have a limit on its reads, as on a slower disk.
 
 The report compares `planned` with the better of the other two and with the ideal: the least, over
 all splits m, of the longer of computing m tokens and loading the rest at the raw rate, plus the
@@ -81,13 +82,13 @@ class Run(NamedTuple):
 
     Attributes:
         sample: what came back.
-        raw_GBps: the disk's rate beside it.
+        raw_GBps: the disk's rate beside it, for each number of threads; empty if unknown.
         load_s: from the first read to the last block in VRAM; 0.0 if nothing was read.
         load_bytes: what was read from disk into VRAM.
     """
 
     sample: Sample
-    raw_GBps: float | None
+    raw_GBps: list[float]
     load_s: float
     load_bytes: int
 
@@ -158,7 +159,7 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
         core.verbs.evict()
     num_bytes = (len(prompt) - SUFFIX_TOKENS) * core.kv_spec.token_bytes if arm == "load" else 0
     num_bytes = max(num_bytes, RAW_BYTES[raw.device()])
-    raw_GBps = None if is_in_vram else disk.read_GBps(num_bytes)
+    raw_GBps = [] if is_in_vram else disk.read_GBps(num_bytes)
     mode: Any = MODES[arm]
     core.tiers.restore = mode
     core.tiers.disk_link.read_rate.limit = limit or math.inf
@@ -231,7 +232,7 @@ def run(
     if num_served < num_cases:
         problems.append(f"interrupted after {num_served} of {num_cases} cases")
     facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
-    raws = [run.raw_GBps for some in runs.values() for run in some if run.raw_GBps]
+    raws = [max(run.raw_GBps) for some in runs.values() for run in some if run.raw_GBps]
     limits = {
         "h2d_GBps": raw.h2d_GBps(),
         "disk_read_GBps": round(statistics.median(raws), 3) if raws else None,
@@ -295,7 +296,8 @@ def _row(
     pairs = [(each.sample, other.sample) for each, other in zip(ours, cold, strict=True)]
     differences, are_equal, are_excluded = zip(*(compare(*pair) for pair in pairs), strict=True)
     raws = [each.raw_GBps for each in ours if each.raw_GBps]
-    raw_GBps = statistics.median(raws) if raws else None
+    raw_GBps = statistics.median(map(max, raws)) if raws else None
+    by_threads = zip(raw.BEST_THREADS, zip(*raws, strict=True), strict=False)
     rates = [each.load_bytes / each.load_s / 1e9 for each in ours if each.load_s]
     predicted = [run.sample.predicted_ms for run in ours if run.sample.predicted_ms is not None]
     claimed, by_tier = CLAIMED[arm], [each.sample.by_tier for each in ours]
@@ -309,6 +311,7 @@ def _row(
         "ttft_ms": {"p50": p50_ms, "min": min(times), "all": times},
         "predicted_ms": round(statistics.median(predicted), 3) if predicted else None,
         "raw_GBps": round(raw_GBps, 3) if raw_GBps else None,
+        "raw_by_threads_GBps": {n: round(statistics.median(all_), 3) for n, all_ in by_threads},
         "over_cold": round(p50_ms / _p50(cold), 3),
         "over_better": None,
         "over_ideal": None,
