@@ -5,6 +5,7 @@ Used by whoever makes text: the server, or `LLM` in the user's process.
 
 import time
 from collections import deque
+from collections.abc import Collection
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,9 +25,15 @@ class Answer(Detokenizer):
         finish_reason: why the text has ended; None until then.
     """
 
-    def __init__(self, request: EngineRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        shown: Collection[int] = (),
+    ) -> None:
         params = request.params
-        super().__init__(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        super().__init__(tokenizer, stop=params.stop, min_tokens=params.min_tokens, shown=shown)
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []

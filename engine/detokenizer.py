@@ -5,7 +5,7 @@ string. Used by whoever makes text: the server, or `LLM` in the user's process. 
 models nor logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ class Detokenizer:
         stop: the stop strings.
         min_tokens: stop strings count only from this number of tokens on.
         shows_special: special tokens are part of the text.
+        shown: ids of the special tokens that are part of the text although the others are not.
 
     Attributes:
         text: everything given out so far.
@@ -39,10 +40,12 @@ class Detokenizer:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         shows_special: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        self._decode = _decoder(tokenizer, skip_special_tokens=not shows_special)
+        self._decode = _decoder(tokenizer, skip_special_tokens=not (shows_special or shown))
+        self._left_out = special_ids(tokenizer) - set(shown) if shown else frozenset()
         self._decode_all = _decoder(tokenizer, skip_special_tokens=False)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -56,7 +59,8 @@ class Detokenizer:
         given = ""
         for token_id in token_ids:
             self._num_tokens += 1
-            given += self._release(self._decode_next(token_id))
+            if token_id not in self._left_out:
+                given += self._release(self._decode_next(token_id))
         return given
 
     @property
@@ -66,6 +70,8 @@ class Detokenizer:
 
     def leaves_out(self, token_id: int) -> bool:
         """Return whether a token is special, so that the text does not show it."""
+        if self._left_out:
+            return token_id in self._left_out
         return not self._decode([token_id]) and bool(self._decode_all([token_id]))
 
     def finish(self) -> str:
@@ -108,6 +114,12 @@ class Detokenizer:
         self._pending = pending[cut:]
         self.text += pending[:cut]
         return pending[:cut]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of the special tokens."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(id for id, token in added if token.special)
 
 
 def _overlap(text: str, stop: str) -> int:

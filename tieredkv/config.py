@@ -219,6 +219,21 @@ class Settings:
         "Whether special tokens spelled out in messages count as these tokens. Otherwise they are "
         "text.",
     )
+    tool_parser: str = _server(
+        "auto",
+        "How the model writes calls of tools: a family of models, `none`, or `auto` by its chat "
+        "template.",
+    )
+    reasoning_parser: str = _server(
+        "auto",
+        "How the model writes its thoughts: a family of models, `none`, or `auto` by its chat "
+        "template.",
+    )
+    drop_billing_header: Switch = _server(
+        "on",
+        "Whether the system block that Claude Code adds for its own billing is left out of "
+        "prompts. It changes with each session, so that nothing behind it could be found again.",
+    )
     anthropic_implicit: Switch = _server(
         "on", "Whether `/v1/messages` also caches prompts without `cache_control`."
     )

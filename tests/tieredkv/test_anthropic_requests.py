@@ -31,7 +31,7 @@ def ask(
 ) -> Asked:
     turns = [{"role": "user", "content": list(blocks)}]
     body = {"model": "m", "max_tokens": 4, "messages": turns, **fields}
-    request = read(MessagesRequest, body, rules.refuses)
+    request = read(MessagesRequest, body, rules.refuses).cleaned(rules)
     request.check(rules)
     return request.ask(tokenization, rules)
 
@@ -66,6 +66,24 @@ def test_each_breakpoint_is_a_claim_up_to_its_end(tokenization: Tokenization) ->
     assert asked.plan.cacheable_tokens == claims[-1].end_token
     anywhere = Rules(replace(SETTINGS, cache_lookback=0), is_strict=True)
     assert ask(tokenization, *blocks, rules=anywhere).plan.read_ends is None
+
+
+def test_claude_codes_billing_block_is_left_out_unless_it_is_to_be_kept(
+    tokenization: Tokenization,
+) -> None:
+    def system(build: str) -> list[dict[str, Any]]:
+        billing = f"x-anthropic-billing-header: cc_version=2.0.{build}; cc_entrypoint=cli;"
+        return [text(billing), text("You help.", "5m"), text("Be brief.")]
+
+    plain = ask(tokenization, text("one"), system=system("1")[1:])
+    first, second = (ask(tokenization, text("one"), system=system(build)) for build in "12")
+    assert first.prompts == second.prompts == plain.prompts
+    assert first.plan.claims == plain.plan.claims
+    kept = Rules(replace(SETTINGS, drop_billing_header="off"), is_strict=True)
+    others = [ask(tokenization, text("one"), rules=kept, system=system(it)) for it in "12"]
+    assert others[0].prompts != others[1].prompts != plain.prompts
+    alone = ask(tokenization, text("one"), system=system("1")[:1])
+    assert alone.prompts == ask(tokenization, text("one")).prompts
 
 
 def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokenization) -> None:

@@ -201,6 +201,7 @@ def test_models_are_told_with_what_anthropics_clients_need_too(tokenization: Tok
     assert (info.id, info.display_name, told["has_more"]) == ("m", "m", False)
     assert info.created_at.timestamp() == model["created"]
     assert (model["object"], model["max_model_len"]) == ("model", 512)
+    assert model["tool_parser"] is None, "its chat template is of no known family"
 
 
 def test_a_client_learns_what_it_needs_to_make_prompts_by_itself(

@@ -16,7 +16,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from tieredkv.config import Settings
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage
 from tieredkv.engine.sampling_params import SamplingParams
@@ -34,8 +33,10 @@ from tieredkv.server.known_fields import (
     RESPONSES,
     KnownFields,
 )
+from tieredkv.server.message_parser import Delta
 from tieredkv.server.openai_answers import ChatShape
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
+from tieredkv.server.reply import Reply
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.tokenize_requests import TokenizeRequest
 
@@ -357,13 +358,14 @@ def test_the_newer_name_of_the_longest_answer_goes_before_the_older_one() -> Non
 
 def test_usage_is_in_every_chunk_where_it_is_wanted_and_counts_what_was_told() -> None:
     tokenizer = load_tokenizer("tiny-random")
-    answers = [Answer(EngineRequest(params=SamplingParams()), tokenizer) for _ in range(2)]
+    answers = [Reply(EngineRequest(params=SamplingParams()), tokenizer) for _ in range(2)]
     for answer in answers:
         answer.usage, answer.token_ids = RequestUsage(prompt_tokens=3), [97] * 5  # more than sent
 
     async def pieces() -> AsyncIterator[Piece]:
         for index, num_tokens in ((0, 1), (1, 2), (0, 5), (1, 5)):
-            yield Piece(index, num_tokens, "a", None, "length" if num_tokens == 5 else None)
+            reason = "length" if num_tokens == 5 else None
+            yield Piece(index, num_tokens, "a", [Delta("a")], None, reason)
 
     async def told(**how: Any) -> list[Any]:
         shape = ChatShape("m", Tokenization(tokenizer), n=2, **how)

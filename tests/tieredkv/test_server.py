@@ -11,7 +11,6 @@ from openai.types.responses import ResponseErrorEvent
 from transformers import PreTrainedTokenizerFast
 
 from tieredkv.config import Settings
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import (
     Claim,
@@ -29,6 +28,7 @@ from tieredkv.server import openai_api as requests
 from tieredkv.server.asked import WHOLE, Rules, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_answers import NO_ECHO, ChatShape, CompletionShape
+from tieredkv.server.reply import Reply
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.run import bind
 from tieredkv.types import Tier
@@ -602,7 +602,7 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
             actual_s=0.3000004,
         ),
     ]
-    answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
+    answers = [Reply(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
     for i, answer in enumerate(answers):
         answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
     told = CompletionShape("m", TOKENIZATION, [NO_ECHO] * 2, n=2).whole(answers)

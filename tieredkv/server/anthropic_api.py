@@ -4,14 +4,14 @@ This module does not use sockets or the engine. It converts conversations to the
 chat messages, so that equal conversations from both APIs share blocks.
 """
 
+import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import FailFast, Field, model_validator
 
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
@@ -27,10 +27,15 @@ from tieredkv.server.known_fields import (
     TEXT_FORMAT,
     TOOL_RESULT_PART,
 )
+from tieredkv.server.message_parser import Delta
+from tieredkv.server.reply import Reply
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
 MAX_MESSAGES = 16_384
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""What the system block begins with that Claude Code adds for Anthropic's billing."""
+
 _THOUGHTS = ("thinking", "redacted_thinking")
 _RUNS = ("tool_use", "tool_result")
 """Several blocks of one of these types in a row count as one position."""
@@ -209,6 +214,13 @@ class Conversation(ApiRequest, Marked):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    def cleaned(self, rules: Rules) -> Self:
+        """Return the body without the block for Anthropic's billing, unless the server keeps it."""
+        is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
+        if not is_first or rules.settings.drop_billing_header == "off":
+            return self
+        return self.model_copy(update={"system": self.system[1:]})
+
     @cached_property
     def layout(self) -> tuple[list[Json], list[Place]]:
         """The messages for the chat template, and the place of each block in them.
@@ -294,8 +306,13 @@ class Conversation(ApiRequest, Marked):
         self, tokenization: Tokenization, marks: Sequence[Mark] = (), *, is_bounded: bool = True
     ) -> Encoded:
         """Return the prompt's token ids, and the number of tokens up to each mark."""
-        tools = {"tools": [tool.for_template() for tool in self.tools] or None}
+        tools = {"tools": self.functions or None}
         return tokenization.encode_chat(self.layout[0], tools, marks, is_bounded=is_bounded)
+
+    @property
+    def functions(self) -> list[Json]:
+        """The tools in the form that chat templates know."""
+        return [tool.for_template() for tool in self.tools]
 
 
 class CountTokensRequest(Conversation, PlainRequest):
@@ -364,6 +381,7 @@ class MessagesRequest(Conversation):
         how = self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
         how["max_tokens"] = min(self.max_tokens, WHOLE)
         params = SamplingParams(stop=tuple(self.stop_sequences), **how)
+        is_free = self.tool_choice is None or self.tool_choice.type != "none"
         return Asked(
             prompts=[encoded.token_ids],
             plan=EngineRequest(params=params, **caching),
@@ -372,6 +390,7 @@ class MessagesRequest(Conversation):
             parts=encoded.parts,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
+            reading=tokenization.reading(encoded, self.functions if is_free else ()),
         )
 
 
@@ -387,27 +406,35 @@ class MessageShape(Shape):
         self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
 
-    def whole(self, answers: Sequence[Answer]) -> Json:
-        """Return the message with its text."""
-        text = answers[0].text
-        content = [{"type": "text", "text": text}] if text else []
+    def whole(self, answers: Sequence[Reply]) -> Json:
+        """Return the message with its blocks."""
+        content = [_block(part) for part in answers[0].parts]
         body = {"content": content, **self._ending(answers[0]), "usage": self._usage(answers[0])}
         return {**self._head, **self._diagnostics(answers[0]), **body}
 
     async def events(
-        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+        self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield the start of the message, its one text in pieces, and how the message ended."""
+        """Yield the start of the message, its blocks in pieces, and how the message ended."""
         message: Json = {**self._head, "content": [], "usage": self._usage(answers[0])}
         message |= {"stop_reason": None, "stop_sequence": None, **self._diagnostics(answers[0])}
-        text = {"type": "text", "text": ""}
         yield {"type": "message_start", "message": message}
-        yield {"type": "content_block_start", "index": 0, "content_block": text}
-        yield {"type": "ping"}
+        num_blocks, last = 0, None
         async for piece in pieces:
-            delta = {"type": "text_delta", "text": piece.text}
-            yield {"type": "content_block_delta", "index": 0, "delta": delta}
-        yield {"type": "content_block_stop", "index": 0}
+            if not piece.deltas:
+                yield {"type": "ping"}
+            for delta in piece.deltas:
+                if last is None or not delta.continues(last):
+                    for event in _block_end(last, num_blocks - 1):
+                        yield event
+                    start = {"type": "content_block_start", "index": num_blocks}
+                    yield {**start, "content_block": _block(delta, is_start=True)}
+                    if last is None:
+                        yield {"type": "ping"}
+                    num_blocks, last = num_blocks + 1, delta
+                yield _block_delta(num_blocks - 1, **_added(delta))
+        for event in _block_end(last, num_blocks - 1):
+            yield event
         ending, usage = self._ending(answers[0]), self._usage(answers[0])
         yield {"type": "message_delta", "delta": ending, "usage": usage}
         yield {"type": "message_stop"}
@@ -416,15 +443,17 @@ class MessageShape(Shape):
         """Return the last event of a stream that failed."""
         return anthropic_body(error, self.request_id)
 
-    def _ending(self, answer: Answer) -> Json:
+    def _ending(self, answer: Reply) -> Json:
         stopped_by = answer.stopped_by
         is_cut_short = len(answer.token_ids) < self._max_tokens
         reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
         if answer.finish_reason == "stop":
             reason = "end_turn" if stopped_by is None else "stop_sequence"
+        if answer.ends_with_calls:
+            reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stopped_by}
 
-    def _usage(self, answer: Answer) -> Json:
+    def _usage(self, answer: Reply) -> Json:
         """Return a `usage` object, whose counts of input tokens add up to the prompt's length.
 
         Tokens written up to the last one-hour breakpoint count as written for one hour. All other
@@ -444,7 +473,7 @@ class MessageShape(Shape):
             "tieredkv": self.caching([usage])["tieredkv"],
         }
 
-    def _diagnostics(self, answer: Answer) -> Json:
+    def _diagnostics(self, answer: Reply) -> Json:
         found, compared = self.diagnosis.compare(answer.usage), self.diagnosis.compared
         if found is None or found.kind in ("hit", "unavailable"):
             return {"diagnostics": None}
@@ -453,6 +482,44 @@ class MessageShape(Shape):
             num_missed = max(0, compared.num_tokens - found.at_token)
             told = {"type": f"{found.kind}_changed", "cache_missed_input_tokens": num_missed}
         return {"diagnostics": {"cache_miss_reason": told}}
+
+
+_SIGNATURE = "tieredkv"
+"""Thoughts come with a signature, which clients send back with them; here it says nothing."""
+
+
+def _block(part: Delta, *, is_start: bool = False) -> Json:
+    """Return the content block of a part of a message, or what a stream begins it with."""
+    if part.call is not None:
+        given = {} if is_start else json.loads(part.call.arguments)
+        id = f"toolu_{part.call.id}"
+        return {"type": "tool_use", "id": id, "name": part.call.name, "input": given}
+    if part.thoughts:
+        thoughts, signature = ("", "") if is_start else (part.thoughts, _SIGNATURE)
+        return {"type": "thinking", "thinking": thoughts, "signature": signature}
+    return {"type": "text", "text": "" if is_start else part.text}
+
+
+def _added(delta: Delta) -> Json:
+    """Return what a delta adds to its content block."""
+    if delta.call is not None:
+        return {"type": "input_json_delta", "partial_json": delta.call.arguments}
+    if delta.thoughts:
+        return {"type": "thinking_delta", "thinking": delta.thoughts}
+    return {"type": "text_delta", "text": delta.text}
+
+
+def _block_delta(index: int, **delta: str) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _block_end(part: Delta | None, index: int) -> Iterator[Json]:
+    """Yield the events that end the content block of a part, if there is one."""
+    if part is None:
+        return
+    if part.thoughts:
+        yield _block_delta(index, type="signature_delta", signature=_SIGNATURE)
+    yield {"type": "content_block_stop", "index": index}
 
 
 _ANTHROPIC_TYPES = {

@@ -218,7 +218,7 @@ class Api:
         if (model := read(ApiRequest, parsed).model) != info.model:
             raise unknown_model(model)
         rules = self._keys.rules(tenant)
-        body = read(kind, parsed, rules.refuses)
+        body = read(kind, parsed, rules.refuses).cleaned(rules)
         stop.check()
         body.check(rules)
         given = {name for name, value in parsed.items() if value is not None}
@@ -278,7 +278,7 @@ class Api:
         shape, shape.request_id = asked.shape, scope["request_id"]
         observer = Observer(self._metrics, tenant, asked.labels, scope["arrived_at"])
         tokenizer = self._tokenization.tokenizer
-        generation = Generation(self._engine, tokenizer, prepared.requests, observer)
+        generation = Generation(self._engine, tokenizer, prepared.requests, observer, asked.reading)
         ending.callback(generation.close)
         gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
         # The engine already works on the requests while the digests are made.
@@ -301,7 +301,9 @@ class Api:
         info, date = self._engine.info, time.strftime("%FT%TZ", time.gmtime(self._created))
         model = {"id": info.model, "object": "model", "created": self._created, "created_at": date}
         model |= {"type": "model", "display_name": info.model, "lifecycle": "active"}
-        return {**model, "owned_by": "tieredkv", "max_model_len": info.max_model_len}
+        model |= {"owned_by": "tieredkv", "max_model_len": info.max_model_len}
+        family = self._tokenization.family
+        return {**model, "tool_parser": family.name if family and family.call else None}
 
 
 class EventStream(StreamingResponse):

@@ -10,13 +10,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from msgspec.structs import replace
 from pydantic import Field
 
 from tieredkv.config import Settings
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest, RequestUsage
 from tieredkv.engine.prompt import pack_prompt
 from tieredkv.errors import RequestError, invalid_value
@@ -25,6 +24,7 @@ from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPo
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
 from tieredkv.server.generation import Piece
+from tieredkv.server.reply import Reading, Reply
 from tieredkv.types import Tier
 from tieredkv.units import parse_duration
 
@@ -136,18 +136,16 @@ class Shape(Protocol):
     def __init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
 
-    def whole(self, answers: Sequence[Answer]) -> Json:
+    def whole(self, answers: Sequence[Reply]) -> Json:
         """Return the whole body of a finished answer."""
 
-    def events(
-        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[Json]:
+    def events(self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]) -> AsyncIterator[Json]:
         """Yield the events of a stream, at least one for every piece."""
 
     def failure(self, error: RequestError) -> Json:
         """Return the last event of a stream that failed."""
 
-    def written_for(self, answer: Answer, lifetime: str) -> int:
+    def written_for(self, answer: Reply, lifetime: str) -> int:
         """Return how many prompt tokens were written to be kept for at least this lifetime."""
         claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
         end = max((claim.end_token for claim in claims if claim.pin_s >= lifetime_s), default=0)
@@ -190,6 +188,7 @@ class Asked:
         parts: the parts of the prompt.
         settings: other fields whose change can explain a miss.
         compared_id: the id of an earlier answer to compare this request with.
+        reading: how the answers are read as messages; None for plain texts.
     """
 
     prompts: list[list[int]]
@@ -202,6 +201,7 @@ class Asked:
     parts: Sequence[Part] = ()
     settings: Json = field(default_factory=dict)
     compared_id: str | None = None
+    reading: Reading | None = None
 
     def seen(self, isolate_by: str) -> Seen:
         """Return the digests that are kept of this request for later diagnoses."""
@@ -266,6 +266,10 @@ class ApiRequest(Object):
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
     model: Text
+
+    def cleaned(self, _rules: Rules) -> Self:
+        """Return the body without what a client adds for another service than this."""
+        return self
 
     def check(self, rules: Rules) -> None:
         """Refuse fields that contradict each other or that this server does not support."""

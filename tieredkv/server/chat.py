@@ -26,12 +26,14 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tieredkv.engine.detokenizer import Detokenizer
+from tieredkv.engine.detokenizer import Detokenizer, special_ids
 from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of
+from tieredkv.server.message_parser import Family, Tools
 from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
+from tieredkv.server.reply import Reading
 from tieredkv.server.threads import Stop
 
 CACHED_TOKENS = 65_536
@@ -76,11 +78,13 @@ class Encoded(NamedTuple):
 
     Attributes:
         parts: the tools and messages that were rendered.
+        text: the text of the conversation.
     """
 
     token_ids: list[int]
     ends: list[int]
     parts: Sequence[Part] = ()
+    text: str = ""
 
 
 class Signs:
@@ -125,6 +129,10 @@ class Tokenization:
         allows_special: whether special tokens that messages spell out are encoded as these tokens
             instead of as text.
         max_model_len: the longest prompt; encoding stops as soon as a prompt is known to be longer.
+        family: how the model writes messages; None if that is not known.
+
+    Attributes:
+        tokenizer, family: as given.
     """
 
     def __init__(
@@ -134,8 +142,14 @@ class Tokenization:
         has_canonical_tools: bool = False,
         allows_special: bool = False,
         max_model_len: int | None = None,
+        family: Family | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.family, self._shown = family, frozenset[int]()
+        if family is not None:
+            added = tokenizer.added_tokens_decoder
+            shown = (id for id in special_ids(tokenizer) if family.names(str(added[id])))
+            self._shown = frozenset(shown)
         self._has_canonical_tools = has_canonical_tools
         self._max_model_len = max_model_len
         self._encoder = PieceEncoder(tokenizer)
@@ -225,7 +239,18 @@ class Tokenization:
         before = [guard + i * width for i, guard in enumerate(guards)]
         ends = encoding.ends(place - width * bisect_left(before, place) for place in places)
         parts = parts_of(arguments.get("tools") or (), _joined(messages))
-        return Encoded(encoding.ids, ends, parts)
+        return Encoded(encoding.ids, ends, parts, text)
+
+    def reading(self, encoded: Encoded, tools: Tools) -> Reading | None:
+        """Return how answers to a conversation are read; None if they are plain texts.
+
+        Args:
+            encoded: the conversation.
+            tools: that may be called.
+        """
+        if self.family is None:
+            return None
+        return Reading(self.family, self._shown, encoded.text, tools)
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt that is a text or token ids."""

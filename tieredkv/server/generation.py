@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.server.engine_client import EngineClient, error_of
+from tieredkv.server.message_parser import Delta
 from tieredkv.server.metrics import Observer
+from tieredkv.server.reply import Reading, Reply
 
 
 class ClientGoneError(Exception):
@@ -27,12 +28,14 @@ class Piece:
     Attributes:
         index: the index of the answer.
         num_tokens: how many tokens the answer has so far, with this piece.
-        text: the text that was added.
+        text: the text that was added, as the model wrote it.
+        deltas: what was added to the message.
     """
 
     index: int
     num_tokens: int
     text: str
+    deltas: list[Delta]
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
 
@@ -50,13 +53,14 @@ class Generation:
         tokenizer: PreTrainedTokenizerBase,
         requests: Sequence[EngineRequest],
         observer: Observer,
+        reading: Reading | None = None,
     ) -> None:
         self._engine = engine
         self._observer = observer
         self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._first: Piece | Exception | None = None
         self._has_begun = asyncio.Event()
-        self.answers = [Answer(request, tokenizer) for request in requests]
+        self.answers = [Reply(request, tokenizer, reading) for request in requests]
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
             engine.submit(request, self._take)
@@ -112,14 +116,14 @@ class Generation:
             return
         answer = self.answers[index]
         num_before = len(answer.logprobs)
-        text = answer.take(output)
+        text, deltas = answer.read(output)
         if answer.finish_reason is not None:
             self._end(index, answer.finish_reason)
             if output.finish_reason is None:
                 self._engine.abort(output.request_id)
         logprobs = answer.logprobs[num_before:] or None
         num_tokens = len(answer.token_ids)
-        self._put(Piece(index, num_tokens, text, logprobs, answer.finish_reason))
+        self._put(Piece(index, num_tokens, text, deltas, logprobs, answer.finish_reason))
 
     def _put(self, piece: Piece | Exception) -> None:
         self._first = self._first or piece

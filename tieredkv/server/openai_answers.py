@@ -3,16 +3,18 @@
 This module only builds the JSON; it does not use sockets, requests or the engine.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.engine_messages import TokenLogprob
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
+from tieredkv.server.message_parser import Call, Delta
+from tieredkv.server.reply import Reply
 
 LEAST_LOGPROB = -9999.0
 """The log-probability of a token that could not have been chosen, as JSON has no infinity."""
@@ -55,16 +57,16 @@ class CompletionShape(Shape):
         self._head: Json = {"id": self.id, "object": self.object}
         self._head |= {"created": self.created, "model": model}
 
-    def whole(self, answers: Sequence[Answer]) -> Json:
+    def whole(self, answers: Sequence[Reply]) -> Json:
         """Return a choice for each answer, and one usage of all answers."""
         choices, num_tokens = [], sum(len(answer.token_ids) for answer in answers)
         for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
             logprobs = self._logprobs(i, answer.logprobs)
-            choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
+            choices.append(self.choice(i, echo, answer, logprobs))
         return {**self._head, "choices": choices, "usage": self._usage(answers, num_tokens)}
 
     async def events(
-        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+        self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
         """Yield chunks of one choice each, with the usage in those chunks where it is wanted."""
         head = {**self._head, "object": self.chunk_object}
@@ -82,7 +84,7 @@ class CompletionShape(Shape):
         async for piece in pieces:
             num_tokens[piece.index] = piece.num_tokens
             logprobs = self._logprobs(piece.index, piece.logprobs)
-            for choice in self.delta(piece.index, piece.text, logprobs, piece.finish_reason):
+            for choice in self.delta(answers[piece.index], piece, logprobs):
                 yield {**head, "choices": [choice], **usage()}
         if self._usage_in != "none":
             yield {**head, "choices": [], "usage": self._usage(answers, sum(num_tokens))}
@@ -93,14 +95,17 @@ class CompletionShape(Shape):
 
     def opening(self, index: int, echo: str) -> list[Json]:
         """Return a choice with the echoed prompt, or no choice if the prompt is not echoed."""
-        return [self.choice(index, echo, None, None)] if echo else []
+        return [self._text(index, echo, None, None)] if echo else []
 
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the choices of a stream for one piece."""
-        return [self.choice(index, text, logprobs, reason)]
+    def delta(self, _answer: Reply, piece: Piece, logprobs: Json | None) -> list[Json]:
+        """Return the choices of a stream for one piece of an answer."""
+        return [self._text(piece.index, piece.text, logprobs, piece.finish_reason)]
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """Return the choice for an answer or for a piece of it."""
+    def choice(self, index: int, echo: str, answer: Reply, logprobs: Json | None) -> Json:
+        """Return the choice for a whole answer."""
+        return self._text(index, echo + answer.text, logprobs, answer.finish_reason)
+
+    def _text(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
@@ -128,7 +133,7 @@ class CompletionShape(Shape):
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob] | None) -> Json | None:
         return self.logprobs(tokens, index) if tokens else None
 
-    def _usage(self, answers: Sequence[Answer], num_tokens: int) -> Json:
+    def _usage(self, answers: Sequence[Reply], num_tokens: int) -> Json:
         """Return a `usage` object, in which each prompt counts once for all its answers."""
         prompts = [answer.usage for answer in answers[:: self._n]]  # the first answer's
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
@@ -147,21 +152,45 @@ class ChatShape(CompletionShape):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, model: str, tokenization: Tokenization, **form: Any) -> None:
+        super().__init__(model, tokenization, **form)
+        self._num_calls = Counter[int]()  # of each answer, so far
+
     def opening(self, index: int, echo: str) -> list[Json]:
         """Return the first choice of a stream, which names the role."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
 
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return a choice with the text and, at the end of the answer, one with an empty delta."""
-        has_text = text or logprobs or reason is None
-        choices = [self._chunk(index, {"content": text}, logprobs, None)] if has_text else []
-        return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
+    def delta(self, answer: Reply, piece: Piece, logprobs: Json | None) -> list[Json]:
+        """Return a choice for each delta and, at the end of the answer, one with an empty delta."""
+        reason = piece.finish_reason
+        deltas = [self._delta(piece.index, delta) for delta in piece.deltas]
+        if not deltas and (logprobs or reason is None):
+            deltas.append({"content": ""})
+        choices = [self._chunk(piece.index, delta, None, None) for delta in deltas]
+        if choices:
+            choices[0]["logprobs"] = logprobs
+        return choices + ([self._chunk(piece.index, {}, None, _reason(answer))] if reason else [])
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+    def _delta(self, index: int, delta: Delta) -> Json:
+        if delta.call is not None:
+            number = self._num_calls[index] = self._num_calls[index] + 1
+            return {"tool_calls": [{"index": number - 1, **_call(delta.call)}]}
+        return {"reasoning_content": delta.thoughts} if delta.thoughts else {"content": delta.text}
+
+    def choice(self, index: int, echo: str, answer: Reply, logprobs: Json | None) -> Json:
         """Return the choice for a whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        how = {"logprobs": logprobs, "finish_reason": reason}
-        return {"index": index, "message": message, **how}
+        calls = [_call(call) for call in answer.calls]
+        message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
+        if calls:
+            message |= {"content": answer.content or None, "tool_calls": calls}
+        if answer.thoughts:
+            message["reasoning_content"] = answer.thoughts
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": _reason(answer),
+        }
 
     def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
         """Return the log-probabilities as one object for each token."""
@@ -177,6 +206,15 @@ class ChatShape(CompletionShape):
     def _token(self, token_id: int, logprob: float | None) -> Json:
         text, encoded = self._token_of(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
+
+
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{call.id}", "type": "function", "function": function}
+
+
+def _reason(answer: Reply) -> str | None:
+    return "tool_calls" if answer.ends_with_calls else answer.finish_reason
 
 
 def _finite(logprob: float | None) -> float | None:

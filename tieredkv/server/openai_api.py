@@ -391,6 +391,8 @@ class ConversationRequest(OpenAIRequest):
         marks = [mark for mark, *_ in self.marks]
         encoded = tokenization.encode_chat(messages, arguments, marks, field=self.prompt_field)
         plan = self.plan(rules, encoded.ends)
+        tools = () if self.tool_choice == "none" else arguments.get("tools") or ()
+        how["reading"] = tokenization.reading(encoded, tools)
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 

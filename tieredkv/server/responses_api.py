@@ -6,13 +6,12 @@ Input items are converted to chat messages, so that both endpoints render the sa
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, list_of, names_of
@@ -22,7 +21,9 @@ from tieredkv.server.asked import Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES, TEXT_FORMAT
+from tieredkv.server.message_parser import Delta
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
+from tieredkv.server.reply import Reply
 
 
 class _Known(Object):
@@ -234,16 +235,19 @@ class ResponseShape(Shape):
 
     def __init__(self, asked: ResponsesRequest) -> None:
         super().__init__()
-        self._asked, self._item_id = asked, f"msg_{uuid.uuid4().hex}"
+        self._asked, self._item_ids = asked, list[str]()
         self._echo = asked.echo()  # Several events of a stream repeat it.
         self._numbers = itertools.count()
 
-    def whole(self, answers: Sequence[Answer]) -> Json:
-        """Return the answer with its one message."""
+    def whole(self, answers: Sequence[Reply]) -> Json:
+        """Return the answer with its items."""
         (answer,) = answers
         is_cut = answer.finish_reason == "length" and not self._asked.is_prewarm
         status = "incomplete" if is_cut else "completed"
-        output = [] if self._asked.is_prewarm else [self._item(status, answer.text)]
+        parts = answer.parts or [Delta()]
+        if self._asked.is_prewarm:
+            parts = []
+        output = [self._item(i, part, status) for i, part in enumerate(parts)]
         return {
             **self._response(status, output),
             "completed_at": None if is_cut else int(time.time()),
@@ -253,31 +257,31 @@ class ResponseShape(Shape):
         }
 
     async def events(
-        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+        self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield the events of the response, its message, and the one part of the message.
+        """Yield the events of the response, its items, and the parts of these.
 
-        The events of the part lie between those of the message, and these between those of the
-        response.
+        The events of a part lie between those of its item, and these between those of the response.
         """
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress", []))
-        where = {"output_index": 0}
-        part = {"item_id": self._item_id, **where, "content_index": 0}
-        is_shown = not self._asked.is_prewarm
-        if is_shown:
-            yield self._event("output_item.added", **where, item=self._item("in_progress"))
-            yield self._event("content_part.added", **part, part=_part(""))
+        (answer,), num_items, last = answers, 0, None
         async for piece in pieces:
-            if is_shown and piece.text:
-                yield self._event("output_text.delta", **part, delta=piece.text, logprobs=[])
+            for delta in () if self._asked.is_prewarm else piece.deltas:
+                if last is None or not delta.continues(last):
+                    for event in self._item_end(num_items - 1, answer.parts):
+                        yield event
+                    for event in self._item_start(num_items, delta):
+                        yield event
+                    num_items, last = num_items + 1, delta
+                yield self._item_delta(num_items - 1, delta)
         response = self.whole(answers)
-        if is_shown:
-            (item,) = response["output"]
-            text = answers[0].text
-            yield self._event("output_text.done", **part, text=text, logprobs=[])
-            yield self._event("content_part.done", **part, part=_part(text))
-            yield self._event("output_item.done", **where, item=item)
+        if not num_items and response["output"]:  # a message without text
+            for event in self._item_start(num_items, Delta()):
+                yield event
+            num_items = 1
+        for event in self._item_end(num_items - 1, answer.parts, response["output"]):
+            yield event
         yield self._event(response["status"], response=response)
 
     def failure(self, error: RequestError) -> Json:
@@ -285,13 +289,67 @@ class ResponseShape(Shape):
         told = {"code": error.code, "message": str(error), "param": error.param}
         return {"type": "error", **told, "sequence_number": next(self._numbers)}
 
-    def _event(self, name: str, **fields: Any) -> Json:
+    def _event(self, name: str, /, **fields: Any) -> Json:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
 
-    def _item(self, status: str, text: str | None = None) -> Json:
-        content = [] if text is None else [_part(text)]
+    def _item_start(self, index: int, part: Delta) -> Iterator[Json]:
+        item = self._item(index, part, "in_progress", is_start=True)
+        yield self._event("output_item.added", output_index=index, item=item)
+        if part.call is None:
+            where = self._where(index, part)
+            yield self._event("content_part.added", **where, part=_part(part, is_start=True))
+
+    def _item_delta(self, index: int, delta: Delta) -> Json:
+        where = self._where(index, delta)
+        if delta.call is not None:
+            name, text = "function_call_arguments", delta.call.arguments
+            return self._event(f"{name}.delta", **where, delta=text)
+        if delta.thoughts:
+            return self._event("reasoning_text.delta", **where, delta=delta.thoughts)
+        return self._event("output_text.delta", **where, delta=delta.text, logprobs=[])
+
+    def _item_end(
+        self, index: int, parts: Sequence[Delta], output: Sequence[Json] = ()
+    ) -> Iterator[Json]:
+        if index < 0:
+            return
+        part = parts[index] if parts else Delta()
+        where = self._where(index, part)
+        if part.call is not None:
+            named = {"name": part.call.name, "arguments": part.call.arguments}
+            yield self._event("function_call_arguments.done", **where, **named)
+        elif part.thoughts:
+            yield self._event("reasoning_text.done", **where, text=part.thoughts)
+        else:
+            yield self._event("output_text.done", **where, text=part.text, logprobs=[])
+        if part.call is None:
+            yield self._event("content_part.done", **where, part=_part(part))
+        item = output[index] if output else self._item(index, part, "completed")
+        yield self._event("output_item.done", output_index=index, item=item)
+
+    def _where(self, index: int, part: Delta) -> Json:
+        where = {"item_id": self._id(index, part), "output_index": index}
+        return where if part.call is not None else {**where, "content_index": 0}
+
+    def _id(self, index: int, part: Delta) -> str:
+        """Return the id of an item, which is the same whenever it is asked for."""
+        while index >= len(self._item_ids):
+            self._item_ids.append(uuid.uuid4().hex)
+        word = "fc" if part.call is not None else "rs" if part.thoughts else "msg"
+        return f"{word}_{self._item_ids[index]}"
+
+    def _item(self, index: int, part: Delta, status: str, *, is_start: bool = False) -> Json:
+        """Return an item of the output, or what a stream begins it with."""
+        head = {"id": self._id(index, part)}
+        content = [] if is_start else [_part(part)]
+        if part.call is not None:
+            called = {"call_id": f"call_{part.call.id}", "name": part.call.name}
+            called["arguments"] = "" if is_start else part.call.arguments
+            return {**head, "type": "function_call", "status": status, **called}
+        if part.thoughts:
+            return {**head, "type": "reasoning", "summary": [], "content": content}
         how = {"status": status, "role": "assistant", "content": content}
-        return {"id": self._item_id, "type": "message", **how}
+        return {**head, "type": "message", **how}
 
     def _response(self, status: str, output: list[Json]) -> Json:
         nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
@@ -310,7 +368,7 @@ class ResponseShape(Shape):
             told["comparison_reusable_tokens"] = found.at_token
         return {"prompt_cache_diagnostics": told}
 
-    def _usage(self, answer: Answer) -> Json:
+    def _usage(self, answer: Reply) -> Json:
         usage, num_long = answer.usage, self.written_for(answer, "12h")
         num_short = usage.written_tokens - num_long
         by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
@@ -324,5 +382,9 @@ class ResponseShape(Shape):
         }
 
 
-def _part(text: str) -> Json:
+def _part(part: Delta, *, is_start: bool = False) -> Json:
+    """Return the part of an item's content, or what a stream begins it with."""
+    if part.thoughts:
+        return {"type": "reasoning_text", "text": "" if is_start else part.thoughts}
+    text = "" if is_start else part.text
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

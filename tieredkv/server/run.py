@@ -27,6 +27,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_connections
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
+from tieredkv.server.message_parser import Family, choose
 from tieredkv.server.threads import bound_arenas
 from tieredkv.types import Progress
 
@@ -117,6 +118,7 @@ class Server:
             TieredKVError: it cannot start; nothing stored was changed.
         """
         self.settings.check_server()
+        self._family("")  # a name that is not known is refused at once
         bound_arenas()
         with bind(self.settings, allows_open_access=self.allows_open_access) as sock:
             local = is_local(sock.getsockname())
@@ -185,14 +187,25 @@ class Server:
         loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.settings.model))
         try:
             await engine.ready()
+            tokenizer = await loading
+            family = self._family(str(tokenizer.chat_template or ""))
+            what = f"the `{family.name}` family writes them" if family else "nothing but text"
+            logger.info("calls of tools and thoughts in answers are read as %s", what)
             return Tokenization(
-                await loading,
+                tokenizer,
+                family=family,
                 has_canonical_tools=self.settings.canonical_tools == "on",
                 allows_special=self.settings.allow_special_in_content == "on",
                 max_model_len=engine.info.max_model_len,
             )
         finally:
             loading.cancel()
+
+    def _family(self, chat_template: str) -> Family | None:
+        """Return how the model writes messages, by the settings and its chat template."""
+        named = {"tool_parser": self.settings.tool_parser}
+        named["reasoning_parser"] = self.settings.reasoning_parser
+        return choose(chat_template, **named)
 
     async def _serve(self, sock: socket.socket, api: Api, engine: EngineClient) -> None:
         """Answer requests until a signal comes."""

@@ -1,0 +1,194 @@
+"""What families of models write becomes the same message, however it is cut into pieces."""
+
+# ruff: noqa: RUF001
+# (DeepSeek's tokens have bars of full width)
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredkv.errors import ConfigError
+from tieredkv.server.message_parser import Delta, MessageParser, choose, detect, families
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+GIVEN = {"city": 'Zürich "x" </b>', "days": 3}
+JSON = json.dumps(GIVEN, ensure_ascii=False)
+
+WRITTEN = {
+    "hermes": (
+        "<think>\nHmm.\n</think>\n\nLet me see.\n"
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {JSON}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    ),
+    "qwen3-coder": (
+        "<think>\nHmm.\n</think>\n\nLet me see.\n\n<tool_call>\n<function=get_weather>\n"
+        '<parameter=city>\nZürich "x" </b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+        "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    ),
+    "glm": (
+        "<think>Hmm.</think>\nLet me see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+        '<arg_value>Zürich "x" </b></arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>'
+        "\n</tool_call>\n<tool_call>now\n</tool_call>"
+    ),
+    "mistral": (
+        f"[THINK]Hmm.[/THINK]Let me see.[TOOL_CALLS]get_weather[ARGS]{JSON}"
+        "[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}"
+    ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>Hmm.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant to=functions.now<|channel|>"
+        "commentary <|constrain|>json<|message|>{}<|call|>"
+    ),
+    "deepseek-v3": (
+        "<think>Hmm.</think>Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
+        f"<｜tool▁sep｜>get_weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>"
+        "function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "deepseek-v3.1": (
+        "<think>Hmm.</think>Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather"
+        f"<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "llama3": (
+        f'{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}'
+    ),
+}
+"""What each family writes for the same thoughts, text and calls; Llama writes calls alone."""
+
+
+def read(family: str, pieces: list[str], prompt: str = "", tools: Any = TOOLS) -> Any:
+    """Return the thoughts, the text and the calls of a message that comes in pieces."""
+    parser, deltas = MessageParser(families()[family], prompt, tools), list[Delta]()
+    for piece in pieces:
+        deltas += parser.feed(piece)
+    deltas += parser.finish()
+    calls = [(it.call.name, json.loads(it.call.arguments)) for it in deltas if it.call]
+    return "".join(it.thoughts for it in deltas), "".join(it.text for it in deltas), calls
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    """Return the pieces of a text that is cut at these places, as far as it has them."""
+    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+@given(places=st.lists(st.integers(0, 420)))
+def test_a_message_is_the_same_in_whatever_pieces_it_comes(family: str, places: list[int]) -> None:
+    calls = [("get_weather", GIVEN), ("now", {})]
+    thoughts, text = ("", "") if family == "llama3" else ("Hmm.", "Let me see.")
+    assert read(family, cut(WRITTEN[family], places)) == (thoughts, text, calls)
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_message_letter_by_letter_is_the_same(family: str) -> None:
+    assert read(family, list(WRITTEN[family])) == read(family, [WRITTEN[family]])
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("text", ["", " plain \n", "a < b, {c}\n\n[d] ", "<tool", "naïve 🎉\n"])
+def test_plain_text_stays_as_it_is(family: str, text: str) -> None:
+    assert read(family, list(text)) == read(family, [text]) == ("", text, [])
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_without_tools_nothing_is_a_call(family: str) -> None:
+    thoughts, text, calls = read(family, [WRITTEN[family]], tools=())
+    assert not calls and "get_weather" in text
+    assert thoughts == ("" if family == "llama3" else "Hmm.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'a <tool_call>\n{"name": oops}\n</tool_call> b',
+        '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "now"',
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        "<tool_call>",
+    ],
+)
+def test_a_malformed_call_is_text_as_the_model_wrote_it(text: str) -> None:
+    assert read("hermes", [text]) == ("", text, [])
+    assert len(text) > 1000 or read("hermes", list(text)) == ("", text, [])
+
+
+def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
+    written = '<tool_call>{"name": "other", "arguments": {"b": "1", "a": null}}</tool_call>'
+    assert read("hermes", [written]) == ("", "", [("other", {"b": "1", "a": None})])
+    as_text = '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert read("hermes", [as_text]) == ("", "", [("now", {"a": 1})])
+
+
+def test_both_forms_of_mistral_are_read() -> None:
+    calls = (
+        f'[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
+    )
+    assert read("mistral", list(f"[TOOL_CALLS] {calls}")) == (
+        "",
+        "",
+        [("get_weather", GIVEN), ("now", {})],
+    )
+
+
+def test_an_answer_in_json_is_no_call() -> None:
+    answer = '{"name": "Alice", "age": 3}'
+    assert read("llama3", list(answer)) == ("", answer, [])
+    tagged = '<|python_tag|>{"name": "now", "parameters": {}}'
+    assert read("llama3", list(tagged)) == ("", "", [("now", {})])
+
+
+def test_thoughts_may_begin_in_the_prompt() -> None:
+    prompt = "<|im_start|>user\n<think><|im_start|>assistant\n<think>\n"
+    assert read("hermes", list("Hmm.\n</think>\n\nYes."), prompt) == ("Hmm.", "Yes.", [])
+    ended = prompt + "\n</think>\n\n"
+    assert read("hermes", ["Yes."], ended) == ("", "Yes.", [])
+    assert read("hermes", ["Hmm. I was cut"], prompt) == ("Hmm. I was cut", "", [])
+
+
+def test_the_family_is_told_by_the_chat_template() -> None:
+    assert detect("{{ messages }}") is None
+    for name, family in families().items():
+        found = detect(" ".join(family.detect))
+        assert found is not None and found.name == name
+
+
+def test_parsers_can_be_chosen_by_hand() -> None:
+    template = "<tool_call>"
+    chosen = choose(template, tool_parser="mistral", reasoning_parser="auto")
+    assert chosen is not None
+    assert (chosen.name, chosen.thoughts) == ("mistral", families()["hermes"].thoughts)
+    no_calls = choose(template, tool_parser="none", reasoning_parser="auto")
+    assert no_calls is not None and not no_calls.call and no_calls.thoughts
+    assert choose(template, tool_parser="none", reasoning_parser="none") is None
+    assert choose("{{ messages }}", tool_parser="auto", reasoning_parser="auto") is None
+    with pytest.raises(ConfigError, match=re.escape("tool_parser is `x`, but it must be one of")):
+        choose(template, tool_parser="x", reasoning_parser="auto")
+
+
+def test_special_tokens_that_messages_are_written_with_are_known() -> None:
+    gpt_oss = families()["gpt-oss"]
+    names = ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>", "<|constrain|>"]
+    assert all(map(gpt_oss.names, names)) and not gpt_oss.names("<|endoftext|>")
+    assert families()["mistral"].names("[TOOL_CALLS]")
+    assert not families()["hermes"].names("<|im_end|>")

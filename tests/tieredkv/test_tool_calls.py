@@ -1,0 +1,233 @@
+"""Calls of tools and thoughts reach the clients of each API, whole and in streams."""
+
+import asyncio
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import anthropic
+import openai
+import pytest
+
+from tieredkv.config import Settings
+from tieredkv.engine.checkpoint import load_tokenizer
+from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput
+from tieredkv.server.app import Api, build_app
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.keys import Keys
+from tieredkv.server.message_parser import families
+
+TOKENIZER = load_tokenizer("tiny-random")
+WRITTEN = (
+    "<think>\nHmm.\n</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS = [("get_weather", {"city": "Zürich"}), ("now", {})]
+ASKED: Any = [{"role": "user", "content": "What is the weather?"}]
+
+
+class Engine:
+    """Stands in for the engine: it writes a text, a token at a time.
+
+    Attributes:
+        prompts: the texts of the prompts that it was given.
+    """
+
+    info = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, worker_pid=None)
+    is_alive, pid, stats = True, 1, dict[str, Any]()
+    trouble: str | None = None
+    store_error = ""
+
+    def __init__(self, text: str, finish_reason: str = "stop") -> None:
+        self._text, self._reason = text, finish_reason
+        self.prompts: list[str] = []
+
+    def submit(self, request: EngineRequest, take: Callable[[TokenOutput], None]) -> None:
+        self.prompts.append(str(TOKENIZER.decode(request.prompt_token_ids)))
+        token_ids = TOKENIZER.encode(self._text, add_special_tokens=False)
+        usage = RequestUsage(prompt_tokens=len(request.prompt_token_ids))
+
+        async def write() -> None:
+            for i, token_id in enumerate(token_ids):
+                is_last = i == len(token_ids) - 1
+                take(
+                    TokenOutput(
+                        request_id=request.request_id,
+                        token_ids=[token_id],
+                        finish_reason=self._reason if is_last else None,
+                        usage=usage,
+                    )
+                )
+                await asyncio.sleep(0)
+
+        self._task = asyncio.get_running_loop().create_task(write())
+
+    def abort(self, request_id: str) -> None:
+        """Do nothing; what is written is no longer read."""
+
+
+def client_of(engine: Engine, kind: Any) -> Any:
+    """Return a client of one of the kinds that programs use, which is served in this process."""
+    settings = Settings()
+    keys = Keys(settings=settings, is_strict=False, is_local=True)
+    tokenization = Tokenization(TOKENIZER, family=families()["hermes"])
+    api = build_app(Api(settings, cast(Any, engine), tokenization, keys))
+    # Some versions of the programs use another package, whose parts have the same names.
+    package = importlib.import_module(kind.__mro__[1].__module__.partition(".")[0])
+    return kind(transport=package.ASGITransport(api), base_url="http://localhost")
+
+
+def openai_of(engine: Engine) -> openai.AsyncOpenAI:
+    client = client_of(engine, openai.DefaultAsyncHttpxClient)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="x", http_client=client)
+
+
+def anthropic_of(engine: Engine) -> anthropic.AsyncAnthropic:
+    client = client_of(engine, anthropic.DefaultAsyncHttpxClient)
+    return anthropic.AsyncAnthropic(base_url="http://localhost", api_key="x", http_client=client)
+
+
+def called(calls: Sequence[Any] | None) -> list[tuple[str, Any]]:
+    return [(it.function.name, json.loads(it.function.arguments)) for it in calls or ()]
+
+
+def test_a_chat_completion_has_the_calls_and_takes_their_results() -> None:
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        chat = openai_of(engine).chat.completions
+        [choice] = (await chat.create(model="m", messages=ASKED, tools=TOOLS)).choices
+        message = choice.message
+        assert (choice.finish_reason, message.content) == ("tool_calls", "Let me see.")
+        assert called(message.tool_calls) == CALLS
+        assert message.model_extra and message.model_extra["reasoning_content"] == "Hmm."
+        ids = [call.id for call in message.tool_calls or ()]
+        assert len(set(ids)) == 2 and all(id.startswith("call_") for id in ids)
+        results: Any = [{"role": "tool", "tool_call_id": id, "content": "12"} for id in ids]
+        turns = [*ASKED, message.model_dump(exclude_none=True), *results]
+        await chat.create(model="m", messages=turns, tools=TOOLS)
+        first, second = engine.prompts
+        assert second.startswith(first + "Let me see.") and '"city": "Zürich"' in second
+
+    asyncio.run(run())
+
+
+def test_a_chat_stream_has_the_calls() -> None:
+    async def run() -> None:
+        chat = openai_of(Engine(WRITTEN)).chat.completions
+        async with chat.stream(model="m", messages=ASKED, tools=TOOLS) as stream:
+            deltas = [
+                event.chunk.choices[0].delta async for event in stream if event.type == "chunk"
+            ]
+            [choice] = (await stream.get_final_completion()).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        assert called(choice.message.tool_calls) == CALLS
+        thoughts = [(delta.model_extra or {}).get("reasoning_content", "") for delta in deltas]
+        assert "".join(thoughts) == "Hmm."
+        assert [call.index for delta in deltas for call in delta.tool_calls or ()] == [0, 1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bool) -> None:
+    tools: Any = [{"type": "function", "name": "get_weather", "parameters": SCHEMA}]
+    tools.append({"type": "function", "name": "now"})
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        responses = openai_of(engine).responses
+        if is_stream:
+            async with responses.stream(model="m", input="Weather?", tools=tools) as stream:
+                names = [event.type async for event in stream]
+                response: Any = await stream.get_final_response()
+            assert names.count("response.output_item.added") == 4
+            assert names.count("response.output_item.done") == 4
+            assert names.count("response.function_call_arguments.done") == 2
+            assert names.count("response.reasoning_text.done") == 1
+            assert names[-1] == "response.completed"
+        else:
+            response = await responses.create(model="m", input="Weather?", tools=tools)
+        thoughts, message, *calls = response.output
+        assert [it.type for it in response.output[:2]] == ["reasoning", "message"]
+        assert thoughts.content[0].text == "Hmm."
+        assert (message.content[0].text, response.output_text) == ("Let me see.",) * 2
+        assert [(it.name, json.loads(it.arguments)) for it in calls] == CALLS
+        items: Any = [{"role": "user", "content": "Weather?"}]
+        items += [it.model_dump(exclude_none=True) for it in response.output]
+        for call in calls:
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "12"}
+            items.append(result)
+        await responses.create(model="m", input=items, tools=tools)
+        first, second = engine.prompts
+        assert second.startswith(first + "Let me see.") and '"city": "Zürich"' in second
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_message_has_the_calls_as_blocks_and_takes_their_results(is_stream: bool) -> None:
+    tools: Any = [{"name": "get_weather", "input_schema": SCHEMA}]
+    tools.append({"name": "now", "input_schema": {"type": "object"}})
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        messages = anthropic_of(engine).messages
+        how: Any = {"model": "m", "max_tokens": 500, "tools": tools}
+        if is_stream:
+            async with messages.stream(messages=ASKED, **how) as stream:
+                message: Any = await stream.get_final_message()
+        else:
+            message = await messages.create(messages=ASKED, **how)
+        kinds = [block.type for block in message.content]
+        assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+        thoughts, text, *calls = message.content
+        assert (thoughts.thinking, bool(thoughts.signature)) == ("Hmm.", True)
+        assert (text.text, message.stop_reason) == ("Let me see.", "tool_use")
+        assert [(it.name, it.input) for it in calls] == CALLS
+        results = [{"type": "tool_result", "tool_use_id": it.id, "content": "12"} for it in calls]
+        turns: Any = [*ASKED, {"role": "assistant", "content": message.content}]
+        turns.append({"role": "user", "content": results})
+        await messages.create(messages=turns, **how)
+        first, second = engine.prompts
+        assert second.startswith(first + "Let me see.") and '"city": "Zürich"' in second
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", [{"tools": TOOLS, "tool_choice": "none"}, {}])
+def test_nothing_is_a_call_where_none_is_wanted(how: Any) -> None:
+    async def run() -> None:
+        chat = openai_of(Engine(WRITTEN)).chat.completions
+        [choice] = (await chat.create(model="m", messages=ASKED, **how)).choices
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert (choice.message.content or "").count("<tool_call>") == 2
+
+    asyncio.run(run())
+
+
+def test_a_call_that_was_cut_short_is_text() -> None:
+    async def run() -> None:
+        cut = '<tool_call>\n{"name": "now", "argu'
+        chat = openai_of(Engine(cut, "length")).chat.completions
+        [choice] = (await chat.create(model="m", messages=ASKED, tools=TOOLS)).choices
+        assert (choice.finish_reason, choice.message.content) == ("length", cut)
+        assert choice.message.tool_calls is None
+
+    asyncio.run(run())
+
+
+def test_calls_before_a_stop_string_do_not_say_that_tools_are_to_be_called() -> None:
+    async def run() -> None:
+        chat = openai_of(Engine(WRITTEN + " and so on")).chat.completions
+        asked = chat.create(model="m", messages=ASKED, tools=TOOLS, stop=["and so"])
+        [choice] = (await asked).choices
+        assert (choice.finish_reason, called(choice.message.tool_calls)) == ("stop", CALLS)
+
+    asyncio.run(run())

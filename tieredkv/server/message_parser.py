@@ -1,0 +1,298 @@
+"""Turn what a model writes into the parts of a message: text, thoughts and calls of tools.
+
+Families of models write them in different ways, which `response_templates.toml` describes; the
+texts are taken apart by transformers' `ResponseParser`. A call is given out once it is complete.
+One that is malformed is text, with all that the model wrote around it. This module knows neither
+APIs nor tokens.
+"""
+
+import json
+import re
+import tomllib
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, NamedTuple
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from tieredkv.errors import ConfigError
+
+Event = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+Field = Literal["text", "thoughts", "calls"]
+
+
+class Call(NamedTuple):
+    """A call of a tool.
+
+    Attributes:
+        id: by which its result refers to it; each API puts a word of its own before it.
+        name: of the tool, as the model wrote it.
+        arguments: a JSON object, as text.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Delta(NamedTuple):
+    """What was added to a message: a piece of its text, a piece of its thoughts, or a call."""
+
+    text: str = ""
+    thoughts: str = ""
+    call: Call | None = None
+
+    def continues(self, part: "Delta") -> bool:
+        """Return whether it goes on with a part of a message, so that it begins no new one."""
+        is_call = self.call is not None or part.call is not None
+        return not is_call and bool(self.thoughts) == bool(part.thoughts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How a family of models writes messages; see `response_templates.toml`."""
+
+    name: str
+    start: str
+    detect: Sequence[str] = ()
+    thoughts: Sequence[str] = ()
+    call: str = ""
+    call_end: Sequence[str] = ()
+    next: str = ""
+    body: Literal["calls", "arguments", "tags"] = "calls"
+    tag: str = ""
+    is_bare: bool = False
+    skip: str = ""
+
+    def names(self, special: str) -> bool:
+        """Return whether a special token takes a part in how messages are written."""
+        patterns = [*self.thoughts, self.call, *self.call_end, self.skip]
+        return any(special in pattern.replace("\\", "") for pattern in patterns)
+
+    def template(self, *, has_tools: bool) -> dict[str, Any]:
+        """Return the response template, as transformers takes it; calls are left out of it."""
+        text: dict[str, Any] = {"content": "text"}
+        if self.skip:
+            text["close_pattern"] = self.skip
+        fields: dict[Field, dict[str, Any]] = {"text": text}
+        if self.thoughts:
+            begin, end = self.thoughts
+            fields["thoughts"] = {"open_pattern": begin, "close_pattern": end, "content": "text"}
+        if self.call and has_tools:
+            fields["calls"] = self._calls
+        return {"start_anchor": self.start, "fields": fields}
+
+    @property
+    def _calls(self) -> dict[str, Any]:
+        name = "{name}" if "(?P<name>" in self.call else ""
+        field: dict[str, Any] = {
+            "open_pattern": rf"(?P<opened>\s*(?:{self.call}))",
+            "repeats": True,
+            "content": "text",
+            "transform": {
+                "opened": "{opened}",
+                "function": {"name": name, "arguments": "{content}"},
+            },
+        }
+        if self.call_end:
+            field["close"] = list(self.call_end)
+        elif self.next:
+            field["close_pattern"] = f"(?={self.next})"
+        if self.body == "tags":
+            field |= {"content": "xml-inline", "content_args": {"tag_pattern": self.tag}}
+        return field
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Return all families by name, in the order in which they are tried."""
+    text = resources.files(__package__).joinpath("response_templates.toml").read_text("utf-8")
+    return {name: Family(name=name, **table) for name, table in tomllib.loads(text).items()}
+
+
+def detect(chat_template: str) -> Family | None:
+    """Return the family that a chat template is written for; None if none is known."""
+    for family in families().values():
+        if all(text in chat_template for text in family.detect):
+            return family
+    return None
+
+
+def choose(chat_template: str, *, tool_parser: str, reasoning_parser: str) -> Family | None:
+    """Return how a model writes messages.
+
+    Args:
+        chat_template: of the model.
+        tool_parser: name of the family that tells how calls are written, `none`, or `auto`.
+        reasoning_parser: the same for thoughts.
+
+    Returns:
+        None if neither calls nor thoughts are to be told from text.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    found = detect(chat_template)
+    of_calls = _named("tool_parser", tool_parser, found)
+    of_thoughts = _named("reasoning_parser", reasoning_parser, found)
+    if of_calls is None:
+        return of_thoughts and replace(of_thoughts, call="")
+    return replace(of_calls, thoughts=of_thoughts.thoughts if of_thoughts else ())
+
+
+def _named(field: str, name: str, found: Family | None) -> Family | None:
+    if name in ("auto", "none"):
+        return found if name == "auto" else None
+    if name not in families():
+        known = ", ".join(f"`{each}`" for each in ("auto", "none", *families()))
+        raise ConfigError(f"{field} is `{name}`, but it must be one of {known}")
+    return families()[name]
+
+
+class MessageParser:
+    """Takes one message apart as its text comes; not shared between threads.
+
+    White space next to thoughts and calls is no part of the text; any other is.
+
+    Args:
+        family: how the model writes.
+        prompt: what the message continues; only what follows the family's `start` matters.
+        tools: that may be called, as the client gave them; without any, nothing is a call.
+    """
+
+    def __init__(self, family: Family, prompt: str, tools: Tools = ()) -> None:
+        self._family = family
+        _, start, begun = prompt.rpartition(family.start)
+        template = family.template(has_tools=bool(tools))
+        self._parser = ResponseParser(template, begun if start else "", tools=[*map(dict, tools)])
+        self._body: list[str] = []
+        self._blank = ""  # white space that counts only if something follows
+        # Whether thoughts or a call stand just before.
+        self._is_beside = any(event["field"] != "text" for event in self._parser.initial_events)
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text and return what is certain now."""
+        return [*self._read(self._parser.feed(text))]
+
+    def finish(self) -> list[Delta]:
+        """End the message and return the rest."""
+        _, events = self._parser.finalize()
+        deltas = [*self._read(events, is_end=True)]
+        if self._blank and not self._is_beside:
+            deltas.append(Delta(self._blank))
+        return deltas
+
+    def _read(
+        self, events: Sequence[Mapping[str, Any]], *, is_end: bool = False
+    ) -> Iterator[Delta]:
+        for event in events:
+            match event["field"], event["type"]:
+                case "thoughts" | "calls", "region_open":
+                    self._begin()
+                case "thoughts", "region_close":
+                    self._begin()
+                case "calls", "region_close":
+                    yield from self._close_call(event["value"], is_end)
+                case "calls", "region_chunk":
+                    self._body.append(event["text"])
+                case "thoughts", "region_chunk":
+                    yield from (Delta(thoughts=text) for text in self._kept(event["text"]))
+                case "text", "region_chunk":
+                    yield from (Delta(text) for text in self._kept(event["text"]))
+
+    def _begin(self) -> None:
+        """Begin a part of the message, or go back to its text."""
+        self._body, self._blank, self._is_beside = [], "", True
+
+    def _kept(self, text: str) -> Iterator[str]:
+        """Yield what of a piece of text or thoughts counts as far as is known."""
+        whole = self._blank + text
+        if self._is_beside:
+            whole = whole.lstrip()
+        kept = whole.rstrip()
+        self._blank = whole[len(kept) :]
+        if kept:
+            self._is_beside = False
+            yield kept
+
+    def _close_call(self, value: Mapping[str, Any], is_end: bool) -> Iterator[Delta]:
+        body, function = "".join(self._body), value["function"]
+        calls = _calls_in(self._family, function["name"].strip(), body, function["arguments"])
+        self._begin()
+        if calls:
+            for name, arguments in calls:
+                yield Delta(call=Call(uuid.uuid4().hex[:24], name, arguments))
+            return
+        self._is_beside = False
+        closed = self._family.call_end[0] if self._family.call_end and not is_end else ""
+        yield from (Delta(text) for text in self._kept(value["opened"] + body + closed))
+
+
+def _calls_in(family: Family, name: str, body: str, parsed: Any) -> list[tuple[str, str]]:
+    """Return the names and arguments of the calls between one pair of delimiters.
+
+    Args:
+        family: how the model writes.
+        name: of the tool, if it stands outside.
+        body: what stands between.
+        parsed: the arguments, if they stand in tags.
+
+    Returns:
+        Nothing if they are malformed.
+    """
+    if family.body == "tags":
+        rest = re.sub(family.tag, "", body, flags=re.DOTALL).strip()
+        return [(name, _dumped(parsed))] if name and not rest else []
+    try:
+        values = [*_json_values(body)]
+        if name:
+            [arguments] = values or [{}]
+            return [(name, _arguments_of(arguments))]
+        return [_call_of(value, is_bare=family.is_bare) for value in values]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield the JSON values of a text, of which several are joined or stand in a list.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    decoder, at = json.JSONDecoder(), 0
+    while (at := _past_separators(text, at)) < len(text):
+        value, at = decoder.raw_decode(text, at)
+        yield from value if isinstance(value, list) else [value]
+
+
+def _past_separators(text: str, at: int) -> int:
+    while at < len(text) and (text[at].isspace() or text[at] in ",;"):
+        at += 1
+    return at
+
+
+def _call_of(value: Any, *, is_bare: bool) -> tuple[str, str]:
+    if isinstance(value, dict) and value.get("type") == "function":
+        value = value.get("function", value)
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        raise ValueError("a call is an object with a name")
+    given = [value[key] for key in ("arguments", "parameters") if key in value]
+    if is_bare and not given:
+        raise ValueError("it may be an answer")
+    return name, _arguments_of(given[0] if given else {})
+
+
+def _arguments_of(value: Any) -> str:
+    if isinstance(value, str):
+        value = json.loads(value)  # some models write them as text
+    if not isinstance(value, dict):
+        raise ValueError("arguments are an object")
+    return _dumped(value)
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,92 @@
+"""An answer that is a message: its text, the model's thoughts, and its calls of tools.
+
+This module knows neither HTTP nor the APIs.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
+from tieredkv.server.message_parser import Call, Delta, Family, MessageParser, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one request are read.
+
+    Attributes:
+        family: how the model writes.
+        shown: ids of the special tokens that the model writes messages with.
+        prompt: what the answers continue, or its end.
+        tools: that may be called.
+    """
+
+    family: Family
+    shown: Collection[int]
+    prompt: str
+    tools: Tools = ()
+
+
+class Reply(Answer):
+    """One request's answer so far, and the message that it is.
+
+    Without a reading, the message is the text.
+
+    Attributes:
+        parts: of the message: each a text, a stretch of thoughts, or a call.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        reading: Reading | None = None,
+    ) -> None:
+        super().__init__(request, tokenizer, shown=reading.shown if reading else ())
+        self.parts: list[Delta] = []
+        self._parser: MessageParser | None = None
+        if reading is not None:
+            self._parser = MessageParser(reading.family, reading.prompt, reading.tools)
+
+    def read(self, output: TokenOutput) -> tuple[str, list[Delta]]:
+        """Take in one step's output; return the text and what of the message is certain now."""
+        text = self.take(output)
+        if self._parser is None:
+            deltas = [Delta(text)] if text else []
+        else:
+            deltas = self._parser.feed(text)
+            if self.finish_reason is not None:
+                deltas += self._parser.finish()
+        for delta in deltas:
+            self._add(delta)
+        return text, deltas
+
+    def _add(self, delta: Delta) -> None:
+        if self.parts and delta.continues(self.parts[-1]):
+            text, thoughts, _ = self.parts[-1]
+            self.parts[-1] = Delta(text + delta.text, thoughts + delta.thoughts)
+        else:
+            self.parts.append(delta)
+
+    @property
+    def content(self) -> str:
+        """The text of the message."""
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def thoughts(self) -> str:
+        """What the model thought."""
+        return "".join(part.thoughts for part in self.parts)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of tools, in order."""
+        return [part.call for part in self.parts if part.call is not None]
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether the model ended the message because tools are to be called."""
+        return self.finish_reason == "stop" and self.stopped_by is None and bool(self.calls)
