@@ -277,7 +277,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "responses",
         {"input": [{"type": "item_reference", "id": "x"}]},
         "Invalid value: 'item_reference'. Supported values are: 'message', 'function_call', "
-        "'function_call_output' and 'reasoning'.",
+        "'function_call_output', 'custom_tool_call', 'custom_tool_call_output' and 'reasoning'.",
         "input[0].type",
     ),
     (
@@ -316,9 +316,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {**INPUT, "tools": [{"type": "web_search"}]},
-        "Invalid value: 'web_search'. Supported value is: 'function'.",
-        "tools[0].type",
+        {**INPUT, "tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
+        "Invalid value: 'mcp'. Supported values are: 'function' and 'custom'.",
+        "tools[0].tools[0].type",
     ),
     (
         "responses",

@@ -13,10 +13,16 @@ import pytest
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.errors import RequestError
+from tieredkv.fields import read
 from tieredkv.server.app import Api, build_app
-from tieredkv.server.chat import Tokenization
+from tieredkv.server.asked import Rules
+from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.keys import Keys
-from tieredkv.server.message_parser import families
+from tieredkv.server.message_parser import Family, families
+from tieredkv.server.reply import Reply
+from tieredkv.server.responses_api import ResponsesRequest
 
 TOKENIZER = load_tokenizer("tiny-random")
 WRITTEN = (
@@ -171,6 +177,78 @@ def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bo
     asyncio.run(run())
 
 
+CODEX_TOOLS: Any = [
+    {"type": "function", "name": "shell", "parameters": {"type": "object"}},
+    {"type": "web_search"},
+    {"type": "custom", "name": "apply_patch", "description": "Edit.", "format": {
+        "type": "grammar", "syntax": "lark", "definition": "start: PATCH"}},
+    {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [
+        {"type": "function", "name": "find", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "ask"}]},
+]  # fmt: skip
+CODEX_WRITTEN = "".join(
+    f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>"
+    for name, given in (
+        ("apply_patch", {"input": "*** Begin"}),
+        ("mcp__docs__find", {"q": 1}),
+        ("mcp__docs__ask", {"input": ""}),
+        ("apply_patch", {"other": 1}),
+    )
+)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_tools_of_codex_are_called_and_hosted_ones_are_left_out(is_stream: bool) -> None:
+    async def run() -> None:
+        engine = Engine(CODEX_WRITTEN)
+        responses = openai_of(engine).responses
+        how: Any = {"model": "m", "tools": CODEX_TOOLS}
+        if is_stream:
+            async with responses.stream(input="Go.", **how) as stream:
+                events = [event async for event in stream]
+                response: Any = await stream.get_final_response()
+            done = [it for it in events if it.type == "response.custom_tool_call_input.done"]
+            assert [it.input for it in done] == ["*** Begin", ""]
+        else:
+            response = await responses.create(input="Go.", **how)
+        assert response.model_extra["tieredkv"] == {"left_out_tools": ["web_search"]}
+        assert [(it.type, it.name, it.namespace) for it in response.output] == [
+            ("custom_tool_call", "apply_patch", None),
+            ("function_call", "find", "mcp__docs"),
+            ("custom_tool_call", "ask", "mcp__docs"),
+            ("function_call", "apply_patch", None),
+        ]
+        assert [it.input for it in response.output[::2]] == ["*** Begin", ""]
+        [prompt] = engine.prompts
+        assert "web_search" not in prompt and "start: PATCH" in prompt
+        items: Any = [{"role": "user", "content": "Go."}]
+        items += [it.model_dump(exclude_none=True) for it in response.output]
+        for call in response.output:
+            kind = f"{call.type.removesuffix('_call')}_call_output"
+            items.append({"type": kind, "call_id": call.call_id, "output": "done"})
+        await responses.create(input=items, **how)
+        again = engine.prompts[-1].removeprefix(prompt)
+        for name in ("apply_patch", "mcp__docs__find", "mcp__docs__ask"):
+            assert f'"name": "{name}"' in again
+        assert '"input": "*** Begin"' in again and again.count("done") == 4
+
+    asyncio.run(run())
+
+
+def test_a_strict_server_refuses_hosted_tools_and_every_server_tools_of_one_name() -> None:
+    def check(*tools: Any, is_strict: bool = False) -> None:
+        body = {"model": "m", "input": "a", "tools": list(tools)}
+        read(ResponsesRequest, body).check(Rules(Settings(), is_strict=is_strict))
+
+    check(*CODEX_TOOLS)
+    with pytest.raises(RequestError, match="'web_search' tools are not supported"):
+        check(*CODEX_TOOLS, is_strict=True)
+    with pytest.raises(RequestError, match="two tools are called 'shell'"):
+        check(CODEX_TOOLS[0], CODEX_TOOLS[0])
+    with pytest.raises(RequestError, match="two tools are called 'mcp__docs__find'"):
+        check(*CODEX_TOOLS, {**CODEX_TOOLS[0], "name": "mcp__docs__find"})
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_message_has_the_calls_as_blocks_and_takes_their_results(is_stream: bool) -> None:
     tools: Any = [{"name": "get_weather", "input_schema": SCHEMA}]
@@ -199,6 +277,30 @@ def test_a_message_has_the_calls_as_blocks_and_takes_their_results(is_stream: bo
         assert second.startswith(first + "Let me see.") and '"city": "Zürich"' in second
 
     asyncio.run(run())
+
+
+def test_only_special_tokens_that_messages_are_written_with_are_shown() -> None:
+    family = Family(
+        name="x",
+        start="<|im_start|>assistant\n",
+        call=r"<\|reserved_0\|>",
+        call_end=["<|reserved_1|>"],
+    )
+    tokenization = Tokenization(TOKENIZER, family=family)
+    reading = tokenization.reading(Encoded([], []), TOOLS)
+    assert reading is not None
+    text = '<|bos|>Hi.<|reserved_2|><|reserved_0|>{"name": "now"}<|reserved_1|><|im_end|>'
+    reply = Reply(EngineRequest(params=SamplingParams()), TOKENIZER, reading)
+    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert len(token_ids) < len(text) - 50, "special tokens are one token each"
+    for token_id in token_ids:
+        reply.read(TokenOutput(request_id="a", token_ids=[token_id]))
+    _, rest = reply.read(TokenOutput(request_id="a", token_ids=[], finish_reason="stop"))
+    assert (reply.content, [call.name for call in reply.calls], rest) == ("Hi.", ["now"], [])
+    assert reply.ends_with_calls
+    plain = Reply(EngineRequest(params=SamplingParams()), TOKENIZER)
+    plain.read(TokenOutput(request_id="a", token_ids=token_ids, finish_reason="stop"))
+    assert plain.content == 'Hi.{"name": "now"}'
 
 
 @pytest.mark.parametrize("how", [{"tools": TOOLS, "tool_choice": "none"}, {}])

@@ -4,11 +4,13 @@ Input items are converted to chat messages, so that both endpoints render the sa
 """
 
 import itertools
+import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
@@ -21,9 +23,23 @@ from tieredkv.server.asked import Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES, TEXT_FORMAT
-from tieredkv.server.message_parser import Delta
+from tieredkv.server.message_parser import Call, Delta
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
 from tieredkv.server.reply import Reply
+from tieredkv.server.response_tools import (
+    CUSTOM_INPUT,
+    Offered,
+    Tool,
+    left_out,
+    name_for_model,
+    offered,
+    read_tool,
+)
+
+logger = logging.getLogger(__name__)
+
+_told = set[str]()
+"""The types of tools of which the log has said that they are left out."""
 
 
 class _Known(Object):
@@ -62,12 +78,35 @@ class FunctionCall(CalledFunction, _Known):
 
     type: Literal["function_call"]
     call_id: Text
+    namespace: str | None = None
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as the model wrote it."""
+        name = name_for_model(self.name, self.namespace)
+        return CalledFunction.model_construct(name=name, arguments=self.arguments)
+
+
+class CustomCall(_Known):
+    """A call of a tool that takes a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: str
+    namespace: str | None = None
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as the model wrote it."""
+        name = name_for_model(self.name, self.namespace)
+        return CalledFunction.model_construct(name=name, arguments={CUSTOM_INPUT: self.input})
 
 
 class FunctionOutput(_Known):
-    """The output of a function call."""
+    """The output of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text | None = None
     output: Texts
 
@@ -83,14 +122,23 @@ class Thoughts(_Known):
 class _Typed(Object):
     """The type of an input item, which decides how the item is read."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ] = "message"
 
 
-Item = InputMessage | FunctionCall | FunctionOutput | Thoughts
+Item = InputMessage | FunctionCall | CustomCall | FunctionOutput | Thoughts
 _ITEMS: dict[str, type[Item]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionOutput,
+    "custom_tool_call": CustomCall,
+    "custom_tool_call_output": FunctionOutput,
     "reasoning": Thoughts,
 }
 
@@ -105,10 +153,6 @@ Input = Annotated[
     Field(min_length=1, max_length=16_384),
     list_of(lambda text: {"role": "user", "content": text}),
 ]
-
-
-class FunctionTool(openai.Function, openai.FunctionType, _Known):
-    """A function that may be called."""
 
 
 class TextOptions(Object):
@@ -148,7 +192,7 @@ class ResponsesRequest(openai.ConversationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions = TextOptions()
-    tools: list[FunctionTool] = Field([], max_length=1024)
+    tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field([], max_length=1024)
     prompt_cache_options: Options | None = None
     temperature: float | None = None
 
@@ -184,14 +228,14 @@ class ResponsesRequest(openai.ConversationRequest):
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
         for i, item in enumerate(self.input):
             match item:
-                case FunctionCall():
+                case FunctionCall() | CustomCall():
                     if not (turns and turns[-1][1].role == "assistant"):
                         turns.append(("", Message(role="assistant", content=[], tool_calls=[])))
                     path, last = turns[-1]
                     if last is not called:  # Do not change the client's item.
                         called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
                         turns[-1] = path, called
-                    called.tool_calls.append(ToolCall(id=item.call_id, function=item))
+                    called.tool_calls.append(ToolCall(id=item.call_id, function=item.function))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"input[{i}].output", tool))
@@ -199,10 +243,26 @@ class ResponsesRequest(openai.ConversationRequest):
                     turns.append((f"input[{i}].content", item))
         return turns
 
+    @cached_property
+    def offered(self) -> dict[str, Offered]:
+        """The tools that the model is told of, by the names that it knows them by."""
+        return offered(self.tools)
+
+    def check(self, rules: Rules) -> None:
+        """Refuse fields that contradict each other or that this server does not support."""
+        if rules.is_strict and (kinds := left_out(self.tools)):
+            what = f"'{kinds[0]}' tools are not supported. Only tools that the client runs are."
+            raise RequestError(what, param="tools", code="unsupported_parameter")
+        offered(self.tools)  # refuses two tools of one name
+        super().check(rules)
+
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
+        functions = [tool.function for tool in self.offered.values()]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
+        for kind in set(left_out(self.tools)) - _told:
+            logger.info("tools of the type `%s` are not offered by this server", kind)
+            _told.add(kind)
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         how = {"shape": ResponseShape(self), "compared_id": compared_id}
@@ -216,8 +276,27 @@ class ResponsesRequest(openai.ConversationRequest):
         told = self.model_dump(mode="json", include=set(names.split()))
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
+        if kinds := left_out(self.tools):
+            told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
 
+
+class _Called(NamedTuple):
+    """A call as the client knows the tool; `text` is its arguments, or the text it takes."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    text: str
+
+    @property
+    def event(self) -> str:
+        """What the events of a stream are called that bring the text."""
+        return "custom_tool_call_input" if self.is_custom else "function_call_arguments"
+
+
+_CALLS = {False: ("function_call", "arguments"), True: ("custom_tool_call", "input")}
+"""The type of the item of a call and the field with its text, by whether the tool is custom."""
 
 _COMPARED = {
     "not_found": "comparison_response_not_found",
@@ -302,8 +381,8 @@ class ResponseShape(Shape):
     def _item_delta(self, index: int, delta: Delta) -> Json:
         where = self._where(index, delta)
         if delta.call is not None:
-            name, text = "function_call_arguments", delta.call.arguments
-            return self._event(f"{name}.delta", **where, delta=text)
+            called = self._called(delta.call)
+            return self._event(f"{called.event}.delta", **where, delta=called.text)
         if delta.thoughts:
             return self._event("reasoning_text.delta", **where, delta=delta.thoughts)
         return self._event("output_text.delta", **where, delta=delta.text, logprobs=[])
@@ -316,8 +395,10 @@ class ResponseShape(Shape):
         part = parts[index] if parts else Delta()
         where = self._where(index, part)
         if part.call is not None:
-            named = {"name": part.call.name, "arguments": part.call.arguments}
-            yield self._event("function_call_arguments.done", **where, **named)
+            called = self._called(part.call)
+            _, field = _CALLS[called.is_custom]
+            named = {} if called.is_custom else {"name": called.name}
+            yield self._event(f"{called.event}.done", **where, **named, **{field: called.text})
         elif part.thoughts:
             yield self._event("reasoning_text.done", **where, text=part.thoughts)
         else:
@@ -327,6 +408,17 @@ class ResponseShape(Shape):
         item = output[index] if output else self._item(index, part, "completed")
         yield self._event("output_item.done", output_index=index, item=item)
 
+    def _called(self, call: Call) -> "_Called":
+        """Return a call as the client knows the tool."""
+        tool = self._asked.offered.get(call.name)
+        if tool is None:
+            return _Called(call.name, None, False, call.arguments)
+        text = json.loads(call.arguments).get(CUSTOM_INPUT) if tool.is_custom else None
+        is_custom = isinstance(text, str)  # else it is passed on as the model wrote it
+        return _Called(
+            tool.name, tool.namespace, is_custom, text or "" if is_custom else call.arguments
+        )
+
     def _where(self, index: int, part: Delta) -> Json:
         where = {"item_id": self._id(index, part), "output_index": index}
         return where if part.call is not None else {**where, "content_index": 0}
@@ -335,7 +427,9 @@ class ResponseShape(Shape):
         """Return the id of an item, which is the same whenever it is asked for."""
         while index >= len(self._item_ids):
             self._item_ids.append(uuid.uuid4().hex)
-        word = "fc" if part.call is not None else "rs" if part.thoughts else "msg"
+        word = "rs" if part.thoughts else "msg"
+        if part.call is not None:
+            word = "ctc" if self._called(part.call).is_custom else "fc"
         return f"{word}_{self._item_ids[index]}"
 
     def _item(self, index: int, part: Delta, status: str, *, is_start: bool = False) -> Json:
@@ -343,9 +437,12 @@ class ResponseShape(Shape):
         head = {"id": self._id(index, part)}
         content = [] if is_start else [_part(part)]
         if part.call is not None:
-            called = {"call_id": f"call_{part.call.id}", "name": part.call.name}
-            called["arguments"] = "" if is_start else part.call.arguments
-            return {**head, "type": "function_call", "status": status, **called}
+            called = self._called(part.call)
+            kind, field = _CALLS[called.is_custom]
+            told = {"call_id": f"call_{part.call.id}", "name": called.name}
+            told |= {"namespace": called.namespace} if called.namespace else {}
+            told[field] = "" if is_start else called.text
+            return {**head, "type": kind, "status": status, **told}
         if part.thoughts:
             return {**head, "type": "reasoning", "summary": [], "content": content}
         how = {"status": status, "role": "assistant", "content": content}
