@@ -86,6 +86,28 @@ def test_claude_codes_billing_block_is_left_out_unless_it_is_to_be_kept(
     assert alone.prompts == ask(tokenization, text("one")).prompts
 
 
+def test_tools_that_anthropics_api_knows_are_told_if_the_client_runs_them(
+    tokenization: Tokenization,
+) -> None:
+    bash = {"type": "bash_20250124", "name": "bash", "cache_control": {"type": "ephemeral"}}
+    editor = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    rules = Rules(SETTINGS)
+    asked = ask(tokenization, text("one"), rules=rules, tools=[search, editor, TOOL, bash])
+    prompt = head(tokenization, asked, len(asked.prompts[0]))
+    for part in ('"command"', "str_replace_based_edit_tool", '"name": "look"', '"name": "bash"'):
+        assert part in prompt
+    assert "web_search" not in prompt
+    [claim] = asked.plan.claims
+    assert head(tokenization, asked, claim.end_token).count('"type": "function"') == 3
+    without = ask(tokenization, text("one"), rules=rules, tools=[editor, TOOL, bash])
+    assert asked.prompts == without.prompts
+    with pytest.raises(RequestError, match=r"tools\.1\.type: 'web_search_20250305' tools are not"):
+        ask(tokenization, text("one"), tools=[TOOL, {**search, "max_uses": None}])
+    with pytest.raises(RequestError, match="'shell'"):
+        ask(tokenization, text("one"), tools=[{"type": "shell", "name": "a"}])
+
+
 def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokenization) -> None:
     control = {"type": "ephemeral"}
     asked = ask(tokenization, text("one"), text("two"), text(""), cache_control=control)

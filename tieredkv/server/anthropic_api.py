@@ -5,12 +5,15 @@ chat messages, so that equal conversations from both APIs share blocks.
 """
 
 import json
+import logging
 import re
+import tomllib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
@@ -30,6 +33,11 @@ from tieredkv.server.known_fields import (
 from tieredkv.server.message_parser import Delta
 from tieredkv.server.reply import Reply
 from tieredkv.units import parse_duration
+
+logger = logging.getLogger(__name__)
+
+_told = set[str]()
+"""The types of tools of which the log has said that they are left out."""
 
 MAX_BREAKPOINTS = 4
 MAX_MESSAGES = 16_384
@@ -143,6 +151,53 @@ class CustomTool(Marked):
         return {"type": "function", "function": function}
 
 
+class KnownTool(Marked):
+    """A tool of a type that Anthropic's API knows, run by the client or by Anthropic's servers."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Text
+    name: str = ""
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether it runs on Anthropic's servers, or needs more than text."""
+        return self._kind not in _known_tools()
+
+    @property
+    def _kind(self) -> str:
+        return self.type.rpartition("_")[0]
+
+    def for_template(self) -> Json:
+        """Return the form that chat templates know."""
+        known = _known_tools()[self._kind]
+        schema = {"type": "object", "properties": known["properties"]}
+        schema |= {"required": known["required"]} if "required" in known else {}
+        function = {"name": self.name or self._kind, "description": known["description"]}
+        return {"type": "function", "function": {**function, "parameters": schema}}
+
+
+@cache
+def _known_tools() -> Json:
+    text = resources.files(__package__).joinpath("anthropic_tools.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+_TOOL_TYPE = re.compile(r"[a-z_]+_\d{8}|mcp_toolset")
+"""The types of tools that Anthropic's API knows."""
+
+
+def _read_tool(value: Any, info: ValidationInfo) -> "Tool":
+    named = value.get("type") if isinstance(value, dict) else None
+    is_known = isinstance(named, str) and _TOOL_TYPE.fullmatch(named)
+    kind: type[Any] = KnownTool if is_known else CustomTool
+    tool: Tool = kind.model_validate(value, context=info.context)
+    return tool
+
+
+Tool = CustomTool | KnownTool
+
+
 class Turn(_Known):
     """One turn of a conversation: the blocks of one role.
 
@@ -209,17 +264,34 @@ class Conversation(ApiRequest, Marked):
 
     messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts = Field([])
-    tools: Annotated[list[CustomTool], FailFast()] = Field([], max_length=1024)
+    tools: Annotated[
+        list[Annotated[Tool, BeforeValidator(_read_tool)]], FailFast(), Field(max_length=1024)
+    ] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     def cleaned(self, rules: Rules) -> Self:
-        """Return the body without the block for Anthropic's billing, unless the server keeps it."""
+        """Return the body without what only Anthropic's own servers have a use for.
+
+        That is the block for their billing, unless the server keeps it, and the tools that run on
+        them.
+
+        Raises:
+            RequestError: there are such tools and the server is strict.
+        """
+        hosted = [it for it in self.tools if isinstance(it, KnownTool) and it.is_hosted]
+        if hosted and rules.is_strict:
+            index, what = self.tools.index(hosted[0]), "tools are not supported on this server"
+            raise RequestError(f"tools.{index}.type: '{hosted[0].type}' {what}")
+        for kind in {tool.type for tool in hosted} - _told:
+            logger.info("tools of the type `%s` are not offered by this server", kind)
+            _told.add(kind)
+        kept: Json = {"tools": [tool for tool in self.tools if tool not in hosted]}
         is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
-        if not is_first or rules.settings.drop_billing_header == "off":
-            return self
-        return self.model_copy(update={"system": self.system[1:]})
+        if is_first and rules.settings.drop_billing_header == "on":
+            kept["system"] = self.system[1:]
+        return self.model_copy(update=kept)
 
     @cached_property
     def layout(self) -> tuple[list[Json], list[Place]]:

@@ -34,9 +34,6 @@ class Reply(Answer):
     """One request's answer so far, and the message that it is.
 
     Without a reading, the message is the text.
-
-    Attributes:
-        parts: of the message: each a text, a stretch of thoughts, or a call.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class Reply(Answer):
         reading: Reading | None = None,
     ) -> None:
         super().__init__(request, tokenizer, shown=reading.shown if reading else ())
-        self.parts: list[Delta] = []
+        self._deltas: list[Delta] = []
         self._parser: MessageParser | None = None
         if reading is not None:
             self._parser = MessageParser(reading.family, reading.prompt, reading.tools)
@@ -60,31 +57,41 @@ class Reply(Answer):
             deltas = self._parser.feed(text)
             if self.finish_reason is not None:
                 deltas += self._parser.finish()
-        for delta in deltas:
-            self._add(delta)
+        self._deltas += deltas
         return text, deltas
 
-    def _add(self, delta: Delta) -> None:
-        if self.parts and delta.continues(self.parts[-1]):
-            text, thoughts, _ = self.parts[-1]
-            self.parts[-1] = Delta(text + delta.text, thoughts + delta.thoughts)
-        else:
-            self.parts.append(delta)
+    @property
+    def parts(self) -> list[Delta]:
+        """The parts of the message so far: each a text, a stretch of thoughts, or a call."""
+        parts = list[list[Delta]]()
+        for delta in self._deltas:
+            if parts and delta.continues(parts[-1][0]):
+                parts[-1].append(delta)
+            else:
+                parts.append([delta])
+        return [
+            Delta(
+                "".join(delta.text for delta in part),
+                "".join(delta.thoughts for delta in part),
+                part[0].call,
+            )
+            for part in parts
+        ]
 
     @property
     def content(self) -> str:
         """The text of the message."""
-        return "".join(part.text for part in self.parts)
+        return "".join(delta.text for delta in self._deltas)
 
     @property
     def thoughts(self) -> str:
         """What the model thought."""
-        return "".join(part.thoughts for part in self.parts)
+        return "".join(delta.thoughts for delta in self._deltas)
 
     @property
     def calls(self) -> list[Call]:
         """The calls of tools, in order."""
-        return [part.call for part in self.parts if part.call is not None]
+        return [delta.call for delta in self._deltas if delta.call is not None]
 
     @property
     def ends_with_calls(self) -> bool:
