@@ -36,6 +36,7 @@ GenerationConfig = Literal["auto", "none"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
+Images = Literal["note", "refuse"]
 Restore = Literal["auto", "load", "compute"]
 Switch = Literal["off", "on"]
 MetricsKey = Literal["auto", "always", "never"]
@@ -233,6 +234,11 @@ class Settings:
         "on",
         "Whether the system block that Claude Code adds for its own billing is left out of "
         "prompts. It changes with each session, so that nothing behind it could be found again.",
+    )
+    images: Images = _server(
+        "note",
+        "Whether an image in a conversation becomes a short note in the prompt (`note`), so that "
+        "one screenshot does not end a session, or is refused (`refuse`). No image is read.",
     )
     anthropic_implicit: Switch = _server(
         "on", "Whether `/v1/messages` also caches prompts without `cache_control`."

@@ -238,8 +238,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "max_tokens": 0}, "max_tokens: 0 is not allowed with stream"),
     ({"max_tokens": None}, "max_tokens: Field required"),
     (
-        {"messages": [user({"type": "image", "source": {}})]},
-        "messages.0.content.0.type: Invalid value: 'image'. Supported values are: 'text', "
+        {"messages": [user({"type": "audio", "source": {}})]},
+        "messages.0.content.0.type: Invalid value: 'audio'. Supported values are: 'text', 'image', "
         "'tool_use', 'tool_result', 'document', 'thinking' and 'redacted_thinking'.",
     ),
     ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text: Field required"),

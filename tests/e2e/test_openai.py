@@ -288,9 +288,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "Invalid value: 'input_image'. Supported values are: 'input_text', 'output_text' and "
-        "'refusal'.",
+        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+        "Invalid value: 'input_file'. Supported values are: 'input_text', 'output_text', 'refusal' "
+        "and 'input_image'.",
         "input[0].content[0].type",
     ),
     (

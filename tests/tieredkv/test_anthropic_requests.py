@@ -10,7 +10,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
 from tieredkv.server.anthropic_api import MessagesRequest, anthropic_body
-from tieredkv.server.asked import Asked, Rules
+from tieredkv.server.asked import IMAGE_NOTE, Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier
 
@@ -220,6 +220,22 @@ def test_what_a_model_has_thought_is_not_in_the_prompt(tokenization: Tokenizatio
         ask(tokenization, messages=[{"role": "assistant", "content": said}, result])
     with pytest.raises(RequestError, match="max_tokens: 0 is not allowed with thinking"):
         ask(tokenization, text("hi"), thinking={"type": "enabled"}, max_tokens=0)
+
+
+def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused(
+    tokenization: Tokenization,
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    picture = block("image", source=source)
+    result = block("tool_result", tool_use_id="1", content=[{"type": "image", "source": source}])
+    rules = Rules(SETTINGS)
+    prompt = ask(tokenization, picture, result, text("What is it?"), rules=rules).prompts[0]
+    assert tokenization.decode(prompt).count(IMAGE_NOTE) == 2
+    for refusing in (RULES, Rules(replace(SETTINGS, images="refuse"))):
+        for it in (picture, result):
+            with pytest.raises(RequestError, match=r"Images are not supported") as error:
+                ask(tokenization, text("one"), it, rules=refusing)
+            assert error.value.param == "messages.0.content.1"
 
 
 def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:

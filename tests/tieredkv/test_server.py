@@ -201,8 +201,8 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].content",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "Invalid value: 'image_url'. Supported values are: 'text' and 'refusal'.",
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "Invalid value: 'input_audio'. Supported values are: 'text', 'refusal' and 'image_url'.",
         "messages[0].content[0].type",
     ),
     (

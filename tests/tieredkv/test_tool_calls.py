@@ -17,10 +17,11 @@ from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.server.app import Api, build_app
-from tieredkv.server.asked import Rules
+from tieredkv.server.asked import IMAGE_NOTE, Rules
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.message_parser import Family, families
+from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.reply import Reply
 from tieredkv.server.responses_api import ResponsesRequest
 
@@ -312,6 +313,40 @@ def test_nothing_is_a_call_where_none_is_wanted(how: Any) -> None:
         assert (choice.message.content or "").count("<tool_call>") == 2
 
     asyncio.run(run())
+
+
+def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused() -> None:
+    url = "data:image/png;base64,aGk="
+    parts: Any = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "low"}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "1",
+            "output": [{"type": "input_image", "file_id": "f"}],
+        },
+    ]
+
+    async def run() -> None:
+        engine = Engine("Hi.")
+        client = openai_of(engine)
+        turns: Any = [{"role": "user", "content": parts}]
+        await client.chat.completions.create(model="m", messages=turns)
+        await client.responses.create(model="m", input=items)
+        assert [prompt.count(IMAGE_NOTE) for prompt in engine.prompts] == [1, 2]
+
+    asyncio.run(run())
+    refusing = Rules(Settings(images="refuse"))
+    chat = read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": parts}]})
+    response = read(ResponsesRequest, {"model": "m", "input": items})
+    for body, path in ((chat, "messages[0].content[1]"), (response, "input[0].content[0]")):
+        with pytest.raises(RequestError, match="Images are not supported") as error:
+            body.check(refusing)
+        assert error.value.param == path
 
 
 def test_a_call_that_was_cut_short_is_text() -> None:

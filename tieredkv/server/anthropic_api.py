@@ -19,7 +19,17 @@ from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import PARTS, Object, names_of
-from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, PlainRequest, Rules, Shape, Text
+from tieredkv.server.asked import (
+    IMAGE_NOTE,
+    WHOLE,
+    ApiRequest,
+    Asked,
+    Json,
+    PlainRequest,
+    Rules,
+    Shape,
+    Text,
+)
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.known_fields import (
@@ -77,13 +87,18 @@ class Marked(_Known):
         return self.cache_control.ttl if self.cache_control else ""
 
 
-class ResultText(_Known):
-    """A text in a tool result; only the whole result can have a breakpoint."""
+class ResultPart(_Known):
+    """A text or an image in a tool result; only the whole result can have a breakpoint."""
 
+    known_besides = _Known.known_besides | names_of("source")
+    needed = ("text.text",)
     refused = TOOL_RESULT_PART
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "image"]
+    text: str = ""
+
+    def __str__(self) -> str:
+        return IMAGE_NOTE if self.type == "image" else self.text
 
 
 class PlainText(_Known):
@@ -103,25 +118,40 @@ class Block(Marked):
     )
     refused = BLOCK
 
-    type: Literal["text", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"]
+    type: Literal[
+        "text", "image", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"
+    ]
     text: str = ""
     id: str = ""
     name: str = ""
     input: Json = Field({})
     tool_use_id: str = ""
-    content: Annotated[list[ResultText], FailFast(), PARTS] = Field([])
+    content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
     source: PlainText | None = None
     title: str = ""
     context: str = ""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_picture(cls, value: Any) -> Any:
+        is_image = isinstance(value, dict) and value.get("type") == "image"
+        return {**value, "source": None} if is_image else value
+
     @property
     def texts(self) -> list[str]:
         """The texts of the block in the prompt; thoughts are left out."""
+        if self.type == "image":
+            return [IMAGE_NOTE]
         if self.type == "text":
             return [self.text]
         if self.type == "document" and self.source:
             return ["\n".join(filter(None, (self.title, self.context, self.source.data)))]
-        return [part.text for part in self.content]
+        return list(map(str, self.content))
+
+    @property
+    def has_image(self) -> bool:
+        """Whether the block or a part of it is an image."""
+        return "image" in (self.type, *(part.type for part in self.content))
 
 
 class TextBlock(Block):
@@ -368,7 +398,11 @@ class Conversation(ApiRequest, Marked):
         return marked
 
     def check(self, rules: Rules) -> None:
-        """Refuse breakpoints that break a rule or that this server does not support."""
+        """Refuse breakpoints and images that break a rule or that this server does not support."""
+        for i, turn in enumerate(self.messages):
+            for j, block in enumerate(turn.content):
+                if block.has_image:
+                    rules.check_image(f"messages.{i}.content.{j}")
         for place in self.breakpoints:
             if place.ttl not in rules.policies.names:
                 text = f"'{place.ttl}' is not available on this server"

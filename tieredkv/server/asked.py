@@ -36,6 +36,10 @@ Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1)]
 
 
+IMAGE_NOTE = "[An image was here. This model reads text only.]"
+"""Stands in the prompt for an image of a conversation."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """The rules for requests that use one API key.
@@ -74,6 +78,16 @@ class Rules:
         be kept. If `prewarm` were ignored, a whole answer would be generated.
         """
         return self.is_strict or name in ("prompt_cache_breakpoint", "prewarm")
+
+    def check_image(self, path: str) -> None:
+        """Refuse an image at a path of the body, unless it becomes a note in the prompt.
+
+        Raises:
+            RequestError: images are refused.
+        """
+        if self.is_strict or self.settings.images == "refuse":
+            text = "Images are not supported: this model reads text only."
+            raise RequestError(text, param=path, code="unsupported_parameter")
 
     def check_retention(self, name: str) -> None:
         """Refuse a retention policy that does not exist or that this key may not name.

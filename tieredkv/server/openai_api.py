@@ -32,7 +32,7 @@ from tieredkv.fields import (
     out_of_bounds,
     shape_of,
 )
-from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text
+from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Rules, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
@@ -153,6 +153,10 @@ class OpenAIRequest(ApiRequest):
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
             rules.check_retention(self.prompt_cache_retention)
+        for path, message in self.turns:
+            for j, part in enumerate(message.content):
+                if part.is_image:
+                    rules.check_image(f"{path}[{j}]")
         self.plan(rules, [0] * len(self.marks))  # raises for lifetimes that are too long
 
     @property
@@ -275,16 +279,24 @@ class CompletionRequest(OpenAIRequest):
 
 
 class ContentPart(Object):
-    """One part of a message's text."""
+    """One part of a message: a text, or an image, for which a note stands in the prompt."""
 
+    known_besides = names_of("image_url")
     needed: ClassVar[tuple[str, ...]] = ("text.text", "refusal.refusal")
 
-    type: Literal["text", "refusal"]
+    type: Literal["text", "refusal", "image_url"]
     text: str = ""
     refusal: str = ""
     prompt_cache_breakpoint: Breakpoint | None = None
 
+    @property
+    def is_image(self) -> bool:
+        """Whether it is an image."""
+        return self.type in ("image_url", "input_image")
+
     def __str__(self) -> str:
+        if self.is_image:
+            return IMAGE_NOTE
         return self.refusal if self.type == "refusal" else self.text
 
 

@@ -52,12 +52,13 @@ class _Known(Object):
 
 
 class InputPart(ContentPart, _Known):
-    """One part of an item's text."""
+    """One part of an item: a text, or an image, for which a note stands in the prompt."""
 
+    known_besides = _Known.known_besides | names_of("image_url file_id detail")
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
     refused = RESPONSE_PART
 
-    type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
+    type: Literal["input_text", "output_text", "refusal", "input_image"]  # type: ignore[assignment]
 
 
 Texts = Annotated[
