@@ -16,6 +16,7 @@ from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, RequestUs
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
+from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.asked import IMAGE_NOTE, Rules
 from tieredkv.server.chat import Encoded, Tokenization
@@ -302,6 +303,54 @@ def test_only_special_tokens_that_messages_are_written_with_are_shown() -> None:
     plain = Reply(EngineRequest(params=SamplingParams()), TOKENIZER)
     plain.read(TokenOutput(request_id="a", token_ids=token_ids, finish_reason="stop"))
     assert plain.content == 'Hi.{"name": "now"}'
+
+
+def test_thoughts_that_come_back_reach_the_chat_template() -> None:
+    tokenizer = load_tokenizer("tiny-random")
+    own = "{{- '<think>' + (message['reasoning_content'] or '') + '</think>' }}"
+    printed = "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    assert printed in str(tokenizer.chat_template)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace(printed, printed + own)
+    tokenization = Tokenization(tokenizer)
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    of_chat = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hmm.",
+        "tool_calls": [call],
+    }
+    thinking = {"type": "thinking", "thinking": "Hmm.", "signature": "s"}
+    used = {"type": "tool_use", "id": "1", "name": "now", "input": {}}
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hmm."}]}
+    called = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "12"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "12"}
+    bodies: list[tuple[Any, Any]] = [
+        (
+            ChatRequest,
+            {"messages": [*ASKED, of_chat, {"role": "tool", "tool_call_id": "1", "content": "12"}]},
+        ),
+        (ResponsesRequest, {"input": [*ASKED, {**reasoning, "summary": []}, called, output]}),
+        (
+            MessagesRequest,
+            {
+                "max_tokens": 4,
+                "messages": [
+                    *ASKED,
+                    {"role": "assistant", "content": [thinking, used]},
+                    {"role": "user", "content": [result]},
+                ],
+            },
+        ),
+    ]
+    rules = Rules(Settings(), is_strict=True)
+    prompts = set()
+    for kind, body in bodies:
+        asked = read(kind, {"model": "m", **body}, rules.refuses).ask(tokenization, rules)
+        prompts.add(str(tokenizer.decode(asked.prompts[0])))
+    [prompt] = prompts
+    assert prompt.count("<think>Hmm.</think>") == 1
+    assert prompt.index("What is") < prompt.index("Hmm.") < prompt.index("now")
 
 
 @pytest.mark.parametrize("how", [{"tools": TOOLS, "tool_choice": "none"}, {}])

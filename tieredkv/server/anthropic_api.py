@@ -122,6 +122,7 @@ class Block(Marked):
         "text", "image", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"
     ]
     text: str = ""
+    thinking: str = ""
     id: str = ""
     name: str = ""
     input: Json = Field({})
@@ -351,6 +352,9 @@ class Conversation(ApiRequest, Marked):
                         raise RequestError(
                             f"{path}.{j}: {block.type} blocks are only allowed in assistant turns"
                         )
+                    if block.thinking:
+                        before = messages[-1].get("reasoning_content", "")
+                        messages[-1]["reasoning_content"] = before + block.thinking
                     continue
                 message = messages[-1]
                 message["content"] += block.texts
@@ -527,9 +531,12 @@ class MessageShape(Shape):
         yield {"type": "message_start", "message": message}
         num_blocks, last = 0, None
         async for piece in pieces:
-            if not piece.deltas:
+            deltas = piece.deltas
+            if not deltas and last is not None and Delta().continues(last):
+                deltas = [Delta()]  # an event for every token
+            elif not deltas:
                 yield {"type": "ping"}
-            for delta in piece.deltas:
+            for delta in deltas:
                 if last is None or not delta.continues(last):
                     for event in _block_end(last, num_blocks - 1):
                         yield event

@@ -163,7 +163,7 @@ class ChatShape(CompletionShape):
     def delta(self, answer: Reply, piece: Piece, logprobs: Json | None) -> list[Json]:
         """Return a choice for each delta and, at the end of the answer, one with an empty delta."""
         reason = piece.finish_reason
-        deltas = [self._delta(piece.index, delta) for delta in piece.deltas]
+        deltas = [self._delta(piece.index, delta) for delta in piece.deltas if any(delta)]
         if not deltas and (logprobs or reason is None):
             deltas.append({"content": ""})
         choices = [self._chunk(piece.index, delta, None, None) for delta in deltas]

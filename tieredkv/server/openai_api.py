@@ -343,7 +343,7 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
-    known_besides = names_of("annotations reasoning_content reasoning reasoning_details")
+    known_besides = names_of("annotations reasoning_details")
     refused = CHAT_MESSAGE
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
@@ -353,11 +353,21 @@ class Message(Object):
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+
+    @property
+    def thoughts(self) -> str:
+        """What the model thought before it wrote this, if the client sends it back."""
+        given = (self.reasoning_content, self.reasoning)
+        return next((it for it in given if isinstance(it, str)), "")
 
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates know."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": list(map(str, self.content))}
+        if self.thoughts and role == "assistant":
+            message["reasoning_content"] = self.thoughts
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)

@@ -49,15 +49,18 @@ class Reply(Answer):
             self._parser = MessageParser(reading.family, reading.prompt, reading.tools)
 
     def read(self, output: TokenOutput) -> tuple[str, list[Delta]]:
-        """Take in one step's output; return the text and what of the message is certain now."""
+        """Take in one step's output; return the text and what of the message is certain now.
+
+        What is added to a plain text may be empty, for a token that shows no text yet.
+        """
         text = self.take(output)
         if self._parser is None:
-            deltas = [Delta(text)] if text else []
+            deltas = [Delta(text)]
         else:
             deltas = self._parser.feed(text)
             if self.finish_reason is not None:
                 deltas += self._parser.finish()
-        self._deltas += deltas
+        self._deltas += filter(any, deltas)
         return text, deltas
 
     @property

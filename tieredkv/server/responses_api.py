@@ -113,11 +113,17 @@ class FunctionOutput(_Known):
 
 
 class Thoughts(_Known):
-    """What a model thought before it answered; the prompt leaves it out."""
+    """What the model thought before what follows."""
 
-    known_besides = _Known.known_besides | names_of("summary content encrypted_content")
+    known_besides = _Known.known_besides | names_of("summary encrypted_content")
 
     type: Literal["reasoning"]
+    content: Any = None
+
+    def __str__(self) -> str:
+        parts = self.content if isinstance(self.content, list) else []
+        texts = (part.get("text") for part in parts if isinstance(part, dict))
+        return "".join(text for text in texts if isinstance(text, str))
 
 
 class _Typed(Object):
@@ -221,9 +227,13 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @cached_property
     def turns(self) -> Sequence[tuple[str, Message]]:
-        """All messages; a function call becomes part of the assistant's message before it."""
+        """All messages.
+
+        A call becomes part of the assistant's message before it, and thoughts of the one after.
+        """
         turns: list[tuple[str, Message]] = []
         called: Message | None = None
+        thoughts = ""
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
@@ -231,7 +241,8 @@ class ResponsesRequest(openai.ConversationRequest):
             match item:
                 case FunctionCall() | CustomCall():
                     if not (turns and turns[-1][1].role == "assistant"):
-                        turns.append(("", Message(role="assistant", content=[], tool_calls=[])))
+                        blank = Message(role="assistant", content=[], tool_calls=[])
+                        turns.append(("", _with(blank, thoughts)))
                     path, last = turns[-1]
                     if last is not called:  # Do not change the client's item.
                         called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
@@ -241,7 +252,8 @@ class ResponsesRequest(openai.ConversationRequest):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"input[{i}].output", tool))
                 case InputMessage():
-                    turns.append((f"input[{i}].content", item))
+                    turns.append((f"input[{i}].content", _with(item, thoughts)))
+            thoughts = str(item) if isinstance(item, Thoughts) else ""
         return turns
 
     @cached_property
@@ -280,6 +292,11 @@ class ResponsesRequest(openai.ConversationRequest):
         if kinds := left_out(self.tools):
             told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
+
+
+def _with(message: Message, thoughts: str) -> Message:
+    """Return a message with the thoughts before it."""
+    return message.model_copy(update={"reasoning_content": thoughts}) if thoughts else message
 
 
 class _Called(NamedTuple):
@@ -347,7 +364,7 @@ class ResponseShape(Shape):
             yield self._event(name, response=self._response("in_progress", []))
         (answer,), num_items, last = answers, 0, None
         async for piece in pieces:
-            for delta in () if self._asked.is_prewarm else piece.deltas:
+            for delta in () if self._asked.is_prewarm else filter(any, piece.deltas):
                 if last is None or not delta.continues(last):
                     for event in self._item_end(num_items - 1, answer.parts):
                         yield event
