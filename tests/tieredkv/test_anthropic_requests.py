@@ -9,7 +9,8 @@ from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
-from tieredkv.server.anthropic_api import MessagesRequest, anthropic_body
+from tieredkv.server.anthropic_answers import anthropic_body
+from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.asked import IMAGE_NOTE, Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier

@@ -21,7 +21,8 @@ from tieredkv.engine.engine_messages import EngineRequest, RequestUsage
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of, read
-from tieredkv.server.anthropic_api import CountTokensRequest, MessagesRequest, anthropic_body
+from tieredkv.server.anthropic_answers import anthropic_body
+from tieredkv.server.anthropic_api import CountTokensRequest, MessagesRequest
 from tieredkv.server.asked import ApiRequest, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece

@@ -31,6 +31,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
 from tieredkv.server import anthropic_api as anthropic
 from tieredkv.server.admin import respond
+from tieredkv.server.anthropic_answers import STATUS, anthropic_body
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
@@ -439,8 +440,8 @@ async def refuse(request: Request, error: Exception) -> Response:
             error = RequestError(text, status=500)
     if not request.scope["path"].startswith("/v1/messages"):
         return JSONResponse(openai_body(error), error.status, headers)
-    body = anthropic.anthropic_body(error, request.scope["request_id"])
-    return JSONResponse(body, anthropic.STATUS.get(error.status, error.status), headers)
+    body = anthropic_body(error, request.scope["request_id"])
+    return JSONResponse(body, STATUS.get(error.status, error.status), headers)
 
 
 def unknown_model(name: str) -> RequestError:

@@ -5,9 +5,10 @@ that writes the answer. The code that runs the request does not know which API i
 """
 
 import dataclasses
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol, Self
@@ -27,6 +28,8 @@ from tieredkv.server.generation import Piece
 from tieredkv.server.reply import Reading, Reply
 from tieredkv.types import Tier
 from tieredkv.units import parse_duration
+
+logger = logging.getLogger(__name__)
 
 MAX_SEED = 2**63
 WHOLE = 2**31 - 1
@@ -123,6 +126,16 @@ class Rules:
         if lifetime_s > policy.absolute_s:
             raise invalid_value(path, lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, pin_s=lifetime_s)
+
+
+def tell_left_out(kinds: Iterable[str]) -> None:
+    """Say in the log, once for each, which types of tools are left out of prompts."""
+    for kind in set(kinds) - _left_out:
+        logger.info("tools of the type `%s` are not offered by this server", kind)
+        _left_out.add(kind)
+
+
+_left_out = set[str]()
 
 
 class Shape(Protocol):

@@ -5,7 +5,6 @@ Input items are converted to chat messages, so that both endpoints render the sa
 
 import itertools
 import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,7 +18,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.retention import ALIASES
 from tieredkv.server import openai_api as openai
-from tieredkv.server.asked import Asked, Json, Rules, Shape, Text
+from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES, TEXT_FORMAT
@@ -35,11 +34,6 @@ from tieredkv.server.response_tools import (
     offered,
     read_tool,
 )
-
-logger = logging.getLogger(__name__)
-
-_told = set[str]()
-"""The types of tools of which the log has said that they are left out."""
 
 
 class _Known(Object):
@@ -273,9 +267,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """Render the conversation."""
         functions = [tool.function for tool in self.offered.values()]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        for kind in set(left_out(self.tools)) - _told:
-            logger.info("tools of the type `%s` are not offered by this server", kind)
-            _told.add(kind)
+        tell_left_out(left_out(self.tools))
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         how = {"shape": ResponseShape(self), "compared_id": compared_id}
