@@ -30,10 +30,12 @@ class Answer(Detokenizer):
         request: EngineRequest,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        shown: Collection[int] = (),
+        left_out: Collection[int] | None = None,
     ) -> None:
         params = request.params
-        super().__init__(tokenizer, stop=params.stop, min_tokens=params.min_tokens, shown=shown)
+        super().__init__(
+            tokenizer, stop=params.stop, min_tokens=params.min_tokens, left_out=left_out
+        )
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []

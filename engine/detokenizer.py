@@ -26,7 +26,7 @@ class Detokenizer:
         stop: the stop strings.
         min_tokens: stop strings count only from this number of tokens on.
         shows_special: special tokens are part of the text.
-        shown: ids of the special tokens that are part of the text although the others are not.
+        left_out: ids of the tokens that are no part of the text; by default all special ones.
 
     Attributes:
         text: everything given out so far.
@@ -40,12 +40,13 @@ class Detokenizer:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         shows_special: bool = False,
-        shown: Collection[int] = (),
+        left_out: Collection[int] | None = None,
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        self._decode = _decoder(tokenizer, skip_special_tokens=not (shows_special or shown))
-        self._left_out = special_ids(tokenizer) - set(shown) if shown else frozenset()
+        skips = not shows_special and left_out is None
+        self._decode = _decoder(tokenizer, skip_special_tokens=skips)
+        self._left_out = left_out or ()
         self._decode_all = _decoder(tokenizer, skip_special_tokens=False)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -70,8 +71,8 @@ class Detokenizer:
 
     def leaves_out(self, token_id: int) -> bool:
         """Return whether a token is special, so that the text does not show it."""
-        if self._left_out:
-            return token_id in self._left_out
+        if token_id in self._left_out:
+            return True
         return not self._decode([token_id]) and bool(self._decode_all([token_id]))
 
     def finish(self) -> str:
@@ -114,12 +115,6 @@ class Detokenizer:
         self._pending = pending[cut:]
         self.text += pending[:cut]
         return pending[:cut]
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of the special tokens."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(id for id, token in added if token.special)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -166,6 +166,11 @@ class CustomTool(Marked):
     description: str | None = None
     input_schema: Json
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether it runs on Anthropic's servers."""
+        return False
+
     def for_template(self) -> Json:
         """Return the form that chat templates know."""
         described = {"description": self.description} if self.description else {}
@@ -302,12 +307,12 @@ class Conversation(ApiRequest, Marked):
         Raises:
             RequestError: there are such tools and the server is strict.
         """
-        hosted = [it for it in self.tools if isinstance(it, KnownTool) and it.is_hosted]
+        hosted = {i: tool.type for i, tool in enumerate(self.tools) if tool.is_hosted}
         if hosted and rules.is_strict:
-            index, what = self.tools.index(hosted[0]), "tools are not supported on this server"
-            raise RequestError(f"tools.{index}.type: '{hosted[0].type}' {what}")
-        tell_left_out(tool.type for tool in hosted)
-        kept: Json = {"tools": [tool for tool in self.tools if tool not in hosted]}
+            (i, kind), what = min(hosted.items()), "tools are not supported on this server"
+            raise RequestError(f"tools.{i}.type: '{kind}' {what}")
+        tell_left_out(hosted.values())
+        kept: Json = {"tools": [tool for tool in self.tools if not tool.is_hosted]}
         is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
         if is_first and rules.settings.drop_billing_header == "on":
             kept["system"] = self.system[1:]
@@ -408,7 +413,7 @@ class Conversation(ApiRequest, Marked):
         tools = {"tools": self.functions or None}
         return tokenization.encode_chat(self.layout[0], tools, marks, is_bounded=is_bounded)
 
-    @property
+    @cached_property
     def functions(self) -> list[Json]:
         """The tools in the form that chat templates know."""
         return [tool.for_template() for tool in self.tools]

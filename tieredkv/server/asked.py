@@ -131,9 +131,14 @@ class Rules:
 def tell_left_out(kinds: Iterable[str]) -> None:
     """Say in the log, once for each, which types of tools are left out of prompts."""
     for kind in set(kinds) - _left_out:
+        if len(_left_out) == MAX_LEFT_OUT:
+            return
         logger.info("tools of the type `%s` are not offered by this server", kind)
         _left_out.add(kind)
 
+
+MAX_LEFT_OUT = 64
+"""So many types are told of; clients choose their names."""
 
 _left_out = set[str]()
 

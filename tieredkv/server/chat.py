@@ -26,7 +26,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tieredkv.engine.detokenizer import Detokenizer, special_ids
+from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
@@ -145,11 +145,13 @@ class Tokenization:
         family: Family | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.family, self._shown = family, frozenset[int]()
+        self.family = family
+        self._left_out: frozenset[int] | None = None
         if family is not None:
-            added = tokenizer.added_tokens_decoder
-            shown = (id for id in special_ids(tokenizer) if family.names(str(added[id])))
-            self._shown = frozenset(shown)
+            added = tokenizer.added_tokens_decoder.items()
+            names = {id: str(token) for id, token in added if token.special}
+            others = frozenset(id for id, name in names.items() if not family.names(name))
+            self._left_out = others if len(others) < len(names) else None
         self._has_canonical_tools = has_canonical_tools
         self._max_model_len = max_model_len
         self._encoder = PieceEncoder(tokenizer)
@@ -250,7 +252,8 @@ class Tokenization:
         """
         if self.family is None:
             return None
-        return Reading(self.family, self._shown, encoded.text, tools)
+        at = encoded.text.rfind(self.family.start)
+        return Reading(self.family, self._left_out, encoded.text[at:] if at >= 0 else "", tools)
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt that is a text or token ids."""

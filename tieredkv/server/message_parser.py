@@ -74,7 +74,7 @@ class Family:
         return any(special in pattern.replace("\\", "") for pattern in patterns)
 
     def template(self, *, has_tools: bool) -> dict[str, Any]:
-        """Return the response template, as transformers takes it; calls are left out of it."""
+        """Return the response template, as transformers takes it; without tools it has no calls."""
         text: dict[str, Any] = {"content": "text"}
         if self.skip:
             text["close_pattern"] = self.skip
@@ -186,14 +186,10 @@ class MessageParser:
             deltas.append(Delta(self._blank))
         return deltas
 
-    def _read(
-        self, events: Sequence[Mapping[str, Any]], *, is_end: bool = False
-    ) -> Iterator[Delta]:
+    def _read(self, events: Sequence[Event], *, is_end: bool = False) -> Iterator[Delta]:
         for event in events:
             match event["field"], event["type"]:
-                case "thoughts" | "calls", "region_open":
-                    self._begin()
-                case "thoughts", "region_close":
+                case ("calls", "region_open") | ("thoughts", "region_open" | "region_close"):
                     self._begin()
                 case "calls", "region_close":
                     yield from self._close_call(event["value"], is_end)

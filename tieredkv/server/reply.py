@@ -19,13 +19,14 @@ class Reading:
 
     Attributes:
         family: how the model writes.
-        shown: ids of the special tokens that the model writes messages with.
-        prompt: what the answers continue, or its end.
+        left_out: ids of the special tokens that are no part of how it writes them; None if that is
+            all of them.
+        prompt: what the answers continue, from the family's `start` on.
         tools: that may be called.
     """
 
     family: Family
-    shown: Collection[int]
+    left_out: Collection[int] | None
     prompt: str
     tools: Tools = ()
 
@@ -42,7 +43,7 @@ class Reply(Answer):
         tokenizer: PreTrainedTokenizerBase,
         reading: Reading | None = None,
     ) -> None:
-        super().__init__(request, tokenizer, shown=reading.shown if reading else ())
+        super().__init__(request, tokenizer, left_out=reading.left_out if reading else None)
         self._deltas: list[Delta] = []
         self._parser: MessageParser | None = None
         if reading is not None:
