@@ -11,14 +11,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 
 from tieredkv.cache.lookups import ANSWER_S
 from tieredkv.config import Settings
-from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, failed
+from tieredkv.engine.grammars import Compiled, Compiler, Grammars, Matcher
 from tieredkv.engine.kv_digests import KVDigests
+from tieredkv.engine.model_runner import StepOutput
 from tieredkv.engine.parts import Build, build_parts
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt import pack_prompt
@@ -28,7 +31,7 @@ from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
-from tieredkv.errors import BlocksLostError
+from tieredkv.errors import BlocksLostError, RequestError
 from tieredkv.types import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class EngineCore:
         self.settings = settings
         self._wake = threading.Event()
         self._requests: dict[str, Request] = {}
+        self._compiling: dict[str, Future[Compiled]] = {}  # by the ids of requests not yet queued
         self._outputs: list[TokenOutput] = []
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
@@ -112,6 +116,8 @@ class EngineCore:
             )
             self.verbs = Verbs(self.cache, self.tier_stats, settings.hash_algo)
             self.verbs.give_shares(settings.tenant_shares)
+            self._grammars = Grammars(self._make_compiler, self.wake)
+            stack.callback(self._grammars.close)
             self._stack = stack.pop_all()
         # Objects that live as long as the engine are no longer searched for garbage. There are
         # hundreds of thousands of them, and a search would delay every stream.
@@ -152,7 +158,10 @@ class EngineCore:
         most_tokens = max(1, min(max_tokens, max_len - len(packed)))
         request = Request(asked, self._prefixes.make(asked, packed), sampler, most_tokens)
         self._requests[asked.request_id] = request
-        self.scheduler.add(request)
+        if asked.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[asked.request_id] = self._grammars.compile(asked.grammar)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request and release what it holds; unknown ids are ignored."""
@@ -180,6 +189,7 @@ class EngineCore:
         While steps are short, no step is issued ahead, so that the caller can add new requests
         before each step.
         """
+        self._queue_compiled()
         if self._is_issued and self.scheduler.has_short_steps:
             self._is_issued = False
             self._runner.synchronize()
@@ -312,28 +322,42 @@ class EngineCore:
         rows = [row for row in scheduled if row.row.needs_logits]
         if any(row.row.all_logits for row in scheduled):
             output = score_prompt(scheduled, output)
-        launched = None
-        if rows:
-            states = [row.request.sampler for row in rows]
-            sampling = sample(output.logits, states, output.tokens)
-            if sampling.token_ids is not output.tokens:
-                self._runner.keep_tokens(output, sampling.token_ids)
-            # The next step reuses their memory before anyone has seen them.
-            logits = output.logits.clone() if self.on_logits is not None else None
-            launched = _Launched(rows, sampling, logits)
+        if any(row.request.sampler.is_constrained for row in rows):
+            # A grammar needs the token before; the device computes this step meanwhile.
+            self._complete(scheduled)
+            self._collect()
+            return self._choose(rows, output)
+        launched = self._choose(rows, output)
+        self._complete(scheduled)
+        return launched
+
+    def _choose(self, rows: list[ScheduledRow], output: StepOutput) -> _Launched | None:
+        """Have the device choose the next tokens of the rows that need one."""
+        if not rows:
+            return None
+        states = [row.request.sampler for row in rows]
+        sampling = sample(output.logits, states, output.tokens)
+        if sampling.token_ids is not output.tokens:
+            self._runner.keep_tokens(output, sampling.token_ids)
+        # The next step reuses their memory before anyone has seen them.
+        logits = output.logits.clone() if self.on_logits is not None else None
+        return _Launched(rows, sampling, logits)
+
+    def _complete(self, scheduled: list[ScheduledRow]) -> None:
+        """Do the work on a step that needs none of its tokens."""
+        lookups = self.cache.lookups
         lookups.ask_deferred()
         self._await_answers(lookups.running_until)
         for row in scheduled:
             self.scheduler.complete(row)
         self.scheduler.predict(self._timer.busy_s)
-        for row in rows:
+        for row in scheduled:
             request = row.request
-            if request.usage is None:
+            if row.row.needs_logits and request.usage is None:
                 num_recomputed = int(row.row.write_from > row.start)
                 request.usage = request.measure_usage(
                     self.kv_spec.block_size, num_recomputed, self.cache.why_missed
                 )
-        return launched
 
     def _collect(self) -> None:
         """Take in the tokens of the step that was issued before, if there is one."""
@@ -383,10 +407,33 @@ class EngineCore:
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         state, num_tokens = request.sampler, request.num_output_tokens
+        if state.matcher is not None and state.matcher.is_done:
+            return "stop"
         if num_tokens >= state.params.min_tokens and token_id in state.end_token_ids:
             return "stop" if state.params.max_tokens else "length"
         return "length" if num_tokens >= request.max_output_tokens else None
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self.scheduler.remove(request)
+        compiling = self._compiling.pop(request.request_id, None)
+        if compiling is None:
+            self.scheduler.remove(request)
+        else:
+            compiling.cancel()
+
+    def _make_compiler(self) -> Compiler:
+        model = self.model
+        return Compiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammars have been compiled; the others of them fail."""
+        ended = [id for id, compiling in self._compiling.items() if compiling.done()]
+        for request_id in ended:
+            request, compiling = self._requests[request_id], self._compiling.pop(request_id)
+            try:
+                request.sampler.matcher = Matcher(compiling.result())
+            except RequestError as error:
+                del self._requests[request_id]
+                self._outputs.append(failed(request_id, error))
+            else:
+                self.scheduler.add(request)

@@ -59,6 +59,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
         tenant: whose API key it is; tenants never share a block.
         cache_salt: narrows the tenant's namespace.
         prompt_cache_key: narrows it too where `isolate_by` says so.
+        grammar: which the answer must follow, see `engine.grammars`; None for any answer.
     """
 
     request_id: str = ""
@@ -72,6 +73,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
     tenant: str = ""
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    grammar: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

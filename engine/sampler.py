@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.engine_messages import TokenLogprob
+from tieredkv.engine.grammars import Matcher, allowed_tokens
 from tieredkv.engine.sampling_params import SamplingParams, TokenChoice
 from tieredkv.kernels.small_copies import to_device, to_host
 
@@ -45,6 +46,7 @@ class SamplerState:
         seen_token_ids: tokens of prompt and output, kept if `repetition_penalty` is set.
         output_counts: how often each token is in the output.
         num_output_tokens: tokens chosen so far, those that the host has not seen yet included.
+        matcher: follows the grammar of the answer; None for an answer without one.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class SamplerState:
         self.seen_token_ids = set(prompt_token_ids if self.choice.repetition_penalty != 1.0 else ())
         self.output_counts = Counter[int]()
         self.num_output_tokens = 0
+        self.matcher: Matcher | None = None
 
     @property
     def needs_history(self) -> bool:
@@ -70,6 +73,17 @@ class SamplerState:
         params = self.params
         is_penalised = params.presence_penalty or params.frequency_penalty
         return bool(is_penalised) or self.choice.repetition_penalty != 1.0
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says which tokens may come next; it must have seen all before."""
+        return self.matcher is not None and not self.matcher.is_done
+
+    @property
+    def banned_token_ids(self) -> Collection[int]:
+        """End tokens that may not come yet, or that would not end the output."""
+        params = self.params
+        return self.end_token_ids if self.num_output_tokens < params.min_tokens else ()
 
     @property
     def is_filtered(self) -> bool:
@@ -80,12 +94,13 @@ class SamplerState:
     def takes_most_likely(self) -> bool:
         """Whether the next token is the most likely one by the model's own logits."""
         params = self.params
-        is_adjusted = params.logit_bias or self.needs_history
-        is_free = self.num_output_tokens >= params.min_tokens
-        return self.choice.is_greedy and not is_adjusted and is_free
+        is_adjusted = params.logit_bias or self.needs_history or self.is_constrained
+        return self.choice.is_greedy and not (is_adjusted or self.banned_token_ids)
 
     def append(self, token_id: int) -> None:
         """Note a chosen token; called by `Sampling.tokens`."""
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if self.needs_history:
             self.output_counts[token_id] += 1
             self.seen_token_ids.add(token_id)
@@ -214,7 +229,9 @@ def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """Apply penalties, biases and bans, each kind to all rows at once; without any, no copy.
+    """Apply penalties, biases, bans and grammars, each kind to all rows at once.
+
+    Without any, there is no copy.
 
     Repetition comes first, since it scales the model's own logits.
     """
@@ -229,10 +246,11 @@ def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
             for token_id, count in state.output_counts.items():
                 penalty = params.frequency_penalty * count + params.presence_penalty
                 shifts[token_id] = shifts.get(token_id, 0.0) - penalty
-        if state.num_output_tokens < params.min_tokens:
-            shifts |= dict.fromkeys(state.end_token_ids, -math.inf)
+        if not state.is_constrained:
+            shifts |= dict.fromkeys(state.banned_token_ids, -math.inf)
         shifted.add(row, shifts)
-    if not (scaled.values or shifted.values):
+    constrained = [row for row, state in enumerate(states) if state.is_constrained]
+    if not (scaled.values or shifted.values or constrained):
         return logits
     adjusted = logits.clone()
     if scaled.values:
@@ -242,6 +260,15 @@ def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     if shifted.values:
         at, value = shifted.upload(logits)
         adjusted[at] += value
+    if constrained:
+        own = [states[row] for row in constrained]
+        matchers = [state.matcher for state in own if state.matcher is not None]
+        later = [state.banned_token_ids for state in own]
+        allowed = allowed_tokens(matchers, later, logits.shape[-1], logits.device)
+        if len(constrained) == len(states):
+            return adjusted.masked_fill_(~allowed, -math.inf)
+        rows = to_device(constrained, torch.int64, logits.device)
+        adjusted[rows] = adjusted[rows].masked_fill_(~allowed, -math.inf)
     return adjusted
 
 

@@ -32,7 +32,11 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy values to a one-dimensional tensor on a device, without waiting for the copy."""
-    tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return upload(torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda"), device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy pinned memory that is never written again to a device, without waiting for the copy."""
     if device.type != "cuda":
         return tensor
     target = torch.empty_like(tensor, device=device)

@@ -1,0 +1,186 @@
+"""Grammars that answers must follow: compiled beside the steps, then asked for one mask a token.
+
+A grammar is a structural tag of xgrammar as JSON text, which can hold JSON schemas, regular
+expressions, grammars in EBNF, and texts between them. Whoever makes it knows what it is for; here
+it only says which tokens may come next. It ends with one of the model's end tokens.
+
+Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xgrammar
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tieredkv.errors import RequestError
+from tieredkv.kernels import small_copies
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 256 << 20
+"""Compiled grammars that are kept, for each vocabulary."""
+
+MAX_VOCABULARIES = 4
+MAX_THREADS = 8
+"""That compile one grammar or fill the masks of one step; no more than the machine has cores."""
+
+Compiled = xgrammar.CompiledGrammar
+Words = npt.NDArray[np.uint32]
+
+
+class Compiler:
+    """Compiles grammars for the tokens of one model; a compilation cannot be interrupted.
+
+    Args:
+        tokenizer: whose tokens they are.
+        vocab_size: of the model's logits.
+        eos_token_ids: the tokens that end an answer.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {str(token): id for id, token in added if token.special}
+        self._compiler = functools.lru_cache(MAX_VOCABULARIES)(self._make_compiler)
+
+    def compile(self, grammar: str) -> Compiled:
+        """Compile a grammar, or find it among those that were compiled last.
+
+        A special token such as `[TOOL_CALLS]` can be chosen only where the grammar names it, since
+        the texts of answers leave special tokens out.
+
+        Raises:
+            RequestError: it is no grammar, or the model has no token to end it with.
+        """
+        if not self._eos_token_ids:
+            what = "This model names no end token, so its answers cannot be constrained."
+            raise RequestError(what, code="unsupported_parameter")
+        named = frozenset(id for text, id in self._special.items() if text in grammar)
+        try:
+            return self._compiler(named).compile_structural_tag(grammar)
+        except (RuntimeError, ValueError) as error:  # what xgrammar raises
+            raise RequestError(f"The grammar cannot be used: {_first_line(error)}") from None
+
+    def _make_compiler(self, named: frozenset[int]) -> xgrammar.GrammarCompiler:
+        """Return the compiler for a vocabulary of which these special tokens are a part."""
+        told: dict[str, Any] = {
+            "vocab_size": self._vocab_size,
+            "stop_token_ids": self._eos_token_ids,
+        }
+        texts = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, **told).decoded_vocab
+        for id in {*self._special.values()} - named:
+            if id < len(texts):
+                texts[id] = b""
+        info = xgrammar.TokenizerInfo(texts, **told)
+        return xgrammar.GrammarCompiler(
+            info, max_threads=MAX_THREADS, cache_limit_bytes=CACHE_BYTES
+        )
+
+
+class Grammars:
+    """Compiles grammars in a thread of its own, so that no step waits for one.
+
+    Args:
+        make_compiler: called in that thread, once there is a grammar to compile.
+        wake: called whenever a compilation has ended.
+    """
+
+    def __init__(self, make_compiler: Callable[[], Compiler], wake: Callable[[], None]) -> None:
+        self._compiler = functools.cache(make_compiler)
+        self._wake = wake
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def compile(self, grammar: str) -> "Future[Compiled]":
+        """Begin to compile a grammar; the future fails as `Compiler.compile` does."""
+        compiling = self._executor.submit(lambda: self._compiler().compile(grammar))
+        compiling.add_done_callback(lambda _: self._wake())
+        return compiling
+
+    def close(self) -> None:
+        """Compile nothing more; a compilation in progress is not waited for."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class Matcher:
+    """How far one answer has come in its grammar.
+
+    Attributes:
+        is_done: whether the answer has ended, so that its grammar allows nothing more.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.within = xgrammar.GrammarMatcher(compiled)
+        self.is_done = False
+
+    def accept(self, token_id: int) -> None:
+        """Take in the answer's next token; after the end it is ignored."""
+        if self.is_done:
+            return
+        if not self.within.accept_token(token_id):
+            logger.error("token %d was chosen, but its grammar does not allow it", token_id)
+            self.is_done = True
+        self.is_done = self.is_done or self.within.is_terminated()
+
+
+def allowed_tokens(
+    matchers: Sequence[Matcher],
+    later: Sequence[Collection[int]],
+    vocab_size: int,
+    device: torch.device,
+) -> Tensor:
+    """Return which tokens may come next, `[len(matchers), vocab_size]` bool on the device.
+
+    Args:
+        matchers: none of them done; their masks are filled in parallel.
+        later: for each of them, end tokens that may come only where no other token may.
+        vocab_size: of the logits.
+        device: where the result is needed; it is not waited for.
+    """
+    shape = len(matchers), -(-vocab_size // 32)
+    masks = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    _batch_matcher().batch_fill_next_token_bitmask([each.within for each in matchers], masks)
+    rows = masks.numpy().view(np.uint32)
+    for matcher, row, token_ids in zip(matchers, rows, later, strict=True):
+        if token_ids:
+            _leave_for_later(row, token_ids)
+        if not row.any():
+            logger.error("a grammar allows no token at all; the answer ends")
+            _set_bits(row, matcher.within.stop_token_ids)
+    words = small_copies.upload(masks, device)[:, :, None]
+    bits = words >> torch.arange(32, dtype=torch.int32, device=device) & 1
+    return bits.bool().flatten(1)[:, :vocab_size]
+
+
+def _leave_for_later(row: Words, token_ids: Collection[int]) -> None:
+    """Take tokens out of a mask, unless nothing would be left."""
+    before, others = row.copy(), np.zeros_like(row)
+    _set_bits(others, token_ids)
+    row &= ~others
+    if not row.any():
+        row[:] = before
+
+
+def _set_bits(row: Words, token_ids: Collection[int]) -> None:
+    for token_id in token_ids:
+        row[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+@functools.cache
+def _batch_matcher() -> xgrammar.BatchGrammarMatcher:
+    return xgrammar.BatchGrammarMatcher()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

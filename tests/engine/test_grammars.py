@@ -1,0 +1,217 @@
+"""Answers that follow a grammar: masks, the end of an answer, and the engine's run ahead."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, stop_token_ids
+from tieredkv.engine.core import EngineCore
+from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.engine.grammars import Compiler, Matcher, allowed_tokens
+from tieredkv.engine.llm import LLM
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.errors import RequestError
+
+CPU = torch.device("cpu")
+EOS = stop_token_ids()
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def grammar(kind: str, **fields: Any) -> str:
+    return json.dumps({"type": "structural_tag", "format": {"type": kind, **fields}})
+
+
+DIGITS = grammar("regex", pattern="[0-9]{3}-[0-9]{2}")
+YES_OR_NO = grammar("regex", pattern="yes|no")
+JSON = grammar("json_schema", json_schema=PERSON, max_whitespace_cnt=1)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(byte_tokenizer(BYTE_VOCAB_SIZE, 4096), BYTE_VOCAB_SIZE, EOS)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny-random", device_size="16MiB") as llm:
+        yield llm
+
+
+def allowed(matchers: list[Matcher], later: list[Any], device: torch.device = CPU) -> torch.Tensor:
+    return allowed_tokens(matchers, later, BYTE_VOCAB_SIZE, device)
+
+
+def ids_of(row: torch.Tensor) -> set[int]:
+    return set(row.nonzero()[:, 0].tolist())
+
+
+def check_follows_a_grammar(compiler: Compiler, device: torch.device) -> None:
+    digits, answer = (Matcher(compiler.compile(each)) for each in (DIGITS, YES_OR_NO))
+    rows = allowed([digits, answer], [(), ()], device)
+    assert rows.shape == (2, BYTE_VOCAB_SIZE) and rows.device.type == device.type
+    assert [ids_of(row) for row in rows] == [{*b"0123456789"}, {*b"yn"}]
+    for byte in b"no":
+        answer.accept(byte)
+    assert ids_of(allowed([answer], [()], device)[0]) == EOS
+    answer.accept(min(EOS))
+    assert answer.is_done
+    answer.accept(ord("x"))  # computed ahead
+
+
+def test_masks_follow_a_grammar_to_its_end(compiler: Compiler) -> None:
+    check_follows_a_grammar(compiler, CPU)
+
+
+@pytest.mark.gpu
+def test_masks_reach_the_gpu(compiler: Compiler) -> None:
+    check_follows_a_grammar(compiler, torch.device("cuda", 0))
+
+
+def test_an_end_token_that_may_not_come_yet_comes_where_nothing_else_may(
+    compiler: Compiler,
+) -> None:
+    matcher = Matcher(compiler.compile(grammar("regex", pattern="ab?")))
+    matcher.accept(ord("a"))
+    assert ids_of(allowed([matcher], [EOS])[0]) == {ord("b")}
+    matcher.accept(ord("b"))
+    assert ids_of(allowed([matcher], [EOS])[0]) == EOS
+
+
+def test_a_special_token_may_come_only_where_the_grammar_names_it(compiler: Compiler) -> None:
+    text = Matcher(compiler.compile(grammar("regex", pattern="[^a]*")))
+    special = {*range(256, BYTE_VOCAB_SIZE)}
+    assert ids_of(allowed([text], [()])[0]) & special == EOS
+    named = Matcher(compiler.compile(grammar("const_string", value="<|im_start|>x")))
+    [start] = ids_of(allowed([named], [()])[0]) & special
+    named.accept(start)
+    assert ids_of(allowed([named], [()])[0]) == {ord("x")}
+
+
+@pytest.mark.parametrize("text", ["{}", "no JSON", grammar("regex", pattern="(")])
+def test_what_is_no_grammar_is_refused(compiler: Compiler, text: str) -> None:
+    with pytest.raises(RequestError, match="The grammar cannot be used: "):
+        compiler.compile(text)
+
+
+def test_a_model_without_end_tokens_cannot_be_constrained() -> None:
+    compiler = Compiler(byte_tokenizer(BYTE_VOCAB_SIZE, 4096), BYTE_VOCAB_SIZE, ())
+    with pytest.raises(RequestError, match="no end token"):
+        compiler.compile(DIGITS)
+
+
+def test_a_grammar_that_leads_nowhere_ends_the_answer(llm: LLM) -> None:
+    endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    [answer] = serve(llm, [grammar("json_schema", json_schema=endless)])
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+
+
+def serve(llm: LLM, grammars: list[str | None], **params: Any) -> list[Any]:
+    """Answer one request for each grammar, all of them together."""
+    params = {"max_tokens": 400, **params}
+    requests = [
+        llm.make_request(f"{i} " * 40, SamplingParams(seed=i, **params), grammar=each)
+        for i, each in enumerate(grammars)
+    ]
+    return llm.serve(requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_answer_of_a_batch_follows_its_own_grammar(llm: LLM, temperature: float) -> None:
+    told = [JSON, DIGITS, None, YES_OR_NO, JSON]
+    one, digits, free, word, two = serve(llm, told, temperature=temperature)
+    for answer in (one, two):
+        if answer.finish_reason == "stop":  # the name may be longer than the answer
+            person = json.loads(answer.text)
+            assert person.keys() == PERSON["properties"].keys() and type(person["age"]) is int
+        else:
+            assert answer.text.lstrip().startswith("{")
+    assert digits.text[3] == "-" and digits.text.replace("-", "").isdigit()
+    assert word.text in ("yes", "no") and word.finish_reason == "stop"
+    assert len(free.token_ids) > 1
+
+
+def test_a_row_without_a_grammar_is_not_changed_by_those_beside_it(llm: LLM) -> None:
+    plain = serve(llm, [None, None], max_tokens=12)
+    mixed = serve(llm, [None, None, DIGITS, JSON], max_tokens=12)
+    assert [a.token_ids for a in mixed[:2]] == [a.token_ids for a in plain]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"min_tokens": 300},
+        {"ignore_eos": True},
+        {"logit_bias": {ord("y"): -100.0, ord("n"): -100.0}},
+        {"repetition_penalty": 2.0, "temperature": 0.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"top_k": 1},
+        {"top_p": 0.01},
+        {"min_p": 0.9},
+    ],
+)
+def test_no_parameter_leads_out_of_the_grammar(llm: LLM, params: dict[str, Any]) -> None:
+    [answer] = serve(llm, [YES_OR_NO], **params)
+    assert answer.text in ("yes", "no") and answer.finish_reason == "stop"
+
+
+def test_a_stop_string_and_the_length_cut_an_answer(llm: LLM) -> None:
+    [stopped] = serve(llm, [DIGITS], stop="-")
+    assert len(stopped.text) == 3 and stopped.finish_reason == "stop"
+    [cut] = serve(llm, [DIGITS], max_tokens=2)
+    assert len(cut.text) == 2 and cut.finish_reason == "length"
+
+
+def test_log_probabilities_are_those_of_the_model(llm: LLM) -> None:
+    [answer] = serve(llm, [YES_OR_NO], logprobs=1)
+    first = answer.logprobs[0]
+    assert first.token_id in b"yn" and first.logprob < 0
+    assert first.top[0][1] >= first.logprob
+
+
+def test_preempted_answers_go_on_where_they_were() -> None:
+    told = [JSON if i % 2 else None for i in range(6)]
+    answers = {}
+    for size in ("16MiB", "1MiB"):
+        with LLM("tiny-random", device_size=size, max_model_len=256) as llm:
+            answers[size] = serve(llm, told, max_tokens=120)
+            num_preemptions = llm.core.scheduler.num_preemptions
+    assert num_preemptions > 0
+    few, many = answers["1MiB"], answers["16MiB"]
+    assert [a.token_ids for a in few] == [a.token_ids for a in many]
+
+
+def outputs_of(core: EngineCore) -> list[Any]:
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+        core.wait(0.05)
+    return outputs
+
+
+def test_a_request_whose_grammar_is_refused_fails_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4)
+    for request_id, told in (("good", DIGITS), ("bad", "{}")):
+        llm.core.add_request(
+            EngineRequest(request_id=request_id, prompt_token_ids=[1], params=params, grammar=told)
+        )
+    last = {o.request_id: o for o in outputs_of(llm.core) if o.finish_reason}
+    assert last["good"].finish_reason == "length"
+    assert last["bad"].finish_reason == "error" and "cannot be used" in last["bad"].error
+
+
+def test_a_request_is_cancelled_while_its_grammar_is_compiled(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4)
+    told = EngineRequest(request_id="a", prompt_token_ids=[1], params=params, grammar=JSON)
+    llm.core.add_request(told)
+    llm.core.abort("a")
+    [output] = outputs_of(llm.core)
+    assert output.finish_reason == "abort" and not llm.core.has_work
+    llm.core.scheduler.check()
