@@ -127,6 +127,7 @@ ASKS_FOR_NOTHING: list[tuple[type[ApiRequest], dict[str, Any]]] = [
     (ChatRequest, {"tool_choice": "auto", "modalities": ["text"], "functions": [], "echo": False}),
     (ChatRequest, {"tool_choice": "none", "prediction": {"type": "content", "content": "a"}}),
     (ChatRequest, {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    (ChatRequest, {"best_of": 1}),
     (CompletionRequest, {"suffix": "", "best_of": 2, "n": 2, "add_special_tokens": True}),
     (ResponsesRequest, {"text": {"format": {"type": "text"}}, "top_logprobs": 0}),
     (ResponsesRequest, {"background": False, "include": ["reasoning.encrypted_content"]}),

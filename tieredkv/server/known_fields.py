@@ -196,7 +196,6 @@ _OPENAI = KnownFields(
 CHAT = _OPENAI._replace(
     refused={
         **_OPENAI.refused,
-        **refusals("best_of", unless=number(1)),
         **refusals("echo", "Use /v1/completions, which has it."),
         **refusals("add_special_tokens", _RENDER),
         **refusals("prompt input", "Send the conversation as 'messages'."),

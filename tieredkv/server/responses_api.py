@@ -195,7 +195,6 @@ class ResponsesRequest(openai.ConversationRequest):
     text: TextOptions = TextOptions()
     tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field([], max_length=1024)
     prompt_cache_options: Options | None = None
-    temperature: float | None = None
 
     # These are checked and have no effect.
     reasoning: Reasoning | None = None
