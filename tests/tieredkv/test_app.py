@@ -12,6 +12,7 @@ import httpx
 import pytest
 from anthropic.types import ModelInfo
 
+from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import (
     EngineInfo,
@@ -218,6 +219,13 @@ def test_the_tokens_of_a_conversation_go_with_the_templates_arguments(
     monkeypatch.setattr(tokenization.tokenizer, "chat_template", "{{ mood }}")
     body = {"messages": MESSAGES, "chat_template_kwargs": {"mood": "AB"}}
     assert ask(Engine(0.0, answered), tokenization, "/tokenize", body).json()["tokens"] == [65, 66]
+
+
+def test_an_agent_sees_that_a_server_is_there_without_a_key(tokenization: Tokenization) -> None:
+    settings = Settings(api_keys=("k",))
+    for method, text in (("HEAD", ""), ("GET", f'{{"version":"{__version__}"}}')):
+        told = ask(Engine(0.0, answered), tokenization, "/", None, settings, method)
+        assert (told.status_code, told.text) == (200, text)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -355,7 +355,8 @@ def build_app(api: Api) -> ASGIApp:
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
-            Route("/health", api.health),  # GET and HEAD
+            Route("/", api.version),  # GET and HEAD, with which agents look for a server
+            Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
             Route("/v1/models", api.models),
