@@ -196,7 +196,6 @@ ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
         },
         "messages[0].content[0].citations",
     ),
-    (TokenizeRequest, {"continue_final_message": True}, "continue_final_message"),
     (TokenizeRequest, {"chat_template": "{{ 1 }}"}, "chat_template"),
 ]
 

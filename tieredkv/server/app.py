@@ -279,7 +279,14 @@ class Api:
         shape, shape.request_id = asked.shape, scope["request_id"]
         observer = Observer(self._metrics, tenant, asked.labels, scope["arrived_at"])
         tokenizer = self._tokenization.tokenizer
-        generation = Generation(self._engine, tokenizer, prepared.requests, observer, asked.reading)
+        generation = Generation(
+            self._engine,
+            tokenizer,
+            prepared.requests,
+            observer,
+            asked.reading,
+            continues_text=asked.continues_text,
+        )
         ending.callback(generation.close)
         gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
         # The engine already works on the requests while the digests are made.

@@ -221,6 +221,7 @@ class Asked:
         settings: other fields whose change can explain a miss.
         compared_id: the id of an earlier answer to compare this request with.
         reading: how the answers are read as messages; None for plain texts.
+        continues_text: whether the answers go on with the text of the last message.
     """
 
     prompts: list[list[int]]
@@ -234,6 +235,7 @@ class Asked:
     settings: Json = field(default_factory=dict)
     compared_id: str | None = None
     reading: Reading | None = None
+    continues_text: bool = False
 
     def seen(self, isolate_by: str) -> Seen:
         """Return the digests that are kept of this request for later diagnoses."""

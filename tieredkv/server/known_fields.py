@@ -69,6 +69,10 @@ def only_clears_thinking(value: Any) -> bool:
     )
 
 
+def _without(refused: Mapping[str, Refusal], names: str) -> dict[str, Refusal]:
+    return {name: each for name, each in refused.items() if name not in names.split()}
+
+
 # --- Advice in errors: complete sentences about what to do instead.
 
 _PLAIN_TEXT = (
@@ -195,7 +199,7 @@ _OPENAI = KnownFields(
 
 CHAT = _OPENAI._replace(
     refused={
-        **_OPENAI.refused,
+        **_without(_OPENAI.refused, "continue_final_message add_generation_prompt"),
         **refusals("echo", "Use /v1/completions, which has it."),
         **refusals("add_special_tokens", _RENDER),
         **refusals("prompt input", "Send the conversation as 'messages'."),
@@ -239,7 +243,7 @@ MESSAGES = KnownFields(
     """),
     ignored=names_of("thinking"),
     refused={
-        **{name: each for name, each in _EXTENSIONS.items() if name not in ("thinking", "system")},
+        **_without(_EXTENSIONS, "thinking system"),
         **refusals("output_format", _PLAIN_TEXT, unless=is_plain_text),
         **RESPONSE_FORMAT,
         **refusals("container mcp_servers", _TOOLS),
@@ -265,14 +269,13 @@ COUNT_TOKENS = MESSAGES._replace(
     | names_of("""
         compaction max_tokens temperature top_p top_k stop_sequences stream diagnostics
     """),
-    refused={name: each for name, each in MESSAGES.refused.items() if name != "compaction"},
+    refused=_without(MESSAGES.refused, "compaction"),
 )
 
 # --- vLLM's /tokenize
 
 TOKENIZE = {
-    name: _EXTENSIONS[name]
-    for name in ("continue_final_message", "chat_template", "documents", "truncate_prompt_tokens")
+    name: _EXTENSIONS[name] for name in ("chat_template", "documents", "truncate_prompt_tokens")
 }
 
 # --- Objects inside requests
@@ -281,7 +284,7 @@ CHAT_MESSAGE: dict[str, Refusal] = {
     **refusals("audio", "Only text is supported."),
     **refusals("function_call", "Use 'tool_calls' instead."),
     **refusals("tools", "Describe all tools in the request's 'tools'."),
-    **refusals("prefix partial", "The answer to a chat always begins a new message."),
+    **refusals("prefix partial", "Use 'continue_final_message' of /v1/chat/completions."),
 }
 RESPONSE_PART = refusals("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
 TOOL_RESULT_PART = refusals("cache_control", "Mark the whole result instead.")

@@ -373,6 +373,13 @@ class Message(Object):
     reasoning: Any = None
 
     @property
+    def can_be_continued(self) -> bool:
+        """Whether it is of the assistant and ends with a text, behind which no calls come."""
+        last = self.content[-1] if self.content else None
+        is_text = last is not None and not last.is_image and bool(str(last).strip())
+        return self.role == "assistant" and is_text and not self.tool_calls
+
+    @property
     def thoughts(self) -> str:
         """What the model thought before it wrote this, if the client sends it back."""
         given = (self.reasoning_content, self.reasoning)
@@ -422,15 +429,23 @@ class ConversationRequest(OpenAIRequest):
     parallel_tool_calls: bool = True
 
     def render(
-        self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
+        self,
+        tokenization: Tokenization,
+        rules: Rules,
+        arguments: Json,
+        *,
+        continues_text: bool = False,
+        **how: Any,
     ) -> Asked:
         """Render the conversation with arguments for the template and return what is asked for."""
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
-        encoded = tokenization.encode_chat(messages, arguments, marks, field=self.prompt_field)
+        encoded = tokenization.encode_chat(
+            messages, arguments, marks, field=self.prompt_field, continues_last=continues_text
+        )
         plan = self.plan(rules, encoded.ends)
         tools = () if self.tool_choice == "none" else arguments.get("tools") or ()
-        how["reading"] = tokenization.reading(encoded, tools)
+        how |= {"reading": tokenization.reading(encoded, tools), "continues_text": continues_text}
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
@@ -449,6 +464,27 @@ def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
+def check_continuing(
+    messages: Sequence[Message], *, continues: bool, adds_prompt: bool | None
+) -> None:
+    """Refuse to continue a message that cannot be continued.
+
+    Args:
+        messages: the conversation.
+        continues: whether the answer continues the last message.
+        adds_prompt: whether the answer begins a new message; None if the request does not say.
+
+    Raises:
+        RequestError: the message cannot be continued, or the answer is also to begin a new one.
+    """
+    if continues and adds_prompt:
+        text = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise RequestError(text, param="continue_final_message", code="invalid_value")
+    if continues and not messages[-1].can_be_continued:
+        what = "Only a message of the assistant that ends with a text can be continued."
+        raise RequestError(what, param="continue_final_message", code="invalid_value")
+
+
 class ChatRequest(ConversationRequest):
     """The body of `POST /v1/chat/completions`."""
 
@@ -461,6 +497,8 @@ class ChatRequest(ConversationRequest):
     top_logprobs: int | None = Field(None, ge=0)
     logprobs: bool = False
     chat_template_kwargs: TemplateArguments = Field({})
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     tools: Tools = Field([])
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
@@ -486,10 +524,16 @@ class ChatRequest(ConversationRequest):
         if rules.is_strict and self.best_of not in (None, 1):  # this endpoint does not have it
             text = "'best_of' is not supported."
             raise RequestError(text, param="best_of", code="unsupported_parameter")
+        continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
+        check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
+        if adds_prompt is False and not continues:
+            text = "'add_generation_prompt' can only be false with 'continue_final_message'."
+            raise RequestError(text, param="add_generation_prompt", code="unsupported_parameter")
         super().check(rules)
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
         shape = ChatShape(self.model, tokenization, **self.form)
-        return self.render(tokenization, rules, arguments, shape=shape)
+        continues = self.continue_final_message
+        return self.render(tokenization, rules, arguments, shape=shape, continues_text=continues)

@@ -269,8 +269,8 @@ class ResponsesRequest(openai.ConversationRequest):
         tell_left_out(left_out(self.tools))
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
-        how = {"shape": ResponseShape(self), "compared_id": compared_id}
-        return self.render(tokenization, rules, arguments, **how)
+        shape = ResponseShape(self)
+        return self.render(tokenization, rules, arguments, shape=shape, compared_id=compared_id)
 
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
