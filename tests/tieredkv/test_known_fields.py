@@ -209,10 +209,10 @@ def test_values_that_ask_for_more_are_refused_and_the_place_is_named(
 
 
 def test_a_refusal_says_the_way_out_in_the_form_of_each_api() -> None:
-    error = refusal(ResponsesRequest, previous_response_id="resp_1")
+    error = refusal(ResponsesRequest, conversation="conv_1")
     assert str(error) == (
-        "'previous_response_id' is not supported. No response is stored here: send the whole "
-        "conversation in 'input'."
+        "'conversation' is not supported. Send its items in 'input', or continue a response: "
+        "'previous_response_id'."
     )
     body = anthropic_body(refusal(MessagesRequest, stop=["a"]), "req_1")
     assert body["error"] == {

@@ -82,7 +82,7 @@ _ONLY_AUTO = "It can only be 'none' or 'auto'."
 _RENDER = "Render the conversation yourself and send it as the 'prompt' of /v1/completions."
 _TOKENS = "Send the prompt as token ids to /v1/completions."
 _ONE_MODEL = "Name the model in 'model'; each server has one, without adapters."
-_STATELESS = "No response is stored here: send the whole conversation in 'input'."
+_NO_CONVERSATIONS = "Send its items in 'input', or continue a response: 'previous_response_id'."
 _TEMPLATE = "Send it as 'chat_template_kwargs', where the model's template knows it."
 _BIAS = "Use 'logit_bias' to rule tokens in or out."
 _CONTEXT = "Only 'clear_thinking' edits are: thoughts are never part of the prompt."
@@ -190,7 +190,9 @@ _OPENAI = KnownFields(
         **refusals("functions", "Use 'tools' instead."),
         **refusals("web_search_options", _TOOLS),
         **refusals("moderation", "Nothing is moderated here."),
-        **refusals("previous_response_id conversation background", _STATELESS),
+        **refusals("previous_response_id", "Use /v1/responses, which has it."),
+        **refusals("conversation", _NO_CONVERSATIONS),
+        **refusals("background", "Ask for a stream and read it to its end."),
         **refusals("context_management", "Shorten the conversation before it is sent."),
         **refusals("include", "Log-probabilities are told by the other endpoints."),
         **refusals("suffix", "Put what follows into the prompt, as the model was trained for it."),
@@ -219,17 +221,18 @@ COMPLETIONS = _OPENAI._replace(
     }
 )
 RESPONSES = _OPENAI._replace(
+    harmless=_OPENAI.harmless - {"store"},
     refused={
-        **_OPENAI.refused,
+        **_without(_OPENAI.refused, "previous_response_id"),
         **refusals("n best_of", "Send the request as often as wanted.", unless=number(1)),
         **refusals("top_logprobs logprobs", "Log-probabilities are told by the other endpoints."),
         **refusals("include", _OPENAI.refused["include"].way_out, unless=has_no_logprobs),
         **refusals("max_tokens max_completion_tokens", "Use 'max_output_tokens'.", unless=never),
         **refusals("messages", "Send the conversation as 'input'."),
-        **refusals("prompt", _STATELESS),
+        **refusals("prompt", "Send the whole prompt in 'instructions' and 'input'."),
         **refusals("echo chat_template_kwargs", "Use the other endpoints, which have it."),
         **refusals("add_special_tokens", _RENDER),
-    }
+    },
 )
 
 # --- Anthropic's Messages
