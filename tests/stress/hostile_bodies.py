@@ -219,7 +219,7 @@ BODIES: dict[str, Body] = {
     "one key again and again": _ignored("{", '"a":1,', "}", '"a":1'),
     "metadata": _filled(
         CHAT,
-        '{"model":"m","messages":[{"role":"user","content":"a"}],"metadata":{"a":"',
+        '{"model":"m","max_tokens":1,"messages":[' + LAST + '],"metadata":{"a":"',
         "b",
         '"}}',
     ),
