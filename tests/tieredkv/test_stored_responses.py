@@ -342,16 +342,18 @@ def test_a_tenant_sees_only_its_own_responses_and_they_go_with_its_key(tmp_path:
             with pytest.raises(openai.NotFoundError):
                 await other
         assert await is_there(a, ids[0])
-        begun = await a.responses.create(model="m", input="x", stream=True)
+        begun = asyncio.create_task(a.responses.create(model="m", input="x"))
+        while len(engine.prompts) < 3:
+            await asyncio.sleep(0)
+        assert not begun.done()
         file.write_text('[b]\nkey = "sk-b"')
         keys.adopt(keys.read())
-        last = [event async for event in begun][-1]
-        assert last.type == "response.completed"
+        last = (await begun).id
         with pytest.raises(openai.AuthenticationError):
             await a.responses.retrieve(ids[0])
         file.write_text('[a]\nkey = "sk-a"\n[b]\nkey = "sk-b"')
         keys.adopt(keys.read())
-        assert [await is_there(a, id) for id in (ids[0], last.response.id)] == [False, False]
+        assert [await is_there(a, id) for id in (ids[0], last)] == [False, False]
         assert await is_there(b, ids[1])
 
     asyncio.run(run())
@@ -404,7 +406,8 @@ def test_a_conversation_that_has_become_too_long_is_refused_before_it_is_read() 
     async def run() -> None:
         client = openai_of(api_of(Engine("Hm."), settings))
         last = (await client.responses.create(model="m", input="x" * 1500)).id
-        with pytest.raises(openai.APIStatusError, match="longer than 2000 bytes") as caught:
+        told = "with the conversation that 'previous_response_id' continues is longer than 2000"
+        with pytest.raises(openai.APIStatusError, match=told) as caught:
             await continued(client, last, user="u" * 300)
         assert caught.value.status_code == 413
         assert (await continued(client, last)).previous_response_id == last
@@ -440,3 +443,20 @@ def test_what_is_held_is_told_by_metrics() -> None:
     text = Metrics(Settings(), Engine("Hm."), stored).text().decode()  # type: ignore[arg-type]
     assert "\ntieredkv_stored_responses 1.0\n" in text
     assert f"\ntieredkv_stored_response_bytes {SIZE:.1f}\n" in text
+
+
+def test_conversations_that_are_continued_count_as_bodies_in_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        client = openai_of(Engine("Hm."))
+        last = (await client.responses.create(model="m", input="x" * 1500)).id
+        monkeypatch.setattr("tieredkv.server.limits.MAX_BODIES_BYTES", 1000)
+        client.max_retries = 0
+        with pytest.raises(openai.RateLimitError, match="too many bytes of unfinished requests"):
+            await continued(client, last)
+        monkeypatch.setattr("tieredkv.server.limits.MAX_BODIES_BYTES", 2000)
+        for _ in range(3):  # they are given back
+            assert (await continued(client, last)).previous_response_id == last
+
+    asyncio.run(run())

@@ -259,7 +259,8 @@ class Api:
             field = "previous_response_id"
             before = self._responses.get(tenant, body.previous_response_id, field=field).turn
             num_earlier_bytes = before.num_bytes
-            check_size(len(content) + num_earlier_bytes, self.max_body_bytes)
+            what = f"The request body with the conversation that '{field}' continues"
+            check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
             body = body.continuing(before, MAX_VALUES + info.max_model_len)
             stop.check()
         body.check(rules)

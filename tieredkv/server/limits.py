@@ -132,14 +132,14 @@ def default_body_size(max_model_len: int) -> int:
     return BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
 
 
-def check_size(num_bytes: int, most: int) -> None:
-    """Refuse a body that is too long, or a conversation that would be.
+def check_size(num_bytes: int, most: int, what: str = "The request body") -> None:
+    """Refuse a body that is too long, or what would be with it.
 
     Raises:
         RequestError: there are more bytes than allowed.
     """
     if num_bytes > most:
-        text = f"The request body is longer than {most} bytes, the server's `max_body_size`."
+        text = f"{what} is longer than {most} bytes, the server's `max_body_size`."
         raise _refused(413, text)
 
 

@@ -196,7 +196,9 @@ class MessageParser:
             self._go_on(self._parser.initial_events, held)
 
     def _go_on(self, events: Sequence[Event], held: Sequence[Event]) -> None:
-        """Take what the prompt begins, of which nothing belongs to the answer, but a call does.
+        """Take up what the prompt has of the message.
+
+        Text and thoughts in the prompt are no part of the answer; a call that begins there is.
 
         Args:
             events: of the prompt.
