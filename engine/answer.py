@@ -12,9 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
 
+MAX_TOKENS_BEFORE = 16
+"""How many tokens of a prompt an answer looks at that continues its text."""
+
 
 class Answer(Detokenizer):
     """One request's answer so far, with the text that can no longer change.
+
+    Args:
+        request: the request.
+        tokenizer: gives the tokens their text.
+        left_out: ids of the tokens that are no part of the text; by default all special ones.
+        continues_text: whether the answer goes on with the text of its prompt.
 
     Attributes:
         logprobs: one entry for each token of the text, as far as that is certain, where the request
@@ -31,10 +40,15 @@ class Answer(Detokenizer):
         tokenizer: PreTrainedTokenizerBase,
         *,
         left_out: Collection[int] | None = None,
+        continues_text: bool = False,
     ) -> None:
         params = request.params
         super().__init__(
-            tokenizer, stop=params.stop, min_tokens=params.min_tokens, left_out=left_out
+            tokenizer,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            left_out=left_out,
+            before=request.prompt_token_ids[-MAX_TOKENS_BEFORE:] if continues_text else (),
         )
         self.request = request
         self.token_ids: list[int] = []

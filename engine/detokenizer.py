@@ -27,6 +27,8 @@ class Detokenizer:
         min_tokens: stop strings count only from this number of tokens on.
         shows_special: special tokens are part of the text.
         left_out: ids of the tokens that are no part of the text; by default all special ones.
+        before: ids of the tokens whose text this text continues, if it begins none of its own. They
+            decide whether it begins with a space.
 
     Attributes:
         text: everything given out so far.
@@ -41,6 +43,7 @@ class Detokenizer:
         min_tokens: int = 0,
         shows_special: bool = False,
         left_out: Collection[int] | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
@@ -51,8 +54,10 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._window: list[int] = []  # the tokens that are decoded again with each new one
-        self._num_given = 0  # characters of the window's text that went on to `_pending`
+        # The tokens that are decoded again with each new one.
+        self._window = [id for id in before if id not in self._left_out][-_NUM_CONTEXT_TOKENS:]
+        # Characters of the window's text that went on to `_pending`.
+        self._num_given = len(self._decode(self._window)) if self._window else 0
         self._pending = ""  # decoded, held back for the stop strings
 
     def feed(self, token_ids: Sequence[int]) -> str:

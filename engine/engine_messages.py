@@ -230,6 +230,12 @@ class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
     body: dict[str, Any]
 
 
+class EvictToo(msgspec.Struct, frozen=True, array_like=True, tag="evict too"):
+    """The command line has evicted blocks; what the server keeps of the same requests goes too."""
+
+    wanted: EvictFilter
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Sent each second once the engine can serve, by a thread that runs beside the steps.
 
@@ -245,4 +251,4 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ToEngine = Start | EngineRequest | Abort | Shares | Evict | Shutdown
-ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Evicted
+ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Evicted | EvictToo

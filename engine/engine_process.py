@@ -70,6 +70,7 @@ class EngineProcess:
             self._channel.send(Refused(type(error).__name__, str(error)))
             exit_code = EXIT_START_FAILED
         else:
+            core.verbs.on_evict = lambda wanted: self._channel.send(messages.EvictToo(wanted))
             signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
             self._serve(core)
             core.abort_all()

@@ -11,6 +11,16 @@ from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.types import KVSpec
 
 
+def namespace_of(asked: EngineRequest, settings: Settings) -> bytes:
+    """Return the digest of the namespace within which a request may share blocks."""
+    return namespace_digest(
+        asked.tenant if settings.isolate_by != "none" else "",
+        asked.cache_salt if settings.isolate_by in ("salt", "prompt_cache_key") else None,
+        asked.prompt_cache_key if settings.isolate_by == "prompt_cache_key" else None,
+        algo=settings.hash_algo,
+    )
+
+
 class Prefixes:
     """Makes the prefixes of one model's requests.
 
@@ -32,12 +42,7 @@ class Prefixes:
         # Cached blocks have no logits, which the prompt's log-probabilities need.
         most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
         max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
-        namespace = namespace_digest(
-            asked.tenant if settings.isolate_by != "none" else "",
-            asked.cache_salt if settings.isolate_by in ("salt", "prompt_cache_key") else None,
-            asked.prompt_cache_key if settings.isolate_by == "prompt_cache_key" else None,
-            algo=algo,
-        )
+        namespace = namespace_of(asked, settings)
         root = model_root(self._fingerprint, self._spec, namespace, algo=algo)
         ends = asked.read_ends
         read_ends = None if ends is None else [end // size for end in ends]

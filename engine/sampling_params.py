@@ -9,8 +9,9 @@ from typing_extensions import TypedDict
 from tieredkv.errors import RequestError
 from tieredkv.fields import in_openai_words, out_of_bounds
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 16
+MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIASES = 1024
 
 
@@ -22,7 +23,7 @@ def several(value: Any) -> Any:
 
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -74,7 +75,7 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request, in OpenAI's terms and ranges.
+    """Sampling parameters of one request, in OpenAI's terms; some ranges are wider than OpenAI's.
 
     Attributes:
         max_tokens: the largest number of output tokens; 0 only computes the prompt.

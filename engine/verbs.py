@@ -4,7 +4,7 @@ The server sends these requests, or the store's worker passes them on: see `stor
 worker's part.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tieredkv.cache.catalog import Entry
@@ -18,11 +18,16 @@ EVERYTHING = EvictFilter(all=True)
 
 
 class Verbs:
-    """Carries out an operator's requests; called by the engine's thread."""
+    """Carries out an operator's requests; called by the engine's thread.
+
+    Attributes:
+        on_evict: called with each filter of blocks that the store's worker has passed on.
+    """
 
     def __init__(self, cache: TieredCache, tier_stats: TierStats, hash_algo: HashAlgo) -> None:
         self._cache, self._tiers, self._tier_stats = cache, cache.tiers, tier_stats
         self._hash_algo = hash_algo
+        self.on_evict: Callable[[EvictFilter], None] = lambda _: None
 
     def give_shares(self, shares: Mapping[str, float]) -> None:
         """Replace the tenants' shares of every tier."""
@@ -75,6 +80,7 @@ class Verbs:
             else:
                 blocks = (map(BlockHash, each) for each in (event.following, event.before))
                 answer = self.answer_evict(event.call.wanted, *map(set, blocks))
+                self.on_evict(event.call.wanted)
                 if event.call.wanted == EVERYTHING:
                     self._tiers.catalog.note_empty_disk()
             assert self._tiers.store is not None

@@ -49,6 +49,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gpu_memory_utilization": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
     "port": (lambda port: 0 <= port <= 65535, "from 0 to 65535"),
     "seed": (lambda seed: True, "a whole number"),
+    "stored_responses_size": _AT_LEAST_0,
 }
 """What these numbers may be; others must be above 0, or at least 0 if 0 is their default."""
 
@@ -234,6 +235,11 @@ class Settings:
         "on",
         "Whether the system block that Claude Code adds for its own billing is left out of "
         "prompts. It changes with each session, so that nothing behind it could be found again.",
+    )
+    stored_responses_size: Bytes = _server(
+        64 << 20,
+        "Host memory for responses that clients may ask for again or continue by "
+        "`previous_response_id`, each for an hour. 0 stores none.",
     )
     images: Images = _server(
         "note",

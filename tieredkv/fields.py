@@ -195,12 +195,15 @@ def shape_of(body: bytes) -> JsonShape:
     return JsonShape(deepest, num_containers, num_keys, num_commas + 1)
 
 
-def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
+def parse_body(
+    body: bytes, max_values: int = MAX_VALUES, *, what: str = "The JSON body of your request"
+) -> dict[str, Any]:
     """Decode a request's body, which must be a JSON object.
 
     Args:
         body: the bytes that were sent.
         max_values: how many values it may hold.
+        what: what errors call it.
 
     Raises:
         RequestError: the body is not a JSON object, or has too many values or levels.
@@ -212,7 +215,7 @@ def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
         or body.count(b",") >= max_values
     )
     if needs_counting:
-        shape, what = shape_of(body), "The JSON body of your request"
+        shape = shape_of(body)
         if shape.depth > MAX_DEPTH:
             raise RequestError(f"{what} is nested more than {MAX_DEPTH} levels deep.")
         for held, most, of_what in (
@@ -225,7 +228,7 @@ def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise RequestError("We could not parse the JSON body of your request.") from None
+        raise RequestError(f"We could not parse {what[0].lower()}{what[1:]}.") from None
     if not isinstance(parsed, dict):
         raise RequestError(_wrong_type("body", "an object", parsed), code="invalid_type")
     return parsed

@@ -302,10 +302,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {**INPUT, "previous_response_id": "resp_1"},
-        "'previous_response_id' is not supported. No response is stored here: send the whole "
-        "conversation in 'input'.",
-        "previous_response_id",
+        {**INPUT, "conversation": "conv_1"},
+        "'conversation' is not supported. Send its items in 'input', or continue a response: "
+        "'previous_response_id'.",
+        "conversation",
     ),
     (
         "responses",

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import http
-from tests.serving import Server, running
+from tests.serving import Server, ask_store, running
 from tests.waiting import wait_until
 
 MODEL = "tiny-random"
@@ -187,6 +187,45 @@ def test_an_operator_evicts_on_a_server_without_a_disk(tmp_path: Path) -> None:
         again = complete(server, f"evict {TEXT}").json()["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == 0
         assert again["prompt_tokens_details"]["tieredkv"]["miss"]["reason"] == "admin"
+
+
+def test_stored_responses_go_after_an_hour_by_eviction_and_at_a_restart(tmp_path: Path) -> None:
+    offset = tmp_path / "offset"
+    offset.write_text("0")
+
+    def respond(server: Server, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "max_output_tokens": 4, "temperature": 0, **fields}
+        return http.post(f"{server.url}/responses", json=body)
+
+    def is_there(server: Server, id: str) -> bool:
+        found = http.get(f"{server.url}/responses/{id}")
+        assert found.status_code == 200 or "until a restart" in found.json()["error"]["message"]
+        return found.status_code == 200
+
+    with running(tmp_path, clock_offset_file=offset) as server:
+        first = respond(server, input=TEXT).json()
+        more = {"input": "More.", "previous_response_id": first["id"]}
+        second = respond(server, **more).json()
+        details = second["usage"]["input_tokens_details"]
+        prompt = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+        assert details["cached_tokens"] == prompt // 16 * 16, "the conversation is found again"
+        assert value(server, "stored_responses") == 2
+        assert value(server, "stored_response_bytes") > len(TEXT)
+        offset.write_text("3700")
+        wait_until(lambda: not is_there(server, first["id"]), "it is kept for longer")
+        assert respond(server, **more).status_code == 404
+        third = respond(server, input=TEXT).json()
+        assert is_there(server, third["id"])
+        ask_store(server.disk_dir, "evict", "--all", "-y")
+        wait_until(lambda: not is_there(server, third["id"]), "the command line spares it")
+        fourth = respond(server, input=TEXT).json()
+        assert server.stop() == 0
+        assert "Xylophones" not in server.log
+    with running(tmp_path, clock_offset_file=offset) as server:
+        assert not is_there(server, fourth["id"])
+        gone = respond(server, input="More.", previous_response_id=fourth["id"])
+        assert gone.status_code == 404
+        assert gone.json()["error"]["code"] == "previous_response_not_found"
 
 
 def test_long_headers_are_refused(server: Server) -> None:

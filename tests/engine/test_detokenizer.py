@@ -57,6 +57,19 @@ def test_the_pieces_of_a_stream_are_the_text(tokenizer: PreTrainedTokenizerFast,
     assert "\ufffd" not in "".join(pieces)
 
 
+def test_a_text_that_continues_another_keeps_its_first_space(
+    fallback_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = [1, 2, 3, 2, 1]
+    whole = str(fallback_tokenizer.decode(ids))
+    assert whole == "the cats cat the"
+    for at in range(len(ids) + 1):
+        before = str(fallback_tokenizer.decode(ids[:at]))
+        detokenizer = Detokenizer(fallback_tokenizer, before=ids[:at])
+        assert before + "".join(stream(detokenizer, ids[at:])) == whole
+    assert "".join(stream(Detokenizer(fallback_tokenizer), ids[1:])) == "cats cat the"
+
+
 def test_an_unfinished_character_at_the_end_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:
     detokenizer = Detokenizer(tokenizer)
     assert stream(detokenizer, encode(tokenizer, "a🗼")[:-1]) == ["a", "", "", "", "\ufffd"]

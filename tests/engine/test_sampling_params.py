@@ -11,7 +11,7 @@ from tieredkv.errors import RequestError
 @pytest.mark.parametrize(
     ("param", "value", "message"),
     [
-        ("temperature", 2.5, "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 2.5 instead."),  # noqa: E501
+        ("temperature", 101.5, "Invalid 'temperature': decimal above maximum value. Expected a value <= 100, but got 101.5 instead."),  # noqa: E501
         ("temperature", -1, "Invalid 'temperature': decimal below minimum value. Expected a value >= 0, but got -1 instead."),  # noqa: E501
         ("temperature", float("nan"), "Invalid type for 'temperature': expected a finite decimal, but got a decimal instead."),  # noqa: E501
         ("temperature", "1", "Invalid type for 'temperature': expected a decimal, but got a string instead."),  # noqa: E501
@@ -22,7 +22,7 @@ from tieredkv.errors import RequestError
         ("max_tokens", -1, "Invalid 'max_tokens': integer below minimum value. Expected a value >= 0, but got -1 instead."),  # noqa: E501
         ("max_tokens", True, "Invalid type for 'max_tokens': expected an integer, but got a boolean instead."),  # noqa: E501
         ("min_tokens", 17, "Invalid 'min_tokens': integer above maximum value. Expected a value <= 16, but got 17 instead."),  # noqa: E501
-        ("logprobs", 21, "Invalid 'logprobs': integer above maximum value. Expected a value <= 20, but got 21 instead."),  # noqa: E501
+        ("logprobs", 101, "Invalid 'logprobs': integer above maximum value. Expected a value <= 100, but got 101 instead."),  # noqa: E501
         ("seed", 1.5, "Invalid type for 'seed': expected an integer, but got a decimal instead."),
         ("presence_penalty", 2.1, "Invalid 'presence_penalty': decimal above maximum value. Expected a value <= 2, but got 2.1 instead."),  # noqa: E501
         ("repetition_penalty", 0, "Invalid 'repetition_penalty': decimal below minimum value. Expected a value > 0, but got 0 instead."),  # noqa: E501

@@ -218,10 +218,7 @@ BODIES: dict[str, Body] = {
     )(size),
     "one key again and again": _ignored("{", '"a":1,', "}", '"a":1'),
     "metadata": _filled(
-        CHAT,
-        '{"model":"m","messages":[{"role":"user","content":"a"}],"metadata":{"a":"',
-        "b",
-        '"}}',
+        CHAT, '{"model":"m","max_tokens":1,"messages":[' + LAST + '],"metadata":{"a":"', "b", '"}}'
     ),
     "messages": _filled(CHAT, '{"model":"m","max_tokens":1,"messages":[', LAST + ",", "]}", LAST),
     "16,000 messages": lambda size: (

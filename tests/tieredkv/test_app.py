@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from anthropic.types import ModelInfo
 
+from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import (
     EngineInfo,
@@ -27,8 +29,10 @@ from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
+from tieredkv.server.stored_responses import StoredResponses
 from tieredkv.server.threads import Stop
 
+STORED = StoredResponses(0, time.time)
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]
 PATHS: dict[str, dict[str, Any]] = {
@@ -220,6 +224,13 @@ def test_the_tokens_of_a_conversation_go_with_the_templates_arguments(
     assert ask(Engine(0.0, answered), tokenization, "/tokenize", body).json()["tokens"] == [65, 66]
 
 
+def test_an_agent_sees_that_a_server_is_there_without_a_key(tokenization: Tokenization) -> None:
+    settings = Settings(api_keys=("k",))
+    for method, text in (("HEAD", ""), ("GET", f'{{"version":"{__version__}"}}')):
+        told = ask(Engine(0.0, answered), tokenization, "/", None, settings, method)
+        assert (told.status_code, told.text) == (200, text)
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_one_refused_answer_of_several_refuses_all(
     tokenization: Tokenization, is_stream: bool
@@ -355,9 +366,9 @@ def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
     with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
-        asyncio.run(carry_out(verb, {}, Settings(), engine))
+        asyncio.run(carry_out(verb, {}, Settings(), engine, STORED))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
-    assert asyncio.run(carry_out("df", {}, Settings(), engine)) == {"writer_pid": None}
+    assert asyncio.run(carry_out("df", {}, Settings(), engine, STORED)) == {"writer_pid": None}
 
 
 def test_a_body_longer_than_the_setting_is_refused_and_the_setting_is_named(

@@ -65,7 +65,7 @@ def test_a_page_that_is_allowed_may_use_the_api(
     told = ask(tokenization, "OPTIONS", path, preflight(), cors_origins=origins)
     assert told.status_code == 200
     assert told.headers["access-control-allow-origin"] == allowed
-    assert {"GET", "POST"} <= {*told.headers["access-control-allow-methods"].split(", ")}
+    assert {"GET", "POST", "DELETE"} <= {*told.headers["access-control-allow-methods"].split(", ")}
     assert {*told.headers["access-control-allow-headers"].split(",")} == {*SENT.split(",")}
     answer = ask(tokenization, "POST", path, {"Origin": PAGE}, cors_origins=origins)
     assert answer.headers["access-control-allow-origin"] == allowed

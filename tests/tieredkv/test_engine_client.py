@@ -21,6 +21,7 @@ from tieredkv.engine.engine_process import EngineProcess
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.server import engine_client
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.storage.results import EvictFilter
 from tieredkv.types import ignore_progress
 from tieredkv.wire.channel import FrameChannel
 
@@ -74,6 +75,7 @@ class StuckCore:
     go_on = threading.Event()
     info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
     tier_stats = SimpleNamespace(read=dict)
+    verbs = SimpleNamespace()
 
     def __init__(self, _settings: Settings, *, progress: Any) -> None:
         """Do nothing; no model is loaded."""
@@ -131,7 +133,7 @@ def test_the_engine_says_how_long_its_step_has_lasted(monkeypatch: pytest.Monkey
     assert not thread.is_alive()
 
 
-def test_a_step_that_hangs_is_trouble_and_one_that_ends_is_none(
+def test_the_server_hears_of_steps_that_hang_of_evictions_and_of_death(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_client, "start_process", lambda *_, **__: fake_process())
@@ -159,6 +161,10 @@ def test_a_step_that_hangs_is_trouble_and_one_that_ends_is_none(
         await until(lambda: client.trouble == "The engine has been in one step for 61 s")
         engine.send(messages.Beat(0.5))
         await until(lambda: client.trouble is None)
+        evicted: list[EvictFilter] = []
+        client.on_evict = evicted.append
+        engine.send(messages.EvictToo(EvictFilter(namespace_prefix="ab")))
+        await until(lambda: evicted == [EvictFilter(namespace_prefix="ab")])
         died: list[bool] = []
         client.on_death = lambda: died.append(client.has_died)
         engine.close()

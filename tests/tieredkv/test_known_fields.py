@@ -127,6 +127,7 @@ ASKS_FOR_NOTHING: list[tuple[type[ApiRequest], dict[str, Any]]] = [
     (ChatRequest, {"tool_choice": "auto", "modalities": ["text"], "functions": [], "echo": False}),
     (ChatRequest, {"tool_choice": "none", "prediction": {"type": "content", "content": "a"}}),
     (ChatRequest, {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    (ChatRequest, {"best_of": 1}),
     (CompletionRequest, {"suffix": "", "best_of": 2, "n": 2, "add_special_tokens": True}),
     (ResponsesRequest, {"text": {"format": {"type": "text"}}, "top_logprobs": 0}),
     (ResponsesRequest, {"background": False, "include": ["reasoning.encrypted_content"]}),
@@ -195,7 +196,6 @@ ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
         },
         "messages[0].content[0].citations",
     ),
-    (TokenizeRequest, {"continue_final_message": True}, "continue_final_message"),
     (TokenizeRequest, {"chat_template": "{{ 1 }}"}, "chat_template"),
 ]
 
@@ -209,10 +209,10 @@ def test_values_that_ask_for_more_are_refused_and_the_place_is_named(
 
 
 def test_a_refusal_says_the_way_out_in_the_form_of_each_api() -> None:
-    error = refusal(ResponsesRequest, previous_response_id="resp_1")
+    error = refusal(ResponsesRequest, conversation="conv_1")
     assert str(error) == (
-        "'previous_response_id' is not supported. No response is stored here: send the whole "
-        "conversation in 'input'."
+        "'conversation' is not supported. Send its items in 'input', or continue a response: "
+        "'previous_response_id'."
     )
     body = anthropic_body(refusal(MessagesRequest, stop=["a"]), "req_1")
     assert body["error"] == {

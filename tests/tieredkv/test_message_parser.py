@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredkv.errors import ConfigError
-from tieredkv.server.message_parser import Delta, MessageParser, choose, detect, families
+from tieredkv.server.message_parser import (
+    MAX_BEGUN_CHARACTERS,
+    Delta,
+    MessageParser,
+    choose,
+    detect,
+    families,
+)
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -164,6 +171,47 @@ def test_thoughts_may_begin_in_the_prompt() -> None:
     ended = prompt + "\n</think>\n\n"
     assert read("hermes", ["Yes."], ended) == ("", "Yes.", [])
     assert read("hermes", ["Hmm. I was cut"], prompt) == ("Hmm. I was cut", "", [])
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_message_that_the_prompt_begins_goes_on(family: str) -> None:
+    written, start = WRITTEN[family], families()[family].start
+    thoughts, text, calls = read(family, [written])
+    for at in range(len(written) + 1):
+        more = read(family, list(written[at:]), f"Hi.{start}{written[:at]}")
+        assert more == read(family, [written[at:]], f"{start}{written[:at]}")
+        assert thoughts.endswith(more[0]) and text.endswith(more[1])
+        assert more[2] == calls[len(calls) - len(more[2]) :]
+        assert more[2] or at > written.rindex("now"), "a call that was begun"
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+def test_text_that_the_prompt_begins_is_continued_to_the_letter(family: str, tools: Any) -> None:
+    start, text = families()[family].start, "So, it\n\n is <b>1</b>.  And <tool"
+    for at in range(len(text) + 1):
+        assert read(family, list(text[at:]), start + text[:at], tools) == ("", text[at:], [])
+
+
+@pytest.mark.parametrize("family", [name for name in WRITTEN if families()[name].thoughts])
+@pytest.mark.parametrize("length", [0, 5000])
+def test_thoughts_that_the_prompt_begins_are_continued_to_the_letter(
+    family: str, length: int
+) -> None:
+    opened, closed = WRITTEN[family].split("Hmm.")[0], WRITTEN[family].split("Hmm.")[1]
+    text = "So " + "very " * length + "cold.\n\n It  is"
+    for at in range(len(text) - 10, len(text) + 1):
+        prompt = families()[family].start + opened + text[:at]
+        more = read(family, list(text[at:] + closed), prompt)
+        assert more[:2] == (text[at:], "Let me see.") and len(more[2]) == 2
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("begun", [" ", "<think>", "<function=", "[TOOL_CALLS]a", "<tool_call>a"])
+def test_little_is_read_of_a_long_beginning(family: str, begun: str) -> None:
+    kept = families()[family].begun(families()[family].start + begun * 100_000)
+    assert len(kept) < 2 * MAX_BEGUN_CHARACTERS
+    assert families()[family].begun(kept) == kept
 
 
 def test_the_family_is_told_by_the_chat_template() -> None:

@@ -76,9 +76,9 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "integer_below_min_value",
     ),
     (
-        {"temperature": 2.5},
-        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 2.5 "
-        "instead.",
+        {"temperature": 100.5},
+        "Invalid 'temperature': decimal above maximum value. Expected a value <= 100, but got "
+        "100.5 instead.",
         "temperature",
         "decimal_above_max_value",
     ),
@@ -95,15 +95,9 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "invalid_type",
     ),
     (
-        {"stream_options": {"include_usage": True}},
-        "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-        "stream_options",
-        "invalid_value",
-    ),
-    (
-        {"stop": ["a"] * 5},
-        "Invalid 'stop': array too long. Expected an array with maximum length 4, but got an "
-        "array with length 5 instead.",
+        {"stop": ["a"] * 17},
+        "Invalid 'stop': array too long. Expected an array with maximum length 16, but got an "
+        "array with length 17 instead.",
         "stop",
         "array_above_max_length",
     ),
@@ -180,6 +174,71 @@ def test_a_bad_value_is_refused_in_the_words_of_openai(
         completion(**fields)
     assert (str(caught.value), caught.value.param, caught.value.code) == (message, param, code)
     assert caught.value.status == 400
+
+
+BEYOND_OPENAI: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"temperature": 2.5},
+        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 2.5 "
+        "instead.",
+        "temperature",
+    ),
+    (
+        {"stop": ["a"] * 5},
+        "Invalid 'stop': array too long. Expected an array with maximum length 4, but got an "
+        "array with length 5 instead.",
+        "stop",
+    ),
+    (
+        {"logprobs": True, "top_logprobs": 21},
+        "Invalid 'top_logprobs': integer above maximum value. Expected a value <= 20, but got 21 "
+        "instead.",
+        "top_logprobs",
+    ),
+    (
+        {"stream_options": {"include_usage": True}},
+        "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+        "stream_options",
+    ),
+    (
+        {"metadata": {"a": 1}},
+        "Invalid type for 'metadata.a': expected a string, but got an integer instead.",
+        "metadata.a",
+    ),
+    (
+        {"metadata": {"a": "b" * 513}},
+        "Invalid 'metadata.a': string too long. Expected a string with maximum length 512, but got "
+        "a string with length 513 instead.",
+        "metadata.a",
+    ),
+    ({"n": 2, "best_of": 2}, "'best_of' is not supported.", "best_of"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "param"), BEYOND_OPENAI)
+def test_what_agents_send_beyond_openais_limits_is_taken_unless_the_server_is_strict(
+    fields: dict[str, Any], message: str, param: str
+) -> None:
+    chat(USER, **fields)
+    with pytest.raises(RequestError) as caught:
+        chat(USER, rules=replace(RULES, is_strict=True), **fields)
+    assert (str(caught.value), caught.value.param) == (message, param)
+
+
+def test_what_is_taken_beyond_openais_limits_has_its_effect() -> None:
+    stop = [*"abcdefghijklmnop"]
+    asked = chat(USER, temperature=100, stop=stop, logprobs=True, top_logprobs=100)
+    params = asked.params
+    assert (params.temperature, params.stop, params.logprobs) == (100, tuple(stop), 100)
+    for rules in (RULES, replace(RULES, is_strict=True)):
+        most = 20 if rules.is_strict else 100
+        with pytest.raises(RequestError, match=f"Expected a value <= {most}, but got 101"):
+            chat(USER, rules=rules, logprobs=True, top_logprobs=101)
+
+
+def test_a_value_of_metadata_that_is_no_text_is_no_label() -> None:
+    asked = chat(USER, metadata={"route": "a", "size": 5, "of": {"b": None}})
+    assert asked.ask(TOKENIZATION, RULES).labels == {"route": "a"}
 
 
 REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -267,8 +326,7 @@ def test_null_is_the_same_as_absent_and_unknown_fields_are_ignored() -> None:
     nothing: dict[str, Any] = dict.fromkeys(names)
     given = completion(**nothing, of_tomorrow=1)
     assert given.params == completion().params
-    unknown = {"temperature", "of_tomorrow"}
-    assert given.model_dump(exclude=unknown) == completion().model_dump()
+    assert given.model_dump(exclude={"of_tomorrow"}) == completion().model_dump()
 
 
 def test_a_strict_server_takes_every_field_that_says_how_to_sample() -> None:
@@ -280,7 +338,7 @@ def test_a_strict_server_takes_every_field_that_says_how_to_sample() -> None:
     assert params.ignore_eos
     assert completion(top_p=0, temperature=1.5).params.temperature == 0.0
     with pytest.raises(RequestError, match="decimal above maximum value"):
-        completion(top_p=0, temperature=2.5)
+        completion(top_p=0, temperature=100.5)
 
 
 def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say() -> None:

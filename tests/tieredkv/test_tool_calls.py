@@ -81,20 +81,24 @@ class Engine:
         """Do nothing; what is written is no longer read."""
 
 
-def client_of(engine: Engine, kind: Any) -> Any:
-    """Return a client of one of the kinds that programs use, which is served in this process."""
-    settings = Settings()
-    keys = Keys(settings=settings, is_strict=False, is_local=True)
+def api_of(engine: Engine, settings: Settings, keys: Keys | None = None) -> Api:
+    """Return a server's routes over a stand-in for the engine."""
+    keys = keys or Keys(settings=settings, is_strict=False, is_local=True)
     tokenization = Tokenization(TOKENIZER, family=families()["hermes"])
-    api = build_app(Api(settings, cast(Any, engine), tokenization, keys))
+    return Api(settings, cast(Any, engine), tokenization, keys)
+
+
+def client_of(served: Engine | Api, kind: Any) -> Any:
+    """Return a client of one of the kinds that programs use, which is served in this process."""
+    api = served if isinstance(served, Api) else api_of(served, Settings())
     # Some versions of the programs use another package, whose parts have the same names.
     package = importlib.import_module(kind.__mro__[1].__module__.partition(".")[0])
-    return kind(transport=package.ASGITransport(api), base_url="http://localhost")
+    return kind(transport=package.ASGITransport(build_app(api)), base_url="http://localhost")
 
 
-def openai_of(engine: Engine) -> openai.AsyncOpenAI:
-    client = client_of(engine, openai.DefaultAsyncHttpxClient)
-    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="x", http_client=client)
+def openai_of(served: Engine | Api, key: str = "x") -> openai.AsyncOpenAI:
+    client = client_of(served, openai.DefaultAsyncHttpxClient)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=client)
 
 
 def anthropic_of(engine: Engine) -> anthropic.AsyncAnthropic:

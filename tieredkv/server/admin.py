@@ -1,6 +1,7 @@
 """The commands `df`, `ls`, `evict` and `verify` over HTTP, for operators.
 
-The answers are the JSON that the command line prints. The caller must have checked the admin key.
+The answers are the JSON that the command line prints; that of `evict` also has the number of stored
+responses. The caller must have checked the admin key.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from tieredkv.config import Settings
 from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.stored_responses import StoredResponses
 from tieredkv.storage.control import StoreControl, chains_document
 from tieredkv.storage.results import EvictFilter
 
@@ -21,7 +23,9 @@ class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields
     """The filter of `evict`; unknown fields are refused, as they may be meant to spare blocks."""
 
 
-async def respond(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Response:
+async def respond(
+    verb: str, body: Json, settings: Settings, engine: EngineClient, responses: StoredResponses
+) -> Response:
     """Return the HTTP response to a verb.
 
     The list of chains is streamed, because as a whole it could fill the memory.
@@ -30,7 +34,7 @@ async def respond(verb: str, body: Json, settings: Settings, engine: EngineClien
         RequestError: as `carry_out` does.
     """
     if verb != "ls" or settings.disk_dir is None:
-        return JSONResponse(await carry_out(verb, body, settings, engine))
+        return JSONResponse(await carry_out(verb, body, settings, engine, responses))
     limit = body.get("limit")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise RequestError("`limit` must be a whole number of at least 1.", param="limit")
@@ -44,8 +48,12 @@ async def respond(verb: str, body: Json, settings: Settings, engine: EngineClien
     return StreamingResponse(parts, media_type="application/json")
 
 
-async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Json:
+async def carry_out(
+    verb: str, body: Json, settings: Settings, engine: EngineClient, responses: StoredResponses
+) -> Json:
     """Carry out a verb and return its result.
+
+    An eviction drops stored responses first, so that they are gone even if the tiers do not answer.
 
     Raises:
         RequestError: the verb or a field is unknown, or the store cannot be asked.
@@ -57,14 +65,16 @@ async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineCli
         if verb == "df":
             return {**engine.stats, "writer_pid": None}
         if verb == "evict":
-            return await engine.evict(_wanted_blocks(body))
+            evicted = {"evicted_responses": responses.evict(wanted := _wanted_blocks(body))}
+            return {**await engine.evict(wanted), **evicted}
         text = f"`{verb}` needs the disk tier, and there is none, since `disk_dir` is not set."
         hint = "`df` shows what VRAM and host memory hold, and `evict` empties them."
         raise RequestError(f"{text} {hint}", code="no_disk_tier", status=409)
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     try:
         if verb == "evict":
-            return await asyncio.to_thread(store.evict, _wanted_blocks(body))
+            evicted = {"evicted_responses": responses.evict(wanted := _wanted_blocks(body))}
+            return {**await asyncio.to_thread(store.evict, wanted), **evicted}
         how = {"repair": body.get("repair") is not False} if verb == "verify" else {}
         return await asyncio.to_thread(getattr(store, verb), **how)
     except RequestError:

@@ -411,7 +411,16 @@ class Conversation(ApiRequest, Marked):
     ) -> Encoded:
         """Return the prompt's token ids, and the number of tokens up to each mark."""
         tools = {"tools": self.functions or None}
-        return tokenization.encode_chat(self.layout[0], tools, marks, is_bounded=is_bounded)
+        return tokenization.encode_chat(
+            self.layout[0], tools, marks, is_bounded=is_bounded, continues_last=bool(self.prefill)
+        )
+
+    @property
+    def prefill(self) -> str:
+        """The text at the end that the answer continues; empty if it begins a turn of its own."""
+        last = self.messages[-1].content[-1:]
+        is_text = self.messages[-1].role == "assistant" and last[0].type == "text"
+        return last[0].text if is_text and last[0].text.strip() else ""
 
     @cached_property
     def functions(self) -> list[Json]:
@@ -455,9 +464,12 @@ class MessagesRequest(Conversation):
         for what, is_there in (("stream", self.stream), ("thinking", thinks)):
             if is_there and self.max_tokens == 0:
                 raise RequestError(f"max_tokens: 0 is not allowed with {what}")
-        if self.messages[-1].role == "assistant":
-            text = "This model does not support assistant message prefill."
-            raise RequestError(f"{text} The conversation must end with a user message.")
+        if self.messages[-1].role == "assistant" and not self.prefill:
+            text = "a final assistant turn must end with a text, which the answer continues"
+            raise RequestError(f"messages: {text}")
+        if rules.is_strict and self.prefill[-1:].isspace():
+            text = "final assistant content cannot end with trailing whitespace"
+            raise RequestError(f"messages: {text}")
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation and find its breakpoints."""
@@ -495,4 +507,5 @@ class MessagesRequest(Conversation):
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
             reading=tokenization.reading(encoded, self.functions if is_free else ()),
+            continues_text=bool(self.prefill),
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,8 +26,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tieredkv import __version__
+from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.engine.prefixes import namespace_of
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
 from tieredkv.server import anthropic_api as anthropic
@@ -38,11 +41,12 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import ID_HEADERS, Limits, default_body_size, read_body
+from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_size, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
-from tieredkv.server.responses_api import ResponsesRequest
+from tieredkv.server.responses_api import ResponsesRequest, joined
+from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
@@ -82,10 +86,15 @@ Result = TypeVar("Result")
 
 
 class Prepared(NamedTuple):
-    """What a body asks for, and the engine requests that answer it."""
+    """What a body asks for, and the engine requests that answer it.
+
+    Attributes:
+        num_earlier_bytes: the length of the stored conversation that the request continues.
+    """
 
     asked: Asked
     requests: Sequence[EngineRequest]
+    num_earlier_bytes: int
 
 
 @dataclass
@@ -99,7 +108,12 @@ class Api:
 
     def __post_init__(self) -> None:
         settings, info = self._settings, self._engine.info
-        self._metrics = Metrics(settings, self._engine)
+        clock = Clock(settings.clock_offset_file)
+        self._responses = StoredResponses(settings.stored_responses_size, clock.now)
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._keys.on_adopt = lambda: self._responses.keep_tenants(self._keys.knows)
+        self._engine.on_evict = self._responses.evict
+        self._metrics = Metrics(settings, self._engine, self._responses)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
         self._told = set[str]()  # Ignored fields that the log has named.
@@ -112,6 +126,8 @@ class Api:
     def close(self) -> None:
         """Stop the work on all requests; none of them is answered any more."""
         self._threads.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
 
     # Routes
 
@@ -173,7 +189,19 @@ class Api:
         self._keys.check_operator(request.headers)
         body = parse_body(await read_body(request) or b"{}")
         verb = request.path_params["verb"]
-        return await respond(verb, body, self._settings, self._engine)
+        return await respond(verb, body, self._settings, self._engine, self._responses)
+
+    async def response(self, request: Request) -> Response:
+        """Return a stored response, or delete it."""
+        tenant, id = self._keys.tenant(request.headers), request.path_params["id"]
+        if request.method == "DELETE":
+            self._responses.delete(tenant, id)
+            return JSONResponse({"id": id, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false") != "false":
+            text = "'stream' is not supported. A stored response is returned as a whole."
+            raise RequestError(text, param="stream", code="unsupported_parameter")
+        stored = self._responses.get(tenant, id)
+        return Response(stored.body, media_type="application/json")
 
     def answers(self, kind: type[ApiRequest]) -> Endpoint:
         """Return the route for requests of one type.
@@ -187,9 +215,14 @@ class Api:
                 gone = asyncio.create_task(_wait_until_gone(request))
                 ending.callback(gone.cancel)
                 read = functools.partial(self._read, kind, request.scope, body)
-                made = await self._run(request, gone, len(body), read)
+                size = len(body)
+                if kind is ResponsesRequest:  # A short one may continue a long conversation.
+                    size += self._responses.num_bytes(request.scope["tenant"])
+                made = await self._run(request, gone, size, read)
                 if isinstance(made, Response):
                     return made
+                if made.num_earlier_bytes:
+                    request.scope["hold"](made.num_earlier_bytes)
                 return await self._answer(request, made, gone, ending)
 
         return route
@@ -221,6 +254,15 @@ class Api:
         rules = self._keys.rules(tenant)
         body = read(kind, parsed, rules.refuses).cleaned(rules)
         stop.check()
+        num_earlier_bytes = 0
+        if isinstance(body, ResponsesRequest) and body.previous_response_id is not None:
+            field = "previous_response_id"
+            before = self._responses.get(tenant, body.previous_response_id, field=field).turn
+            num_earlier_bytes = before.num_bytes
+            what = f"The request body with the conversation that '{field}' continues"
+            check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
+            body = body.continuing(before, MAX_VALUES + info.max_model_len)
+            stop.check()
         body.check(rules)
         given = {name for name, value in parsed.items() if value is not None}
         for name in (given & kind.without_effect) - self._told:
@@ -234,7 +276,24 @@ class Api:
                 msgspec.json.encode(body.tell(tokenization, info)), media_type="application/json"
             )
         asked = body.ask(tokenization, rules)
-        return Prepared(asked, asked.engine_requests(info, tenant, rules))
+        requests = asked.engine_requests(info, tenant, rules)
+        return Prepared(asked, requests, num_earlier_bytes)
+
+    def _store(self, tenant: str, namespace: bytes, asked: Turn, response: Json) -> None:
+        """Store a response with its conversation, unless its key was removed meanwhile."""
+        if self._keys.knows(tenant):
+            turn, body = asked.answered(joined(response["output"])), msgspec.json.encode(response)
+            self._responses.add(tenant, response["id"], StoredResponse(body, turn, namespace))
+            if self._sweeping is None:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop responses whose time is over, again and again as long as there are any."""
+        self._responses.expire()
+        self._sweeping = None
+        if self._responses.figures.responses:
+            loop, pause_s = asyncio.get_running_loop(), self._settings.sweep_interval
+            self._sweeping = loop.call_later(pause_s, self._sweep)
 
     async def _run(
         self,
@@ -277,9 +336,19 @@ class Api:
         """
         asked, tenant, scope = prepared.asked, request.scope["tenant"], request.scope
         shape, shape.request_id = asked.shape, scope["request_id"]
+        if asked.turn is not None:
+            namespace = namespace_of(replace(asked.plan, tenant=tenant), self._settings)
+            shape.keep = functools.partial(self._store, tenant, namespace, asked.turn)
         observer = Observer(self._metrics, tenant, asked.labels, scope["arrived_at"])
         tokenizer = self._tokenization.tokenizer
-        generation = Generation(self._engine, tokenizer, prepared.requests, observer, asked.reading)
+        generation = Generation(
+            self._engine,
+            tokenizer,
+            prepared.requests,
+            observer,
+            asked.reading,
+            continues_text=asked.continues_text,
+        )
         ending.callback(generation.close)
         gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
         # The engine already works on the requests while the digests are made.
@@ -355,9 +424,11 @@ def build_app(api: Api) -> ASGIApp:
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
-            Route("/health", api.health),  # GET and HEAD
+            Route("/", api.version),  # GET and HEAD, with which agents look for a server
+            Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
+            Route("/v1/responses/{id}", api.response, methods=["GET", "DELETE"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenizer_info", api.tokenizer_info),
@@ -375,7 +446,7 @@ def build_app(api: Api) -> ASGIApp:
     crossed = CORSMiddleware(
         limited,
         allow_origins=[origin.lower() for origin in api.cors_origins],
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         allow_private_network=True,
         expose_headers=[*ID_HEADERS, "retry-after"],

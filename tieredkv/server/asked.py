@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol, Self
@@ -26,6 +26,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
 from tieredkv.server.generation import Piece
 from tieredkv.server.reply import Reading, Reply
+from tieredkv.server.stored_responses import Turn
 from tieredkv.types import Tier
 from tieredkv.units import parse_duration
 
@@ -151,6 +152,7 @@ class Shape(Protocol):
         created: when the answer was begun, in whole seconds.
         diagnosis: the comparison of the request with earlier ones.
         request_id: the id in the header of the answer.
+        keep: takes the body of a finished answer, before its end is sent; None if nobody wants it.
         names_events: whether an `event:` line with its type precedes each event of a stream; if
             so, the stream does not end with `[DONE]`.
         ping: the bytes that keep a stream alive. They are not an SSE comment, because some clients
@@ -164,6 +166,7 @@ class Shape(Protocol):
     ping: ClassVar[bytes] = b"\n\n"
     diagnosis: Diagnosis = NONE
     request_id: str | None = None
+    keep: Callable[[Json], None] | None = None
 
     def __init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
@@ -221,6 +224,8 @@ class Asked:
         settings: other fields whose change can explain a miss.
         compared_id: the id of an earlier answer to compare this request with.
         reading: how the answers are read as messages; None for plain texts.
+        continues_text: whether the answers go on with the text of the last message.
+        turn: the conversation so far, if the answer is to be stored with it.
     """
 
     prompts: list[list[int]]
@@ -234,6 +239,8 @@ class Asked:
     settings: Json = field(default_factory=dict)
     compared_id: str | None = None
     reading: Reading | None = None
+    continues_text: bool = False
+    turn: Turn | None = None
 
     def seen(self, isolate_by: str) -> Seen:
         """Return the digests that are kept of this request for later diagnoses."""

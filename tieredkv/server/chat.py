@@ -207,6 +207,7 @@ class Tokenization:
         *,
         is_bounded: bool = True,
         field: str = "messages",
+        continues_last: bool = False,
     ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
@@ -214,9 +215,18 @@ class Tokenization:
         the text at a mark, the mark's place is the end of its message or, if that is not known
         either, 0.
 
+        Args:
+            messages: the conversation.
+            arguments: for the template.
+            marks: whose places are wanted.
+            is_bounded: whether a conversation that is longer than the context is refused.
+            field: of the body that holds the conversation.
+            continues_last: whether the answer goes on where the text of the last message ends,
+                instead of beginning a new message.
+
         Raises:
-            RequestError: there is no chat template, it refuses these messages, or `is_bounded` is
-                set and the conversation is longer than the context.
+            RequestError: there is no chat template, it refuses these messages, it does not show the
+                text that is to be continued, or the conversation is too long.
         """
         if not self.tokenizer.chat_template:
             why = "This model has no chat template, so it cannot answer chat requests."
@@ -225,7 +235,12 @@ class Tokenization:
         signs = Signs()
         try:
             arguments = self._printed(arguments)
+            if continues_last:
+                arguments = {**arguments, "add_generation_prompt": False}
             rendered, guarded = self._render_guarded(messages, arguments, signs)
+            whole = rendered
+            if continues_last:
+                rendered = self._up_to_last_text(rendered, guarded, signs, field)
         except RecursionError:
             what = "The model's chat template cannot render these messages."
             raise RequestError(what, param="messages", code="invalid_value") from None
@@ -236,7 +251,7 @@ class Tokenization:
             encoding = self._encoder.encode(
                 text, self._namespace, guards=guards, limit=limit, stop=self._stop
             )
-        places = self._places(rendered, *guarded, marks, signs) if marks else []
+        places = self._places(whole, *guarded, marks, signs) if marks else []
         width = len(signs.guard)
         before = [guard + i * width for i, guard in enumerate(guards)]
         ends = encoding.ends(place - width * bisect_left(before, place) for place in places)
@@ -252,8 +267,7 @@ class Tokenization:
         """
         if self.family is None:
             return None
-        at = encoded.text.rfind(self.family.start)
-        return Reading(self.family, self._left_out, encoded.text[at:] if at >= 0 else "", tools)
+        return Reading(self.family, self._left_out, self.family.begun(encoded.text), tools)
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt that is a text or token ids."""
@@ -313,6 +327,22 @@ class Tokenization:
             return rendered_again, others
         what = "A text of this request would become a part of a special token of the model."
         raise RequestError(what, param="messages", code="invalid_value")
+
+    def _up_to_last_text(
+        self, text: str, guarded: tuple[Messages, Arguments], signs: Signs, field: str
+    ) -> str:
+        """Return a rendered text up to the end of the last message's text, as the client wrote it.
+
+        Raises:
+            RequestError: the template does not show where that is.
+        """
+        parts: list[str] = guarded[0][-1]["content"]
+        last = len(guarded[0]) - 1, len(parts) - 1
+        place = self._places_of_signs(text, *guarded, [last], signs).get(last)
+        if place is None:
+            what = "The model's chat template does not show where the text of the last message ends"
+            raise RequestError(f"{what}, so it cannot be continued.", param=field)
+        return text[:place] + parts[-1][len(parts[-1].rstrip()) :]
 
     def _guarded(
         self, messages: Messages, arguments: Arguments, signs: Signs

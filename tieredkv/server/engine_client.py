@@ -58,6 +58,7 @@ class EngineClient:
         is_alive: whether the process is there.
         has_died: whether the process ended without being told to.
         on_death: called when it has, after every request got its last output.
+        on_evict: called with each filter of blocks that the command line has evicted.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class EngineClient:
         self.info: EngineInfo
         self.is_alive, self.has_died = True, False
         self.on_death: Callable[[], None] = lambda: None
+        self.on_evict: Callable[[EvictFilter], object] = lambda _: None
         self._silent_s = self._step_s = 0.0
         self._was_stuck = False
         self._ticking: asyncio.TimerHandle | None = None
@@ -221,6 +223,8 @@ class EngineClient:
             case messages.Evicted(id, body):
                 if (answer := self._evictions.get(id)) is not None and not answer.done():
                     answer.set_result(body)
+            case messages.EvictToo(wanted):
+                self.on_evict(wanted)
             case EngineInfo():
                 self.info = message
                 if not self._ready.done():

@@ -54,13 +54,18 @@ class Generation:
         requests: Sequence[EngineRequest],
         observer: Observer,
         reading: Reading | None = None,
+        *,
+        continues_text: bool = False,
     ) -> None:
         self._engine = engine
         self._observer = observer
         self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._first: Piece | Exception | None = None
         self._has_begun = asyncio.Event()
-        self.answers = [Reply(request, tokenizer, reading) for request in requests]
+        self.answers = [
+            Reply(request, tokenizer, reading, continues_text=continues_text)
+            for request in requests
+        ]
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
             engine.submit(request, self._take)

@@ -8,7 +8,7 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
@@ -63,6 +63,7 @@ class Keys:
         settings: name the keys and the file of keys.
         is_strict: whether unknown request fields are refused.
         is_local: whether the server listens on loopback only.
+        on_adopt: called when other keys have become valid.
 
     Raises:
         ConfigError: the file of keys cannot be used.
@@ -77,6 +78,7 @@ class Keys:
         names = {*LOCAL_HOSTS, *self.settings.allowed_hosts, f"[{own}]" if ":" in own else own}
         self._others = Rules(self.settings, self.is_strict)
         self._hosts = {name.lower() for name in names if name}
+        self.on_adopt: Callable[[], None] = lambda: None
         self.adopt(self.read())
 
     def read(self) -> Access:
@@ -109,6 +111,11 @@ class Keys:
     def adopt(self, access: Access) -> None:
         """Use what was read for all later requests; called on the server's event loop."""
         self._access = access
+        self.on_adopt()
+
+    def knows(self, tenant: str) -> bool:
+        """Return whether requests of a tenant are still taken."""
+        return tenant in self._access.rules if self._access.rules else not tenant
 
     @property
     def shares(self) -> dict[str, float]:

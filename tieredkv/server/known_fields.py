@@ -69,6 +69,10 @@ def only_clears_thinking(value: Any) -> bool:
     )
 
 
+def _without(refused: Mapping[str, Refusal], names: str) -> dict[str, Refusal]:
+    return {name: each for name, each in refused.items() if name not in names.split()}
+
+
 # --- Advice in errors: complete sentences about what to do instead.
 
 _PLAIN_TEXT = (
@@ -78,7 +82,7 @@ _ONLY_AUTO = "It can only be 'none' or 'auto'."
 _RENDER = "Render the conversation yourself and send it as the 'prompt' of /v1/completions."
 _TOKENS = "Send the prompt as token ids to /v1/completions."
 _ONE_MODEL = "Name the model in 'model'; each server has one, without adapters."
-_STATELESS = "No response is stored here: send the whole conversation in 'input'."
+_NO_CONVERSATIONS = "Send its items in 'input', or continue a response: 'previous_response_id'."
 _TEMPLATE = "Send it as 'chat_template_kwargs', where the model's template knows it."
 _BIAS = "Use 'logit_bias' to rule tokens in or out."
 _CONTEXT = "Only 'clear_thinking' edits are: thoughts are never part of the prompt."
@@ -186,7 +190,9 @@ _OPENAI = KnownFields(
         **refusals("functions", "Use 'tools' instead."),
         **refusals("web_search_options", _TOOLS),
         **refusals("moderation", "Nothing is moderated here."),
-        **refusals("previous_response_id conversation background", _STATELESS),
+        **refusals("previous_response_id", "Use /v1/responses, which has it."),
+        **refusals("conversation", _NO_CONVERSATIONS),
+        **refusals("background", "Ask for a stream and read it to its end."),
         **refusals("context_management", "Shorten the conversation before it is sent."),
         **refusals("include", "Log-probabilities are told by the other endpoints."),
         **refusals("suffix", "Put what follows into the prompt, as the model was trained for it."),
@@ -195,8 +201,7 @@ _OPENAI = KnownFields(
 
 CHAT = _OPENAI._replace(
     refused={
-        **_OPENAI.refused,
-        **refusals("best_of", unless=number(1)),
+        **_without(_OPENAI.refused, "continue_final_message add_generation_prompt"),
         **refusals("echo", "Use /v1/completions, which has it."),
         **refusals("add_special_tokens", _RENDER),
         **refusals("prompt input", "Send the conversation as 'messages'."),
@@ -216,17 +221,18 @@ COMPLETIONS = _OPENAI._replace(
     }
 )
 RESPONSES = _OPENAI._replace(
+    harmless=_OPENAI.harmless - {"store"},
     refused={
-        **_OPENAI.refused,
+        **_without(_OPENAI.refused, "previous_response_id"),
         **refusals("n best_of", "Send the request as often as wanted.", unless=number(1)),
         **refusals("top_logprobs logprobs", "Log-probabilities are told by the other endpoints."),
         **refusals("include", _OPENAI.refused["include"].way_out, unless=has_no_logprobs),
         **refusals("max_tokens max_completion_tokens", "Use 'max_output_tokens'.", unless=never),
         **refusals("messages", "Send the conversation as 'input'."),
-        **refusals("prompt", _STATELESS),
+        **refusals("prompt", "Send the whole prompt in 'instructions' and 'input'."),
         **refusals("echo chat_template_kwargs", "Use the other endpoints, which have it."),
         **refusals("add_special_tokens", _RENDER),
-    }
+    },
 )
 
 # --- Anthropic's Messages
@@ -240,7 +246,7 @@ MESSAGES = KnownFields(
     """),
     ignored=names_of("thinking"),
     refused={
-        **{name: each for name, each in _EXTENSIONS.items() if name not in ("thinking", "system")},
+        **_without(_EXTENSIONS, "thinking system"),
         **refusals("output_format", _PLAIN_TEXT, unless=is_plain_text),
         **RESPONSE_FORMAT,
         **refusals("container mcp_servers", _TOOLS),
@@ -266,14 +272,13 @@ COUNT_TOKENS = MESSAGES._replace(
     | names_of("""
         compaction max_tokens temperature top_p top_k stop_sequences stream diagnostics
     """),
-    refused={name: each for name, each in MESSAGES.refused.items() if name != "compaction"},
+    refused=_without(MESSAGES.refused, "compaction"),
 )
 
 # --- vLLM's /tokenize
 
 TOKENIZE = {
-    name: _EXTENSIONS[name]
-    for name in ("continue_final_message", "chat_template", "documents", "truncate_prompt_tokens")
+    name: _EXTENSIONS[name] for name in ("chat_template", "documents", "truncate_prompt_tokens")
 }
 
 # --- Objects inside requests
@@ -282,7 +287,7 @@ CHAT_MESSAGE: dict[str, Refusal] = {
     **refusals("audio", "Only text is supported."),
     **refusals("function_call", "Use 'tool_calls' instead."),
     **refusals("tools", "Describe all tools in the request's 'tools'."),
-    **refusals("prefix partial", "The answer to a chat always begins a new message."),
+    **refusals("prefix partial", "Use 'continue_final_message' of /v1/chat/completions."),
 }
 RESPONSE_PART = refusals("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
 TOOL_RESULT_PART = refusals("cache_control", "Mark the whole result instead.")

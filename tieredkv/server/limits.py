@@ -36,7 +36,8 @@ class Limits:
     """Refuses requests beyond the bounds, before their bodies are read.
 
     It stores `arrived_at`, `request_id` and `tenant` in the scope of each request, and sends the id
-    with the answer. `app` stores `is_answered` in the scope of each request that it did not refuse.
+    with the answer. `app` stores `is_answered` in the scope of each request that it did not refuse,
+    and calls `hold` in the scope for bytes that a request needs as if they came with its body.
 
     Tenants below their equal share of a bound are always admitted, so at most twice the bound is
     held. Requests to `/admin` are not counted.
@@ -72,15 +73,19 @@ class Limits:
                 MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, request_id))
             await send(message)
 
-        async def receive_counted() -> Message:
-            message = await receive()
-            size = len(message.get("body", b""))
+        def hold(size: int) -> None:
             held[tenant] += size
             self._bytes[tenant] += size
-            _check_size(held[tenant], self.max_body_bytes)
+            check_size(held[tenant], self.max_body_bytes)
             if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
                 raise self._too_much("holds too many bytes of unfinished requests", tenant)
+
+        async def receive_counted() -> Message:
+            message = await receive()
+            hold(len(message.get("body", b"")))
             return message
+
+        scope["hold"] = hold
 
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
         counted = Counter[str]()
@@ -114,7 +119,7 @@ async def read_body(request: Request) -> bytes:
         RequestError: the body, or the length that its header names, is above the limit, or the body
             takes too long to arrive.
     """
-    _check_size(int(request.headers.get("content-length", "0")), request.scope["max_body_bytes"])
+    check_size(int(request.headers.get("content-length", "0")), request.scope["max_body_bytes"])
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()
@@ -127,9 +132,14 @@ def default_body_size(max_model_len: int) -> int:
     return BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
 
 
-def _check_size(num_bytes: int, most: int) -> None:
+def check_size(num_bytes: int, most: int, what: str = "The request body") -> None:
+    """Refuse a body that is too long, or what would be with it.
+
+    Raises:
+        RequestError: there are more bytes than allowed.
+    """
     if num_bytes > most:
-        text = f"The request body is longer than {most} bytes, the server's `max_body_size`."
+        text = f"{what} is longer than {most} bytes, the server's `max_body_size`."
         raise _refused(413, text)
 
 

@@ -20,6 +20,9 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
 
+MAX_BEGUN_CHARACTERS = 1024
+"""How much is read of a message that an answer continues, beside the opening of its thoughts."""
+
 Event = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Field = Literal["text", "thoughts", "calls"]
@@ -72,6 +75,21 @@ class Family:
         """Return whether a special token takes a part in how messages are written."""
         patterns = [*self.thoughts, self.call, *self.call_end, self.skip]
         return any(special in pattern.replace("\\", "") for pattern in patterns)
+
+    def begun(self, prompt: str) -> str:
+        """Return the end of a prompt, as far as it tells how the message that it begins is read.
+
+        Long white space is shortened, because looking through it takes long.
+        """
+        _, start, begun = prompt.rpartition(self.start)
+        begun = re.sub(r"(\s{16})\s+", r"\1", begun)
+        at, opened = len(begun) - MAX_BEGUN_CHARACTERS, ""
+        if at > 0 and self.thoughts:
+            opening, closing = self.thoughts
+            for found in re.finditer(f"(?P<opened>{opening})|{closing}", begun):
+                if found.start() < at:
+                    at, opened = max(at, found.end()), found["opened"] or ""
+        return start + opened + begun[max(at, 0) :] if start else ""
 
     def template(self, *, has_tools: bool) -> dict[str, Any]:
         """Return the response template, as transformers takes it; without tools it has no calls."""
@@ -166,13 +184,37 @@ class MessageParser:
 
     def __init__(self, family: Family, prompt: str, tools: Tools = ()) -> None:
         self._family = family
-        _, start, begun = prompt.rpartition(family.start)
         template = family.template(has_tools=bool(tools))
-        self._parser = ResponseParser(template, begun if start else "", tools=[*map(dict, tools)])
+        begun = family.begun(prompt).removeprefix(family.start)
+        self._parser = ResponseParser(template, begun, tools=[*map(dict, tools)])
         self._body: list[str] = []
         self._blank = ""  # white space that counts only if something follows
-        # Whether thoughts or a call stand just before.
-        self._is_beside = any(event["field"] != "text" for event in self._parser.initial_events)
+        self._is_beside = False  # whether thoughts or a call stand just before
+        self._num_old = 0  # characters of the prompt that the parser gives out with the answer's
+        if begun:
+            _, held = ResponseParser(template, begun).finalize()
+            self._go_on(self._parser.initial_events, held)
+
+    def _go_on(self, events: Sequence[Event], held: Sequence[Event]) -> None:
+        """Take up what the prompt has of the message.
+
+        Text and thoughts in the prompt are no part of the answer; a call that begins there is.
+
+        Args:
+            events: of the prompt.
+            held: events that would follow if the message ended with the prompt.
+        """
+        written = ""  # of the text or the thoughts that have begun
+        for event in events:
+            match event["field"], event["type"]:
+                case (("text" | "thoughts"), "region_chunk"):
+                    written += event["text"]
+                case "calls", "region_chunk":
+                    self._body.append(event["text"])
+                case (("thoughts" | "calls"), _):
+                    written, self._body, self._is_beside = "", [], True
+        self._is_beside = self._is_beside and not written.strip()
+        self._num_old = sum(len(event.get("text", "")) for event in held)
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text and return what is certain now."""
@@ -196,13 +238,22 @@ class MessageParser:
                 case "calls", "region_chunk":
                     self._body.append(event["text"])
                 case "thoughts", "region_chunk":
-                    yield from (Delta(thoughts=text) for text in self._kept(event["text"]))
+                    new = self._new(event["text"])
+                    yield from (Delta(thoughts=text) for text in self._kept(new))
                 case "text", "region_chunk":
-                    yield from (Delta(text) for text in self._kept(event["text"]))
+                    new = self._new(event["text"])
+                    yield from (Delta(text) for text in self._kept(new))
 
     def _begin(self) -> None:
         """Begin a part of the message, or go back to its text."""
         self._body, self._blank, self._is_beside = [], "", True
+        self._num_old = 0
+
+    def _new(self, text: str) -> str:
+        """Return what of a piece of text or thoughts does not stand in the prompt."""
+        new = text[self._num_old :]
+        self._num_old -= len(text) - len(new)
+        return new
 
     def _kept(self, text: str) -> Iterator[str]:
         """Yield what of a piece of text or thoughts counts as far as is known."""

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.engine_messages import EngineRequest
-from tieredkv.engine.sampling_params import SamplingParams, several
+from tieredkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams, several
 from tieredkv.errors import RequestError
 from tieredkv.fields import (
     MAX_DEPTH,
@@ -30,6 +30,7 @@ from tieredkv.fields import (
     list_of,
     names_of,
     out_of_bounds,
+    read,
     shape_of,
 )
 from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Rules, Text
@@ -42,11 +43,14 @@ MAX_WRITES = 4
 """How many prefixes one request writes at most; if more are marked, the last ones are written."""
 
 MAX_ARGUMENT_CONTAINERS = 4096
+STRICT_LOGPROBS = 20
+"""How many alternatives OpenAI's API reports at most; a strict server keeps to that."""
 
 SAMPLING_FIELDS = frozenset(SamplingParams.__annotations__) - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
-Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+Stop = Annotated[tuple[str, ...], TextOr(several)]
+Label = Annotated[str, Field(max_length=64)]
 
 Ttl = Literal["30m", "12h"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
@@ -67,6 +71,14 @@ class CacheOptions(Object):
 
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m"] = "30m"
+
+
+class StrictLimits(Object):
+    """The limits of OpenAI's API that only a strict server keeps; others have wider ones."""
+
+    temperature: float | None = Field(None, le=2)
+    stop: Stop = Field((), max_length=4)
+    metadata: dict[Label, Annotated[str, Field(max_length=512)]] = Field({})
 
 
 class Breakpoint(Object):
@@ -94,6 +106,7 @@ class OpenAIRequest(ApiRequest):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     prompt_cache_retention: Text | None = None
@@ -104,14 +117,15 @@ class OpenAIRequest(ApiRequest):
     # These are checked and have no effect.
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: Metadata = Field({}, max_length=16)
+    metadata: dict[Label, Any] = Field({}, max_length=16)
     store: bool = False
     service_tier: ServiceTier | None = None
 
+    temperature: float | None = None
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[tuple[str, ...], TextOr(several)] = Field((), max_length=4)
+    stop: Stop = Field(())
     stop_token_ids: TokenIds = Field([])
 
     @property
@@ -148,9 +162,14 @@ class OpenAIRequest(ApiRequest):
 
     def check(self, rules: Rules) -> None:
         """Refuse fields that contradict each other or that this server does not support."""
-        if "stream_options" in self.model_fields_set and not self.stream:
-            text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
-            raise RequestError(text, param="stream_options", code="invalid_value")
+        if rules.is_strict:
+            read(StrictLimits, {name: getattr(self, name) for name in StrictLimits.model_fields})
+            if "stream_options" in self.model_fields_set and not self.stream:
+                text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+                raise RequestError(text, param="stream_options", code="invalid_value")
+        if self.best_of not in (None, self.n):
+            text = "'best_of' must be equal to 'n'."
+            raise RequestError(text, param="best_of", code="unsupported_parameter")
         if self.prompt_cache_retention is not None:
             rules.check_retention(self.prompt_cache_retention)
         for path, message in self.turns:
@@ -215,7 +234,8 @@ class OpenAIRequest(ApiRequest):
 
     def asked(self, prompts: list[list[int]], plan: EngineRequest, **how: Any) -> Asked:
         """Return what the request asks for, given the token ids of its prompts."""
-        how |= {"settings": self.settings, "labels": self.metadata}
+        labels = {name: each for name, each in self.metadata.items() if isinstance(each, str)}
+        how |= {"settings": self.settings, "labels": labels}
         how |= {"n": self.n, "stream": self.stream, "prompt_field": self.prompt_field}
         return Asked(prompts=prompts, plan=plan, **how)
 
@@ -248,7 +268,6 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    best_of: int | None = Field(None, ge=1)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -259,9 +278,6 @@ class CompletionRequest(OpenAIRequest):
         """Refuse fields that contradict each other or that this server does not support."""
         if self.max_tokens == 0 and not self.echo:
             raise out_of_bounds("max_tokens", "ge", 1, 0)
-        if self.best_of not in (None, self.n):
-            text = "'best_of' must be equal to 'n'."
-            raise RequestError(text, param="best_of", code="unsupported_parameter")
         super().check(rules)
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
@@ -357,6 +373,13 @@ class Message(Object):
     reasoning: Any = None
 
     @property
+    def can_be_continued(self) -> bool:
+        """Whether it is of the assistant and ends with a text, behind which no calls come."""
+        last = self.content[-1] if self.content else None
+        is_text = last is not None and not last.is_image and bool(str(last).strip())
+        return self.role == "assistant" and is_text and not self.tool_calls
+
+    @property
     def thoughts(self) -> str:
         """What the model thought before it wrote this, if the client sends it back."""
         given = (self.reasoning_content, self.reasoning)
@@ -406,15 +429,23 @@ class ConversationRequest(OpenAIRequest):
     parallel_tool_calls: bool = True
 
     def render(
-        self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
+        self,
+        tokenization: Tokenization,
+        rules: Rules,
+        arguments: Json,
+        *,
+        continues_text: bool = False,
+        **how: Any,
     ) -> Asked:
         """Render the conversation with arguments for the template and return what is asked for."""
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
-        encoded = tokenization.encode_chat(messages, arguments, marks, field=self.prompt_field)
+        encoded = tokenization.encode_chat(
+            messages, arguments, marks, field=self.prompt_field, continues_last=continues_text
+        )
         plan = self.plan(rules, encoded.ends)
         tools = () if self.tool_choice == "none" else arguments.get("tools") or ()
-        how["reading"] = tokenization.reading(encoded, tools)
+        how |= {"reading": tokenization.reading(encoded, tools), "continues_text": continues_text}
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
@@ -433,6 +464,27 @@ def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
+def check_continuing(
+    messages: Sequence[Message], *, continues: bool, adds_prompt: bool | None
+) -> None:
+    """Refuse to continue a message that cannot be continued.
+
+    Args:
+        messages: the conversation.
+        continues: whether the answer continues the last message.
+        adds_prompt: whether the answer begins a new message; None if the request does not say.
+
+    Raises:
+        RequestError: the message cannot be continued, or the answer is also to begin a new one.
+    """
+    if continues and adds_prompt:
+        text = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise RequestError(text, param="continue_final_message", code="invalid_value")
+    if continues and not messages[-1].can_be_continued:
+        what = "Only a message of the assistant that ends with a text can be continued."
+        raise RequestError(what, param="continue_final_message", code="invalid_value")
+
+
 class ChatRequest(ConversationRequest):
     """The body of `POST /v1/chat/completions`."""
 
@@ -442,9 +494,11 @@ class ChatRequest(ConversationRequest):
     prompt_field = "messages"
 
     messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=16_384)
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0)
     logprobs: bool = False
     chat_template_kwargs: TemplateArguments = Field({})
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     tools: Tools = Field([])
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
@@ -464,10 +518,22 @@ class ChatRequest(ConversationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             text = "'top_logprobs' is only allowed when 'logprobs' is true."
             raise RequestError(text, param="top_logprobs", code="invalid_value")
+        most = STRICT_LOGPROBS if rules.is_strict else MAX_LOGPROBS
+        if (self.top_logprobs or 0) > most:
+            raise out_of_bounds("top_logprobs", "le", most, self.top_logprobs)
+        if rules.is_strict and self.best_of not in (None, 1):  # this endpoint does not have it
+            text = "'best_of' is not supported."
+            raise RequestError(text, param="best_of", code="unsupported_parameter")
+        continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
+        check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
+        if adds_prompt is False and not continues:
+            text = "'add_generation_prompt' can only be false with 'continue_final_message'."
+            raise RequestError(text, param="add_generation_prompt", code="unsupported_parameter")
         super().check(rules)
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
         shape = ChatShape(self.model, tokenization, **self.form)
-        return self.render(tokenization, rules, arguments, shape=shape)
+        continues = self.continue_final_message
+        return self.render(tokenization, rules, arguments, shape=shape, continues_text=continues)

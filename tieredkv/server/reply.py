@@ -35,6 +35,12 @@ class Reply(Answer):
     """One request's answer so far, and the message that it is.
 
     Without a reading, the message is the text.
+
+    Args:
+        request: the request.
+        tokenizer: gives the tokens their text.
+        reading: how the answer is read.
+        continues_text: whether the answer goes on with the text of its prompt.
     """
 
     def __init__(
@@ -42,8 +48,11 @@ class Reply(Answer):
         request: EngineRequest,
         tokenizer: PreTrainedTokenizerBase,
         reading: Reading | None = None,
+        *,
+        continues_text: bool = False,
     ) -> None:
-        super().__init__(request, tokenizer, left_out=reading.left_out if reading else None)
+        left_out = reading.left_out if reading else None
+        super().__init__(request, tokenizer, left_out=left_out, continues_text=continues_text)
         self._deltas: list[Delta] = []
         self._parser: MessageParser | None = None
         if reading is not None:

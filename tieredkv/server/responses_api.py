@@ -1,6 +1,7 @@
-"""OpenAI's Responses API, without the features that store anything between requests.
+"""OpenAI's Responses API.
 
-Input items are converted to chat messages, so that both endpoints render the same tokens.
+Input items are converted to chat messages, so that both endpoints render the same tokens. A request
+may continue a stored response: then the items of that conversation come before its own.
 """
 
 import itertools
@@ -9,13 +10,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+import msgspec
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_serializer
 
 from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, list_of, names_of
+from tieredkv.fields import Object, list_of, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
 from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, tell_left_out
@@ -34,6 +36,9 @@ from tieredkv.server.response_tools import (
     offered,
     read_tool,
 )
+from tieredkv.server.stored_responses import Turn
+
+MAX_ITEMS = 16_384
 
 
 class _Known(Object):
@@ -80,6 +85,10 @@ class FunctionCall(CalledFunction, _Known):
         """The call as the model wrote it."""
         name = name_for_model(self.name, self.namespace)
         return CalledFunction.model_construct(name=name, arguments=self.arguments)
+
+    @field_serializer("arguments")
+    def _write(self, arguments: Any) -> str:
+        return msgspec.json.encode(arguments).decode()
 
 
 class CustomCall(_Known):
@@ -151,9 +160,15 @@ def _read_item(value: Any, info: ValidationInfo) -> Item:
 
 Input = Annotated[
     list[Annotated[Item, BeforeValidator(_read_item)]],
-    Field(min_length=1, max_length=16_384),
+    Field(min_length=1, max_length=MAX_ITEMS),
     list_of(lambda text: {"role": "user", "content": text}),
 ]
+
+
+class _Conversation(Object):
+    """The items of a stored conversation."""
+
+    input: list[Annotated[Item, BeforeValidator(_read_item)]]
 
 
 class TextOptions(Object):
@@ -190,18 +205,46 @@ class ResponsesRequest(openai.ConversationRequest):
     prompt_field = "input"
 
     input: Input
+    previous_response_id: Text | None = None
+    store: bool = True
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions = TextOptions()
     tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field([], max_length=1024)
     prompt_cache_options: Options | None = None
-    temperature: float | None = None
 
     # These are checked and have no effect.
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     include: list[str] = Field([])
     max_tool_calls: int | None = None
+
+    _before: Turn | None = PrivateAttr(None)
+    _earlier: Sequence[Item] = PrivateAttr(())
+
+    def continuing(self, before: Turn, max_values: int) -> Self:
+        """Return the request with the conversation that it continues.
+
+        Args:
+            before: the last turn of the conversation.
+            max_values: how many JSON values the conversation may hold.
+
+        Raises:
+            RequestError: the conversation has become too long.
+        """
+        what = "The conversation that 'previous_response_id' continues"
+        parsed = parse_body(b'{"input":%b}' % before.conversation(), max_values, what=what)
+        earlier = read(_Conversation, parsed).input
+        if len(earlier) + len(self.input) > MAX_ITEMS:
+            raise out_of_bounds("input", "max_length", MAX_ITEMS, [*earlier, *self.input])
+        request = self.model_copy()
+        request._before, request._earlier = before, earlier
+        return request
+
+    def turn(self) -> Turn:
+        """Return the conversation with the items of this request."""
+        items = [item.model_dump(mode="json", exclude_unset=True) for item in self.input]
+        return Turn(joined(items), self._before)
 
     @property
     def limit(self) -> int | None:
@@ -231,22 +274,23 @@ class ResponsesRequest(openai.ConversationRequest):
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
-        for i, item in enumerate(self.input):
+        for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
+            path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
                 case FunctionCall() | CustomCall():
                     if not (turns and turns[-1][1].role == "assistant"):
                         blank = Message(role="assistant", content=[], tool_calls=[])
                         turns.append(("", _with(blank, thoughts)))
-                    path, last = turns[-1]
+                    at, last = turns[-1]
                     if last is not called:  # Do not change the client's item.
                         called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
-                        turns[-1] = path, called
+                        turns[-1] = at, called
                     called.tool_calls.append(ToolCall(id=item.call_id, function=item.function))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
-                    turns.append((f"input[{i}].output", tool))
+                    turns.append((f"{path}.output", tool))
                 case InputMessage():
-                    turns.append((f"input[{i}].content", _with(item, thoughts)))
+                    turns.append((f"{path}.content", _with(item, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
         return turns
 
@@ -270,20 +314,28 @@ class ResponsesRequest(openai.ConversationRequest):
         tell_left_out(left_out(self.tools))
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
-        how = {"shape": ResponseShape(self), "compared_id": compared_id}
-        return self.render(tokenization, rules, arguments, **how)
+        is_stored = self.store and rules.settings.stored_responses_size > 0
+        shape = ResponseShape(self, is_stored=is_stored)
+        how: Json = {"shape": shape, "turn": self.turn() if is_stored else None}
+        return self.render(tokenization, rules, arguments, compared_id=compared_id, **how)
 
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
         names = "max_output_tokens max_tool_calls metadata model parallel_tool_calls reasoning text"
         names += " instructions tools truncation temperature top_p prompt_cache_key user"
         names += " prompt_cache_options prompt_cache_retention safety_identifier"
+        names += " previous_response_id"
         told = self.model_dump(mode="json", include=set(names.split()))
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
         if kinds := left_out(self.tools):
             told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
+
+
+def joined(items: Sequence[Json]) -> bytes:
+    """Return items as JSON, with commas between them."""
+    return b",".join(map(msgspec.json.encode, items))
 
 
 def _with(message: Message, thoughts: str) -> Message:
@@ -322,28 +374,32 @@ class ResponseShape(Shape):
     id_prefix = "resp_"
     names_events = True
 
-    def __init__(self, asked: ResponsesRequest) -> None:
+    def __init__(self, asked: ResponsesRequest, *, is_stored: bool = False) -> None:
         super().__init__()
-        self._asked, self._item_ids = asked, list[str]()
-        self._echo = asked.echo()  # Several events of a stream repeat it.
-        self._numbers = itertools.count()
+        # The request itself is not kept, as it may be long.
+        self._is_prewarm, self._offered = asked.is_prewarm, asked.offered
+        self._echo = {**asked.echo(), "store": is_stored}  # Several events of a stream repeat it.
+        self._item_ids, self._numbers = list[str](), itertools.count()
 
     def whole(self, answers: Sequence[Reply]) -> Json:
         """Return the answer with its items."""
         (answer,) = answers
-        is_cut = answer.finish_reason == "length" and not self._asked.is_prewarm
+        is_cut = answer.finish_reason == "length" and not self._is_prewarm
         status = "incomplete" if is_cut else "completed"
         parts = answer.parts or [Delta()]
-        if self._asked.is_prewarm:
+        if self._is_prewarm:
             parts = []
         output = [self._item(i, part, status) for i, part in enumerate(parts)]
-        return {
+        response = {
             **self._response(status, output),
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": self._usage(answer),
             **self._diagnostics(answer.usage),
         }
+        if self.keep is not None:
+            self.keep(response)
+        return response
 
     async def events(
         self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
@@ -356,7 +412,7 @@ class ResponseShape(Shape):
             yield self._event(name, response=self._response("in_progress", []))
         (answer,), num_items, last = answers, 0, None
         async for piece in pieces:
-            for delta in () if self._asked.is_prewarm else filter(any, piece.deltas):
+            for delta in () if self._is_prewarm else filter(any, piece.deltas):
                 if last is None or not delta.continues(last):
                     for event in self._item_end(num_items - 1, answer.parts):
                         yield event
@@ -420,7 +476,7 @@ class ResponseShape(Shape):
 
     def _called(self, call: Call) -> "_Called":
         """Return a call as the client knows the tool."""
-        tool = self._asked.offered.get(call.name)
+        tool = self._offered.get(call.name)
         if tool is None:
             return _Called(call.name, None, False, call.arguments)
         text = json.loads(call.arguments).get(CUSTOM_INPUT) if tool.is_custom else None
@@ -459,9 +515,9 @@ class ResponseShape(Shape):
         return {**head, "type": "message", **how}
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
+        nothing = dict.fromkeys(("error", "incomplete_details", "usage"))
         head = {"id": self.id, "object": "response", "created_at": self.created}
-        how = {"status": status, "output": output, "background": False, "store": False}
+        how = {"status": status, "output": output, "background": False}
         return {**head, **self._echo, **nothing, **how}
 
     def _diagnostics(self, usage: RequestUsage) -> Json:

@@ -11,7 +11,7 @@ from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
-from tieredkv.server.openai_api import Message, TemplateArguments, Tools
+from tieredkv.server.openai_api import Message, TemplateArguments, Tools, check_continuing
 
 
 class TokenizeRequest(PlainRequest):
@@ -24,7 +24,8 @@ class TokenizeRequest(PlainRequest):
     tools: Tools = Field([])
     chat_template_kwargs: TemplateArguments = Field({})
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     return_token_strs: bool = False
 
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
@@ -36,10 +37,14 @@ class TokenizeRequest(PlainRequest):
             how = {"add_special_tokens": self.add_special_tokens, "is_bounded": False}
             [token_ids] = tokenization.encode_prompts([self.prompt], **how)
         else:
+            continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
+            check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
             messages = [message.for_template() for message in self.messages]
-            how = {"add_generation_prompt": self.add_generation_prompt}
+            how = {"add_generation_prompt": adds_prompt is not False}
             arguments = {"tools": self.tools or None, **how, **self.chat_template_kwargs}
-            encoded = tokenization.encode_chat(messages, arguments, is_bounded=False)
+            encoded = tokenization.encode_chat(
+                messages, arguments, is_bounded=False, continues_last=continues
+            )
             token_ids = encoded.token_ids
         names = tokenization.tokenizer.convert_ids_to_tokens(token_ids)
         return {

@@ -1,0 +1,250 @@
+"""Responses that clients may ask for again or continue, in memory, for an hour and within a bound.
+
+What is kept are JSON texts: the response, and the items of the conversation up to its end. Nothing
+is written to a disk. This module knows tenants and bytes, but neither HTTP nor what an item means.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tieredkv.errors import MAX_TOLD_CHARACTERS, IntegrityError, RequestError
+from tieredkv.storage.results import EvictFilter
+
+LIFETIME_S = 3600.0
+ENTRY_BYTES = 1024
+"""What a response is taken to need beside its texts, so that many short ones are bounded, too."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """What one request and its answer added to a conversation.
+
+    Responses that continue the same conversation share its turns.
+
+    Attributes:
+        items: JSON objects with commas between them; at least one.
+        before: the turn before it; None for the first.
+        num_bytes: the length of the conversation up to its end.
+        num_holders: how many stored responses and later turns hold it.
+    """
+
+    items: bytes
+    before: "Turn | None" = None
+    num_bytes: int = 0
+    num_holders: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_bytes = len(self.items) + (self.before.num_bytes if self.before else 0)
+
+    def answered(self, items: bytes) -> "Turn":
+        """Return the turn with the items of its answer, of which there may be none."""
+        return Turn(self.items + b"," + items if items else self.items, self.before)
+
+    def chain(self) -> "Iterator[Turn]":
+        """Yield this turn and those before it, the latest first."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.before
+
+    def conversation(self) -> bytes:
+        """Return the items of the conversation as a JSON array."""
+        return b"[%b]" % b",".join([turn.items for turn in self.chain()][::-1])
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """One response.
+
+    Attributes:
+        body: the response as JSON.
+        turn: the last turn of its conversation.
+        namespace: the digest of the namespace that its request's blocks are in.
+        stored_at, used_at: seconds since the epoch, when it was stored and last asked for.
+    """
+
+    body: bytes
+    turn: Turn
+    namespace: bytes
+    stored_at: float = 0.0
+    used_at: float = 0.0
+
+
+class Figures(NamedTuple):
+    """How much is held: responses, and their bytes with those of their conversations."""
+
+    responses: int
+    bytes: int
+
+
+class StoredResponses:
+    """The stored responses of all tenants; any thread may call it.
+
+    Where there is no room for another response, the oldest one of the tenant with the most bytes
+    goes, so that a tenant with less than an equal share loses none to others.
+
+    Invariants, which `check` verifies:
+        - Every turn of a stored conversation has as many holders as it says.
+        - A tenant's bytes are those of its responses and of their turns, each counted once.
+        - All tenants together hold at most `max_bytes`, and none of them holds nothing.
+
+    Args:
+        max_bytes: how many bytes may be held; with 0 nothing is stored.
+        now: returns the time in seconds since the epoch.
+    """
+
+    def __init__(self, max_bytes: int, now: Callable[[], float]) -> None:
+        self._max_bytes, self._now = max_bytes, now
+        self._of: dict[str, dict[str, StoredResponse]] = {}  # by tenant and id, the oldest first
+        self._bytes = Counter[str]()
+        self._lock = threading.Lock()
+
+    def add(self, tenant: str, id: str, response: StoredResponse) -> None:
+        """Store a response under its id, if it fits at all."""
+        with self._lock:
+            self._expire()
+            response.stored_at = response.used_at = self._now()
+            self._of.setdefault(tenant, {})[id] = response
+            self._bytes[tenant] += ENTRY_BYTES + len(response.body)
+            for turn in response.turn.chain():
+                turn.num_holders += 1
+                if turn.num_holders > 1:
+                    break
+                self._bytes[tenant] += len(turn.items)
+            while self._bytes.total() > self._max_bytes:
+                [(largest, _)] = self._bytes.most_common(1)
+                self._drop(largest, next(iter(self._of[largest])))
+
+    def get(self, tenant: str, id: str, field: str | None = None) -> StoredResponse:
+        """Return one of the tenant's responses.
+
+        Args:
+            tenant: that asks.
+            id: of the response.
+            field: of a request's body that names it; None if its path does.
+
+        Raises:
+            RequestError: the tenant has no such response, or no longer.
+        """
+        with self._lock:
+            self._expire()
+            response = self._of.get(tenant, {}).get(id)
+            if response is not None:
+                response.used_at = self._now()
+                return response
+        raise self._not_found(id, field)
+
+    def delete(self, tenant: str, id: str) -> None:
+        """Drop one of the tenant's responses.
+
+        Responses that continue it keep the turns of their conversation.
+
+        Raises:
+            RequestError: the tenant has no such response, or no longer.
+        """
+        with self._lock:
+            self._expire()
+            if self._drop(tenant, id):
+                return
+        raise self._not_found(id)
+
+    def expire(self) -> None:
+        """Drop the responses whose time is over."""
+        with self._lock:
+            self._expire()
+
+    def evict(self, wanted: EvictFilter) -> int:
+        """Drop the responses that an operator wants to evict, and return how many.
+
+        Ids name chains of blocks, and so no response. A dry run only counts.
+        """
+        if wanted.ids:
+            return 0
+        with self._lock:
+            self._expire()
+            now = self._now()
+            found = [
+                (tenant, id)
+                for tenant, responses in self._of.items()
+                for id, each in responses.items()
+                if wanted.matches(each.namespace, each.used_at, now)
+            ]
+            if not wanted.dry_run:
+                for tenant, id in found:
+                    self._drop(tenant, id)
+            return len(found)
+
+    def keep_tenants(self, is_known: Callable[[str], bool]) -> None:
+        """Drop the responses of tenants that are no longer known."""
+        with self._lock:
+            for tenant in [tenant for tenant in self._of if not is_known(tenant)]:
+                for id in [*self._of[tenant]]:
+                    self._drop(tenant, id)
+
+    def num_bytes(self, tenant: str) -> int:
+        """Return how many bytes are held for a tenant."""
+        return self._bytes[tenant]
+
+    @property
+    def figures(self) -> Figures:
+        """How much is held for all tenants together."""
+        with self._lock:
+            self._expire()
+            return Figures(sum(map(len, self._of.values())), self._bytes.total())
+
+    def check(self) -> None:
+        """Verify the invariants.
+
+        Raises:
+            IntegrityError: one of them is broken.
+        """
+        with self._lock:
+            for tenant, responses in self._of.items():
+                last = [each.turn for each in responses.values()]
+                turns = {turn for each in last for turn in each.chain()}
+                holders = Counter([*last, *(turn.before for turn in turns if turn.before)])
+                if any(turn.num_holders != holders[turn] for turn in turns):
+                    raise IntegrityError("a turn has other holders than it says")
+                size = sum(ENTRY_BYTES + len(each.body) for each in responses.values())
+                size += sum(len(turn.items) for turn in turns)
+                if not responses or size != self._bytes[tenant]:
+                    raise IntegrityError(f"{size} bytes are held as {self._bytes[tenant]}")
+            if self._bytes.total() > self._max_bytes or self._bytes.keys() != self._of.keys():
+                raise IntegrityError(f"{self._bytes.total()} of {self._max_bytes} bytes are held")
+
+    def _not_found(self, id: str, field: str | None = None) -> RequestError:
+        what = f"with id '{id[:MAX_TOLD_CHARACTERS]}' not found."
+        why = "Responses are kept in memory for an hour, while there is room, and until a restart."
+        if not self._max_bytes:
+            why = "This server stores no responses, since `stored_responses_size` is 0."
+        if field is None:
+            return RequestError(f"Response {what} {why}", status=404)
+        text = f"Previous response {what} {why} Send the whole conversation in 'input'."
+        return RequestError(text, param=field, code="previous_response_not_found", status=404)
+
+    def _expire(self) -> None:
+        end = self._now() - LIFETIME_S
+        for tenant in [*self._of]:
+            while (responses := self._of.get(tenant)) is not None:
+                oldest = next(iter(responses))
+                if responses[oldest].stored_at > end:
+                    break
+                self._drop(tenant, oldest)
+
+    def _drop(self, tenant: str, id: str) -> bool:
+        responses = self._of.get(tenant, {})
+        response = responses.pop(id, None)
+        if response is None:
+            return False
+        self._bytes[tenant] -= ENTRY_BYTES + len(response.body)
+        for turn in response.turn.chain():
+            turn.num_holders -= 1
+            if turn.num_holders:
+                break
+            self._bytes[tenant] -= len(turn.items)
+        if not responses:
+            del self._of[tenant], self._bytes[tenant]
+        return True
