@@ -133,6 +133,7 @@ class EngineCore:
             model=self.settings.served_model_name or self.model.name,
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
+            eos_token_ids=sorted(self.model.eos_token_ids),
             worker_pid=store.pid if store else None,
             disk_trouble=(store.trouble or None) if store else None,
         )

@@ -199,6 +199,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     Attributes:
         worker_pid: of the store's worker; None while the disk tier is off or where there is none.
         disk_trouble: why the disk tier is off; None where it is on, or where there is none.
+        eos_token_ids: tokens that end an answer.
     """
 
     model: str
@@ -206,6 +207,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     vocab_size: int
     worker_pid: int | None
     disk_trouble: str | None = None
+    eos_token_ids: list[int] = []
 
 
 class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

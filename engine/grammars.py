@@ -9,6 +9,7 @@ Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -66,11 +67,26 @@ class Compiler:
         if not self._eos_token_ids:
             what = "This model names no end token, so its answers cannot be constrained."
             raise RequestError(what, code="unsupported_parameter")
-        named = frozenset(id for text, id in self._special.items() if text in grammar)
         try:
-            return self._compiler(named).compile_structural_tag(grammar)
+            return self._compiler(self._named_in(grammar)).compile_structural_tag(grammar)
         except (RuntimeError, ValueError) as error:  # what xgrammar raises
             raise RequestError(f"The grammar cannot be used: {_first_line(error)}") from None
+
+    def check(self, grammar: str) -> None:
+        """Refuse a grammar that cannot be compiled, or that no answer can follow.
+
+        Raises:
+            RequestError: as `compile`.
+        """
+        matcher = Matcher(self.compile(grammar))
+        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        matcher.within.fill_next_token_bitmask(mask)
+        if not mask.any():
+            raise RequestError("The grammar cannot be used: no answer can follow it")
+
+    def _named_in(self, grammar: str) -> frozenset[int]:
+        """Return the special tokens that a grammar names."""
+        return frozenset(id for text, id in self._special.items() if text in grammar)
 
     def _make_compiler(self, named: frozenset[int]) -> xgrammar.GrammarCompiler:
         """Return the compiler for a vocabulary of which these special tokens are a part."""
@@ -182,5 +198,9 @@ def _batch_matcher() -> xgrammar.BatchGrammarMatcher:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return _PLACE.sub("", lines[0])[:300]
+
+
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
+"""The time and the line of code that xgrammar puts before its errors."""

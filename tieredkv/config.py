@@ -241,6 +241,9 @@ class Settings:
         "Host memory for responses that clients may ask for again or continue by "
         "`previous_response_id`, each for an hour. 0 stores none.",
     )
+    grammar_timeout: Seconds = _server(
+        10.0, "A grammar or schema for answers that takes longer to compile is refused."
+    )
     images: Images = _server(
         "note",
         "Whether an image in a conversation becomes a short note in the prompt (`note`), so that "

@@ -243,10 +243,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'tool_use', 'tool_result', 'document', 'thinking' and 'redacted_thinking'.",
     ),
     ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text: Field required"),
-    (
-        {"tool_choice": {"type": "any"}},
-        "tool_choice.type: Invalid value: 'any'. Supported values are: 'auto' and 'none'.",
-    ),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
     (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 0},
         "max_tokens: 0 is not allowed with thinking",

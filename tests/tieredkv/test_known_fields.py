@@ -150,9 +150,7 @@ def test_values_that_ask_for_nothing_are_taken(
 TEXT = {"type": "text", "text": "a"}
 SOURCE = {"type": "text", "data": "b"}
 ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
-    *((kind, {"response_format": {"type": "json_object"}}, "response_format") for kind in OPENAI),
-    (ChatRequest, {"tool_choice": "required"}, "tool_choice"),
-    (ChatRequest, {"tool_choice": {"type": "function"}}, "tool_choice"),
+    (CompletionRequest, {"tool_choice": "required"}, "tool_choice"),
     (ChatRequest, {"modalities": ["text", "audio"]}, "modalities"),
     (ChatRequest, {"skip_special_tokens": False}, "skip_special_tokens"),
     (ChatRequest, {"skip_special_tokens": 1}, "skip_special_tokens"),
@@ -163,14 +161,8 @@ ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
     (ChatRequest, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
     (ChatRequest, {"messages": [USER | {"prefix": True}]}, "messages[0].prefix"),
     (ResponsesRequest, {"max_tokens": 5}, "max_tokens"),
-    (ResponsesRequest, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     (ResponsesRequest, {"include": ["message.output_text.logprobs"]}, "include"),
     (ResponsesRequest, {"n": 2}, "n"),
-    (
-        MessagesRequest,
-        {"output_config": {"format": {"type": "json_schema"}}},
-        "output_config.format",
-    ),
     (
         MessagesRequest,
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
@@ -381,5 +373,5 @@ def test_usage_is_in_every_chunk_where_it_is_wanted_and_counts_what_was_told() -
 
 
 def test_the_fields_that_are_ignored_are_few() -> None:
-    assert CHAT.ignored == {"reasoning_effort", "reasoning", "verbosity", "parallel_tool_calls"}
+    assert CHAT.ignored == {"reasoning_effort", "reasoning", "verbosity"}
     assert MESSAGES.ignored == {"thinking"}

@@ -48,7 +48,9 @@ class Engine:
         prompts: the texts of the prompts that it was given.
     """
 
-    info = EngineInfo(model="m", max_model_len=4096, vocab_size=1024, worker_pid=None)
+    info = EngineInfo(
+        model="m", max_model_len=4096, vocab_size=1024, worker_pid=None, eos_token_ids=[257]
+    )
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
     store_error = ""
@@ -90,7 +92,7 @@ def api_of(engine: Engine, settings: Settings, keys: Keys | None = None) -> Api:
 
 def client_of(served: Engine | Api, kind: Any) -> Any:
     """Return a client of one of the kinds that programs use, which is served in this process."""
-    api = served if isinstance(served, Api) else api_of(served, Settings())
+    api = served if isinstance(served, Api) else api_of(served, Settings(model="tiny-random"))
     # Some versions of the programs use another package, whose parts have the same names.
     package = importlib.import_module(kind.__mro__[1].__module__.partition(".")[0])
     return kind(transport=package.ASGITransport(build_app(api)), base_url="http://localhost")

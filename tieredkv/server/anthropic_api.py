@@ -35,9 +35,10 @@ from tieredkv.server.known_fields import (
     COUNT_TOKENS,
     CUSTOM_TOOL,
     MESSAGES,
-    TEXT_FORMAT,
     TOOL_RESULT_PART,
 )
+from tieredkv.server.schemas import enforceable
+from tieredkv.server.structure import Structure, json_format
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
@@ -165,6 +166,7 @@ class CustomTool(Marked):
     name: Text
     description: str | None = None
     input_schema: Json
+    strict: bool = False
 
     @property
     def is_hosted(self) -> bool:
@@ -246,15 +248,29 @@ class Turn(_Known):
 
 
 class ToolChoice(_Known):
-    """Whether tools may be called; it has no effect, as the model decides."""
+    """Which tools are called: those the model chooses, at least one, a certain one, or none."""
 
-    type: Literal["auto", "none"]
+    needed = ("tool.name",)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(_Known):
+    """The form of the answer: JSON that follows a schema."""
+
+    known_besides = _Known.known_besides | names_of("schema name description")
+    needed = ("json_schema.schema",)
+
+    type: Literal["text", "json_schema"]
+    of: Any = Field(None, alias="schema")
 
 
 class OutputConfig(_Known):
     """The wanted form of the answer; `effort` has no effect."""
 
-    refused = TEXT_FORMAT
+    format: OutputFormat | None = None
 
 
 class Thinking(_Known):
@@ -427,6 +443,43 @@ class Conversation(ApiRequest, Marked):
         """The tools in the form that chat templates know."""
         return [tool.for_template() for tool in self.tools]
 
+    @property
+    def structure(self) -> Structure:
+        """What the answer must be.
+
+        Raises:
+            RequestError: a tool is chosen that is not there, or the wanted form of the answer
+                cannot be enforced.
+        """
+        text = None
+        wanted = self.output_config.format if self.output_config is not None else None
+        if wanted is not None and wanted.type == "json_schema":
+            text = json_format(enforceable(wanted.of, "output_config.format.schema"))
+        strict = {tool.name for tool in self.tools if isinstance(tool, CustomTool) and tool.strict}
+        tools = [
+            {**each, "function": {**each["function"], "strict": each["function"]["name"] in strict}}
+            for each in self.functions
+        ]
+        chosen = self.tool_choice or ToolChoice(type="auto")
+        named = [each for each in tools if each["function"]["name"] == chosen.name]
+        if chosen.type in ("any", "tool") and not (named if chosen.type == "tool" else tools):
+            what = f"Tool '{chosen.name}' not found in provided tools"
+            raise RequestError(f"tool_choice: {what if chosen.name else 'there are no tools'}")
+        return Structure(
+            text=text,
+            tools=named if chosen.type == "tool" else tools,
+            choice=_CHOICES[chosen.type],
+            is_parallel=not chosen.disable_parallel_tool_use and chosen.type != "tool",
+        )
+
+
+_CHOICES: dict[str, Literal["auto", "required", "none"]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
+
 
 class CountTokensRequest(Conversation, PlainRequest):
     """The body of `POST /v1/messages/count_tokens`."""
@@ -473,6 +526,7 @@ class MessagesRequest(Conversation):
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation and find its breakpoints."""
+        structure = self.structure
         marked, lookback = self.breakpoints, rules.settings.cache_lookback
         read = [
             place
@@ -497,7 +551,9 @@ class MessagesRequest(Conversation):
         how = self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
         how["max_tokens"] = min(self.max_tokens, WHOLE)
         params = SamplingParams(stop=tuple(self.stop_sequences), **how)
-        is_free = self.tool_choice is None or self.tool_choice.type != "none"
+        tools = () if structure.choice == "none" else self.functions
+        reading = tokenization.reading(encoded, tools)
+        caching["grammar"] = structure.grammar(reading)
         return Asked(
             prompts=[encoded.token_ids],
             plan=EngineRequest(params=params, **caching),
@@ -506,6 +562,6 @@ class MessagesRequest(Conversation):
             parts=encoded.parts,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
-            reading=tokenization.reading(encoded, self.functions if is_free else ()),
+            reading=reading,
             continues_text=bool(self.prefill),
         )

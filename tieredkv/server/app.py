@@ -40,6 +40,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
 from tieredkv.server.generation import ClientGoneError, Generation
+from tieredkv.server.grammar_checker import GrammarChecker
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_size, read_body
 from tieredkv.server.metrics import Metrics, Observer
@@ -116,6 +117,7 @@ class Api:
         self._metrics = Metrics(settings, self._engine, self._responses)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
+        self._grammars = GrammarChecker(settings.model, info, settings.grammar_timeout)
         self._told = set[str]()  # Ignored fields that the log has named.
         self.tenant_of, self.check_head = self._keys.tenant, self._keys.check_host
         self.cors_origins = settings.cors_origins
@@ -126,6 +128,7 @@ class Api:
     def close(self) -> None:
         """Stop the work on all requests; none of them is answered any more."""
         self._threads.close()
+        self._grammars.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
 
@@ -335,6 +338,9 @@ class Api:
         one becomes the last event of the stream.
         """
         asked, tenant, scope = prepared.asked, request.scope["tenant"], request.scope
+        if (grammar := asked.plan.grammar) is not None:
+            check = functools.partial(self._grammars.check, grammar)
+            await self._run(request, gone, SHORT_BYTES, lambda _stop: check())
         shape, shape.request_id = asked.shape, scope["request_id"]
         if asked.turn is not None:
             namespace = namespace_of(replace(asked.plan, tenant=tenant), self._settings)

@@ -75,10 +75,8 @@ def _without(refused: Mapping[str, Refusal], names: str) -> dict[str, Refusal]:
 
 # --- Advice in errors: complete sentences about what to do instead.
 
-_PLAIN_TEXT = (
-    "Answers are plain text here: describe the form in the prompt and check the answer yourself."
-)
-_ONLY_AUTO = "It can only be 'none' or 'auto'."
+_FORMAT = "Use 'response_format' or 'structured_outputs'."
+_OUTPUT_CONFIG = "Use 'output_config.format'."
 _RENDER = "Render the conversation yourself and send it as the 'prompt' of /v1/completions."
 _TOKENS = "Send the prompt as token ids to /v1/completions."
 _ONE_MODEL = "Name the model in 'model'; each server has one, without adapters."
@@ -90,15 +88,8 @@ _CHAT = "Use /v1/chat/completions for conversations."
 _TOOLS = "Only tools that the client runs are supported: describe them in 'tools'."
 
 STRUCTURED = refusals(
-    """
-    guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
-    guided_whitespace_pattern structured_outputs structural_tag regex ebnf grammar json_schema
-    grammar_triggers format
-    """,
-    _PLAIN_TEXT,
+    "structural_tag regex ebnf grammar json_schema grammar_triggers format", _FORMAT
 )
-RESPONSE_FORMAT = refusals("response_format", _PLAIN_TEXT, unless=is_plain_text)
-TEXT_FORMAT = refusals("format", _PLAIN_TEXT, unless=is_plain_text)
 
 # --- Fields that other servers add to the APIs; no endpoint supports them.
 
@@ -178,15 +169,15 @@ _OPENAI = KnownFields(
     harmless=_HARMLESS_EXTENSIONS
     | names_of("""
         user safety_identifier store service_tier prediction truncation max_tool_calls
-        access_programs background_options image
+        access_programs background_options image guided_decoding_backend
+        guided_whitespace_pattern
     """),
-    ignored=names_of("reasoning_effort reasoning verbosity parallel_tool_calls"),
+    ignored=names_of("reasoning_effort reasoning verbosity"),
     refused={
         **_EXTENSIONS,
-        **RESPONSE_FORMAT,
         **refusals("modalities", "Only text is supported.", unless=one_of([], ["text"])),
         **refusals("audio", "Only text is supported."),
-        **refusals("tool_choice function_call", _ONLY_AUTO, unless=one_of("none", "auto")),
+        **refusals("function_call", "Use 'tool_choice'.", unless=one_of("none", "auto")),
         **refusals("functions", "Use 'tools' instead."),
         **refusals("web_search_options", _TOOLS),
         **refusals("moderation", "Nothing is moderated here."),
@@ -211,14 +202,16 @@ CHAT = _OPENAI._replace(
     }
 )
 COMPLETIONS = _OPENAI._replace(
+    harmless=_OPENAI.harmless | {"parallel_tool_calls"},
     refused={
         **_OPENAI.refused,
         **refusals("add_special_tokens", "Send the prompt as token ids.", unless=one_of(True)),
         **refusals("messages input instructions tools chat_template_kwargs", _CHAT),
+        **refusals("tool_choice", _CHAT, unless=one_of("none", "auto")),
         **refusals("text", "Use the fields of this endpoint."),
         **refusals("top_logprobs", "Use 'logprobs' with the number of alternatives."),
         **refusals("max_output_tokens", "Use 'max_tokens'.", unless=never),
-    }
+    },
 )
 RESPONSES = _OPENAI._replace(
     harmless=_OPENAI.harmless - {"store"},
@@ -247,8 +240,11 @@ MESSAGES = KnownFields(
     ignored=names_of("thinking"),
     refused={
         **_without(_EXTENSIONS, "thinking system"),
-        **refusals("output_format", _PLAIN_TEXT, unless=is_plain_text),
-        **RESPONSE_FORMAT,
+        **refusals("output_format response_format", _OUTPUT_CONFIG, unless=is_plain_text),
+        **refusals(
+            "structured_outputs guided_json guided_regex guided_choice guided_grammar",
+            _OUTPUT_CONFIG,
+        ),
         **refusals("container mcp_servers", _TOOLS),
         **refusals("compaction", "Ask for a summary in a message instead."),
         **refusals("context_management", _CONTEXT, unless=only_clears_thinking),

@@ -70,6 +70,13 @@ class Family:
     tag: str = ""
     is_bare: bool = False
     skip: str = ""
+    opens: str = ""
+    writes: str = ""
+    style: Literal["json", "qwen_xml", "glm_xml"] = "json"
+    around: Sequence[str] = ("", "")
+    between: str | None = None
+    thinks: Sequence[str] = ()
+    answers: str = ""
 
     def names(self, special: str) -> bool:
         """Return whether a special token takes a part in how messages are written."""
@@ -159,7 +166,8 @@ def choose(chat_template: str, *, tool_parser: str, reasoning_parser: str) -> Fa
     of_thoughts = _named("reasoning_parser", reasoning_parser, found)
     if of_calls is None:
         return of_thoughts and replace(of_thoughts, call="")
-    return replace(of_calls, thoughts=of_thoughts.thoughts if of_thoughts else ())
+    thoughts, thinks = (of_thoughts.thoughts, of_thoughts.thinks) if of_thoughts else ((), ())
+    return replace(of_calls, thoughts=thoughts, thinks=thinks)
 
 
 def _named(field: str, name: str, found: Family | None) -> Family | None:

@@ -37,6 +37,13 @@ from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Ru
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
+from tieredkv.server.structure import Format, as_grammar
+from tieredkv.server.structure_fields import (
+    ResponseFormat,
+    StructuredOutputs,
+    choose_tools,
+    only_one,
+)
 
 MAX_PROMPTS = 2048
 MAX_WRITES = 4
@@ -114,6 +121,13 @@ class OpenAIRequest(ApiRequest):
     prompt_cache_key: Text | None = Field(None, max_length=256)
     prompt_cache_options: CacheOptions | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
     # These are checked and have no effect.
     user: str | None = None
     safety_identifier: str | None = None
@@ -146,6 +160,21 @@ class OpenAIRequest(ApiRequest):
         """The fields other than the prompt whose change can explain a cache miss."""
         names = "model prompt_cache_key service_tier reasoning_effort verbosity"
         return {name: getattr(self, name, None) for name in names.split()}
+
+    @cached_property
+    def text_format(self) -> Format | None:
+        """The format of the answers' text; None for any text.
+
+        Raises:
+            RequestError: it cannot be enforced, or there are several.
+        """
+        formats: list[Format | None] = [*self.structured_outputs.formats("structured_outputs")]
+        if (wanted := self.response_format) is not None:
+            formats.append(wanted.json_schema.format_at("response_format", wanted.type))
+        names = ("json", "regex", "choice", "grammar")
+        guided = {name: getattr(self, f"guided_{name}") for name in names}
+        formats += read(StructuredOutputs, guided).formats("guided", "_")
+        return only_one(formats)
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -289,7 +318,10 @@ class CompletionRequest(OpenAIRequest):
             scored = token_ids if prompt_logprobs is not None else []
             echoes.append((text, tokenization.starts(scored, text)))
         shape = CompletionShape(self.model, tokenization, echoes, **self.form)
-        plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
+        grammar = as_grammar(self.text_format) if self.text_format else None
+        plan = msgspec.structs.replace(
+            self.plan(rules, []), prompt_logprobs=prompt_logprobs, grammar=grammar
+        )
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
         return self.asked(prompts, plan, shape=shape, parts=parts)
 
@@ -428,6 +460,11 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """The names of the tools that the model is told of, as the client knows them."""
+        raise NotImplementedError
+
     def render(
         self,
         tokenization: Tokenization,
@@ -438,14 +475,22 @@ class ConversationRequest(OpenAIRequest):
         **how: Any,
     ) -> Asked:
         """Render the conversation with arguments for the template and return what is asked for."""
+        structure = choose_tools(
+            self.tool_choice,
+            tools := arguments.get("tools") or (),
+            self.tool_names,
+            is_parallel=self.parallel_tool_calls,
+            text=self.text_format,
+        )
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
         encoded = tokenization.encode_chat(
             messages, arguments, marks, field=self.prompt_field, continues_last=continues_text
         )
+        reading = tokenization.reading(encoded, () if structure.choice == "none" else tools)
         plan = self.plan(rules, encoded.ends)
-        tools = () if self.tool_choice == "none" else arguments.get("tools") or ()
-        how |= {"reading": tokenization.reading(encoded, tools), "continues_text": continues_text}
+        plan = msgspec.structs.replace(plan, grammar=structure.grammar(reading))
+        how |= {"reading": reading, "continues_text": continues_text}
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
@@ -507,6 +552,11 @@ class ChatRequest(ConversationRequest):
     def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages, each with the path of its parts in the body."""
         return [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
+
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """The names of the tools that the model is told of."""
+        return [tool["function"]["name"] for tool in self.tools]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -23,7 +23,7 @@ from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
-from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES, TEXT_FORMAT
+from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
 from tieredkv.server.message_parser import Call, Delta
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
 from tieredkv.server.reply import Reply
@@ -37,6 +37,8 @@ from tieredkv.server.response_tools import (
     read_tool,
 )
 from tieredkv.server.stored_responses import Turn
+from tieredkv.server.structure import Format
+from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
 
 MAX_ITEMS = 16_384
 
@@ -174,9 +176,7 @@ class _Conversation(Object):
 class TextOptions(Object):
     """The form of the answer's text."""
 
-    refused = TEXT_FORMAT
-
-    format: Json = Field(default={"type": "text"})
+    format: Annotated[Json, TEXT_FORMAT] = Field(default={"type": "text"})
     verbosity: openai.Verbosity | None = None
 
 
@@ -293,6 +293,21 @@ class ResponsesRequest(openai.ConversationRequest):
                     turns.append((f"{path}.content", _with(item, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
         return turns
+
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """The names of the tools that the model is told of, as the client knows them."""
+        return [tool.name for tool in self.offered.values()]
+
+    @cached_property
+    def text_format(self) -> Format | None:
+        """The format of the answer's text; None for any text.
+
+        Raises:
+            RequestError: it cannot be enforced, or there are several.
+        """
+        wanted = TextFormat.model_validate(self.text.format)
+        return only_one([wanted.format_at("text.format", wanted.type), super().text_format])
 
     @cached_property
     def offered(self) -> dict[str, Offered]:

@@ -1,0 +1,169 @@
+"""Which JSON schemas can be enforced, and that what is then written follows them."""
+
+import json
+import random
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator, FormatChecker, ValidationError
+
+from tests.tieredkv.written import NotEndedError, written
+from tieredkv.errors import RequestError
+from tieredkv.server.schemas import MAX_SCHEMA_BYTES, enforceable, unenforced
+from tieredkv.server.structure import as_grammar, json_format
+
+NODE = {"type": "object", "required": ["next"], "additionalProperties": False}
+
+FOLLOWED: dict[str, Any] = {
+    "a string": {"type": "string"},
+    "short": {"type": "string", "maxLength": 6},
+    "long": {"type": "string", "minLength": 3, "maxLength": 9},
+    "short or null": {"type": ["string", "null"], "maxLength": 4},
+    "pattern": {"type": "string", "pattern": "^[a-z]{2,4}$"},
+    "date-time": {"type": "string", "format": "date-time"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "integers": {"type": "integer", "minimum": -5, "maximum": 300},
+    "open ends": {"type": "integer", "exclusiveMinimum": 2, "exclusiveMaximum": 9},
+    "numbers": {"type": "number", "minimum": 0.5, "maximum": 10.25},
+    "boolean": {"type": "boolean"},
+    "null": {"type": "null"},
+    "enum": {"enum": ["a", 1, None, {"x": [1]}]},
+    "enum of a type": {"type": "integer", "enum": [1, "a"]},
+    "const": {"const": {"a": 'b"c'}},
+    "list": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "string"}, {"type": "null"}],
+        "items": False,
+    },
+    "object": {"type": "object"},
+    "properties": {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+        "required": ["b"],
+    },
+    "further properties": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "a required property without a schema": {"type": "object", "required": ["z"]},
+    "one by pattern": {
+        "type": "object",
+        "patternProperties": {"^x": {"type": "integer"}},
+        "required": ["x1"],
+        "additionalProperties": {"type": "null"},
+    },
+    "anyOf": {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
+    "tagged oneOf": {
+        "oneOf": [
+            {"type": "object", "properties": {"k": {"const": kind}}, "required": ["k"]}
+            for kind in ("a", "b")
+        ]
+    },
+    "recursion": {
+        "$defs": {
+            "n": NODE
+            | {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}
+        },
+        "$ref": "#/$defs/n",
+    },
+    "definitions": {"definitions": {"n": {"type": "null"}}, "items": {"$ref": "#/definitions/n"}},
+    "anything": {},
+}
+
+
+def check_followed(schema: Any, seed: int) -> None:
+    form = json_format(enforceable(schema, "schema"))
+    try:
+        text = written(as_grammar(form), random.Random(seed))
+    except NotEndedError:
+        return
+    Draft202012Validator(schema, format_checker=FormatChecker()).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_written_follows_the_schema(name: str) -> None:
+    assert unenforced(FOLLOWED[name]) == []
+    for seed in range(25):
+        check_followed(FOLLOWED[name], seed)
+
+
+def test_the_check_can_fail() -> None:
+    with pytest.raises(ValidationError):
+        for seed in range(50):
+            check_followed({"not": {"type": "string"}}, seed)
+
+
+_LEAVES = st.sampled_from(
+    [FOLLOWED[name] for name in ("short", "integers", "boolean", "null", "enum", "numbers")]
+)
+
+
+def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.sampled_from(["a", "b", "ü", 'q"'])
+    objects = st.dictionaries(names, inner, max_size=3).flatmap(
+        lambda properties: st.sets(st.sampled_from([*properties] or ["a"])).map(
+            lambda required: {
+                "type": "object",
+                "properties": properties,
+                "required": sorted(required & properties.keys()),
+                "additionalProperties": False,
+            }
+        )
+    )
+    lists = inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2})
+    return objects | lists | st.lists(inner, min_size=1, max_size=3).map(lambda of: {"anyOf": of})
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(schema=st.recursive(_LEAVES, _nested, max_leaves=8), seed=st.integers(0, 99))
+def test_what_is_written_follows_random_schemas(schema: Any, seed: int) -> None:
+    check_followed(schema, seed)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "banana"}, "'banana' is not valid under any of the given schemas"),
+        ({"$ref": "#/$defs/none"}, "'$ref' names nothing in this schema: '#/$defs/none'."),
+        ({"$ref": "http://localhost/schema"}, "'$ref' names nothing in this schema"),
+        ({"enum": []}, "'enum' is empty."),
+        ({"a": "b" * MAX_SCHEMA_BYTES}, f"at most {MAX_SCHEMA_BYTES} are allowed."),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "without end"),
+        ({"$defs": {"n": NODE | {"properties": {"next": {"$ref": "#/$defs/n"}}}}}, "without end"),
+        (False, "no value can follow it"),
+        ([1], "is not of type 'object', 'boolean'"),
+    ],
+)
+def test_what_no_answer_can_follow_is_refused(schema: Any, why: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        enforceable(schema, "response_format", name="weather")
+    assert str(refused.value).startswith("Invalid schema for response_format 'weather': ")
+    assert why in str(refused.value) and refused.value.param == "response_format"
+
+
+def test_a_schema_nested_too_deeply_is_refused() -> None:
+    schema: Any = {"type": "null"}
+    for _ in range(40):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="nested more than 32 levels deep"):
+        enforceable(schema, "schema")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("not", {"not": {"type": "string"}}),
+        ("if", {"if": {}, "then": {}}),
+        ("contains", {"type": "array", "contains": {"type": "string"}}),
+        ("dependentRequired", {"dependentRequired": {"a": ["b"]}}),
+        ("uniqueItems", {"type": "object", "properties": {"a": {"uniqueItems": True}}}),
+        ("allOf", {"allOf": [{"type": "object"}, {"type": "object"}]}),
+        ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+    ],
+)
+def test_a_strict_schema_may_have_only_what_is_enforced(keyword: str, schema: Any) -> None:
+    assert keyword in unenforced(schema)
+    enforceable(schema, "schema")
+    with pytest.raises(RequestError, match=f"'{keyword}' cannot be enforced"):
+        enforceable(schema, "schema", is_strict=True)
