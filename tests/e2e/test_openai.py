@@ -309,9 +309,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {**INPUT, "text": {"format": {"type": "json_object"}}},
-        "'text.format' is not supported. Answers are plain text here: describe the form in the "
-        "prompt and check the answer yourself.",
+        {
+            **INPUT,
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "b"}}},
+        },
+        "Invalid schema for text.format 'a': 'b' is not valid under any of the given schemas at "
+        "['type']",
         "text.format",
     ),
     (
