@@ -380,6 +380,10 @@ class EngineCore:
             if not request.touched_at:
                 self._touch(request)
             request.append(token.token_id)
+            matcher = request.sampler.matcher
+            if matcher is not None and matcher.fault:
+                self._fail(request, f"The answer cannot follow its form: {matcher.fault}.")
+                continue
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
             logprobs = request.take_scores() if is_first else []
@@ -421,6 +425,12 @@ class EngineCore:
             self.scheduler.remove(request)
         else:
             compiling.cancel()
+
+    def _fail(self, request: Request, why: str) -> None:
+        logger.error("request %s: %s", request.request_id, why)
+        self._finish(request)
+        error = RequestError(why, code="constraint_failed", status=500)
+        self._outputs.append(failed(request.request_id, error))
 
     def _make_compiler(self) -> Compiler:
         model = self.model

@@ -79,9 +79,7 @@ class Compiler:
             RequestError: as `compile`.
         """
         matcher = Matcher(self.compile(grammar))
-        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        matcher.within.fill_next_token_bitmask(mask)
-        if not mask.any():
+        if not _masks([matcher], self._vocab_size).any():
             raise RequestError("The grammar cannot be used: no answer can follow it")
 
     def _named_in(self, grammar: str) -> frozenset[int]:
@@ -133,20 +131,20 @@ class Matcher:
 
     Attributes:
         is_done: whether the answer has ended, so that its grammar allows nothing more.
+        fault: why the answer could not follow its grammar to the end; empty if it could.
     """
 
     def __init__(self, compiled: Compiled) -> None:
         self.within = xgrammar.GrammarMatcher(compiled)
-        self.is_done = False
+        self.is_done, self.fault = False, ""
 
     def accept(self, token_id: int) -> None:
         """Take in the answer's next token; after the end it is ignored."""
         if self.is_done:
             return
-        if not self.within.accept_token(token_id):
-            logger.error("token %d was chosen, but its grammar does not allow it", token_id)
-            self.is_done = True
-        self.is_done = self.is_done or self.within.is_terminated()
+        if not self.fault and not self.within.accept_token(token_id):
+            self.fault = f"token {token_id} was chosen, but its grammar does not allow it"
+        self.is_done = bool(self.fault) or self.within.is_terminated()
 
 
 def allowed_tokens(
@@ -163,19 +161,34 @@ def allowed_tokens(
         vocab_size: of the logits.
         device: where the result is needed; it is not waited for.
     """
-    shape = len(matchers), -(-vocab_size // 32)
-    masks = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-    _batch_matcher().batch_fill_next_token_bitmask([each.within for each in matchers], masks)
+    masks = _masks(matchers, vocab_size, pins=device.type == "cuda")
     rows = masks.numpy().view(np.uint32)
     for matcher, row, token_ids in zip(matchers, rows, later, strict=True):
         if token_ids:
             _leave_for_later(row, token_ids)
         if not row.any():
-            logger.error("a grammar allows no token at all; the answer ends")
-            _set_bits(row, matcher.within.stop_token_ids)
+            matcher.fault = matcher.fault or "its grammar allows no token"
+            row[:] = 0xFFFFFFFF  # one is chosen, and the answer fails with it
     words = small_copies.upload(masks, device)[:, :, None]
     bits = words >> torch.arange(32, dtype=torch.int32, device=device) & 1
     return bits.bool().flatten(1)[:, :vocab_size]
+
+
+def _masks(matchers: Sequence[Matcher], vocab_size: int, *, pins: bool = False) -> Tensor:
+    """Return which tokens may come next as bits, `[len(matchers), ceil(vocab_size / 32)]` int32.
+
+    A matcher whose mask cannot be filled gets a fault.
+    """
+    shape = len(matchers), -(-vocab_size // 32)
+    masks = torch.zeros(shape, dtype=torch.int32, pin_memory=pins)
+    try:
+        _batch_matcher().batch_fill_next_token_bitmask([each.within for each in matchers], masks)
+    except RuntimeError as error:
+        for matcher in matchers:
+            matcher.fault = _first_line(error)
+    if num_last := vocab_size % 32:
+        masks[:, -1] &= (1 << num_last) - 1  # xgrammar sets those that no token has
+    return masks
 
 
 def _leave_for_later(row: Words, token_ids: Collection[int]) -> None:

@@ -107,10 +107,39 @@ def test_a_model_without_end_tokens_cannot_be_constrained() -> None:
         compiler.compile(DIGITS)
 
 
-def test_a_grammar_that_leads_nowhere_ends_the_answer(llm: LLM) -> None:
+ENDLESS = grammar(
+    "sequence",
+    elements=[
+        {"type": "const_string", "value": "ab"},
+        {
+            "type": "json_schema",
+            "json_schema": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        },
+    ],
+)
+
+
+def test_an_answer_that_cannot_go_on_fails_and_no_other(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    for request_id, told in (("bad", ENDLESS), ("good", DIGITS), ("free", None)):
+        llm.core.add_request(
+            EngineRequest(request_id=request_id, prompt_token_ids=[1], params=params, grammar=told)
+        )
+    outputs = outputs_of(llm.core)
+    [why] = [output.error for output in outputs if output.finish_reason == "error"]
+    assert why == "The answer cannot follow its form: its grammar allows no token."
+    told_tokens = {name: 0 for name in ("bad", "good", "free")}
+    for output in outputs:
+        told_tokens[output.request_id] += len(output.token_ids)
+    assert told_tokens == {"bad": 2, "good": 7, "free": 9}
+    llm.core.scheduler.check()
+
+
+def test_no_answer_can_follow_a_grammar_without_a_first_token(compiler: Compiler) -> None:
+    compiler.check(DIGITS)
     endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    [answer] = serve(llm, [grammar("json_schema", json_schema=endless)])
-    assert (answer.text, answer.finish_reason) == ("", "stop")
+    with pytest.raises(RequestError, match="no answer can follow it"):
+        compiler.check(grammar("json_schema", json_schema=endless))
 
 
 def serve(llm: LLM, grammars: list[str | None], **params: Any) -> list[Any]:

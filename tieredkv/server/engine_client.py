@@ -300,7 +300,12 @@ def _state_of(pid: int) -> str:
     return {"T": stopped, "t": "is stopped by a debugger", "D": waits}.get(state, "does not answer")
 
 
-STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}
+STATUS_OF_CODE = {
+    "constraint_failed": 500,
+    "queue_full": 429,
+    "engine_dead": 503,
+    "shutting_down": 503,
+}
 
 
 def error_of(output: TokenOutput) -> RequestError:
