@@ -84,6 +84,18 @@ def test_a_request_is_compared_with_one_whose_blocks_it_could_use() -> None:
     assert told["detail"].startswith(f"message 0 changed: {PASSING} (segment 1, ")
 
 
+def test_a_line_near_the_top_is_named_where_no_hit_may_end_before_it() -> None:
+    """What Claude Code puts first changes by session, and its breakpoints are far behind it."""
+    usage = RequestUsage(prompt_tokens=100, miss_reason="behind_lookback")
+    old, new = (seen("Request " + word + LONG) for word in ("a1b2c3d4: ", "c9d8e7f6: "))
+    told = Diagnosis(new, [old]).miss(usage)
+    assert told["reason"] == "behind_lookback"
+    assert told["detail"] == f"message 0 changed: {PASSING} (segment 0, about token 0)"
+    other = old._replace(settings={"namespace": 1})
+    assert Diagnosis(new, [other]).miss(usage)["reason"] == "behind_lookback"
+    assert Diagnosis(old, [old]).miss(usage)["detail"] is None
+
+
 def test_a_request_with_another_text_is_compared_with_nothing() -> None:
     assert detail(seen(LONG), seen(LONG[: len(LONG) // 2] + "other" * 40)) is None
     assert detail(seen("You help."), seen("You translate.")) is None

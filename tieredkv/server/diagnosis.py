@@ -24,6 +24,10 @@ _PASSING = re.compile(  # words that begin with a digit; long words with a digit
     r"(?<![\w:.+-])(?:(?=[\w:.+-]{6})(?:(?!\d)[\w:.+-])*+)?\d[\w:.+-]*+"
     r"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 )
+_OF_OTHERS = ("never_seen", "behind_lookback")
+"""The reasons that a change since an earlier request may explain: its blocks are others, so that a
+hit would have to end before the change, where none may if that is too far back."""
+
 _KINDS = ("tools", "system", "messages", "input")
 
 
@@ -199,10 +203,11 @@ class Diagnosis(NamedTuple):
         Of several requests that are equally similar, the latest is used.
         """
         reason, detail = usage.miss_reason, None
-        if reason == "never_seen" and (like := max(self.earlier, key=self._rank, default=None)):
+        is_new = reason in _OF_OTHERS
+        if is_new and (like := max(self.earlier, key=self._rank, default=None)):
             found = change(like, self.seen) if self._likeness(like) else None
             detail = found and found.detail
-            if found and not detail:
+            if found and not detail and reason == "never_seen":
                 place = like.tokens_before(like.num_common(self.seen))
                 names = {"model": "other_model", "prompt_cache_key": "other_namespace"}
                 reason = names[found.kind] if place > usage.miss_token else reason
