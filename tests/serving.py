@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,15 +78,18 @@ class Server:
                 env=environ,
             )
         try:
-            said = f"tieredkv: serving `{model}` at "
+            said = re.compile(r"^tieredkv: serving `.*` at (\S+)$", re.MULTILINE)
             wait_until(
-                lambda: said in self.log, "no server", process=self.process, log=lambda: self.log
+                lambda: said.search(self.log) is not None,
+                "no server",
+                process=self.process,
+                log=lambda: self.log,
             )
         except BaseException:  # no caller has this object yet, so none can stop the process
             self.process.kill()
             self.process.wait()
             raise
-        self.url = self.log.split(said)[1].split()[0]
+        self.url = said.findall(self.log)[0]
         self.root = self.url.removesuffix("/v1")
 
     @property
