@@ -213,6 +213,12 @@ def test_a_refusal_says_the_way_out_in_the_form_of_each_api() -> None:
     }
 
 
+def test_a_refused_thread_tells_the_tool_runner_to_send_whole_conversations() -> None:
+    body = anthropic_body(refusal(MessagesRequest, thread={"type": "new"}), "req_1")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert body["error"]["details"] == details
+
+
 def test_a_field_of_one_endpoint_is_known_to_the_others_of_its_api() -> None:
     everything = {name for kind in OPENAI for name in known(kind)}
     for kind in OPENAI:

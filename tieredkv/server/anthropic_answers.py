@@ -177,7 +177,10 @@ def anthropic_body(error: RequestError, request_id: str | None) -> Json:
         text = re.sub(rf"{re.escape(path)}[\w.\[\]]*", lambda found: _dotted(found[0]), text)
     text = text if field in text else f"{field}: {text}"
     other = "api_error" if error.status >= 500 else "invalid_request_error"
-    told = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": text}
+    told: Json = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": text}
+    if (path, error.code) == ("thread", "unsupported_parameter"):
+        # By this, Anthropic's `tool_runner` knows that it has to send whole conversations.
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": told, "request_id": request_id}
 
 
