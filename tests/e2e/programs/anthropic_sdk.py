@@ -1,10 +1,11 @@
-"""The task with Anthropic's package, whose runner calls the tools: `anthropic_sdk.py run|stream`."""
+"""The task with Anthropic's package, whose runner calls the tools: `anthropic_sdk run|stream`."""
 
 import sys
 from typing import Any
 
 import anthropic
-import notes
+
+from tests.e2e.programs import notes
 
 client = anthropic.Anthropic(base_url=notes.ROOT, api_key="any", max_retries=0)
 marked: Any = [{"type": "text", "text": notes.SYSTEM, "cache_control": {"type": "ephemeral"}}]

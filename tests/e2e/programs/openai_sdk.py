@@ -1,10 +1,11 @@
-"""The task with OpenAI's package: `openai_sdk.py chat|stream|responses|parse`."""
+"""The task with OpenAI's package: `openai_sdk chat|stream|responses|parse`."""
 
 import sys
 from typing import Any
 
-import notes
 import openai
+
+from tests.e2e.programs import notes
 
 client = openai.OpenAI(base_url=notes.URL, api_key="any", max_retries=0)
 

@@ -113,7 +113,7 @@ class Recorder:
         taken, self.refused = self.refused, []
         return set(taken)
 
-    def _handler(recorder: "Recorder") -> type[BaseHTTPRequestHandler]:  # noqa: N805
+    def _handler(recorder: "Recorder") -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 

@@ -3,10 +3,10 @@
 The model's next token depends on its last token alone: attention and MLP add nothing, each token of
 an answer has a dimension of its own in the embeddings, and `lm_head` leads from there to the next
 token. So each answer is a chain of tokens that no other answer has, and the token before it, its
-cue, starts it. The chat template writes the cue behind `<|im_start|>assistant`: a message of the user
-names the script ("script notes."), and the number of the assistant's messages before is the step in
-it. A script with tools is followed only in requests with tools, and one without only in the others,
-so that a program that asks for a title meanwhile gets a plain answer.
+cue, starts it. The chat template writes the cue behind `<|im_start|>assistant`: a message of the
+user names the script ("script notes."), and the number of the assistant's messages before is the
+step in it. A script with tools is followed only in requests with tools, and one without only in the
+others, so that a program that asks for a title meanwhile gets a plain answer.
 
 Everything else is real: a byte-level BPE tokenizer with special tokens, a chat template in the form
 of Qwen2.5's and Hermes', and weights that transformers wrote.
