@@ -42,10 +42,10 @@ test: lint
 # The tests start hundreds of processes, each of which would compile the package without bytecode.
 cpu-tests: setup
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
-		$(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 4 --dist loadfile
+		$(BIN)/pytest -q -m "not gpu and not slow and not stress and not clients" -n 4 --dist loadfile
 
 test-full: lint types
-	@$(BIN)/pytest -q -m "not gpu"
+	@$(BIN)/pytest -q -m "not gpu and not clients"
 	@$(if $(HAS_GPU),$(BIN)/pytest -q -m gpu,echo "not run: the gpu tests, there is no GPU here")
 
 test-clients: setup

@@ -71,7 +71,8 @@ def _chains(scripts: Sequence[Script]) -> tuple[dict[str, list[str]], list[str]]
     """Return the tokens of the answer to each cue, and which of them are not in the BPE."""
     pieces, chains = list[str](), dict[str, list[str]]()
     texts = dict.fromkeys(text for script in scripts for text in script.answers)
-    for text in texts:
+    # A call within an answer must not be cut where a call that is a whole answer begins.
+    for text in sorted(texts, key=lambda text: not text.startswith("<tool_call>")):
         num_common = max(_common(text, other) for other in texts if other != text)
         chains[text] = [*_cut(text, num_common, pieces)]
     cues = ((cue, text) for it in scripts for cue, text in zip(_cues(it), it.answers, strict=True))
@@ -84,26 +85,30 @@ def _cut(text: str, num_common: int, pieces: list[str]) -> Iterator[str]:
     No piece is the beginning of another one, so a text is read in the tokens it was written in.
     """
     letters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    shortest = max(PIECE_LEN, num_common + 1)
     for run in re.findall(r"[\x00-\x7f]+|[^\x00-\x7f]+", text):
-        if not run.isascii():
+        if run.isascii():
+            cut = _pieces_of(run, shortest, pieces)
+            assert cut is not None, f"say it in other words: {text}"
+            pieces += cut
+            yield from cut
+        else:
             yield from (letters[byte] for byte in run.encode())
-            continue
-        start = 0
-        while start < len(run):
-            shortest = min(len(run), start + max(PIECE_LEN, 0 if start else num_common + 1))
-            ends = range(shortest, len(run) + 1)
-            end = next(end for end in ends if _is_cut(run, start, end, pieces))
-            pieces.append(run[start:end])
-            yield run[start:end]
-            start = end
 
 
-def _is_cut(text: str, start: int, end: int, pieces: Sequence[str]) -> bool:
-    """Return whether a piece may end here, so that neither it nor the next one is mistaken."""
-    piece = text[start:end]
-    return not any(
-        it.startswith(piece) or piece.startswith(it) or text.startswith(it, end) for it in pieces
-    )
+def _pieces_of(text: str, shortest: int, pieces: Sequence[str]) -> list[str] | None:
+    """Return the pieces of a text, of which none begins another; None if there are none."""
+    if not text:
+        return []
+    for end in range(min(len(text), shortest), len(text) + 1):
+        piece = text[:end]
+        if any(piece.startswith(it) for it in pieces):
+            return None
+        if not any(it.startswith(piece) for it in pieces):
+            rest = _pieces_of(text[end:], PIECE_LEN, [*pieces, piece])
+            if rest is not None:
+                return [piece, *rest]
+    return None
 
 
 def _common(text: str, other: str) -> int:

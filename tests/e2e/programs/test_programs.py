@@ -25,11 +25,13 @@ HERE = Path(__file__).parent
 BLOCK_SIZE = 16
 NUM_OPENING = 8  # tokens behind the last message that open the answer, at most
 BASE = ("--port", "0", "--device-size", "64MiB", "--host-size", "64MiB")
-NOTE = "Write down a city with a lake."
+WRITTEN = "Bern has a river."
+COMMAND = f"echo '{WRITTEN}' > answer.txt"
+NOTE = "Write down a city with a river."
 CITY = {"name": "Bern", "population": 146_000}
 DONE = f"All is done {SMILE}"
 READ = "I read the note first.\n" + call("read_note", title="todo")
-WRITE = call("write_note", title="answer", text="Zürich has a lake.")
+WRITE = call("write_note", title="answer", text=WRITTEN)
 
 
 def note_scripts() -> Iterator[Script]:
@@ -37,16 +39,42 @@ def note_scripts() -> Iterator[Script]:
     yield Script("notes", [READ, WRITE, json.dumps(CITY), DONE])
 
 
+def agent_scripts(folder: Path) -> Iterator[Script]:
+    """Yield the scripts of coding agents, each with the tools that the agent offers.
+
+    Args:
+        folder: in which the agents' folders are.
+    """
+    todo = str(folder / "claude-code" / "todo.txt")
+    write = call("Bash", command=COMMAND, description="Write the answer")
+    steps = ["I read the file with a tool.\n" + call("Read", file_path=todo), write]
+    yield Script("claude-code", [*steps, f"Claude Code is done {SMILE}"])
+    yield Script("claude-code-json", [*steps, call("StructuredOutput", **CITY), DONE])
+    steps = ["I run a command.\n" + call("exec_command", cmd="cat todo.txt")]
+    steps += [call("exec_command", cmd=COMMAND)]
+    yield Script("codex", [*steps, f"Codex is done {SMILE}"])
+    yield Script("codex-json", [*steps, json.dumps(CITY)])
+    todo = str(folder / "opencode" / "todo.txt")
+    write = call("bash", command=COMMAND, description="Write the answer")
+    steps = ["I open the file.\n" + call("read", filePath=todo), write]
+    yield Script("opencode", [*steps, f"opencode is done {SMILE}"])
+    edit = f"An edit.\n\nanswer.txt\n<<<<<<< SEARCH\n=======\n{WRITTEN}\n>>>>>>> REPLACE\n"
+    # aider's prompts have answers of the assistant as examples, so its own ones are later steps.
+    yield Script("aider", [edit] * 5 + [f"aider is done {SMILE}"], has_tools=False)
+
+
 class Run(NamedTuple):
     """What a program did.
 
     Attributes:
         output: what it printed to stdout.
+        written: the file that it was to write.
         exchanges: its requests to the model, and the answers.
         refused: the other hosts that it asked for.
     """
 
     output: str
+    written: str
     exchanges: Sequence[Exchange]
     refused: set[str]
 
@@ -76,17 +104,23 @@ class Programs:
     """Runs programs.
 
     Attributes:
-        folder: in which each program has a folder of its own, named as its script.
+        folder: in which each program has a folder of its own.
+        url, root: URL of the API, with and without `/v1`.
     """
 
     def __init__(self, folder: Path, recorder: Recorder) -> None:
         self.folder = folder
+        self.url, self.root = recorder.url, recorder.root
         self._recorder = recorder
 
     def run(
-        self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        stdin: str = "",
     ) -> Run:
-        """Run a program in a fresh folder; it must succeed."""
+        """Run a program in its folder; it must succeed."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         (folder / "todo.txt").write_text(NOTE)
@@ -107,7 +141,7 @@ class Programs:
                 **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
                 **(environ or {}),
             },
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             timeout=HANG_S,
             encoding="utf-8",
@@ -116,7 +150,9 @@ class Programs:
         exchanges = self._recorder.take()
         asked = [it.answer.decode() for it in exchanges if it.status != 200]
         assert done.returncode == 0, f"{told}\n{asked}"
-        return Run(done.stdout, exchanges, self._recorder.take_refused())
+        answer = folder / "answer.txt"
+        written = answer.read_text("utf-8").strip() if answer.exists() else ""
+        return Run(done.stdout, written, exchanges, self._recorder.take_refused())
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +160,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     """Return what runs programs against one server for all tests."""
     folder = tmp_path_factory.mktemp("programs")
     model = folder / "checkpoint"
-    write_checkpoint(model, [*note_scripts()])
+    write_checkpoint(model, [*note_scripts(), *agent_scripts(folder)])
     named = ("--served-model-name", "scripted")
     with (
         running(folder, *named, model=str(model), base=BASE, has_disk=False) as server,
@@ -145,7 +181,7 @@ def check_notes(programs: Programs, python: str, *command: str) -> Any:
     )
     outcome = json.loads(run.output.splitlines()[-1])
     assert outcome["city"] == CITY
-    assert (programs.folder / name / "answer.txt").read_text("utf-8") == "Zürich has a lake."
+    assert run.written == WRITTEN
     return run, outcome["text"]
 
 
@@ -167,3 +203,156 @@ def test_anthropic_in_python(programs: Programs, kind: str) -> None:
     # It asks first for a conversation that the server keeps.
     run.check(num_answers=4, num_refused=1, is_found_to_marks=True)
     assert text == DONE
+
+
+INSTALLED = HERE.parents[2] / ".venv-clients"
+NODE = HERE / "node_modules" / ".bin"
+
+
+def path_of(program: Path) -> str:
+    """Return the path of a program; skip the test if it is not installed."""
+    if not program.exists():
+        pytest.skip(f"{program.name} is not installed: `make test-clients` says why")
+    return str(program)
+
+
+def task(script: str) -> str:
+    """Return what an agent is asked to do."""
+    return f"Read todo.txt and do what it says. Please follow script {script}."
+
+
+def claude_code(programs: Programs, script: str, *flags: str) -> Run:
+    """Run Claude Code; the settings are those of docs/agents.md."""
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    environ = {
+        "ANTHROPIC_BASE_URL": programs.root,
+        "ANTHROPIC_AUTH_TOKEN": "any",
+        **dict.fromkeys(models, "scripted"),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    command = [path_of(NODE / "claude"), "-p", task(script), "--allowedTools", "Read,Bash", *flags]
+    return programs.run("claude-code", command, environ)
+
+
+@pytest.mark.clients
+def test_claude_code(programs: Programs) -> None:
+    run = claude_code(programs, "claude-code")
+    run.check(num_answers=3, is_found_to_marks=True)
+    assert run.output.strip() == f"Claude Code is done {SMILE}"
+    assert run.written == WRITTEN
+
+
+@pytest.mark.clients
+def test_claude_code_answers_with_json(programs: Programs) -> None:
+    fields = {"name": {"type": "string"}, "population": {"type": "integer"}}
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    flags = ("--output-format", "json", "--json-schema", json.dumps(schema))
+    run = claude_code(programs, "claude-code-json", *flags)
+    assert json.loads(run.output)["structured_output"] == CITY
+    run.check(num_answers=len(run.exchanges), is_found_to_marks=True)
+    assert run.written == WRITTEN
+
+
+CODEX = """\
+model = "scripted"
+model_provider = "tieredkv"
+check_for_update_on_startup = false
+
+[model_providers.tieredkv]
+name = "tieredkv"
+base_url = "{url}"
+env_key = "TIEREDKV_API_KEY"
+wire_api = "responses"
+
+[analytics]
+enabled = false
+
+[features]
+apps = false
+plugins = false
+remote_plugin = false
+"""
+
+
+def codex(programs: Programs, script: str, *flags: str) -> Run:
+    """Run Codex; the settings are those of docs/agents.md."""
+    home = programs.folder / "codex-home" / ".codex"
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "config.toml").write_text(CODEX.format(url=programs.url))
+    (programs.folder / "codex").mkdir(exist_ok=True)
+    may_all = "--dangerously-bypass-approvals-and-sandbox"
+    command = [path_of(NODE / "codex"), "exec", "--skip-git-repo-check", may_all, *flags]
+    return programs.run("codex", [*command, task(script)], {"TIEREDKV_API_KEY": "any"})
+
+
+@pytest.mark.clients
+def test_codex(programs: Programs) -> None:
+    run = codex(programs, "codex")
+    run.check(num_answers=3)
+    assert run.output.strip() == f"Codex is done {SMILE}"
+    assert run.written == WRITTEN
+
+
+@pytest.mark.clients
+@STRUCTURED
+def test_codex_answers_with_json(programs: Programs) -> None:
+    fields = {"name": {"type": "string"}, "population": {"type": "integer"}}
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    file = programs.folder / "schema.json"
+    file.write_text(json.dumps({**schema, "additionalProperties": False}))
+    run = codex(programs, "codex-json", "--output-schema", str(file))
+    run.check(num_answers=3)
+    assert json.loads(run.output) == CITY
+
+
+@pytest.mark.clients
+def test_opencode(programs: Programs) -> None:
+    model = {"name": "scripted", "limit": {"context": 131_072, "output": 4096}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": programs.url, "apiKey": "any"},
+        "models": {"scripted": model},
+    }
+    config = {
+        "autoupdate": False,
+        "share": "disabled",
+        "model": "tieredkv/scripted",
+        "small_model": "tieredkv/scripted",
+        "enabled_providers": ["tieredkv"],
+        "provider": {"tieredkv": provider},
+    }
+    environ = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    run = programs.run("opencode", [path_of(NODE / "opencode"), "run", task("opencode")], environ)
+    # It asks for its plugin package, which nothing here needs, and goes on without it.
+    assert run.refused <= {"registry:443"}
+    [title, *turns] = sorted(run.exchanges, key=lambda it: "tools" in it.body)
+    assert "tools" not in title.body
+    run._replace(exchanges=turns, refused=set()).check(num_answers=3)
+    assert f"opencode is done {SMILE}" in run.output
+    assert run.written == WRITTEN
+
+
+@pytest.mark.clients
+def test_aider(programs: Programs) -> None:
+    flags = (
+        *("--model", "openai/scripted", "--edit-format", "diff", "--no-stream", "--no-git"),
+        *("--yes-always", "--analytics-disable", "--no-check-update", "--no-show-release-notes"),
+        *("--no-show-model-warnings", "--no-fancy-input", "--no-pretty", "todo.txt"),
+    )
+    cache = programs.folder / "aider-home" / ".aider" / "caches"
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / "model_prices_and_context_window.json").write_text('{"none": {}}')
+    environ = {
+        "OPENAI_API_BASE": programs.url,
+        "OPENAI_API_KEY": "any",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    said = "".join(f"{line}\n" for line in (task("aider"), "Is it done?", "Really?"))
+    aider = path_of(INSTALLED / "aider" / "bin" / "aider")
+    run = programs.run("aider", [aider, *flags], environ, stdin=said)
+    assert f"aider is done {SMILE}" in run.output
+    assert run.written == WRITTEN
+    assert run.refused == set()
+    first, *others = [it.usage for it in run.exchanges]
+    # Files stand behind the history, so that a prompt shares all that stands before them.
+    assert first is None and others is None, run.exchanges
