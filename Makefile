@@ -20,7 +20,7 @@ help:
 	@echo "make demo          serve a prompt cold, then from VRAM, host, disk, and disk after a restart"
 	@echo "make test          lint, types and the CPU tests"
 	@echo "make test-full     what make test leaves out: slow, stress and, with a GPU, gpu tests"
-	@echo "make test-clients  openai 2, litellm and langchain-openai against a server"
+	@echo "make test-clients  coding agents, frameworks and clients, from their registries, against a server"
 
 setup: $(STAMP)
 
@@ -48,12 +48,13 @@ test-full: lint types
 	@$(BIN)/pytest -q -m "not gpu and not clients"
 	@$(if $(HAS_GPU),$(BIN)/pytest -q -m gpu,echo "not run: the gpu tests, there is no GPU here")
 
+# What cannot be installed is named, and its tests are skipped with the reason.
 test-clients: setup
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet -r tests/e2e/clients.txt
-	@PYTHONPATH=. TIEREDKV_TEST_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest -q \
+	@$(BIN)/python -m tests.e2e.programs.install
+	@PYTHONPATH=. TIEREDKV_TEST_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/older/bin/python -m pytest -q \
 		-c /dev/null --rootdir . --noconftest --import-mode=importlib -p no:cacheprovider \
 		tests/e2e/test_clients.py
+	@$(BIN)/pytest -q -rsx tests/e2e/programs
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -67,4 +68,4 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) tests/e2e/programs/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -353,6 +353,6 @@ def test_aider(programs: Programs) -> None:
     assert f"aider is done {SMILE}" in run.output
     assert run.written == WRITTEN
     assert run.refused == set()
-    first, *others = [it.usage for it in run.exchanges]
-    # Files stand behind the history, so that a prompt shares all that stands before them.
-    assert first is None and others is None, run.exchanges
+    _, *others = [it.usage for it in run.exchanges]
+    # Files and a reminder stand behind the history, so that a turn shares what stands before them.
+    assert len(others) == 2 and all(it.cached > it.prompt // 2 for it in others), others

@@ -1,0 +1,41 @@
+"""Install the programs of `make test-clients`, each group into an environment of its own.
+
+What cannot be installed is named with the reason, and the tests of it are skipped.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[2] / ".venv-clients"
+NPM = ("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
+
+
+def install_all() -> dict[str, str]:
+    """Install all groups; return why some could not be installed."""
+    failed = dict[str, str]()
+    for file in sorted(HERE.glob("*.txt")):
+        folder = ENVIRONMENTS / file.stem
+        if not (folder / "bin" / "python").exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        if why := _why_not([*pip, "-r", str(file)]):
+            failed[f"Python: {file.name}"] = why
+    if why := _why_not([*NPM, "--prefix", str(HERE)]):
+        failed["Node: package.json"] = why
+    return failed
+
+
+def _why_not(command: list[str]) -> str:
+    """Run a command; return the end of what it said if it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8")
+    except FileNotFoundError as error:
+        return str(error)
+    return done.stderr.strip()[-500:] if done.returncode else ""
+
+
+if __name__ == "__main__":
+    for name, reason in install_all().items():
+        print(f"not installed: {name}: {reason}", file=sys.stderr)  # noqa: T201
