@@ -23,7 +23,8 @@ class City(BaseModel):
 
 def task(script: str) -> str:
     """Return the message of the user that has the model follow a script."""
-    return f"Read the note `todo` and do what it says. Please follow script {script}."
+    where = f"Please follow script {script}. Without tools, follow script city."
+    return f"Read the note `todo` and do what it says. {where}"
 
 
 def read_note(title: str) -> str:

@@ -7,6 +7,7 @@ structured answer or a text. `make test` runs the packages of its own environmen
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from tests.waiting import HANG_S
 
 HERE = Path(__file__).parent
 BLOCK_SIZE = 16
-NUM_OPENING = 8  # tokens behind the last message that open the answer, at most
+NUM_OPENING = 16  # tokens behind the text of the last message, at most
 BASE = ("--port", "0", "--device-size", "64MiB", "--host-size", "64MiB")
 WRITTEN = "Bern has a river."
 COMMAND = f"echo '{WRITTEN}' > answer.txt"
@@ -37,6 +38,9 @@ WRITE = call("write_note", title="answer", text=WRITTEN)
 def note_scripts() -> Iterator[Script]:
     """Yield the scripts of programs that have the tools of `notes.py`."""
     yield Script("notes", [READ, WRITE, json.dumps(CITY), DONE])
+    yield Script("notes-result", [READ, WRITE, call("final_result", **CITY), DONE])
+    yield Script("notes-city", [READ, WRITE, call("City", **CITY), DONE])
+    yield Script("city", [json.dumps(CITY)], has_tools=False)
 
 
 def agent_scripts(folder: Path) -> Iterator[Script]:
@@ -137,6 +141,7 @@ class Programs:
                 "LANG": "C.UTF-8",
                 "HOME": str(home),
                 "TIEREDKV_URL": self._recorder.url,
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
                 **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy),
                 **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
                 **(environ or {}),
@@ -342,11 +347,7 @@ def test_aider(programs: Programs) -> None:
     cache = programs.folder / "aider-home" / ".aider" / "caches"
     cache.mkdir(parents=True, exist_ok=True)
     (cache / "model_prices_and_context_window.json").write_text('{"none": {}}')
-    environ = {
-        "OPENAI_API_BASE": programs.url,
-        "OPENAI_API_KEY": "any",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }
+    environ = {"OPENAI_API_BASE": programs.url, "OPENAI_API_KEY": "any"}
     said = "".join(f"{line}\n" for line in (task("aider"), "Is it done?", "Really?"))
     aider = path_of(INSTALLED / "aider" / "bin" / "aider")
     run = programs.run("aider", [aider, *flags], environ, stdin=said)
@@ -356,3 +357,88 @@ def test_aider(programs: Programs) -> None:
     _, *others = [it.usage for it in run.exchanges]
     # Files and a reminder stand behind the history, so that a turn shares what stands before them.
     assert len(others) == 2 and all(it.cached > it.prompt // 2 for it in others), others
+
+
+def python_of(environment: str) -> str:
+    """Return the Python of one of the environments that `make test-clients` makes."""
+    return path_of(INSTALLED / environment / "bin" / "python")
+
+
+def kinds_of(*kinds: str, structured: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Run a test with each kind; those of structured output are expected to fail so far."""
+    marked = [pytest.param(kind, marks=STRUCTURED) for kind in structured]
+    return pytest.mark.parametrize("kind", [*kinds, *marked])
+
+
+@pytest.mark.clients
+@kinds_of("chat", "responses", structured=["chat-typed", "responses-typed"])
+def test_openai_agents(programs: Programs, kind: str) -> None:
+    run, _ = check_notes(programs, python_of("agents"), "openai_agents", kind)
+    run.check(num_answers=3)
+
+
+@pytest.mark.clients
+@kinds_of(structured=["tool", "native", "prompted"])
+def test_pydantic_ai(programs: Programs, kind: str) -> None:
+    run, _ = check_notes(programs, python_of("agents"), "pydantic_agent", kind)
+    run.check(num_answers=3)
+
+
+@pytest.mark.clients
+@kinds_of("prompted", structured=["tool"])
+def test_pydantic_ai_with_messages(programs: Programs, kind: str) -> None:
+    run, _ = check_notes(programs, python_of("agents"), "pydantic_agent", kind, "anthropic")
+    run.check(num_answers=3, is_found_to_marks=True)
+
+
+@pytest.mark.clients
+@kinds_of(structured=["function_calling", "json_mode", "json_schema"])
+def test_langgraph(programs: Programs, kind: str) -> None:
+    run, _ = check_notes(programs, python_of("frameworks"), "langgraph_agent", kind)
+    run._replace(exchanges=run.exchanges[:3]).check(num_answers=3)
+
+
+@pytest.mark.clients
+@kinds_of(structured=["TOOLS", "JSON", "JSON_SCHEMA"])
+def test_instructor(programs: Programs, kind: str) -> None:
+    run, _ = check_notes(programs, python_of("frameworks"), "instructor_client", kind)
+    run._replace(exchanges=run.exchanges[:2]).check(num_answers=2)
+
+
+@pytest.mark.clients
+@kinds_of("openai", "anthropic", structured=["openai-typed"])
+def test_litellm(programs: Programs, kind: str) -> None:
+    run, _ = check_notes(programs, python_of("frameworks"), "litellm_client", kind)
+    run.check(num_answers=3, is_found_to_marks=kind == "anthropic")
+
+
+@pytest.mark.clients
+@kinds_of("tools", structured=["schema"])
+def test_llm(programs: Programs, kind: str) -> None:
+    home = programs.folder / "llm"
+    home.mkdir(exist_ok=True)
+    model = {"model_id": "scripted", "model_name": "scripted", "api_base": programs.url}
+    model |= {"supports_tools": True, "supports_schema": True}
+    (home / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML, too
+    flags = {
+        "tools": ["--functions", str(HERE / "llm_tools.py")],
+        "schema": ["--schema", "name, population int"],
+    }
+    llm = [python_of("agents"), "-m", "llm", "-m", "scripted", *flags[kind]]
+    said = "Please follow script notes. Without tools, follow script city."
+    run = programs.run("llm", [*llm, said], {"LLM_USER_PATH": str(home), "OPENAI_API_KEY": "any"})
+    assert json.loads(run.output.splitlines()[-1].removeprefix("I read the note first.")) == CITY
+    run.check(num_answers=3 if kind == "tools" else 1)
+    assert run.written == (WRITTEN if kind == "tools" else "")
+
+
+@pytest.mark.clients
+@kinds_of("openai-run", "anthropic-run", structured=["openai-parse"])
+def test_javascript(programs: Programs, kind: str) -> None:
+    node = shutil.which("node") or pytest.skip("node is not installed")
+    path_of(HERE / "node_modules" / kind.partition("-")[0].replace("anthropic", "@anthropic-ai"))
+    run = programs.run(kind, [node, str(HERE / "clients.mjs"), kind])
+    assert json.loads(run.output.splitlines()[-1]) == CITY
+    assert run.written == WRITTEN
+    is_anthropic = kind == "anthropic-run"
+    run.check(num_answers=3, num_refused=int(is_anthropic), is_found_to_marks=is_anthropic)
