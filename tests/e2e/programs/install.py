@@ -1,19 +1,22 @@
 """Install the programs of `make test-clients`, each group into an environment of its own.
 
-What cannot be installed is named with the reason, and the tests of it are skipped.
+What cannot be installed is named with the reason, and the tests of it are skipped with that reason.
 """
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[2] / ".venv-clients"
+FAILED = ENVIRONMENTS / "failed.json"
 NPM = ("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
 
 
 def install_all() -> dict[str, str]:
-    """Install all groups; return why some could not be installed."""
+    """Install all groups; return why some could not be installed, by their names."""
     failed = dict[str, str]()
     for file in sorted(HERE.glob("*.txt")):
         folder = ENVIRONMENTS / file.stem
@@ -21,9 +24,10 @@ def install_all() -> dict[str, str]:
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         if why := _why_not([*pip, "-r", str(file)]):
-            failed[f"Python: {file.name}"] = why
+            failed[file.stem] = why
+            shutil.rmtree(folder)
     if why := _why_not([*NPM, "--prefix", str(HERE)]):
-        failed["Node: package.json"] = why
+        failed["node"] = why
     return failed
 
 
@@ -37,5 +41,7 @@ def _why_not(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for name, reason in install_all().items():
+    told = install_all()
+    FAILED.write_text(json.dumps(told))
+    for name, reason in told.items():
         print(f"not installed: {name}: {reason}", file=sys.stderr)  # noqa: T201

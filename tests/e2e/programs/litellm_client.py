@@ -7,7 +7,7 @@ import litellm
 
 from tests.e2e.programs import notes
 
-provider, _, is_typed = sys.argv[1].partition("-")
+provider, is_typed = sys.argv[1].split("-")[0], sys.argv[1].endswith("-typed")
 asked: dict[str, Any] = {"model": f"{provider}/{notes.MODEL}", "api_key": "any"}
 asked |= {"api_base": notes.ROOT if provider == "anthropic" else notes.URL, "max_tokens": 500}
 if provider == "anthropic":  # without marks, only what others have marked is found

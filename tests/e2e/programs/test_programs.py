@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.e2e.programs.install import ENVIRONMENTS, FAILED
 from tests.e2e.programs.recorder import Exchange, Recorder
 from tests.e2e.programs.scripted_model import SMILE, Script, call, write_checkpoint
 from tests.serving import running
@@ -210,14 +211,15 @@ def test_anthropic_in_python(programs: Programs, kind: str) -> None:
     assert text == DONE
 
 
-INSTALLED = HERE.parents[2] / ".venv-clients"
 NODE = HERE / "node_modules" / ".bin"
 
 
-def path_of(program: Path) -> str:
-    """Return the path of a program; skip the test if it is not installed."""
-    if not program.exists():
-        pytest.skip(f"{program.name} is not installed: `make test-clients` says why")
+def path_of(program: Path, group: str = "node") -> str:
+    """Return the path of a program; if its group is not installed, skip the test and say why."""
+    failed = json.loads(FAILED.read_text()) if FAILED.exists() else {}
+    if group in failed or not program.exists():
+        why = failed.get(group, "`make test-clients` installs it")
+        pytest.skip(f"{program.name} of `{group}` is not installed: {why}")
     return str(program)
 
 
@@ -349,7 +351,7 @@ def test_aider(programs: Programs) -> None:
     (cache / "model_prices_and_context_window.json").write_text('{"none": {}}')
     environ = {"OPENAI_API_BASE": programs.url, "OPENAI_API_KEY": "any"}
     said = "".join(f"{line}\n" for line in (task("aider"), "Is it done?", "Really?"))
-    aider = path_of(INSTALLED / "aider" / "bin" / "aider")
+    aider = path_of(ENVIRONMENTS / "aider" / "bin" / "aider", "aider")
     run = programs.run("aider", [aider, *flags], environ, stdin=said)
     assert f"aider is done {SMILE}" in run.output
     assert run.written == WRITTEN
@@ -361,7 +363,7 @@ def test_aider(programs: Programs) -> None:
 
 def python_of(environment: str) -> str:
     """Return the Python of one of the environments that `make test-clients` makes."""
-    return path_of(INSTALLED / environment / "bin" / "python")
+    return path_of(ENVIRONMENTS / environment / "bin" / "python", environment)
 
 
 def kinds_of(*kinds: str, structured: Sequence[str] = ()) -> pytest.MarkDecorator:
@@ -417,7 +419,11 @@ def test_litellm(programs: Programs, kind: str) -> None:
 def test_llm(programs: Programs, kind: str) -> None:
     home = programs.folder / "llm"
     home.mkdir(exist_ok=True)
-    model = {"model_id": "scripted", "model_name": "scripted", "api_base": programs.url}
+    model: dict[str, Any] = {
+        "model_id": "scripted",
+        "model_name": "scripted",
+        "api_base": programs.url,
+    }
     model |= {"supports_tools": True, "supports_schema": True}
     (home / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML, too
     flags = {
