@@ -8,7 +8,9 @@ import { z } from "zod";
 
 const url = process.env.TIEREDKV_URL;
 const system = "You keep notes of cities, and you read and write them with your tools only. ".repeat(12);
-const task = "Read the note `todo` and do what it says. Please follow script notes.";
+const kind = process.argv[2];
+const script = kind === "openai-parse" ? "notes-bare" : "notes";
+const task = `Read the note \`todo\` and do what it says. Please follow script ${script}.`;
 const City = z.object({ name: z.string(), population: z.number().int() });
 const tools = [
   {
@@ -54,6 +56,5 @@ async function withAnthropic() {
   return message.content.at(-1).text;
 }
 
-const kind = process.argv[2];
 const answer = await (kind === "anthropic-run" ? withAnthropic() : withOpenAI(kind === "openai-parse"));
 console.log(JSON.stringify(City.parse(JSON.parse(answer))));

@@ -70,6 +70,11 @@ CHAT_TOOLS: list[Any] = [
 ]
 
 
+STRICT_TOOLS: list[Any] = [
+    {"type": "function", "function": {**tool["function"], "strict": True}} for tool in CHAT_TOOLS
+]
+
+
 def tell(city: City | None, text: str = "") -> None:
     """Print the outcome, which the test reads."""
     print(json.dumps({"city": city and city.model_dump(), "text": text}))  # noqa: T201

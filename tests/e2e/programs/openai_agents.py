@@ -21,5 +21,7 @@ agent = agents.Agent(
     ],
     output_type=notes.City if is_typed else None,
 )
-output = agents.Runner.run_sync(agent, notes.task("notes")).final_output
+output = agents.Runner.run_sync(
+    agent, notes.task("notes-bare" if is_typed else "notes")
+).final_output
 notes.tell(output if is_typed else notes.City.model_validate_json(output))

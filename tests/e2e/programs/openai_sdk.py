@@ -19,13 +19,13 @@ def chat() -> tuple[notes.City | None, str]:
     city, text = None, ""
     for _ in range(4):
         asked: dict[str, Any] = {"model": notes.MODEL, "messages": messages}
-        asked["tools"] = notes.CHAT_TOOLS
+        asked["tools"] = notes.STRICT_TOOLS if sys.argv[1] == "parse" else notes.CHAT_TOOLS
         if sys.argv[1] == "stream":
             with client.chat.completions.stream(
                 **asked, stream_options={"include_usage": True}
             ) as stream:
                 message: Any = stream.get_final_completion().choices[0].message
-        elif sys.argv[1] == "parse" and len(messages) > 4:
+        elif sys.argv[1] == "parse" and len(messages) == 6:
             answer: Any = client.chat.completions.parse(**asked, response_format=notes.City)
             message = answer.choices[0].message
             assert message.parsed is not None

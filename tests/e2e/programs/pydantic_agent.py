@@ -28,5 +28,5 @@ agent: Any = Agent(
     tools=[notes.read_note, notes.write_note],
     output_type=outputs[sys.argv[1]],
 )
-script = "notes-result" if sys.argv[1] == "tool" else "notes"
+script = "notes-result" if sys.argv[1] == "tool" else "notes-bare"
 notes.tell(agent.run_sync(notes.task(script)).output)

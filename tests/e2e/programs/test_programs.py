@@ -32,15 +32,18 @@ COMMAND = f"echo '{WRITTEN}' > answer.txt"
 NOTE = "Write down a city with a river."
 CITY = {"name": "Bern", "population": 146_000}
 DONE = f"All is done {SMILE}"
-READ = "I read the note first.\n" + call("read_note", title="todo")
+READ = call("read_note", title="todo")
 WRITE = call("write_note", title="answer", text=WRITTEN)
 
 
 def note_scripts() -> Iterator[Script]:
     """Yield the scripts of programs that have the tools of `notes.py`."""
-    yield Script("notes", [READ, WRITE, json.dumps(CITY), DONE])
+    read = "I read the note first.\n" + READ
+    yield Script("notes", [read, WRITE, json.dumps(CITY), DONE])
+    yield Script("notes-city", [read, WRITE, call("City", **CITY), DONE])
+    # A form that is asked for in each turn leaves no room for prose beside a call.
+    yield Script("notes-bare", [READ, WRITE, json.dumps(CITY), DONE])
     yield Script("notes-result", [READ, WRITE, call("final_result", **CITY), DONE])
-    yield Script("notes-city", [READ, WRITE, call("City", **CITY), DONE])
     yield Script("city", [json.dumps(CITY)], has_tools=False)
 
 
@@ -55,9 +58,9 @@ def agent_scripts(folder: Path) -> Iterator[Script]:
     steps = ["I read the file with a tool.\n" + call("Read", file_path=todo), write]
     yield Script("claude-code", [*steps, f"Claude Code is done {SMILE}"])
     yield Script("claude-code-json", [*steps, call("StructuredOutput", **CITY), DONE])
-    steps = ["I run a command.\n" + call("exec_command", cmd="cat todo.txt")]
-    steps += [call("exec_command", cmd=COMMAND)]
-    yield Script("codex", [*steps, f"Codex is done {SMILE}"])
+    steps = [call("exec_command", cmd="cat todo.txt"), call("exec_command", cmd=COMMAND)]
+    prose = f"I run a command.\n{steps[0]}"
+    yield Script("codex", [prose, steps[1], f"Codex is done {SMILE}"])
     yield Script("codex-json", [*steps, json.dumps(CITY)])
     todo = str(folder / "opencode" / "todo.txt")
     write = call("bash", command=COMMAND, description="Write the answer")
