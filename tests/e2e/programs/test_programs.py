@@ -194,12 +194,7 @@ def check_notes(programs: Programs, python: str, *command: str) -> Any:
     return run, outcome["text"]
 
 
-STRUCTURED = pytest.mark.xfail(reason="structured output", strict=True)
-
-
-@pytest.mark.parametrize(
-    "kind", ["chat", "stream", "responses", pytest.param("parse", marks=STRUCTURED)]
-)
+@pytest.mark.parametrize("kind", ["chat", "stream", "responses", "parse"])
 def test_openai_in_python(programs: Programs, kind: str) -> None:
     run, text = check_notes(programs, sys.executable, "openai_sdk", kind)
     run.check(num_answers=4)
@@ -304,7 +299,6 @@ def test_codex(programs: Programs) -> None:
 
 
 @pytest.mark.clients
-@STRUCTURED
 def test_codex_answers_with_json(programs: Programs) -> None:
     fields = {"name": {"type": "string"}, "population": {"type": "integer"}}
     schema = {"type": "object", "properties": fields, "required": [*fields]}
@@ -333,8 +327,8 @@ def test_opencode(programs: Programs) -> None:
     }
     environ = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     run = programs.run("opencode", [path_of(NODE / "opencode"), "run", task("opencode")], environ)
-    # It asks for its plugin package, which nothing here needs, and goes on without it.
-    assert run.refused <= {"registry:443"}
+    # It asks a registry for its plugin package, which nothing here needs, and goes on without it.
+    assert all("registry" in host for host in run.refused)
     [title, *turns] = sorted(run.exchanges, key=lambda it: "tools" in it.body)
     assert "tools" not in title.body
     run._replace(exchanges=turns, refused=set()).check(num_answers=3)
@@ -369,56 +363,55 @@ def python_of(environment: str) -> str:
     return path_of(ENVIRONMENTS / environment / "bin" / "python", environment)
 
 
-def kinds_of(*kinds: str, structured: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Run a test with each kind; those of structured output are expected to fail so far."""
-    marked = [pytest.param(kind, marks=STRUCTURED) for kind in structured]
-    return pytest.mark.parametrize("kind", [*kinds, *marked])
+def kinds_of(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test with each kind."""
+    return pytest.mark.parametrize("kind", kinds)
 
 
 @pytest.mark.clients
-@kinds_of("chat", "responses", structured=["chat-typed", "responses-typed"])
+@kinds_of("chat", "responses", "chat-typed", "responses-typed")
 def test_openai_agents(programs: Programs, kind: str) -> None:
     run, _ = check_notes(programs, python_of("agents"), "openai_agents", kind)
     run.check(num_answers=3)
 
 
 @pytest.mark.clients
-@kinds_of(structured=["tool", "native", "prompted"])
+@kinds_of("tool", "native", "prompted")
 def test_pydantic_ai(programs: Programs, kind: str) -> None:
     run, _ = check_notes(programs, python_of("agents"), "pydantic_agent", kind)
     run.check(num_answers=3)
 
 
 @pytest.mark.clients
-@kinds_of("prompted", structured=["tool"])
+@kinds_of("prompted", "tool")
 def test_pydantic_ai_with_messages(programs: Programs, kind: str) -> None:
     run, _ = check_notes(programs, python_of("agents"), "pydantic_agent", kind, "anthropic")
     run.check(num_answers=3, is_found_to_marks=True)
 
 
 @pytest.mark.clients
-@kinds_of(structured=["function_calling", "json_mode", "json_schema"])
+@kinds_of("function_calling", "json_mode", "json_schema")
 def test_langgraph(programs: Programs, kind: str) -> None:
     run, _ = check_notes(programs, python_of("frameworks"), "langgraph_agent", kind)
     run._replace(exchanges=run.exchanges[:3]).check(num_answers=3)
 
 
 @pytest.mark.clients
-@kinds_of(structured=["TOOLS", "JSON", "JSON_SCHEMA"])
+@kinds_of("TOOLS", "JSON", "JSON_SCHEMA")
 def test_instructor(programs: Programs, kind: str) -> None:
     run, _ = check_notes(programs, python_of("frameworks"), "instructor_client", kind)
     run._replace(exchanges=run.exchanges[:2]).check(num_answers=2)
 
 
 @pytest.mark.clients
-@kinds_of("openai", "anthropic", structured=["openai-typed"])
+@kinds_of("openai", "anthropic", "openai-typed")
 def test_litellm(programs: Programs, kind: str) -> None:
     run, _ = check_notes(programs, python_of("frameworks"), "litellm_client", kind)
     run.check(num_answers=3, is_found_to_marks=kind == "anthropic")
 
 
 @pytest.mark.clients
-@kinds_of("tools", structured=["schema"])
+@kinds_of("tools", "schema")
 def test_llm(programs: Programs, kind: str) -> None:
     home = programs.folder / "llm"
     home.mkdir(exist_ok=True)
@@ -442,7 +435,7 @@ def test_llm(programs: Programs, kind: str) -> None:
 
 
 @pytest.mark.clients
-@kinds_of("openai-run", "anthropic-run", structured=["openai-parse"])
+@kinds_of("openai-run", "anthropic-run", "openai-parse")
 def test_javascript(programs: Programs, kind: str) -> None:
     node = shutil.which("node") or pytest.skip("node is not installed")
     path_of(HERE / "node_modules" / kind.partition("-")[0].replace("anthropic", "@anthropic-ai"))
