@@ -20,6 +20,7 @@ def load(name: str) -> Settings:
 def test_these_are_all_the_files_there_are() -> None:
     assert {path.name for path in CONFIGS.iterdir()} == {
         "24h.toml",
+        "agents.toml",
         "compatible.toml",
         "cpu-demo.toml",
         "in_memory.toml",
@@ -28,7 +29,19 @@ def test_these_are_all_the_files_there_are() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
 def test_every_file_loads_and_keeps_the_contract_of_the_default_policies(path: Path) -> None:
-    assert load(path.name).policies == DEFAULT_POLICIES
+    policies = load(path.name).policies
+    longer = ("5m", "1h") if path.name == "agents.toml" else ()
+    default = [policy for policy in DEFAULT_POLICIES if policy.name not in longer]
+    assert [policy for policy in policies if policy.name not in longer] == default
+
+
+def test_agents_keep_what_they_mark_for_a_day_too() -> None:
+    settings = load("agents.toml")
+    assert (settings.disk_write, settings.cache_lookback) == ("write_behind", 0)
+    for policy in settings.policies:
+        if policy.name != "in_memory":
+            assert (policy.idle_s, policy.absolute_s) == (86400, 86400)
+            assert policy.tiers == set(Tier)
 
 
 def test_in_memory_keeps_prompts_in_ram_for_an_hour_at_most_and_has_no_disk() -> None:

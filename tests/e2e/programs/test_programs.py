@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,8 @@ import pytest
 from tests.e2e.programs.install import ENVIRONMENTS, FAILED
 from tests.e2e.programs.recorder import Exchange, Recorder
 from tests.e2e.programs.scripted_model import SMILE, Script, call, write_checkpoint
-from tests.serving import running
-from tests.waiting import HANG_S
+from tests.serving import ask_store, running
+from tests.waiting import HANG_S, wait_until
 
 HERE = Path(__file__).parent
 BLOCK_SIZE = 16
@@ -256,6 +257,38 @@ def test_claude_code_answers_with_json(programs: Programs) -> None:
     assert json.loads(run.output)["structured_output"] == CITY
     run.check(num_answers=len(run.exchanges), is_found_to_marks=True)
     assert run.written == WRITTEN
+
+
+@pytest.mark.clients
+def test_claude_code_goes_on_after_kill_9(tmp_path: Path) -> None:
+    model = tmp_path / "checkpoint"
+    write_checkpoint(model, [*note_scripts(), *agent_scripts(tmp_path)])
+    config = ("--config", str(HERE.parents[2] / "configs" / "agents.toml"))
+    sizes = ("--host-size", "64MiB", "--disk-size", "256MiB", "--disk-dir", str(tmp_path / "kv"))
+    flags = (*config, *sizes, "--served-model-name", "scripted", "--restore", "load")
+    usages = []
+    for again in ((), ("-c",)):
+        with (
+            running(tmp_path, *flags, model=str(model), base=BASE, has_disk=False) as server,
+            Recorder(server.root) as recorder,
+        ):
+            run = claude_code(Programs(tmp_path, recorder), "claude-code", *again)
+            assert run.refused == set()
+            usages.append([it.usage for it in run.exchanges])
+            wait_until(lambda: is_written(tmp_path / "kv"), "not everything is written")
+            server.kill()
+    (*_, before), (after, *_) = usages
+    # A new process has only what the disk has.
+    assert after.cached >= (before.prompt - NUM_OPENING) // BLOCK_SIZE * BLOCK_SIZE, usages
+
+
+def is_written(folder: Path) -> bool:
+    """Return whether the store has all blocks that it is to have, as far as a moment tells."""
+    counts = []
+    for _ in range(2):
+        counts.append(ask_store(folder, "df")["disk"]["blocks"])
+        time.sleep(0.5)
+    return counts[0] > 0 and counts[0] == counts[1]
 
 
 CODEX = """\
