@@ -284,7 +284,7 @@ def test_claude_code_goes_on_after_kill_9(tmp_path: Path) -> None:
 
 def is_written(folder: Path) -> bool:
     """Return whether the store has all blocks that it is to have, as far as a moment tells."""
-    counts = []
+    counts = list[int]()
     for _ in range(2):
         counts.append(ask_store(folder, "df")["disk"]["blocks"])
         time.sleep(0.5)
