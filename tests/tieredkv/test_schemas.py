@@ -47,12 +47,6 @@ FOLLOWED: dict[str, Any] = {
     },
     "further properties": {"type": "object", "additionalProperties": {"type": "integer"}},
     "a required property without a schema": {"type": "object", "required": ["z"]},
-    "one by pattern": {
-        "type": "object",
-        "patternProperties": {"^x": {"type": "integer"}},
-        "required": ["x1"],
-        "additionalProperties": {"type": "null"},
-    },
     "anyOf": {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
     "tagged oneOf": {
         "oneOf": [
@@ -158,6 +152,10 @@ def test_a_schema_nested_too_deeply_is_refused() -> None:
         ("contains", {"type": "array", "contains": {"type": "string"}}),
         ("dependentRequired", {"dependentRequired": {"a": ["b"]}}),
         ("uniqueItems", {"type": "object", "properties": {"a": {"uniqueItems": True}}}),
+        (
+            "required beside patternProperties",
+            {"type": "object", "patternProperties": {"(x+)+$": {}}, "required": ["x" * 40 + "y"]},
+        ),
         ("allOf", {"allOf": [{"type": "object"}, {"type": "object"}]}),
         ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
     ],

@@ -5,7 +5,6 @@ all of it. Here each of them is found, and everything else is left to xgrammar, 
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,10 +18,15 @@ logger = logging.getLogger(__name__)
 Schema = Any
 """A JSON schema: an object, or a boolean."""
 
-MAX_SCHEMA_BYTES = 256 << 10
-"""The longest schema, written as JSON; longer ones would take seconds to compile."""
+MAX_SCHEMA_BYTES = 128 << 10
+"""The longest schema, written as JSON; longer ones would take seconds to check."""
 
 MAX_SCHEMA_DEPTH = 32
+MAX_BRANCHES = 64
+"""Branches of a `oneOf` that are compared with each other."""
+
+MAX_PASSES = 64
+"""Of the search for what can be written to its end: references may be chained about as often."""
 
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -154,13 +158,15 @@ def _unenforced(schema: Schema) -> Iterator[str]:
             yield "allOf"
         if not _is_disjoint(part.get("oneOf", ())):
             yield "oneOf"
+        if "patternProperties" in part and _undeclared(part):
+            yield "required beside patternProperties"
         if {"pattern", "format"} & part.keys() and {"minLength", "maxLength"} & part.keys():
             yield "minLength and maxLength beside pattern and format"
 
 
 def _is_disjoint(branches: Any) -> bool:
     """Whether no value fits two of the branches, as far as types and constants tell."""
-    return not any(
+    return len(branches) <= MAX_BRANCHES and not any(
         _may_overlap(one, other) for i, one in enumerate(branches) for other in branches[:i]
     )
 
@@ -206,14 +212,20 @@ def _check_ends(whole: Schema, refuse: Any) -> None:
     A part can be once all that it must have can be; what depends on itself alone never can.
     """
     parts = [*_parts(whole)]
-    ending = set[int]()
-    while True:
-        more = {id(part) for part in parts if id(part) not in ending and _ends(part, whole, ending)}
-        if not more:
+    ending, left = set[int](), parts[::-1]  # most parts end once those within them do
+    for _ in range(MAX_PASSES):
+        before, left = len(left), [part for part in left if not _note_end(part, whole, ending)]
+        if len(left) == before:
             break
-        ending |= more
-    if len(ending) < len({*map(id, parts)}) or whole is False:
+    if left or whole is False:
         raise refuse("no value can follow it: a part of it contains itself without end.")
+
+
+def _note_end(part: dict[str, Any], whole: Schema, ending: set[int]) -> bool:
+    """Note whether a part ends, given which others are known to."""
+    if does_end := _ends(part, whole, ending):
+        ending.add(id(part))
+    return does_end
 
 
 def _ends(part: dict[str, Any], whole: Schema, ending: set[int]) -> bool:
@@ -264,14 +276,14 @@ def _written(schema: Schema) -> Schema:
 def _declare_required(made: dict[str, Any]) -> None:
     """Give each required property a schema; xgrammar does not write those that have none."""
     properties, others = made.get("properties", {}), made.get("additionalProperties", True)
-    missing = [name for name in made.get("required", ()) if name not in properties]
-    if missing and others is not False:
-        patterns = made.get("patternProperties", {})
-        found = {
-            name: next((it for key, it in patterns.items() if re.search(key, name)), others)
-            for name in missing
-        }
-        made["properties"] = {**properties, **found}
+    missing = _undeclared(made)
+    if missing and others is not False and "patternProperties" not in made:
+        made["properties"] = {**properties, **dict.fromkeys(missing, others)}
+
+
+def _undeclared(part: dict[str, Any]) -> list[str]:
+    properties = part.get("properties", {})
+    return [name for name in part.get("required", ()) if name not in properties]
 
 
 def _type_of(value: Any) -> set[str]:
