@@ -9,7 +9,9 @@ Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 
 import functools
 import logging
+import random
 import re
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -30,8 +32,19 @@ CACHE_BYTES = 256 << 20
 """Compiled grammars that are kept, for each vocabulary."""
 
 MAX_VOCABULARIES = 4
+NUM_TRIED, NUM_AVERAGED = 96, 8
+"""Tokens of the answers that are tried before a grammar is used, and how many of them count."""
+
+MAX_TOKEN_S = 0.02
+"""The longest that these may take, on average, of a processor's time."""
+
+SLOW_S = 0.1
+"""An answer for whose grammar one token takes longer is ended; all others wait for it."""
+
 MAX_THREADS = 8
 """That compile one grammar or fill the masks of one step; no more than the machine has cores."""
+
+TOO_SLOW = "its grammar takes too long for one token"
 
 Compiled = xgrammar.CompiledGrammar
 Words = npt.NDArray[np.uint32]
@@ -73,14 +86,40 @@ class Compiler:
             raise RequestError(f"The grammar cannot be used: {_first_line(error)}") from None
 
     def check(self, grammar: str) -> None:
-        """Refuse a grammar that cannot be compiled, or that no answer can follow.
+        """Refuse a grammar that cannot be compiled, that no answer can follow, or that is slow.
+
+        In an ambiguous grammar each token takes longer than the one before. So two answers are
+        tried, one of the same token again and again, as far as it goes, and one of random tokens.
 
         Raises:
             RequestError: as `compile`.
         """
-        matcher = Matcher(self.compile(grammar))
-        if not _masks([matcher], self._vocab_size).any():
+        compiled = self.compile(grammar)
+        if not _masks([Matcher(compiled)], self._vocab_size).any():
             raise RequestError("The grammar cannot be used: no answer can follow it")
+        chance = random.Random(0)
+        choices: tuple[Callable[[Sequence[int]], int], ...] = (max, chance.choice)
+        for choose in choices:
+            if self._try(Matcher(compiled), choose) > MAX_TOKEN_S:
+                what = "it is so ambiguous that the tokens of an answer would take ever longer"
+                raise RequestError(f"The grammar cannot be used: {what}")
+
+    def _try(self, matcher: "Matcher", choose: Callable[[Sequence[int]], int]) -> float:
+        """Return how long the last tokens of a short answer took, on average, in seconds."""
+        took, ends = list[float](), {*self._eos_token_ids}
+        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        while len(took) < NUM_TRIED:
+            fill_s = _fill_s(matcher, mask, 0)
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            ids = np.flatnonzero(bits[: self._vocab_size]).tolist()
+            others = [token_id for token_id in ids if token_id not in ends]
+            if not others:
+                break
+            began_at = time.thread_time()
+            matcher.accept(choose(others))
+            took.append(fill_s + time.thread_time() - began_at)
+        last = took[-NUM_AVERAGED:]
+        return sum(last) / max(1, len(last))
 
     def _named_in(self, grammar: str) -> frozenset[int]:
         """Return the special tokens that a grammar names."""
@@ -142,7 +181,11 @@ class Matcher:
         """Take in the answer's next token; after the end it is ignored."""
         if self.is_done:
             return
-        if not self.fault and not self.within.accept_token(token_id):
+        began_at = time.thread_time()
+        is_allowed = bool(self.fault) or self.within.accept_token(token_id)
+        if time.thread_time() - began_at > SLOW_S:
+            self.fault = self.fault or TOO_SLOW
+        if not is_allowed:
             self.fault = f"token {token_id} was chosen, but its grammar does not allow it"
         self.is_done = bool(self.fault) or self.within.is_terminated()
 
@@ -181,14 +224,26 @@ def _masks(matchers: Sequence[Matcher], vocab_size: int, *, pins: bool = False) 
     """
     shape = len(matchers), -(-vocab_size // 32)
     masks = torch.zeros(shape, dtype=torch.int32, pin_memory=pins)
+    began_at = time.monotonic()
     try:
         _batch_matcher().batch_fill_next_token_bitmask([each.within for each in matchers], masks)
     except RuntimeError as error:
         for matcher in matchers:
             matcher.fault = _first_line(error)
+    if time.monotonic() - began_at > SLOW_S:
+        for index, matcher in enumerate(matchers):
+            if _fill_s(matcher, masks, index) > SLOW_S / 2:
+                matcher.fault = matcher.fault or TOO_SLOW
     if num_last := vocab_size % 32:
         masks[:, -1] &= (1 << num_last) - 1  # xgrammar sets those that no token has
     return masks
+
+
+def _fill_s(matcher: Matcher, masks: Tensor, index: int) -> float:
+    """Fill one mask again, and return for how long that kept a processor busy."""
+    began_at = time.thread_time()
+    matcher.within.fill_next_token_bitmask(masks, index)
+    return time.thread_time() - began_at
 
 
 def _leave_for_later(row: Words, token_ids: Collection[int]) -> None:

@@ -1,12 +1,15 @@
 """Answers that follow a grammar: masks, the end of an answer, and the engine's run ahead."""
 
+import contextlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tieredkv.engine import grammars
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, stop_token_ids
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
@@ -99,6 +102,42 @@ def test_a_special_token_may_come_only_where_the_grammar_names_it(compiler: Comp
 def test_what_is_no_grammar_is_refused(compiler: Compiler, text: str) -> None:
     with pytest.raises(RequestError, match="The grammar cannot be used: "):
         compiler.compile(text)
+
+
+def test_a_grammar_whose_tokens_take_ever_longer_is_refused(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ambiguous = grammar("grammar", grammar='root ::= root root | "a"')
+    for step_s, is_refused in ((0.0, False), (0.001, True)):
+        fill = filling(itertools.count(0.0, step_s))
+        monkeypatch.setattr(grammars, "_fill_s", fill)
+        with pytest.raises(RequestError) if is_refused else contextlib.nullcontext() as refused:
+            compiler.check(ambiguous)
+        if refused is not None:
+            assert "so ambiguous that the tokens of an answer" in str(refused.value)
+
+
+def filling(took: Iterator[float]) -> Callable[[Matcher, torch.Tensor, int], float]:
+    """Return what fills a mask and tells these times instead of its own."""
+
+    def fill(matcher: Matcher, mask: torch.Tensor, index: int) -> float:
+        matcher.within.fill_next_token_bitmask(mask, index)
+        return next(took)
+
+    return fill
+
+
+def test_a_slow_grammar_ends_its_own_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_fill_s", lambda *_: 1.0)
+    monkeypatch.setattr(grammars, "SLOW_S", -1.0)  # each token is slow
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    for request_id, told in (("slow", JSON), ("free", None)):
+        llm.core.add_request(
+            EngineRequest(request_id=request_id, prompt_token_ids=[1], params=params, grammar=told)
+        )
+    last = {o.request_id: o for o in outputs_of(llm.core) if o.finish_reason}
+    assert last["free"].finish_reason == "length"
+    assert grammars.TOO_SLOW in (last["slow"].error or "")
 
 
 def test_a_model_without_end_tokens_cannot_be_constrained() -> None:
