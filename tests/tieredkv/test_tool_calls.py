@@ -3,7 +3,7 @@
 import asyncio
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import anthropic
@@ -87,7 +87,20 @@ def api_of(engine: Engine, settings: Settings, keys: Keys | None = None) -> Api:
     """Return a server's routes over a stand-in for the engine."""
     keys = keys or Keys(settings=settings, is_strict=False, is_local=True)
     tokenization = Tokenization(TOKENIZER, family=families()["hermes"])
-    return Api(settings, cast(Any, engine), tokenization, keys)
+    api = Api(settings, cast(Any, engine), tokenization, keys)
+    _made.append(api)
+    return api
+
+
+_made: list[Api] = []
+
+
+@pytest.fixture(autouse=True)
+def close_apis() -> Iterator[None]:
+    """End what the servers of a test have started."""
+    yield
+    while _made:
+        _made.pop().close()
 
 
 def client_of(served: Engine | Api, kind: Any) -> Any:
