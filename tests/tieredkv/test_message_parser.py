@@ -140,6 +140,30 @@ def test_a_malformed_call_is_text_as_the_model_wrote_it(text: str) -> None:
     assert len(text) > 1000 or read("hermes", list(text)) == ("", text, [])
 
 
+@pytest.mark.parametrize("family", families())
+def test_patterns_bound_white_space(family: str) -> None:
+    it = families()[family]
+    fields = it.template(has_tools=True)["fields"].values()
+    patterns = [each for field in fields for name, each in field.items() if "pattern" in name]
+    assert not [each for each in [*patterns, it.tag] if re.search(r"\\s[*+]", each)]
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("text", ["a" + " " * 50_000 + "b", "\n" * 50_000 + "b", "a" + " " * 99])
+def test_long_white_space_is_text(family: str, text: str) -> None:
+    assert read(family, [text]) == ("", text, [])
+
+
+@pytest.mark.parametrize("blank", [" " * 40, "\n" * 16, "\n" * 17])
+def test_long_white_space_between_parts_is_left_out(blank: str) -> None:
+    written = "Let me see.<tool_call>{}</tool_call>".replace("<", blank + "<", 1)
+    call = '{"name": "now", "arguments": {}}'
+    for pieces in ([written.format(call)], list(written.format(call))):
+        assert read("hermes", pieces) == ("", "Let me see.", [("now", {})])
+    for pieces in ([written.format("[1]")], list(written.format("[1]"))):
+        assert read("hermes", pieces) == ("", written.format("[1]"), []), "a malformed call"
+
+
 def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
     written = '<tool_call>{"name": "other", "arguments": {"b": "1", "a": null}}</tool_call>'
     assert read("hermes", [written]) == ("", "", [("other", {"b": "1", "a": None})])

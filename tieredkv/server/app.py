@@ -294,7 +294,7 @@ class Api:
         """Drop responses whose time is over, again and again as long as there are any."""
         self._responses.expire()
         self._sweeping = None
-        if self._responses.figures.responses:
+        if self._responses.figures.entries:
             loop, pause_s = asyncio.get_running_loop(), self._settings.sweep_interval
             self._sweeping = loop.call_later(pause_s, self._sweep)
 

@@ -115,7 +115,7 @@ class Family:
     def _calls(self) -> dict[str, Any]:
         name = "{name}" if "(?P<name>" in self.call else ""
         field: dict[str, Any] = {
-            "open_pattern": rf"(?P<opened>\s*(?:{self.call}))",
+            "open_pattern": rf"(?P<opened>\s{{0,16}}(?:{self.call}))",
             "repeats": True,
             "content": "text",
             "transform": {
@@ -197,6 +197,7 @@ class MessageParser:
         self._parser = ResponseParser(template, begun, tools=[*map(dict, tools)])
         self._body: list[str] = []
         self._blank = ""  # white space that counts only if something follows
+        self._before = ""  # white space before a call that counts only if the call is malformed
         self._is_beside = False  # whether thoughts or a call stand just before
         self._num_old = 0  # characters of the prompt that the parser gives out with the answer's
         if begun:
@@ -254,8 +255,8 @@ class MessageParser:
 
     def _begin(self) -> None:
         """Begin a part of the message, or go back to its text."""
-        self._body, self._blank, self._is_beside = [], "", True
-        self._num_old = 0
+        self._body, self._before, self._blank = [], self._blank, ""
+        self._is_beside, self._num_old = True, 0
 
     def _new(self, text: str) -> str:
         """Return what of a piece of text or thoughts does not stand in the prompt."""
@@ -275,7 +276,7 @@ class MessageParser:
             yield kept
 
     def _close_call(self, value: Mapping[str, Any], is_end: bool) -> Iterator[Delta]:
-        body, function = "".join(self._body), value["function"]
+        body, function, before = "".join(self._body), value["function"], self._before
         calls = _calls_in(self._family, function["name"].strip(), body, function["arguments"])
         self._begin()
         if calls:
@@ -284,7 +285,7 @@ class MessageParser:
             return
         self._is_beside = False
         closed = self._family.call_end[0] if self._family.call_end and not is_end else ""
-        yield from (Delta(text) for text in self._kept(value["opened"] + body + closed))
+        yield from (Delta(text) for text in self._kept(before + value["opened"] + body + closed))
 
 
 def _calls_in(family: Family, name: str, body: str, parsed: Any) -> list[tuple[str, str]]:

@@ -4,14 +4,12 @@ What is kept are JSON texts: the response, and the items of the conversation up 
 is written to a disk. This module knows tenants and bytes, but neither HTTP nor what an item means.
 """
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tieredkv.errors import MAX_TOLD_CHARACTERS, IntegrityError, RequestError
-from tieredkv.storage.results import EvictFilter
+from tieredkv.server.tenant_store import TenantStore
 
 LIFETIME_S = 3600.0
 ENTRY_BYTES = 1024
@@ -73,50 +71,24 @@ class StoredResponse:
     used_at: float = 0.0
 
 
-class Figures(NamedTuple):
-    """How much is held: responses, and their bytes with those of their conversations."""
-
-    responses: int
-    bytes: int
-
-
-class StoredResponses:
+class StoredResponses(TenantStore[str, StoredResponse]):
     """The stored responses of all tenants; any thread may call it.
 
     Where there is no room for another response, the oldest one of the tenant with the most bytes
-    goes, so that a tenant with less than an equal share loses none to others.
+    goes.
 
     Invariants, which `check` verifies:
         - Every turn of a stored conversation has as many holders as it says.
         - A tenant's bytes are those of its responses and of their turns, each counted once.
         - All tenants together hold at most `max_bytes`, and none of them holds nothing.
-
-    Args:
-        max_bytes: how many bytes may be held; with 0 nothing is stored.
-        now: returns the time in seconds since the epoch.
     """
-
-    def __init__(self, max_bytes: int, now: Callable[[], float]) -> None:
-        self._max_bytes, self._now = max_bytes, now
-        self._of: dict[str, dict[str, StoredResponse]] = {}  # by tenant and id, the oldest first
-        self._bytes = Counter[str]()
-        self._lock = threading.Lock()
 
     def add(self, tenant: str, id: str, response: StoredResponse) -> None:
         """Store a response under its id, if it fits at all."""
         with self._lock:
             self._expire()
             response.stored_at = response.used_at = self._now()
-            self._of.setdefault(tenant, {})[id] = response
-            self._bytes[tenant] += ENTRY_BYTES + len(response.body)
-            for turn in response.turn.chain():
-                turn.num_holders += 1
-                if turn.num_holders > 1:
-                    break
-                self._bytes[tenant] += len(turn.items)
-            while self._bytes.total() > self._max_bytes:
-                [(largest, _)] = self._bytes.most_common(1)
-                self._drop(largest, next(iter(self._of[largest])))
+            self._put(tenant, id, response)
 
     def get(self, tenant: str, id: str, field: str | None = None) -> StoredResponse:
         """Return one of the tenant's responses.
@@ -155,45 +127,6 @@ class StoredResponses:
         """Drop the responses whose time is over."""
         with self._lock:
             self._expire()
-
-    def evict(self, wanted: EvictFilter) -> int:
-        """Drop the responses that an operator wants to evict, and return how many.
-
-        Ids name chains of blocks, and so no response. A dry run only counts.
-        """
-        if wanted.ids:
-            return 0
-        with self._lock:
-            self._expire()
-            now = self._now()
-            found = [
-                (tenant, id)
-                for tenant, responses in self._of.items()
-                for id, each in responses.items()
-                if wanted.matches(each.namespace, each.used_at, now)
-            ]
-            if not wanted.dry_run:
-                for tenant, id in found:
-                    self._drop(tenant, id)
-            return len(found)
-
-    def keep_tenants(self, is_known: Callable[[str], bool]) -> None:
-        """Drop the responses of tenants that are no longer known."""
-        with self._lock:
-            for tenant in [tenant for tenant in self._of if not is_known(tenant)]:
-                for id in [*self._of[tenant]]:
-                    self._drop(tenant, id)
-
-    def num_bytes(self, tenant: str) -> int:
-        """Return how many bytes are held for a tenant."""
-        return self._bytes[tenant]
-
-    @property
-    def figures(self) -> Figures:
-        """How much is held for all tenants together."""
-        with self._lock:
-            self._expire()
-            return Figures(sum(map(len, self._of.values())), self._bytes.total())
 
     def check(self) -> None:
         """Verify the invariants.
@@ -234,17 +167,20 @@ class StoredResponses:
                     break
                 self._drop(tenant, oldest)
 
-    def _drop(self, tenant: str, id: str) -> bool:
-        responses = self._of.get(tenant, {})
-        response = responses.pop(id, None)
-        if response is None:
-            return False
-        self._bytes[tenant] -= ENTRY_BYTES + len(response.body)
+    def _hold(self, _tenant: str, _id: str, response: StoredResponse) -> int:
+        num_bytes = ENTRY_BYTES + len(response.body)
+        for turn in response.turn.chain():
+            turn.num_holders += 1
+            if turn.num_holders > 1:
+                break
+            num_bytes += len(turn.items)
+        return num_bytes
+
+    def _release(self, _tenant: str, _id: str, response: StoredResponse) -> int:
+        num_bytes = ENTRY_BYTES + len(response.body)
         for turn in response.turn.chain():
             turn.num_holders -= 1
             if turn.num_holders:
                 break
-            self._bytes[tenant] -= len(turn.items)
-        if not responses:
-            del self._of[tenant], self._bytes[tenant]
-        return True
+            num_bytes += len(turn.items)
+        return num_bytes

@@ -118,7 +118,8 @@ class Structure:
             except RequestError:
                 if is_strict:
                     raise
-        return json_format(given) | {"style": family.style}
+        form = json_format(given) | {"style": family.style}
+        return form if family.style == "json" else form | {"max_whitespace_cnt": 1}
 
 
 def json_format(schema: Any) -> Format:
