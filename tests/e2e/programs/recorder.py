@@ -49,6 +49,13 @@ class Exchange:
         """The request's JSON."""
         return json.loads(self.request)
 
+    @property
+    def asks_for_form(self) -> bool:
+        """Whether the answer is held to a form while it is written."""
+        tools = [tool.get("function", tool) for tool in self.body.get("tools", ())]
+        forms = ("response_format", "output_config", "tool_choice", "text")
+        return bool(self.body.keys() & {*forms}) or any(tool.get("strict") for tool in tools)
+
     @cached_property
     def usage(self) -> Usage:
         """What the answer tells of its tokens, in the words of any of the APIs."""
