@@ -53,8 +53,10 @@ class Exchange:
     def asks_for_form(self) -> bool:
         """Whether the answer is held to a form while it is written."""
         tools = [tool.get("function", tool) for tool in self.body.get("tools", ())]
-        forms = ("response_format", "output_config", "tool_choice", "text")
-        return bool(self.body.keys() & {*forms}) or any(tool.get("strict") for tool in tools)
+        forms = [self.body.get("response_format"), self.body.get("text", {}).get("format")]
+        is_chosen = self.body.get("tool_choice", "auto") not in ("auto", "none", {"type": "auto"})
+        is_single = self.body.get("parallel_tool_calls") is False
+        return any(forms) or is_chosen or is_single or any(tool.get("strict") for tool in tools)
 
     @cached_property
     def usage(self) -> Usage:
