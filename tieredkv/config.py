@@ -49,6 +49,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gpu_memory_utilization": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
     "port": (lambda port: 0 <= port <= 65535, "from 0 to 65535"),
     "seed": (lambda seed: True, "a whole number"),
+    "remembered_answers_size": _AT_LEAST_0,
     "stored_responses_size": _AT_LEAST_0,
 }
 """What these numbers may be; others must be above 0, or at least 0 if 0 is their default."""
@@ -243,6 +244,11 @@ class Settings:
     )
     grammar_timeout: Seconds = _server(
         10.0, "A grammar or schema for answers that takes longer to compile is refused."
+    )
+    remembered_answers_size: Bytes = _server(
+        32 << 20,
+        "Host memory for the token ids of answers. With them the next turn of a conversation finds "
+        "the answer's blocks, even if its text would be encoded to other ids. 0 remembers none.",
     )
     images: Images = _server(
         "note",

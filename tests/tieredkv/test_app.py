@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +28,8 @@ from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
-from tieredkv.server.stored_responses import StoredResponses
 from tieredkv.server.threads import Stop
 
-STORED = StoredResponses(0, time.time)
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]
 PATHS: dict[str, dict[str, Any]] = {
@@ -366,9 +363,11 @@ def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
     with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
-        asyncio.run(carry_out(verb, {}, Settings(), engine, STORED))
+        asyncio.run(carry_out(verb, {}, Settings(), engine, lambda _: {}))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
-    assert asyncio.run(carry_out("df", {}, Settings(), engine, STORED)) == {"writer_pid": None}
+    assert asyncio.run(carry_out("df", {}, Settings(), engine, lambda _: {})) == {
+        "writer_pid": None
+    }
 
 
 def test_a_body_longer_than_the_setting_is_refused_and_the_setting_is_named(

@@ -147,6 +147,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "drop_billing_header": "off",
         "stored_responses_size": 7 << 20,
         "grammar_timeout": 3.0,
+        "remembered_answers_size": 9 << 20,
         "images": "refuse",
         "anthropic_implicit": "off",
         "cache_lookback": 5,

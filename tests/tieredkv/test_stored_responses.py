@@ -388,6 +388,7 @@ def test_an_eviction_drops_responses_and_the_command_line_s_does_so_too() -> Non
             "evicted_blocks": 1,
             "dry": True,
             "evicted_responses": 1,
+            "evicted_answers": 0,
         }
         assert (await evict(older_than_s=60))["evicted_responses"] == 0
         assert await is_there(client, first)

@@ -1,10 +1,11 @@
 """The commands `df`, `ls`, `evict` and `verify` over HTTP, for operators.
 
-The answers are the JSON that the command line prints; that of `evict` also has the number of stored
-responses. The caller must have checked the admin key.
+The answers are the JSON that the command line prints; that of `evict` also tells how many stored
+responses and remembered answers were dropped. The caller must have checked the admin key.
 """
 
 import asyncio
+from collections.abc import Callable
 from itertools import chain
 
 import msgspec
@@ -14,9 +15,11 @@ from tieredkv.config import Settings
 from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.server.stored_responses import StoredResponses
 from tieredkv.storage.control import StoreControl, chains_document
 from tieredkv.storage.results import EvictFilter
+
+Forget = Callable[[EvictFilter], Json]
+"""Drops what else is kept of requests, and returns how much of each kind."""
 
 
 class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +27,7 @@ class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 async def respond(
-    verb: str, body: Json, settings: Settings, engine: EngineClient, responses: StoredResponses
+    verb: str, body: Json, settings: Settings, engine: EngineClient, forget: Forget
 ) -> Response:
     """Return the HTTP response to a verb.
 
@@ -34,7 +37,7 @@ async def respond(
         RequestError: as `carry_out` does.
     """
     if verb != "ls" or settings.disk_dir is None:
-        return JSONResponse(await carry_out(verb, body, settings, engine, responses))
+        return JSONResponse(await carry_out(verb, body, settings, engine, forget))
     limit = body.get("limit")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise RequestError("`limit` must be a whole number of at least 1.", param="limit")
@@ -49,11 +52,11 @@ async def respond(
 
 
 async def carry_out(
-    verb: str, body: Json, settings: Settings, engine: EngineClient, responses: StoredResponses
+    verb: str, body: Json, settings: Settings, engine: EngineClient, forget: Forget
 ) -> Json:
     """Carry out a verb and return its result.
 
-    An eviction drops stored responses first, so that they are gone even if the tiers do not answer.
+    An eviction first drops what else is kept, so that it is gone even if the tiers do not answer.
 
     Raises:
         RequestError: the verb or a field is unknown, or the store cannot be asked.
@@ -65,7 +68,7 @@ async def carry_out(
         if verb == "df":
             return {**engine.stats, "writer_pid": None}
         if verb == "evict":
-            evicted = {"evicted_responses": responses.evict(wanted := _wanted_blocks(body))}
+            evicted = forget(wanted := _wanted_blocks(body))
             return {**await engine.evict(wanted), **evicted}
         text = f"`{verb}` needs the disk tier, and there is none, since `disk_dir` is not set."
         hint = "`df` shows what VRAM and host memory hold, and `evict` empties them."
@@ -73,7 +76,7 @@ async def carry_out(
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     try:
         if verb == "evict":
-            evicted = {"evicted_responses": responses.evict(wanted := _wanted_blocks(body))}
+            evicted = forget(wanted := _wanted_blocks(body))
             return {**await asyncio.to_thread(store.evict, wanted), **evicted}
         how = {"repair": body.get("repair") is not False} if verb == "verify" else {}
         return await asyncio.to_thread(getattr(store, verb), **how)

@@ -30,6 +30,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.prefixes import namespace_of
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
 from tieredkv.server import anthropic_api as anthropic
@@ -46,10 +47,12 @@ from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
+from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
 from tieredkv.server.responses_api import ResponsesRequest, joined
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from tieredkv.storage.results import EvictFilter
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +114,11 @@ class Api:
         settings, info = self._settings, self._engine.info
         clock = Clock(settings.clock_offset_file)
         self._responses = StoredResponses(settings.stored_responses_size, clock.now)
+        self._remembered = RememberedAnswers(settings.remembered_answers_size, clock.now)
         self._sweeping: asyncio.TimerHandle | None = None
-        self._keys.on_adopt = lambda: self._responses.keep_tenants(self._keys.knows)
-        self._engine.on_evict = self._responses.evict
-        self._metrics = Metrics(settings, self._engine, self._responses)
+        self._keys.on_adopt = self._forget_unknown_tenants
+        self._engine.on_evict = self._evict
+        self._metrics = Metrics(settings, self._engine, self._responses, self._remembered)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
         self._grammars = GrammarChecker(settings.model, info, settings.grammar_timeout)
@@ -192,7 +196,7 @@ class Api:
         self._keys.check_operator(request.headers)
         body = parse_body(await read_body(request) or b"{}")
         verb = request.path_params["verb"]
-        return await respond(verb, body, self._settings, self._engine, self._responses)
+        return await respond(verb, body, self._settings, self._engine, self._evict)
 
     async def response(self, request: Request) -> Response:
         """Return a stored response, or delete it."""
@@ -271,9 +275,10 @@ class Api:
         for name in (given & kind.without_effect) - self._told:
             logger.info("the field `%s` of %s has no effect on this server", name, scope["path"])
             self._told.add(name)
-        # Requests that cannot share blocks must not share encoded pieces, either.
-        salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
-        tokenization = self._tokenization.of((tenant, *salts), stop)
+        # Requests that cannot share blocks must not share encoded pieces or answers, either.
+        salt, key = (getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key"))
+        memory = self._memory((tenant, salt, key))
+        tokenization = self._tokenization.of((tenant, salt, key), stop, memory)
         if isinstance(body, PlainRequest):
             return Response(
                 msgspec.json.encode(body.tell(tokenization, info)), media_type="application/json"
@@ -281,6 +286,28 @@ class Api:
         asked = body.ask(tokenization, rules)
         requests = asked.engine_requests(info, tenant, rules)
         return Prepared(asked, requests, num_earlier_bytes)
+
+    def _memory(self, namespace: Namespace) -> Memory | None:
+        """Return the remembered answers of a namespace; None if none are kept."""
+        if not self._settings.remembered_answers_size:
+            return None
+        tenant, salt, key = namespace
+        plan = EngineRequest(
+            params=SamplingParams(), tenant=tenant, cache_salt=salt, prompt_cache_key=key
+        )
+        digest = namespace_of(plan, self._settings)
+        return Memory(self._remembered, namespace, digest, self._keys.knows)
+
+    def _forget_unknown_tenants(self) -> None:
+        for store in (self._responses, self._remembered):
+            store.keep_tenants(self._keys.knows)
+
+    def _evict(self, wanted: EvictFilter) -> Json:
+        """Drop what is kept of requests beside their blocks, and return how much, by its name."""
+        return {
+            "evicted_responses": self._responses.evict(wanted),
+            "evicted_answers": self._remembered.evict(wanted),
+        }
 
     def _store(self, tenant: str, namespace: bytes, asked: Turn, response: Json) -> None:
         """Store a response with its conversation, unless its key was removed meanwhile."""

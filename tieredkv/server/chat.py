@@ -32,7 +32,8 @@ from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of
 from tieredkv.server.message_parser import Family, Tools
-from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
+from tieredkv.server.pieces import Encoding, PieceEncoder, TooLongError, Trie
+from tieredkv.server.remembered import Memory, Place, Writing
 from tieredkv.server.reply import Reading
 from tieredkv.server.threads import Stop
 
@@ -79,12 +80,14 @@ class Encoded(NamedTuple):
     Attributes:
         parts: the tools and messages that were rendered.
         text: the text of the conversation.
+        place: where the answer begins; None if it cannot be remembered.
     """
 
     token_ids: list[int]
     ends: list[int]
     parts: Sequence[Part] = ()
     text: str = ""
+    place: Place | None = None
 
 
 class Signs:
@@ -146,12 +149,12 @@ class Tokenization:
     ) -> None:
         self.tokenizer = tokenizer
         self.family = family
-        self._left_out: frozenset[int] | None = None
-        if family is not None:
-            added = tokenizer.added_tokens_decoder.items()
-            names = {id: str(token) for id, token in added if token.special}
-            others = frozenset(id for id, name in names.items() if not family.names(name))
-            self._left_out = others if len(others) < len(names) else None
+        added = tokenizer.added_tokens_decoder.items()
+        names = {id: str(token) for id, token in added if token.special}
+        shown = {id: name for id, name in names.items() if family and family.names(name)}
+        self._writing = Writing(family, frozenset(names.keys() - shown.keys()), shown)
+        self._left_out = self._writing.hidden if shown else None
+        self._memory: Memory | None = None
         self._has_canonical_tools = has_canonical_tools
         self._max_model_len = max_model_len
         self._encoder = PieceEncoder(tokenizer)
@@ -165,16 +168,19 @@ class Tokenization:
         self._stop = Stop()
         self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
 
-    def of(self, namespace: object, stop: Stop | None = None) -> "Tokenization":
+    def of(
+        self, namespace: object, stop: Stop | None = None, memory: Memory | None = None
+    ) -> "Tokenization":
         """Return a copy of this tokenization for one request.
 
         Args:
             namespace: the namespace whose pieces may be looked up; no other namespace can find out
                 about its texts.
             stop: is set once the request is no longer wanted.
+            memory: the remembered answers of the namespace, if any are to be used.
         """
         made = copy.copy(self)
-        made._namespace, made._stop = namespace, stop or Stop()
+        made._namespace, made._stop, made._memory = namespace, stop or Stop(), memory
         return made
 
     def encode_prompts(
@@ -211,7 +217,8 @@ class Tokenization:
     ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
-        Special tokens that messages spell out are encoded as text. If the template moves or drops
+        Special tokens that messages spell out are encoded as text. Answers of the model that are
+        remembered have the ids that it sampled. If the template moves or drops
         the text at a mark, the mark's place is the end of its message or, if that is not known
         either, 0.
 
@@ -251,23 +258,28 @@ class Tokenization:
             encoding = self._encoder.encode(
                 text, self._namespace, guards=guards, limit=limit, stop=self._stop
             )
+            encoding, place = self._recalled(encoding, arguments, limit)
         places = self._places(whole, *guarded, marks, signs) if marks else []
         width = len(signs.guard)
         before = [guard + i * width for i, guard in enumerate(guards)]
         ends = encoding.ends(place - width * bisect_left(before, place) for place in places)
         parts = parts_of(arguments.get("tools") or (), _joined(messages))
-        return Encoded(encoding.ids, ends, parts, text)
+        return Encoded(encoding.ids, ends, parts, text, None if continues_last else place)
 
     def reading(self, encoded: Encoded, tools: Tools) -> Reading | None:
-        """Return how answers to a conversation are read; None if they are plain texts.
+        """Return how answers to a conversation are read and remembered; None if neither is done.
 
         Args:
             encoded: the conversation.
             tools: that may be called.
         """
-        if self.family is None:
+        begun = self.family.begun(encoded.text) if self.family else ""
+        keep = None
+        if self._memory and encoded.place:
+            keep = functools.partial(self._memory.keep, self._writing, encoded.place, begun)
+        if not (self.family or keep):
             return None
-        return Reading(self.family, self._left_out, self.family.begun(encoded.text), tools)
+        return Reading(self.family, self._left_out, begun, tools, keep)
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt that is a text or token ids."""
@@ -296,6 +308,23 @@ class Tokenization:
         with _refusing_long("prompt", limit):
             ids = self._encoder.encode(text, self._namespace, limit=limit, stop=self._stop).ids
         return [*first, *ids, *last]
+
+    def _recalled(
+        self, encoding: Encoding, arguments: Arguments, limit: int | None
+    ) -> tuple[Encoding, Place | None]:
+        """Return an encoding with the ids of remembered answers, and where the next one begins.
+
+        Raises:
+            TooLongError: there are more than `limit` token ids.
+        """
+        if self._memory is None:
+            return encoding, None
+        tools = arguments.get("tools") or ()
+        replacements, place = self._memory.recall(encoding, self._writing, tools)
+        encoding = encoding.replaced(replacements)
+        if limit is not None and len(encoding.ids) > limit:
+            raise TooLongError
+        return encoding, place
 
     def _render_guarded(
         self, messages: Messages, arguments: Arguments, signs: Signs

@@ -17,6 +17,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.remembered import RememberedAnswers
 from tieredkv.server.stored_responses import StoredResponses
 from tieredkv.types import Tier
 
@@ -31,12 +32,16 @@ class Metrics:
     """All metric families of `/metrics`, which `metrics.toml` lists."""
 
     def __init__(
-        self, settings: Settings, engine: EngineClient, responses: StoredResponses | None = None
+        self,
+        settings: Settings,
+        engine: EngineClient,
+        responses: StoredResponses | None = None,
+        remembered: RememberedAnswers | None = None,
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._settings = settings
         self._engine = engine
-        self._responses = responses
+        self._stores = {"responses": responses, "remembered": remembered}
         self._labels: dict[tuple[str, ...], str] = {}  # the first tenant to use each
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
@@ -62,9 +67,8 @@ class Metrics:
             "block_size": self._settings.block_size,
             "drain_timeout_s": self._settings.drain_timeout,
         }
-        reported = {**self._engine.stats, **settings, "one": 1}
-        if self._responses is not None:
-            reported["responses"] = self._responses.figures._asdict()
+        held = {name: store.figures._asdict() for name, store in self._stores.items() if store}
+        reported = {**self._engine.stats, **settings, **held, "one": 1}
         families = {row["name"]: _read(row, reported) for row in _TABLE["engine"]}
         families |= {name: own.collect()[0] for name, own in self.observed.items()}
         yield from families.values()

@@ -230,28 +230,30 @@ class PieceEncoder:
         stop = stop or Stop()
         if self._hf is None:
             encode = functools.partial(self._encode_in_one_go, guards=guards)
-            return Encoding(encode(text), lambda place: len(encode(text[:place])), stop)
+            whole = EncodedPiece(text, array("I", encode(text)), guards)
+            return Encoding([whole], lambda _, place: len(encode(text[:place])), self.ids_of, stop)
         cuts = [
             start
             for start, end in self._raw.find(text)
             if text[start:end] in self._cuts and not _is_guarded(guards, start, end)
         ]
-        starts = [0, *cuts, len(text)]
-        spans = [*itertools.pairwise(starts)]
+        spans = [*itertools.pairwise([0, *cuts, len(text)])]
         parts = self._parts(text, spans, namespace, guards, limit, stop)
-        counts = list(itertools.accumulate(map(len, parts), initial=0))
+        pieces = [
+            EncodedPiece(text[start:end], ids, _inside(guards, start, end))
+            for (start, end), ids in zip(spans, parts, strict=True)
+        ]
 
         @functools.cache
         def count(index: int) -> _Counting:
-            start, end = spans[index]
-            return self._counting(text[start:end], _inside(guards, start, end))
+            return self._counting(pieces[index].text, pieces[index].guards)
 
-        def num_before(place: int) -> int:
-            index = bisect_right(starts, place) - 1
-            within = place - starts[index]
-            return counts[index] + (count(index).before(within) if within else 0)
+        return Encoding(pieces, lambda index, place: count(index).before(place), self.ids_of, stop)
 
-        return Encoding(list(itertools.chain.from_iterable(parts)), num_before, stop)
+    def ids_of(self, text: str) -> "array[int]":
+        """Return the ids of a short text by itself."""
+        [ids] = self._backend.ids([text])
+        return ids
 
     def controls(self, text: str, guards: Sequence[int]) -> list[str]:
         """Return the special tokens in a text in their order, but for those around guards."""
@@ -394,28 +396,99 @@ class PieceEncoder:
                 total -= self._size_of.pop(oldest)
 
 
+class EncodedPiece(NamedTuple):
+    """One piece of a text; all but the first begin with a special token.
+
+    Attributes:
+        text: its text.
+        ids: the ids of its tokens.
+        guards: where guards are in it, counted from its start.
+    """
+
+    text: str
+    ids: "array[int]"
+    guards: Sequence[int]
+
+
+class Replacement(NamedTuple):
+    """Other ids for a few pieces, whose head keeps its ids.
+
+    Attributes:
+        first, end: the indexes of the first of these pieces and of the one after them.
+        num_head_characters, num_head_ids: the length of the head.
+        ids: the ids, with those of the head.
+    """
+
+    first: int
+    end: int
+    num_head_characters: int
+    num_head_ids: int
+    ids: "array[int]"
+
+
 class Encoding:
     """An encoded text.
 
+    Args:
+        pieces: of the text.
+        num_before: returns how many tokens of the piece with an index end at or before a place in
+            it.
+        ids_of: returns the ids of a short text by itself.
+        stop: is set once the text is no longer wanted.
+
     Attributes:
         ids: the ids of its tokens.
+        pieces, ids_of, stop: as given.
     """
 
-    def __init__(self, ids: list[int], num_before: Callable[[int], int], stop: Stop) -> None:
-        self.ids = ids
-        self._num_before, self._stop = num_before, stop
+    def __init__(
+        self,
+        pieces: Sequence[EncodedPiece],
+        num_before: Callable[[int, int], int],
+        ids_of: Callable[[str], "array[int]"],
+        stop: Stop,
+        replacements: Sequence[Replacement] = (),
+    ) -> None:
+        self.pieces, self.ids_of, self.stop = pieces, ids_of, stop
+        self._num_before = num_before
+        self._starts = [*itertools.accumulate((len(piece.text) for piece in pieces), initial=0)]
+        # Pieces that are replaced by those before them have no ids.
+        self._replaced = {index: it for it in replacements for index in range(it.first, it.end)}
+        parts = [self._ids(index) for index in range(len(pieces))]
+        self._counts = [*itertools.accumulate(map(len, parts), initial=0)]
+        self.ids = list(itertools.chain.from_iterable(parts))
+
+    def replaced(self, replacements: Sequence[Replacement]) -> "Encoding":
+        """Return the encoding with other ids for some of its pieces."""
+        how = self._num_before, self.ids_of, self.stop
+        return Encoding(self.pieces, *how, replacements) if replacements else self
 
     def ends(self, places: Iterable[int]) -> list[int]:
         """Return, for each place in the text, how many tokens end at or before it.
+
+        A place in pieces that are replaced is where their head ends, or before it where they begin.
 
         Raises:
             StoppedError: the text is no longer wanted.
         """
         ends = []
         for place in places:
-            self._stop.check()
-            ends.append(self._num_before(place))
+            self.stop.check()
+            index = bisect_right(self._starts, place) - 1
+            within = place - self._starts[index]
+            if (new := self._replaced.get(index)) is not None:
+                is_in_head = place < self._starts[new.first] + new.num_head_characters
+                num_within, index = 0 if is_in_head else new.num_head_ids, new.first
+            else:
+                num_within = self._num_before(index, within) if within else 0
+            ends.append(self._counts[index] + num_within)
         return ends
+
+    def _ids(self, index: int) -> "array[int]":
+        new = self._replaced.get(index)
+        if new is None:
+            return self.pieces[index].ids
+        return new.ids if index == new.first else array("I")
 
 
 class _Replaced(NamedTuple):

@@ -3,7 +3,7 @@
 This module knows neither HTTP nor the APIs.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -18,17 +18,19 @@ class Reading:
     """How the answers to one request are read.
 
     Attributes:
-        family: how the model writes.
+        family: how the model writes; None for plain texts.
         left_out: ids of the special tokens that are no part of how it writes them; None if that is
             all of them.
         prompt: what the answers continue, from the family's `start` on.
         tools: that may be called.
+        keep: takes each answer that the model itself has ended; None if nobody wants it.
     """
 
-    family: Family
+    family: Family | None
     left_out: Collection[int] | None
     prompt: str
     tools: Tools = ()
+    keep: Callable[["Reply"], None] | None = None
 
 
 class Reply(Answer):
@@ -55,7 +57,8 @@ class Reply(Answer):
         super().__init__(request, tokenizer, left_out=left_out, continues_text=continues_text)
         self._deltas: list[Delta] = []
         self._parser: MessageParser | None = None
-        if reading is not None:
+        self._keep = reading.keep if reading else None
+        if reading is not None and reading.family is not None:
             self._parser = MessageParser(reading.family, reading.prompt, reading.tools)
 
     def read(self, output: TokenOutput) -> tuple[str, list[Delta]]:
@@ -71,6 +74,8 @@ class Reply(Answer):
             if self.finish_reason is not None:
                 deltas += self._parser.finish()
         self._deltas += filter(any, deltas)
+        if self._keep and self.finish_reason == "stop" and self.stopped_by is None:
+            self._keep(self)
         return text, deltas
 
     @property

@@ -72,10 +72,10 @@ class Structure:
                 "it write one. If you know, name its family with `--tool-parser`."
             )
             raise RequestError(text, param="tool_choice", code="unsupported_parameter")
-        if reading is None:
+        if reading is None or family is None:
             return None if self.text is None else as_grammar(self.text)
-        parts = _thoughts(reading.family, reading.prompt.rpartition(reading.family.start)[2])
-        return as_grammar(_sequence(*parts, self._body(reading.family)))
+        parts = _thoughts(family, reading.prompt.rpartition(family.start)[2])
+        return as_grammar(_sequence(*parts, self._body(family)))
 
     def _body(self, family: Family) -> Format:
         """Return what follows the thoughts."""
