@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -79,7 +80,9 @@ class Time:
         return self.now_s
 
 
-def made_tokenizer(template: str = HERMES) -> PreTrainedTokenizerFast:
+def made_tokenizer(
+    template: str = HERMES, special: Sequence[str] = SPECIAL
+) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer that merges letters of words and of JSON."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -88,7 +91,7 @@ def made_tokenizer(template: str = HERMES) -> PreTrainedTokenizerFast:
     how: Any = {"vocab_size": 600, "initial_alphabet": letters, "show_progress": False}
     texts = [HERMES, json.dumps(TOOLS), __doc__, "the weather in Zürich is cold  \n\n  " * 9]
     made.train_from_iterator(texts, trainers.BpeTrainer(**how))
-    made.add_special_tokens([AddedToken(it, special=True) for it in SPECIAL])
+    made.add_special_tokens([AddedToken(it, special=True) for it in special])
     made.add_tokens([AddedToken(it) for it in ("<tool_call>", "</tool_call>")])
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(
@@ -371,6 +374,48 @@ def test_one_of_several_answers_to_the_same_prompt_is_used() -> None:
     for reply, each in ((replies[1], ids[1]), (replies[2], ids[2])):
         encoded = session.encode([*ASKED, message_of(reply), *ASKED])
         assert encoded.token_ids[len(prompt.token_ids) :][: len(each)] == each
+
+
+HARMONY = """{%- for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}
+{%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking }}
+{{- '<|end|>' }}{% endif %}{% set call = m.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}{% else %}
+{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+"""Writes calls as the template of gpt-oss does, in another order than the model."""
+
+
+@pytest.mark.parametrize("text", ["", "It is"])
+def test_headers_in_another_order_and_thoughts_of_another_name_make_no_difference(
+    text: str,
+) -> None:
+    words = "start end message channel constrain return call"
+    special = [f"<|{it}|>" for it in words.split()]
+    tokenizer = made_tokenizer(HARMONY, special)
+    names = tokenizer.get_vocab()
+    session = Session(Tokenization(tokenizer, family=families()["gpt-oss"]))
+    prompt = session.encode(ASKED)
+    written = (
+        "<|channel|>analysis<|message|>Hmm.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.now <|constrain|>json<|message|>{"a":1}<|call|>'
+    )
+    parts = re.split(r"(<\|\w+\|>)", written)
+    ids = [id for it in parts for id in ([names[it]] if it in names else sampled(it, 1)) if it]
+    params = EngineRequest(params=SamplingParams())
+    tokenization = session.tokenization.of(NAMESPACE, None, session.memory)
+    reply = Reply(params, tokenizer, tokenization.reading(prompt, TOOLS))
+    reply.read(TokenOutput(request_id="", token_ids=ids, finish_reason="stop"))
+    message = {**message_of(reply), "content": [text]}
+    again = session.encode([*ASKED, message, *ASKED]).token_ids
+    is_used = again[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]
+    assert is_used is not bool(text), "thoughts are left out beside a text"
+
+
+def test_where_clients_may_write_special_tokens_nothing_is_remembered() -> None:
+    session = Session(Tokenization(TOKENIZER, allows_special=True))
+    session.answer(session.encode(ASKED), [*sampled("Cold.", 1), END])
+    assert session.answers.figures == (0, 0)
 
 
 def test_answers_without_a_known_family_are_texts() -> None:

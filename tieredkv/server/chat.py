@@ -180,7 +180,9 @@ class Tokenization:
             memory: the remembered answers of the namespace, if any are to be used.
         """
         made = copy.copy(self)
-        made._namespace, made._stop, made._memory = namespace, stop or Stop(), memory
+        made._namespace, made._stop = namespace, stop or Stop()
+        # A client that may write special tokens can make one message look like another.
+        made._memory = None if self._allows_special else memory
         return made
 
     def encode_prompts(
@@ -242,6 +244,7 @@ class Tokenization:
         signs = Signs()
         try:
             arguments = self._printed(arguments)
+            messages = self._with_thinking(messages, arguments)
             if continues_last:
                 arguments = {**arguments, "add_generation_prompt": False}
             rendered, guarded = self._render_guarded(messages, arguments, signs)
@@ -476,6 +479,22 @@ class Tokenization:
         if not (self._has_canonical_tools and arguments.get("tools")):
             return arguments
         return {**arguments, "tools": json.loads(json.dumps(arguments["tools"], sort_keys=True))}
+
+    def _with_thinking(self, messages: Messages, arguments: Arguments) -> Messages:
+        """Return messages with the thoughts before calls where gpt-oss's template expects them.
+
+        It names them `thinking`, refuses them beside a text, and drops them once the model has
+        answered.
+        """
+        names = self._template(arguments).names
+        if "thinking" not in names or "reasoning_content" in names:
+            return messages
+        return [
+            {**each, "thinking": each["reasoning_content"]}
+            if each.get("reasoning_content") and each.get("tool_calls") and not any(each["content"])
+            else each
+            for each in messages
+        ]
 
     def _decode_one(self, token_id: int) -> Token:
         text = str(self.tokenizer.decode([token_id]))

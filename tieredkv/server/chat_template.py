@@ -100,6 +100,7 @@ class ChatTemplate:
 
     Attributes:
         looked_for: constants that the template searches texts for, such as `</think>`.
+        names: of the attributes that it reads with a dot, such as `thinking`.
     """
 
     def __init__(self, source: str) -> None:
@@ -124,7 +125,9 @@ class ChatTemplate:
         environment.count_round = _count_round
         environment.concat_checked = _concat
         self._template = environment.from_string(source)
-        self.looked_for = frozenset(_looked_for(environment.parse(source)))
+        tree = environment.parse(source)
+        self.looked_for = frozenset(_looked_for(tree))
+        self.names = frozenset(each.attr for each in tree.find_all(nodes.Getattr))
 
     def render(self, stop: Stop, **variables: Any) -> str:
         """Return the rendered text.

@@ -195,14 +195,16 @@ class Writing(NamedTuple):
             text: the text of the message.
             calls: the calls of tools.
             written: all of it, as the model or the template wrote it. What a parser skips is no
-                part of the message, so that it must be there equally often.
+                part of the message. Where it is a text that clients can write, it must be there
+                equally often.
         """
         skip = self.family.skip if self.family else ""
+        skipped = [it[0] for it in re.finditer(skip, written)] if skip else []
         told = [
             thoughts.strip(),
             text.strip(),
             [(call.name, json.loads(call.arguments)) for call in calls],
-            len(re.findall(skip, written)) if skip else 0,
+            sum(not any(name in each for name in self.shown.values()) for each in skipped),
         ]
         return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=32).digest()
 
