@@ -443,7 +443,10 @@ class EngineCore:
             request, compiling = self._requests[request_id], self._compiling.pop(request_id)
             try:
                 request.sampler.matcher = Matcher(compiling.result())
-            except RequestError as error:
+            except Exception as error:  # whatever it is, only this request fails with it
+                if not isinstance(error, RequestError):
+                    logger.exception("a grammar could not be compiled")
+                    error = RequestError("The grammar could not be compiled.", status=500)
                 del self._requests[request_id]
                 self._outputs.append(failed(request_id, error))
             else:

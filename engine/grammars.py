@@ -14,17 +14,19 @@ import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xgrammar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.errors import RequestError
 from tieredkv.kernels import small_copies
+
+if TYPE_CHECKING:  # it is loaded with the first grammar, as most engines never have one
+    import xgrammar
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ MAX_THREADS = 8
 
 TOO_SLOW = "its grammar takes too long for one token"
 
-Compiled = xgrammar.CompiledGrammar
+Compiled: TypeAlias = "xgrammar.CompiledGrammar"
 Words = npt.NDArray[np.uint32]
 
 
@@ -106,6 +108,8 @@ class Compiler:
 
     def _try(self, matcher: "Matcher", choose: Callable[[Sequence[int]], int]) -> float:
         """Return how long the last tokens of a short answer took, on average, in seconds."""
+        import xgrammar
+
         took, ends = list[float](), {*self._eos_token_ids}
         mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
         while len(took) < NUM_TRIED:
@@ -125,8 +129,10 @@ class Compiler:
         """Return the special tokens that a grammar names."""
         return frozenset(id for text, id in self._special.items() if text in grammar)
 
-    def _make_compiler(self, named: frozenset[int]) -> xgrammar.GrammarCompiler:
+    def _make_compiler(self, named: frozenset[int]) -> "xgrammar.GrammarCompiler":
         """Return the compiler for a vocabulary of which these special tokens are a part."""
+        import xgrammar
+
         told: dict[str, Any] = {
             "vocab_size": self._vocab_size,
             "stop_token_ids": self._eos_token_ids,
@@ -174,6 +180,8 @@ class Matcher:
     """
 
     def __init__(self, compiled: Compiled) -> None:
+        import xgrammar
+
         self.within = xgrammar.GrammarMatcher(compiled)
         self.is_done, self.fault = False, ""
 
@@ -261,7 +269,9 @@ def _set_bits(row: Words, token_ids: Collection[int]) -> None:
 
 
 @functools.cache
-def _batch_matcher() -> xgrammar.BatchGrammarMatcher:
+def _batch_matcher() -> "xgrammar.BatchGrammarMatcher":
+    import xgrammar
+
     return xgrammar.BatchGrammarMatcher()
 
 
