@@ -437,6 +437,45 @@ def test_bench_sessions_does_the_same_turns_in_all_arms(
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
+def test_bench_sessions_goes_on_from_the_runs_that_a_file_has(
+    tmp_path: Path, run_bench: Bench, tieredkv: CommandLine, in_this_process: None
+) -> None:
+    words = ["--model", "tiny-random", "--scale", "60", "--turns", "2", "--sessions", "1"]
+    words += ["--disk-dir", ".", "--runs", "runs.jsonl", "--arms", "no_disk,load"]
+    once = run_bench("sessions", *words, "--seed", "0")
+    [*before] = (tmp_path / "runs.jsonl").read_text().splitlines()
+    twice = run_bench("sessions", *words, "--seed", "0,1")
+    after = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert (len(before), len(after), after[:2]) == (2, 4, before)
+    assert [row["seeds"] for row in once["rows"] + twice["rows"]] == [[0]] * 2 + [[0, 1]] * 2
+    assert [(it["arm"], it["seed"]) for it in twice["runs"]] == [
+        (arm, seed) for arm in ("no_disk", "load") for seed in (0, 1)
+    ]
+    assert [it for it in twice["runs"] if it["seed"] == 0] == once["runs"]
+    assert sum(row["answers"] for row in twice["rows"]) == 2 * 2 * 2
+    given = ["bench", "sessions", *words, "--seed", "0", "--device-size", "4MiB"]
+    exit_code, _, stderr = tieredkv(*given)
+    assert exit_code == 2
+    assert "`runs.jsonl`: no_disk with 1 sessions, seed 0 was run with device_size = " in stderr
+
+
+def test_bench_sessions_that_is_stopped_reports_the_runs_that_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "sessions", "--turns", "4"]
+    command += ["--model", "tiny-random", "--scale", "60", "--sessions", "2", "--arms", "load"]
+    command += ["--seed", ",".join(map(str, range(500))), "--disk-dir", str(tmp_path)]
+
+    def wait(process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        assert any(line.startswith("load with 2 sessions, seed 1: ") for line in process.stderr)
+
+    report = stop(command, wait)
+    [row] = report["rows"]
+    assert row["seeds"][:2] == [0, 1]
+    missing = [f"not measured: load with 2 sessions, seed {seed}" for seed in range(500)]
+    assert report["problems"] == missing[len(row["seeds"]) :]
+    assert not list(tmp_path.iterdir()), "the bench leaves its store behind"
+
+
 @pytest.mark.slow
 def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> None:
     requests = [

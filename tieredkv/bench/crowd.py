@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -139,6 +139,9 @@ class Outcome(NamedTuple):
         reading_s: how long a read from disk was under way.
         bytes_from_disk: see `sources.WorkerReads`.
         page_cache: see `sources.page_cache`; None without a disk.
+        raw_GBps: rate of the disk, by the best of 4, 16 and 32 threads, measured before the engine
+            was started; None without O_DIRECT.
+        cpu: of the machine.
     """
 
     answers: list[Answer]
@@ -147,6 +150,8 @@ class Outcome(NamedTuple):
     reading_s: float
     bytes_from_disk: int | None = None
     page_cache: str | None = None
+    raw_GBps: float | None = None
+    cpu: str = ""
 
 
 class WatchedReads(LinkRate):
@@ -176,11 +181,12 @@ class Crowd:
     Args:
         llm: the engine, which nothing else uses while requests are served.
         store_dir: folder of its disk tier; None without one.
+        raw_GBps: see `Outcome`.
     """
 
-    def __init__(self, llm: LLM, store_dir: str | None) -> None:
+    def __init__(self, llm: LLM, store_dir: str | None, raw_GBps: float | None = None) -> None:
         self.llm, self.core = llm, llm.core
-        self._store_dir = store_dir
+        self._store_dir, self._raw_GBps = store_dir, raw_GBps
         self._page_cache = sources.page_cache(Path(store_dir)) if store_dir else None
         link = self.core.tiers.disk_link
         known = link.read_rate
@@ -266,6 +272,8 @@ class Crowd:
             self._reads.reading_s - reading_s,
             worker_reads.num_bytes(),
             self._page_cache,
+            self._raw_GBps,
+            str(raw.hardware()["cpu"]),
         )
         self.settle()
         return outcome
@@ -331,8 +339,10 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterator[Crowd]:
     """Run an engine as an arm wants it; with a disk tier, all that it serves is kept for `24h`.
 
-    What RAM holds at the end is dropped, since the store is removed.
+    The raw rate of the disk is measured first. What RAM holds at the end is dropped, since the
+    store is removed.
     """
+    raw_GBps = raw.disk_read_GBps(folder, num_bytes=_raw_bytes(), threads=raw.BEST_THREADS)
     with ExitStack() as stack:
         store_dir = None
         if arm != "no_disk":
@@ -341,7 +351,11 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
         llm = stack.enter_context(LLM(**told, progress=progress))
         stack.callback(llm.core.verbs.evict)
         stack.callback(llm.core.abort_all)
-        yield Crowd(llm, store_dir)
+        yield Crowd(llm, store_dir, raw_GBps)
+
+
+def _raw_bytes() -> int:
+    return (1 << 30) if torch.cuda.is_available() else (32 << 20)
 
 
 def arm_settings(arm: str, store_dir: str | None) -> Row:
@@ -416,37 +430,37 @@ def plan(settings: Row, tokens: Mapping[Tier, float], longest_tokens: int, hint:
 
 def run_arms(
     settings: Row, arms: Sequence[str], measure: Callable[..., Result], *arguments: Any
-) -> tuple[dict[str, Result], float | None, list[str]]:
+) -> tuple[dict[str, Result], list[str]]:
     """Call `measure(settings, arm, folder, *arguments)` in a new process for each arm.
 
     The folder, which has the arm's store, is made under `disk_dir` and removed at the end. If one
     arm at least was measured, an interruption only leaves out the others.
 
     Returns:
-        What the calls returned by arm; the median rate of the disk between them in GB/s, by the
-        best of 4, 16 and 32 threads, None without O_DIRECT; and what was left out.
+        What the calls returned by arm, and what was left out.
 
     Raises:
         TieredKVError: a process failed.
     """
-    results, rates, problems = dict[str, Result](), list[float | None](), list[str]()
-    num_bytes = (1 << 30) if torch.cuda.is_available() else (32 << 20)
+    results, problems = dict[str, Result](), list[str]()
     parent = settings.get("disk_dir")
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as name:
-        folder = Path(name)
         for arm in arms:
-            rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
             try:
-                results[arm] = in_new_process(measure, settings, arm, folder, *arguments)
+                results[arm] = in_new_process(measure, settings, arm, Path(name), *arguments)
             except KeyboardInterrupt:
                 if not results:
                     raise
                 left = ", ".join(each for each in arms if each not in results)
                 problems.append(f"interrupted, so that these arms were not measured: {left}")
                 break
-        rates.append(raw.disk_read_GBps(folder, num_bytes=num_bytes, threads=raw.BEST_THREADS))
-    known = [rate for rate in rates if rate]
-    return results, statistics.median(known) if known else None, problems
+    return results, problems
+
+
+def raw_rate(outcomes: Iterable[Outcome]) -> float | None:
+    """Return the median raw rate of the disk in some runs in GB/s; None without O_DIRECT."""
+    known = [it.raw_GBps for it in outcomes if it.raw_GBps]
+    return statistics.median(known) if known else None
 
 
 def tell(stage: str, outcome: Outcome) -> None:

@@ -201,9 +201,8 @@ def run(
     plan = crowd.plan(settings, tokens, longest, "give shorter `--prefix-tokens`")
     check(plan, shape)
     rates, limit_ms = sorted(rates), 1e3 * ttft_limit
-    results, raw_GBps, problems = crowd.run_arms(
-        plan.settings, arms, measure, shape, rates, limit_ms
-    )
+    results, problems = crowd.run_arms(plan.settings, arms, measure, shape, rates, limit_ms)
+    raw_GBps = crowd.raw_rate(itertools.chain(*(outcomes for outcomes, _ in results.values())))
     rows = list[Row]()
     problems += [text for _, some in results.values() for text in some]
     first = results[arms[0]][0]

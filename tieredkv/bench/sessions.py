@@ -11,6 +11,9 @@ seeds are pooled. `common` has the times over the requests that all arms have an
 that answers more of them answers later and longer ones. With a trace, the sessions are recorded
 ones instead.
 
+Runs are kept in a file as they end, see `kept_runs`. Of a number of sessions, those seeds are
+pooled that all arms have run.
+
 Since tiers are empty at first, nothing that an earlier run left behind can serve a request, and
 `by_tier` shows what came from VRAM, host memory and disk. To show that the page cache served
 nothing, the report complains if `bytes_from_disk`, the bytes that the kernel read from storage for
@@ -21,10 +24,12 @@ The arms are `no_disk` (VRAM and host memory only), `load` and `planned` (the di
 """
 
 import gzip
+import itertools
 import json
 import math
 import random
 import statistics
+import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +37,7 @@ from typing import Any, NamedTuple
 
 from tieredkv.bench import crowd, raw
 from tieredkv.bench.crowd import Answer, Ask, Outcome
+from tieredkv.bench.kept_runs import KeptRuns, Run
 from tieredkv.bench.progress import bench_progress
 from tieredkv.errors import ConfigError
 from tieredkv.types import Progress, Tier
@@ -253,23 +259,25 @@ def measure(
     settings: Row,
     arm: str,
     folder: Path,
-    cases: list[tuple[int, int]],
+    kept: KeptRuns,
+    runs: list[Run],
     shape: Shape,
     most_tokens: int,
-) -> list[Outcome]:
-    """Run the cases, numbers of sessions with their seeds, in one arm, in this process."""
-    progress, outcomes = bench_progress(), list[Outcome]()
+) -> None:
+    """Make those of the runs that are of one arm, in this process, and keep each as it ends."""
+    progress = bench_progress()
     with crowd.engine(settings, arm, folder, progress) as it:
         vocab_size = it.core.info.vocab_size
         warm_up = write_script(-1, 0, shape._replace(turns=2, trace=None), vocab_size)
         serve(it, [warm_up], progress, f"{arm}: warming up")
-        for count, seed in cases:
+        for run in runs:
+            if run.arm != arm:
+                continue
             it.empty()
-            scripts = make_scripts(count, seed, shape, most_tokens, vocab_size)
-            stage = f"{arm}: {count} sessions, seed {seed}"
-            outcomes.append(serve(it, scripts, progress, stage, shape.until))
-            crowd.tell(stage, outcomes[-1])
-    return outcomes
+            scripts = make_scripts(run.sessions, run.seed, shape, most_tokens, vocab_size)
+            outcome = serve(it, scripts, progress, str(run), shape.until)
+            kept.add(run, outcome)
+            crowd.tell(str(run), outcome)
 
 
 def serve(
@@ -309,14 +317,18 @@ def run(
     sessions: list[int] | None,
     arms: list[str],
     seeds: list[int],
+    runs: Path | None,
+    commit: str,
     **options: Any,
 ) -> Row:
     """Run each arm in a process of its own, which draws its progress itself.
 
-    The `options` are the fields of `Shape`.
+    The file `runs` keeps the runs, of which those that it has are not made again; they are all of
+    one commit. The `options` are the fields of `Shape`.
 
     Raises:
-        ConfigError: the prompts do not fit the model, or the trace has too few sessions.
+        ConfigError: the prompts do not fit the model, the trace has too few sessions, or the file
+            has runs of another kind.
         TieredKVError: a process failed.
     """
     shape = Shape(**options)
@@ -326,25 +338,70 @@ def run(
     tokens = {tier: count / scale for tier, count in TIER_TOKENS.items()}
     tokens[Tier.DISK] = max(counts) * DISK_TOKENS_PER_SESSION / scale
     plan = crowd.plan(settings, tokens, longest, "give a larger `--scale`")
-    cases = [(count, each) for count in counts for each in seeds]
     most_tokens = int((plan.most_tokens - shape.scaled(ANSWER_TOKENS)) * scale)
-    for case in cases if trace else ():
-        recorded_sessions(*case, shape, most_tokens)  # refuses a trace with too few
-    results, raw_GBps, problems = crowd.run_arms(
-        plan.settings, arms, measure, cases, shape, most_tokens
-    )
+    for count, seed in itertools.product(counts if trace else (), seeds):
+        recorded_sessions(count, seed, shape, most_tokens)  # refuses a trace with too few
+    facts = {**plan.facts, "workload": shape.workload}
+    with tempfile.TemporaryDirectory(prefix="tieredkv-runs-") as folder:
+        told = {name: value for name, value in plan.settings.items() if name != "disk_dir"}
+        ours = {**facts, "settings": told, "commit": commit, "gpu": raw.hardware()["gpu"]}
+        kept = KeptRuns(runs or Path(folder, "runs.jsonl"), ours)
+        asked = [Run(*each) for each in itertools.product(arms, counts, seeds)]
+        outcomes = make_runs(kept, asked, plan, shape, most_tokens)
+    raw_GBps = crowd.raw_rate(outcomes[run] for run in asked if run in outcomes)
+    problems = [f"not measured: {run}" for run in asked if run not in outcomes]
     rows = list[Row]()
-    for index, count in enumerate(counts):
-        part = slice(index * len(seeds), (index + 1) * len(seeds))
-        common = crowd.common_answers({arm: results[arm][part] for arm in results})
-        for arm in results:
-            figures = crowd.figures(results[arm][part], plan.kv_spec, raw_GBps)
-            equal = crowd.equal_share(results[arm][part], results[arms[0]][part])
-            row = {"arm": arm, "sessions": count, **figures, **crowd.common_figures(common[arm])}
-            rows.append({**row, f"equal_to_{arms[0]}": equal})
+    for count in counts:
+        pooled = [it for it in seeds if all(Run(arm, count, it) in outcomes for arm in arms)]
+        if not pooled:
+            continue
+        by_arm = {arm: [outcomes[Run(arm, count, seed)] for seed in pooled] for arm in arms}
+        common = crowd.common_answers(by_arm)
+        for arm, some in by_arm.items():
+            figures = crowd.figures(some, plan.kv_spec, raw_GBps)
+            row = {"arm": arm, "sessions": count, "seeds": pooled, **figures}
+            row |= crowd.common_figures(common[arm])
+            row[f"equal_to_{arms[0]}"] = crowd.equal_share(some, by_arm[arms[0]])
+            rows.append(row)
             if problem := crowd.bytes_problem(row, plan):
                 problems.append(f"{arm} with {count} sessions: {problem}")
-    workload = shape.workload | {"seeds": seeds}
+    facts["workload"] |= {"seeds": seeds}
+    facts["runs"] = [summary(run, outcomes[run]) for run in asked if run in outcomes]
     limits = {"disk_read_GBps": raw_GBps, "h2d_GBps": raw.h2d_GBps()}
-    facts = {**plan.facts, "workload": workload}
     return {**facts, "raw": limits, "rows": rows, "problems": problems}
+
+
+def make_runs(
+    kept: KeptRuns, asked: list[Run], plan: crowd.Plan, shape: Shape, most_tokens: int
+) -> dict[Run, Outcome]:
+    """Make the runs that are asked for and not kept yet, and return all that are then kept.
+
+    An interruption leaves out what it cut.
+
+    Raises:
+        KeyboardInterrupt: no run is kept.
+        TieredKVError: a process failed.
+    """
+    known = kept.read()
+    missing = [run for run in asked if run not in known]
+    arms = list(dict.fromkeys(run.arm for run in missing))
+    try:
+        crowd.run_arms(plan.settings, arms, measure, kept, missing, shape, most_tokens)
+    except KeyboardInterrupt:
+        if not kept.read():
+            raise
+    return kept.read()
+
+
+def summary(run: Run, outcome: Outcome) -> Row:
+    """Return what a report says of one run: where it was made, and its main figures."""
+    times = crowd.times(outcome.answers)
+    return {
+        **run._asdict(),
+        "cpu": outcome.cpu,
+        "raw_GBps": outcome.raw_GBps,
+        "answers": len(outcome.answers),
+        "answers_per_s": len(outcome.answers) / outcome.wall_s,
+        "ttft_ms": times["ttft_ms"],
+        "itl_ms": times["itl_ms"],
+    }

@@ -18,8 +18,8 @@ from tieredkv.units import parse_bytes
 ARMS = ("cold", "device", "host", "disk", "planned", "restart")
 RESTORE_ARMS = ("cold", "load", "planned", "device", "chunked")
 CROWD_ARMS = ("no_disk", "load", "planned")
-ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
-"""Keys of every report; the other keys describe what was measured."""
+NOT_FACTS = ("hardware", "commit", "command", "raw", "rows", "runs", "problems")
+"""Keys of reports that are not told in a line of what was measured, as the others are."""
 
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
 ENGINE = ("model", "cache", "scheduler")
@@ -188,20 +188,23 @@ def measure(
     if loaded is not None:
         options["settings"] = loaded.given()
     module = importlib.import_module(f"tieredkv.bench.{name}")
-    report = raw.head(commit) | module.run(bench_progress(), **options)
+    head = raw.head(commit)
+    if "runs" in options:  # those that are kept in a file are of one commit
+        options["commit"] = head["commit"]
+    report = head | module.run(bench_progress(), **options)
     rows = report["rows"]
     if names := getattr(module, "COLUMNS", ()):
         rows = [{it: reduce(getitem, it.split("."), row) for it in names} for row in rows]
     print_table(rows, texts=2)
     hardware, limits = report["hardware"], report["raw"]
     click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
-    facts = {key: value for key, value in report.items() if key not in ALWAYS}
+    facts = {key: value for key, value in report.items() if key not in NOT_FACTS}
     for title, told in (("raw limits of this run", limits), ("measured", facts)):
         if told:
             click.echo(f"{title}: {as_text(told)}")
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
-    if plot is not None:
+    if plot is not None and rows:
         panels = getattr(module, "PLOTTED", (("ratio",),))
         lines = {"GBps": limits, "ratio": {"": 1.0}}.get(panels[0][0], {})
         by, x, *_ = rows[0]
@@ -385,6 +388,11 @@ def returns() -> None:
         help="Seeds of the sessions, with commas between; their runs are pooled.",
     ),
     *SESSIONS,
+    click.option(
+        "--runs",
+        type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        help="File that keeps each run as it ends; runs that it has are not made again.",
+    ),
     *CROWD,
 )
 def sessions() -> None:
@@ -422,6 +430,11 @@ def sessions() -> None:
     of two arms may part at near ties; the report has the share of equal answers. Unless their sizes
     are given, tiers hold as many tokens as 24 GiB of VRAM, 16 GiB of host memory and, per session,
     5 GiB of disk do for Llama-3.1-8B, divided by the scale.
+
+    With --runs, the same command goes on after a Ctrl-C, and others may add --arms, --seed and, if
+    they give the same --disk-size, --sessions. The file refuses runs of another commit, GPU, model
+    or setting. A report pools the seeds that all arms have run; the exit code is 1 if runs are
+    missing.
 
     \b
     Examples, the first a minute without a GPU:

@@ -1,0 +1,65 @@
+"""Runs of a bench in a file that is cut, read again, or of something else."""
+
+from pathlib import Path
+
+import pytest
+
+from tieredkv.bench.crowd import Answer, Outcome
+from tieredkv.bench.kept_runs import KeptRuns, Run
+from tieredkv.errors import ConfigError
+from tieredkv.types import Tier
+
+FACTS = {"commit": "0e45", "settings": {"device_size": 1 << 30}, "gpu": None}
+FIRST, SECOND = Run("load", 4, 0), Run("planned", 4, 0)
+
+
+def outcome(ttft_ms: float) -> Outcome:
+    by_tier = {Tier.DEVICE: 16, Tier.HOST: 0, Tier.DISK: 32}
+    answers = [Answer(1, 2, 3.5, ttft_ms, [1.25, 2.0], [7, 8, 9], 50, by_tier, 3, 0.1, "disk")]
+    return Outcome(answers, 4.5, {"used_reads": 2}, 0.5, 99, "bypassed", 1.5, "a processor")
+
+
+def test_runs_are_read_again_as_they_were(tmp_path: Path) -> None:
+    kept = KeptRuns(tmp_path / "runs", FACTS)
+    assert kept.read() == {}
+    kept.add(FIRST, outcome(10.0))
+    KeptRuns(tmp_path / "runs", FACTS).add(SECOND, outcome(20.0))
+    assert kept.read() == {FIRST: outcome(10.0), SECOND: outcome(20.0)}
+
+
+@pytest.mark.parametrize("num_cut", [1, 40])
+def test_a_run_that_was_cut_while_it_was_written_is_made_again(
+    tmp_path: Path, num_cut: int
+) -> None:
+    path = tmp_path / "runs"
+    kept = KeptRuns(path, FACTS)
+    kept.add(FIRST, outcome(10.0))
+    kept.add(SECOND, outcome(20.0))
+    path.write_bytes(path.read_bytes()[:-num_cut])
+    kept = KeptRuns(path, FACTS)
+    assert kept.read() == {FIRST: outcome(10.0)}
+    kept.add(SECOND, outcome(30.0))
+    assert kept.read() == {FIRST: outcome(10.0), SECOND: outcome(30.0)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        (FACTS | {"commit": "0e46"}, "with commit = 0e45, and not 0e46"),
+        (FACTS | {"gpu": "H"}, "with gpu = None, and not H"),
+        (FACTS | {"dtype": "float32"}, "with dtype = None, and not float32"),
+    ],
+)
+def test_runs_of_something_else_are_refused(
+    tmp_path: Path, facts: dict[str, object], told: str
+) -> None:
+    KeptRuns(tmp_path / "runs", FACTS).add(FIRST, outcome(10.0))
+    with pytest.raises(ConfigError, match=f"load with 4 sessions, seed 0 was run {told}"):
+        KeptRuns(tmp_path / "runs", facts)
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", '{"run": ["load", 4, 0]}', "{}"])
+def test_another_file_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "runs").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 is not a run of a bench.*\nhint: give another"):
+        KeptRuns(tmp_path / "runs", FACTS)
