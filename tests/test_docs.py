@@ -55,7 +55,8 @@ def table_of_known_fields() -> str:
         for what, names in (
             ("are ignored", _names(tables, lambda table: table.ignored)),
             ("change no answer", _names(tables, lambda table: table.harmless)),
-            ("are a 400 where they ask for something", _names(tables, lambda table: table.refused)),
+            ("are a 400 with `--strict-params`", _names(tables, lambda table: table.hosted)),
+            ("are a 400 where they ask for something", _names(tables, lambda table: table.always)),
         ):
             rows.append(f"| {api} that {what} | {names} |")
     return "\n".join(rows) + "\n"

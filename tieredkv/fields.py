@@ -71,14 +71,20 @@ class Refusal(NamedTuple):
     Attributes:
         way_out: complete sentences that tell what to do instead; may be empty.
         asks_nothing: whether a value asks for nothing and is accepted; `null` always is.
+        is_lenient: whether the field is only refused where unknown fields are, too.
     """
 
     way_out: str
     asks_nothing: Callable[[Any], bool]
+    is_lenient: bool = False
 
 
 def refusals(
-    names: str, way_out: str = "", *, unless: Callable[[Any], bool] = operator.not_
+    names: str,
+    way_out: str = "",
+    *,
+    unless: Callable[[Any], bool] = operator.not_,
+    is_lenient: bool = False,
 ) -> dict[str, Refusal]:
     """Return the refusal of each of these fields.
 
@@ -86,8 +92,9 @@ def refusals(
         names: separated by blanks; `type.name` is refused only in objects of that type.
         way_out: complete sentences that tell what to do instead.
         unless: whether a value asks for nothing; by default false, zero and empty values do.
+        is_lenient: whether they are only refused where unknown fields are, too.
     """
-    return dict.fromkeys(names.split(), Refusal(way_out, unless))
+    return dict.fromkeys(names.split(), Refusal(way_out, unless, is_lenient))
 
 
 class Object(BaseModel):
@@ -114,10 +121,11 @@ class Object(BaseModel):
         given = {name: each for name, each in value.items() if each is not None}
         for name, each in given.items():
             refusal = cls.refused.get(name) or cls.refused.get(f"{given.get('type')}.{name}")
-            if refusal and not refusal.asks_nothing(each):
+            is_strict = bool(info.context and info.context(name))
+            if refusal and not refusal.asks_nothing(each) and refusal.is_lenient <= is_strict:
                 facts = {"name": name, "way_out": f" {refusal.way_out}".rstrip()}
                 raise PydanticCustomError("unsupported", "nothing", facts)
-            if info.context and name not in known and info.context(name):
+            if is_strict and name not in known:
                 raise PydanticCustomError("unknown", "nothing", {"name": name})
         for kind, name in (each.split(".") for each in cls.needed):
             if kind in (given.get("type"), given.get("role")) and name not in given:

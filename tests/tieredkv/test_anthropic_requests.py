@@ -234,7 +234,7 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused(
     assert tokenization.decode(prompt).count(IMAGE_NOTE) == 2
     for refusing in (RULES, Rules(replace(SETTINGS, images="refuse"))):
         for it in (picture, result):
-            with pytest.raises(RequestError, match=r"Images are not supported") as error:
+            with pytest.raises(RequestError, match=r"Images and other files are not") as error:
                 ask(tokenization, text("one"), it, rules=refusing)
             assert error.value.param == "messages.0.content.1"
 
@@ -243,8 +243,8 @@ def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "All of it."}
     asked = ask(tokenization, block("document", "5m", source=source, title="Book"), text("Why?"))
     assert head(tokenization, asked, asked.plan.claims[0].end_token).endswith("Book\nAll of it.")
-    source = {"type": "base64", "data": "eA=="}
-    with pytest.raises(RequestError, match=r"Invalid value: 'base64'\. Supported value is: 'text'"):
+    source = {"type": "binary", "data": "eA=="}
+    with pytest.raises(RequestError, match=r"Invalid value: 'binary'\. Supported values are: "):
         ask(tokenization, block("document", source=source))
     with pytest.raises(RequestError, match=r"^Missing .*: 'messages\[0\]\.content\[0\]\.source'"):
         ask(tokenization, block("document"))

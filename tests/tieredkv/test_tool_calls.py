@@ -412,7 +412,7 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused() -> None:
     chat = read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": parts}]})
     response = read(ResponsesRequest, {"model": "m", "input": items})
     for body, path in ((chat, "messages[0].content[1]"), (response, "input[0].content[0]")):
-        with pytest.raises(RequestError, match="Images are not supported") as error:
+        with pytest.raises(RequestError, match="Images and other files are not") as error:
             body.check(refusing)
         assert error.value.param == path
 

@@ -4,12 +4,13 @@ This module does not use sockets or the engine. It converts conversations to the
 chat messages, so that equal conversations from both APIs share blocks.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib import resources
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 
@@ -17,8 +18,10 @@ from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import PARTS, Object, names_of
+from tieredkv.server import hosted
 from tieredkv.server.anthropic_answers import MessageShape
 from tieredkv.server.asked import (
+    DOCUMENT_NOTE,
     IMAGE_NOTE,
     WHOLE,
     ApiRequest,
@@ -30,13 +33,7 @@ from tieredkv.server.asked import (
     tell_left_out,
 )
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
-from tieredkv.server.known_fields import (
-    BLOCK,
-    COUNT_TOKENS,
-    CUSTOM_TOOL,
-    MESSAGES,
-    TOOL_RESULT_PART,
-)
+from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format
 from tieredkv.units import parse_duration
@@ -79,29 +76,62 @@ class Marked(_Known):
         return self.cache_control.ttl if self.cache_control else ""
 
 
-class ResultPart(_Known):
-    """A text or an image in a tool result; only the whole result can have a breakpoint."""
+class Source(_Known):
+    """Where an image or a document comes from; only the text of a document is read."""
 
-    known_besides = _Known.known_besides | names_of("source")
-    needed = ("text.text",)
+    known_besides = _Known.known_besides | names_of("media_type url file_id")
+    needed = ("text.data", "content.content")
+
+    type: Literal["text", "content", "base64", "url", "file"]
+    data: str = ""
+    content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field([])
+
+
+def _told_in_text(value: Any) -> Any:
+    """Return a block as a text if it is a search result, or of Anthropic's own servers."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "search_result" and isinstance(value.get("content"), list):
+        texts = [each.get("text") for each in value["content"] if isinstance(each, dict)]
+        told = [value.get("title"), value.get("source"), *texts]
+        text = "\n".join(each for each in told if isinstance(each, str))
+    elif kind in get_args(hosted.BlockType):
+        text = hosted.note(value)
+    else:
+        return value
+    return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
+
+
+class ResultPart(_Known):
+    """A part of a tool result or a document; only the whole can have a breakpoint."""
+
+    needed: ClassVar[tuple[str, ...]] = ("text.text", "document.source")
     refused = TOOL_RESULT_PART
 
-    type: Literal["text", "image"]
+    type: Literal["text", "image", "document"]
     text: str = ""
+    source: Source | None = None
+    title: str = ""
+    context: str = ""
+
+    _tell = model_validator(mode="before")(_told_in_text)
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it is an image, or a document that is no text."""
+        return self.type == "image" or (
+            self.source is not None and self.source.type in ("base64", "url", "file")
+        )
 
     def __str__(self) -> str:
-        return IMAGE_NOTE if self.type == "image" else self.text
+        if self.type == "image":
+            return IMAGE_NOTE
+        if self.source is None:
+            return self.text
+        parts = [DOCUMENT_NOTE] if self.is_picture else [self.source.data, *self.source.content]
+        return "\n".join(filter(None, (self.title, self.context, *map(str, parts))))
 
 
-class PlainText(_Known):
-    """The plain text of a document."""
-
-    type: Literal["text"]
-    media_type: Literal["text/plain"] = "text/plain"
-    data: str
-
-
-class Block(Marked):
+class Block(Marked, ResultPart):
     """A part of a turn; its type decides which fields are required."""
 
     needed = (
@@ -110,41 +140,27 @@ class Block(Marked):
     )
     refused = BLOCK
 
-    type: Literal[
+    type: Literal[  # type: ignore[assignment]
         "text", "image", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"
     ]
-    text: str = ""
     thinking: str = ""
     id: str = ""
     name: str = ""
     input: Json = Field({})
     tool_use_id: str = ""
     content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
-    source: PlainText | None = None
-    title: str = ""
-    context: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_picture(cls, value: Any) -> Any:
-        is_image = isinstance(value, dict) and value.get("type") == "image"
-        return {**value, "source": None} if is_image else value
 
     @property
     def texts(self) -> list[str]:
         """The texts of the block in the prompt; thoughts are left out."""
-        if self.type == "image":
-            return [IMAGE_NOTE]
-        if self.type == "text":
-            return [self.text]
-        if self.type == "document" and self.source:
-            return ["\n".join(filter(None, (self.title, self.context, self.source.data)))]
+        if self.type in ("text", "image", "document"):
+            return [str(self)]
         return list(map(str, self.content))
 
     @property
-    def has_image(self) -> bool:
-        """Whether the block or a part of it is an image."""
-        return "image" in (self.type, *(part.type for part in self.content))
+    def has_picture(self) -> bool:
+        """Whether the block or a part of it is an image, or a document that is no text."""
+        return any(part.is_picture for part in (self, *self.content))
 
 
 class TextBlock(Block):
@@ -160,12 +176,11 @@ Texts = Annotated[list[TextBlock], FailFast(), PARTS]
 class CustomTool(Marked):
     """A tool that may be called."""
 
-    refused = CUSTOM_TOOL
-
     type: Literal["custom"] = "custom"
     name: Text
     description: str | None = None
     input_schema: Json
+    input_examples: list[Json] = Field([])
     strict: bool = False
 
     @property
@@ -175,7 +190,9 @@ class CustomTool(Marked):
 
     def for_template(self) -> Json:
         """Return the form that chat templates know."""
-        described = {"description": self.description} if self.description else {}
+        parts = [self.description, *(f"Example: {json.dumps(it)}" for it in self.input_examples)]
+        text = "\n".join(filter(None, parts))
+        described = {"description": text} if text else {}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
@@ -313,6 +330,7 @@ class Conversation(ApiRequest, Marked):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
     def cleaned(self, rules: Rules) -> Self:
         """Return the body without what only Anthropic's own servers have a use for.
@@ -415,7 +433,7 @@ class Conversation(ApiRequest, Marked):
         """Refuse breakpoints and images that break a rule or that this server does not support."""
         for i, turn in enumerate(self.messages):
             for j, block in enumerate(turn.content):
-                if block.has_image:
+                if block.has_picture:
                     rules.check_image(f"messages.{i}.content.{j}")
         for place in self.breakpoints:
             if place.ttl not in rules.policies.names:
@@ -452,9 +470,12 @@ class Conversation(ApiRequest, Marked):
                 cannot be enforced.
         """
         text = None
-        wanted = self.output_config.format if self.output_config is not None else None
+        config = self.output_config or OutputConfig()
+        wanted, field = config.format, "output_config.format"
+        if wanted is None:
+            wanted, field = self.output_format, "output_format"  # its name in a beta
         if wanted is not None and wanted.type == "json_schema":
-            text = json_format(enforceable(wanted.of, "output_config.format.schema"))
+            text = json_format(enforceable(wanted.of, f"{field}.schema"))
         strict = {tool.name for tool in self.tools if isinstance(tool, CustomTool) and tool.strict}
         tools = [
             {**each, "function": {**each["function"], "strict": each["function"]["name"] in strict}}

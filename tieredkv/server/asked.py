@@ -41,7 +41,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 IMAGE_NOTE = "[An image was here. This model reads text only.]"
-"""Stands in the prompt for an image of a conversation."""
+DOCUMENT_NOTE = "[A document was here. This model reads text only.]"
+"""They stand in the prompt for an image of a conversation, and for a document that is no text."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ class Rules:
         return self.is_strict or name in ("prompt_cache_breakpoint", "prewarm")
 
     def check_image(self, path: str) -> None:
-        """Refuse an image at a path of the body, unless it becomes a note in the prompt.
+        """Refuse an image or the like at a path of the body, unless a note stands in the prompt.
 
         Raises:
             RequestError: images are refused.
         """
         if self.is_strict or self.settings.images == "refuse":
-            text = "Images are not supported: this model reads text only."
+            text = "Images and other files are not supported: this model reads text only."
             raise RequestError(text, param=path, code="unsupported_parameter")
 
     def check_retention(self, name: str) -> None:

@@ -1,9 +1,11 @@
 """Fields of requests that this server knows and does not act on, in one table for each endpoint.
 
-A field of a request is one of four things. It is *supported*, and then it is a field of the request
+A field of a request is one of five things. It is *supported*, and then it is a field of the request
 type. It is *harmless*: it changes no answer. It is *ignored*: it would change an answer, but agents
-send it with every request; these are few, and docs/server.md names them. Or it is *refused* where
-its value asks for something: a client that relies on it must not be answered without it.
+send it with every request; these are few, and docs/server.md names them. It is *hosted*: it asks
+for what only a provider's servers offer, and is ignored unless the server is strict. Or it is
+*refused* where its value asks for something: a client that relies on it must not be answered
+without it.
 
 Fields that are in none of these tables are unknown, and refused only with `--strict-params`. The
 tables hold the fields of OpenAI's and Anthropic's APIs, and what vLLM, SGLang, TGI, llama.cpp,
@@ -30,9 +32,19 @@ class KnownFields(NamedTuple):
     refused: Mapping[str, Refusal]
 
     @property
+    def hosted(self) -> frozenset[str]:
+        """Those of the refused ones that a server which is not strict accepts without effect."""
+        return frozenset(name for name, each in self.refused.items() if each.is_lenient)
+
+    @property
+    def always(self) -> frozenset[str]:
+        """The refused ones that every server refuses."""
+        return frozenset(self.refused) - self.hosted
+
+    @property
     def without_effect(self) -> frozenset[str]:
-        """Fields that are accepted with any value and have no effect."""
-        return self.harmless | self.ignored
+        """Fields that have no effect if they are accepted."""
+        return self.harmless | self.ignored | self.hosted
 
 
 def one_of(*values: Any) -> Callable[[Any], bool]:
@@ -60,15 +72,6 @@ def has_no_logprobs(value: Any) -> bool:
     return isinstance(value, list) and "message.output_text.logprobs" not in value
 
 
-def only_clears_thinking(value: Any) -> bool:
-    """Whether all edits only remove thoughts from the context, which never has any."""
-    edits = value.get("edits") or [] if isinstance(value, dict) else [None]
-    return isinstance(edits, list) and all(
-        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
-        for edit in edits
-    )
-
-
 def _without(refused: Mapping[str, Refusal], names: str) -> dict[str, Refusal]:
     return {name: each for name, each in refused.items() if name not in names.split()}
 
@@ -83,9 +86,8 @@ _ONE_MODEL = "Name the model in 'model'; each server has one, without adapters."
 _NO_CONVERSATIONS = "Send its items in 'input', or continue a response: 'previous_response_id'."
 _TEMPLATE = "Send it as 'chat_template_kwargs', where the model's template knows it."
 _BIAS = "Use 'logit_bias' to rule tokens in or out."
-_CONTEXT = "Only 'clear_thinking' edits are: thoughts are never part of the prompt."
-_CHAT = "Use /v1/chat/completions for conversations."
 _TOOLS = "Only tools that the client runs are supported: describe them in 'tools'."
+_CHAT = "Use /v1/chat/completions for conversations."
 
 STRUCTURED = refusals(
     "structural_tag regex ebnf grammar json_schema grammar_triggers format", _FORMAT
@@ -172,19 +174,18 @@ _OPENAI = KnownFields(
         access_programs background_options image guided_decoding_backend
         guided_whitespace_pattern
     """),
-    ignored=names_of("reasoning_effort reasoning verbosity"),
+    ignored=names_of("reasoning_effort reasoning verbosity context_management"),
     refused={
         **_EXTENSIONS,
         **refusals("modalities", "Only text is supported.", unless=one_of([], ["text"])),
         **refusals("audio", "Only text is supported."),
         **refusals("function_call", "Use 'tool_choice'.", unless=one_of("none", "auto")),
         **refusals("functions", "Use 'tools' instead."),
-        **refusals("web_search_options", _TOOLS),
+        **refusals("web_search_options", _TOOLS, is_lenient=True),
         **refusals("moderation", "Nothing is moderated here."),
         **refusals("previous_response_id", "Use /v1/responses, which has it."),
         **refusals("conversation", _NO_CONVERSATIONS),
         **refusals("background", "Ask for a stream and read it to its end."),
-        **refusals("context_management", "Shorten the conversation before it is sent."),
         **refusals("include", "Log-probabilities are told by the other endpoints."),
         **refusals("suffix", "Put what follows into the prompt, as the model was trained for it."),
     },
@@ -237,17 +238,16 @@ MESSAGES = KnownFields(
         metadata service_tier inference_geo speed user_profile_id workspace_id betas billing_policy
         fallbacks fallback_credit_token user
     """),
-    ignored=names_of("thinking"),
+    ignored=names_of("thinking context_management"),
     refused={
         **_without(_EXTENSIONS, "thinking system"),
-        **refusals("output_format response_format", _OUTPUT_CONFIG, unless=is_plain_text),
+        **refusals("response_format", _OUTPUT_CONFIG, unless=is_plain_text),
         **refusals(
             "structured_outputs guided_json guided_regex guided_choice guided_grammar",
             _OUTPUT_CONFIG,
         ),
-        **refusals("container mcp_servers", _TOOLS),
+        **refusals("container mcp_servers", _TOOLS, is_lenient=True),
         **refusals("compaction", "Ask for a summary in a message instead."),
-        **refusals("context_management", _CONTEXT, unless=only_clears_thinking),
         **refusals("thread", "Nothing is stored here: send the whole conversation in 'messages'."),
         **refusals("stop", "Use 'stop_sequences' instead."),
         **refusals("max_completion_tokens", "Use 'max_tokens' instead.", unless=never),
@@ -287,10 +287,4 @@ CHAT_MESSAGE: dict[str, Refusal] = {
 }
 RESPONSE_PART = refusals("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
 TOOL_RESULT_PART = refusals("cache_control", "Mark the whole result instead.")
-BLOCK: dict[str, Refusal] = {
-    **refusals("thinking.cache_control redacted_thinking.cache_control"),
-    **refusals(
-        "document.citations", "Ask for quotations in the prompt.", unless=one_of({"enabled": False})
-    ),
-}
-CUSTOM_TOOL = refusals("input_examples", "Put the examples into 'description'.")
+BLOCK = refusals("thinking.cache_control redacted_thinking.cache_control")

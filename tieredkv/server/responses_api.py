@@ -13,12 +13,20 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_serializer
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_serializer,
+)
 
 from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, list_of, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
+from tieredkv.server import hosted
 from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
@@ -131,6 +139,25 @@ class Thoughts(_Known):
         return "".join(text for text in texts if isinstance(text, str))
 
 
+class HostedItem(Object):
+    """What a provider's servers have done, or what only they could do."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: hosted.ItemType
+
+    def __str__(self) -> str:
+        return hosted.note(self.model_dump())
+
+
+class AdditionalTools(_Known):
+    """Tools that may be called beside those of the request."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"] = "developer"
+    tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
+
+
 class _Typed(Object):
     """The type of an input item, which decides how the item is read."""
 
@@ -141,23 +168,35 @@ class _Typed(Object):
         "custom_tool_call",
         "custom_tool_call_output",
         "reasoning",
+        "additional_tools",
+        hosted.ItemType,
     ] = "message"
 
 
-Item = InputMessage | FunctionCall | CustomCall | FunctionOutput | Thoughts
-_ITEMS: dict[str, type[Item]] = {
+Item = (
+    InputMessage
+    | FunctionCall
+    | CustomCall
+    | FunctionOutput
+    | Thoughts
+    | AdditionalTools
+    | HostedItem
+)
+_ITEMS: dict[str, type[Any]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionOutput,
     "custom_tool_call": CustomCall,
     "custom_tool_call_output": FunctionOutput,
     "reasoning": Thoughts,
+    "additional_tools": AdditionalTools,
 }
 
 
 def _read_item(value: Any, info: ValidationInfo) -> Item:
-    kind = _ITEMS[_Typed.model_validate(value).type]
-    return kind.model_validate(value, context=info.context)
+    kind = _ITEMS.get(_Typed.model_validate(value).type, HostedItem)
+    item: Item = kind.model_validate(value, context=info.context)
+    return item
 
 
 Input = Annotated[
@@ -291,6 +330,10 @@ class ResponsesRequest(openai.ConversationRequest):
                     turns.append((f"{path}.output", tool))
                 case InputMessage():
                     turns.append((f"{path}.content", _with(item, thoughts)))
+                case HostedItem():
+                    part = ContentPart(type="text", text=str(item))
+                    message = Message(role="assistant", content=[part], tool_calls=[])
+                    turns.append((path, _with(message, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
         return turns
 
@@ -312,21 +355,27 @@ class ResponsesRequest(openai.ConversationRequest):
     @cached_property
     def offered(self) -> dict[str, Offered]:
         """The tools that the model is told of, by the names that it knows them by."""
-        return offered(self.tools)
+        return offered(self.all_tools)
+
+    @property
+    def all_tools(self) -> Sequence[Tool]:
+        """The tools of the request, and those that its items bring."""
+        items = (it for it in (*self._earlier, *self.input) if isinstance(it, AdditionalTools))
+        return [*self.tools, *itertools.chain.from_iterable(it.tools for it in items)]
 
     def check(self, rules: Rules) -> None:
         """Refuse fields that contradict each other or that this server does not support."""
-        if rules.is_strict and (kinds := left_out(self.tools)):
+        if rules.is_strict and (kinds := left_out(self.all_tools)):
             what = f"'{kinds[0]}' tools are not supported. Only tools that the client runs are."
             raise RequestError(what, param="tools", code="unsupported_parameter")
-        offered(self.tools)  # refuses two tools of one name
+        offered(self.all_tools)  # refuses two tools of one name
         super().check(rules)
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         functions = [tool.function for tool in self.offered.values()]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        tell_left_out(left_out(self.tools))
+        tell_left_out(left_out(self.all_tools))
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
@@ -343,7 +392,7 @@ class ResponsesRequest(openai.ConversationRequest):
         told = self.model_dump(mode="json", include=set(names.split()))
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
-        if kinds := left_out(self.tools):
+        if kinds := left_out(self.all_tools):
             told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
 
