@@ -188,7 +188,8 @@ class Server:
         try:
             await engine.ready()
             tokenizer = await loading
-            family = self._family(str(tokenizer.chat_template or ""))
+            own = getattr(tokenizer, "response_template", None)
+            family = self._family(str(tokenizer.chat_template or ""), own)
             what = f"the `{family.name}` family writes them" if family else "nothing but text"
             logger.info("calls of tools and thoughts in answers are read as %s", what)
             return Tokenization(
@@ -201,11 +202,11 @@ class Server:
         finally:
             loading.cancel()
 
-    def _family(self, chat_template: str) -> Family | None:
-        """Return how the model writes messages, by the settings and its chat template."""
+    def _family(self, chat_template: str, response_template: Any = None) -> Family | None:
+        """Return how the model writes messages, by the settings and the templates it came with."""
         named = {"tool_parser": self.settings.tool_parser}
         named["reasoning_parser"] = self.settings.reasoning_parser
-        return choose(chat_template, **named)
+        return choose(chat_template, response_template, **named)
 
     async def _serve(self, sock: socket.socket, api: Api, engine: EngineClient) -> None:
         """Answer requests until a signal comes."""
