@@ -10,7 +10,8 @@ import pytest
 
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.errors import RequestError
-from tieredkv.server.chat import TOOLS, Mark, Tokenization
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.threads import Stop, StoppedError
 
 LLAMA_3 = """{{ '<|bos|>' }}{% if tools %}{{ 'system' }}{% for t in tools %}{{

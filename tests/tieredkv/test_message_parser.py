@@ -182,6 +182,13 @@ def test_both_forms_of_mistral_are_read() -> None:
     )
 
 
+def test_the_ids_that_a_model_writes_are_kept() -> None:
+    parser = MessageParser(families()["mistral"], "", TOOLS)
+    deltas = [*parser.feed(WRITTEN["mistral"]), *parser.finish()]
+    first, second = [it.call.id for it in deltas if it.call]
+    assert second == "a1" and len(first) == 24
+
+
 def test_an_answer_in_json_is_no_call() -> None:
     answer = '{"name": "Alice", "age": 3}'
     assert read("llama3", list(answer)) == ("", answer, [])

@@ -47,7 +47,8 @@ class Call(NamedTuple):
     """A call of a tool.
 
     Attributes:
-        id: by which its result refers to it; each API puts a word of its own before it.
+        id: by which its result refers to it: the model's own, or a random one. Each API puts a word
+            of its own before it.
         name: of the tool, as the model wrote it.
         arguments: a JSON object, as text.
     """
@@ -91,6 +92,7 @@ class Family:
     around: Sequence[str] = ("", "")
     between: str | None = None
     thinks: Sequence[str] = ()
+    call_ids: str = ""
     answers: str = ""
 
     def names(self, special: str) -> bool:
@@ -128,12 +130,12 @@ class Family:
 
     @property
     def _calls(self) -> dict[str, Any]:
-        name = "{name}" if "(?P<name>" in self.call else ""
+        name, id = (f"{{{it}}}" if f"(?P<{it}>" in self.call else "" for it in ("name", "id"))
         field: dict[str, Any] = {
             "open_pattern": rf"(?P<opened>\s{{0,16}}(?:{self.call}))",
             "repeats": True,
             "content": "text",
-            "transform": {"opened": "{opened}", "name": name},
+            "transform": {"opened": "{opened}", "name": name, "id": id},
         }
         if self.call_end:
             field["close"] = list(self.call_end)
@@ -335,7 +337,8 @@ class MessageParser:
         self._begin()
         if calls:
             for name, arguments in calls:
-                yield Delta(call=Call(uuid.uuid4().hex[:24], name, arguments))
+                id = value["id"] or uuid.uuid4().hex[:24]
+                yield Delta(call=Call(id, name, arguments))
             return
         self._is_beside = False
         closed = self._family.call_end[0] if self._family.call_end and not is_end else ""

@@ -34,7 +34,8 @@ from tieredkv.fields import (
     shape_of,
 )
 from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Rules, Text
-from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.chat import Prompt, Tokenization
+from tieredkv.server.histories import Mark
 from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
 from tieredkv.server.structure import Format, as_grammar

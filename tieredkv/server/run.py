@@ -192,13 +192,15 @@ class Server:
             family = self._family(str(tokenizer.chat_template or ""), own)
             what = f"the `{family.name}` family writes them" if family else "nothing but text"
             logger.info("calls of tools and thoughts in answers are read as %s", what)
-            return Tokenization(
+            tokenization = Tokenization(
                 tokenizer,
                 family=family,
                 has_canonical_tools=self.settings.canonical_tools == "on",
                 allows_special=self.settings.allow_special_in_content == "on",
                 max_model_len=engine.info.max_model_len,
             )
+            await asyncio.to_thread(tokenization.try_template)
+            return tokenization
         finally:
             loading.cancel()
 
