@@ -73,6 +73,22 @@ WRITTEN = {
         f"<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
+    "kimi-k2": (
+        "<think>Hmm.</think>Let me see.<|tool_calls_section_begin|><|tool_call_begin|>"
+        f"functions.get_weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    ),
+    "minimax-m2": (
+        '<think>\nHmm.\n</think>\n\nLet me see.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Zürich "x" </b></parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+    ),
+    "seed-oss": (
+        "<seed:think>Hmm.</seed:think>\nLet me see.\n\n<seed:tool_call>\n<function=get_weather>\n"
+        '<parameter=city>Zürich "x" </b></parameter>\n<parameter=days>3</parameter>\n</function>\n'
+        "</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+    ),
     "llama3": (
         f'{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}'
     ),

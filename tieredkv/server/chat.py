@@ -20,6 +20,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
@@ -95,6 +96,7 @@ class Tokenization:
             instead of as text.
         max_model_len: the longest prompt; encoding stops as soon as a prompt is known to be longer.
         family: how the model writes messages; None if that is not known.
+        template_arguments: for the chat template, where a conversation brings none of that name.
 
     Attributes:
         tokenizer, family: as given.
@@ -108,8 +110,10 @@ class Tokenization:
         allows_special: bool = False,
         max_model_len: int | None = None,
         family: Family | None = None,
+        template_arguments: Arguments = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
+        self._template_arguments = template_arguments
         self.family = family
         added = tokenizer.added_tokens_decoder.items()
         names = {id: str(token) for id, token in added if token.special}
@@ -206,7 +210,7 @@ class Tokenization:
             raise RequestError(text, param="messages", code="chat_template_missing")
         signs = Signs()
         try:
-            arguments = self._printed(arguments)
+            arguments = self._printed({**self._template_arguments, **arguments})
             given, form = messages, self.form(arguments)
             messages, marks = form.shaped(messages, marks, self.family)
             if continues_last:
@@ -447,7 +451,10 @@ class Tokenization:
         return {**arguments, "tools": json.loads(json.dumps(arguments["tools"], sort_keys=True))}
 
     def _find_form(self, template: ChatTemplate) -> Form:
-        variables = variables_of(self.tokenizer, {"tools": [TOOL]})
+        own = {**self._template_arguments, "tools": [TOOL]}
+        variables = variables_of(self.tokenizer, own)
+        for name in self._template_arguments.keys() - template.variables:
+            logger.warning("the chat template does not read `%s` of `chat_template_kwargs`", name)
 
         def render(messages: list[dict[str, Any]]) -> str:
             return template.render(Stop(), messages=messages, **variables)

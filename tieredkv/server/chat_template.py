@@ -4,11 +4,13 @@ This module uses Jinja and the functions that transformers provides to templates
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
@@ -37,6 +39,10 @@ _LOOKING = frozenset(
     {"endswith", "find", "index", "partition", "rpartition", "rsplit", "split", "startswith"}
 )
 """Methods of texts by which templates look for another text."""
+
+
+RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+"""The names of the tokenizer's own parameters, which may not be set as arguments of a template."""
 
 
 class _Spent(threading.local):
@@ -101,6 +107,7 @@ class ChatTemplate:
     Attributes:
         looked_for: constants that the template searches texts for, such as `</think>`.
         names: of the attributes that it reads with a dot, such as `thinking`.
+        variables: that it reads, such as `messages` and `enable_thinking`.
     """
 
     def __init__(self, source: str) -> None:
@@ -128,6 +135,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         self.looked_for = frozenset(_looked_for(tree))
         self.names = frozenset(each.attr for each in tree.find_all(nodes.Getattr))
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
 
     def render(self, stop: Stop, **variables: Any) -> str:
         """Return the rendered text.

@@ -34,6 +34,7 @@ _SAMPLE_TOOLS: Any = [{"type": "function", "function": {"name": "look"}}]
 _SAMPLE_ARGUMENTS = {
     "json": '{"at": "x"}',
     "qwen_xml": "<parameter=at>\nx\n</parameter>",
+    "minimax_xml": '<parameter name="at">x</parameter>',
     "glm_xml": "\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>",
 }
 """The same arguments in each style."""
@@ -88,7 +89,7 @@ class Family:
     skip: str = ""
     opens: str = ""
     writes: str = ""
-    style: Literal["json", "qwen_xml", "glm_xml"] = "json"
+    style: Literal["json", "qwen_xml", "minimax_xml", "glm_xml"] = "json"
     around: Sequence[str] = ("", "")
     between: str | None = None
     thinks: Sequence[str] = ()

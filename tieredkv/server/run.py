@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.chat_template import RESERVED
 from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_connections
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
@@ -119,6 +121,7 @@ class Server:
         """
         self.settings.check_server()
         self._family("")  # a name that is not known is refused at once
+        self._template_arguments()
         bound_arenas()
         with bind(self.settings, allows_open_access=self.allows_open_access) as sock:
             local = is_local(sock.getsockname())
@@ -198,11 +201,23 @@ class Server:
                 has_canonical_tools=self.settings.canonical_tools == "on",
                 allows_special=self.settings.allow_special_in_content == "on",
                 max_model_len=engine.info.max_model_len,
+                template_arguments=self._template_arguments(),
             )
             await asyncio.to_thread(tokenization.try_template)
             return tokenization
         finally:
             loading.cancel()
+
+    def _template_arguments(self) -> dict[str, Any]:
+        """Return the settings' arguments for the chat template.
+
+        Raises:
+            ConfigError: one of them has the name of a parameter of the tokenizer.
+        """
+        arguments: dict[str, Any] = json.loads(self.settings.chat_template_kwargs)
+        if reserved := sorted(arguments.keys() & RESERVED):
+            raise ConfigError(f"`chat_template_kwargs` may not set `{reserved[0]}`")
+        return arguments
 
     def _family(self, chat_template: str, response_template: Any = None) -> Family | None:
         """Return how the model writes messages, by the settings and the templates it came with."""
