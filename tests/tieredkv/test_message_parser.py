@@ -232,6 +232,16 @@ def test_a_message_that_the_prompt_begins_goes_on(family: str) -> None:
         assert more[2] or at > written.rindex("now"), "a call that was begun"
 
 
+@pytest.mark.parametrize("family", [name for name, it in families().items() if it.resumes])
+def test_an_answer_to_results_begins_behind_them(family: str) -> None:
+    it, call = families()[family], WRITTEN.get(family, WRITTEN["mistral"])
+    for resumes in it.resumes:
+        prompt = f"{it.start}{call}</s>A result.{resumes}"
+        assert it.begun(prompt) == it.start
+        assert read(family, ["It is cold."], prompt) == ("", "It is cold.", [])
+        assert read(family, list(call), prompt) == read(family, [call], it.start)
+
+
 @pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("tools", [TOOLS, ()])
 def test_text_that_the_prompt_begins_is_continued_to_the_letter(family: str, tools: Any) -> None:

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 CACHED_TOKENS = 65_536
 
 Prompt = str | list[int]
+MAX_TRIAL_ROUNDS = 10_000
+"""How many rounds of loops a template may take for a conversation of a few words."""
+
 MAX_RENDERINGS = 100
 MAX_RENDERED_CHARACTERS = 1 << 24
 """Limits on finding marks by one more rendering each: how many renderings there may be, and how
@@ -457,7 +460,7 @@ class Tokenization:
             logger.warning("the chat template does not read `%s` of `chat_template_kwargs`", name)
 
         def render(messages: list[dict[str, Any]]) -> str:
-            return template.render(Stop(), messages=messages, **variables)
+            return template.render(Stop(), MAX_TRIAL_ROUNDS, messages=messages, **variables)
 
         form = find_form(render, template.names, self.family)
         if form != PLAIN:

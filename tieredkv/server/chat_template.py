@@ -137,14 +137,19 @@ class ChatTemplate:
         self.names = frozenset(each.attr for each in tree.find_all(nodes.Getattr))
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
 
-    def render(self, stop: Stop, **variables: Any) -> str:
+    def render(self, stop: Stop, max_rounds: int = MAX_ROUNDS, **variables: Any) -> str:
         """Return the rendered text.
+
+        Args:
+            stop: is set once the text is no longer wanted.
+            max_rounds: how many rounds of loops it may take, up to `MAX_ROUNDS`.
+            variables: for the template.
 
         Raises:
             RequestError: the template refuses the messages, cannot render them, or breaks a limit.
             StoppedError: the text is no longer wanted.
         """
-        _spent.num_rounds, _spent.stop = 0, stop
+        _spent.num_rounds, _spent.stop = MAX_ROUNDS - max_rounds, stop
         texts, length = list[str](), 0
         try:
             for text in self._template.generate(**variables):

@@ -262,6 +262,8 @@ def find_form(render: Render, names: frozenset[str], family: Family | None = Non
     if "thinking" in names and "reasoning_content" not in names:
         form = form._replace(thoughts="thinking")
     form = first(form, [form._replace(has_parts=True)], [_ASKED], "Pry4asked")
+    if not is_whole(form, [_ASKED], "Pry4asked"):
+        return form
     called = [_ASKED, _calling(0), _result(0)]
     forms = [
         form._replace(arguments=arguments, is_blank_none=is_blank_none)

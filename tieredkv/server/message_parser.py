@@ -78,6 +78,7 @@ class Family:
 
     name: str
     start: str
+    resumes: Sequence[str] = ()
     detect: Sequence[str] = ()
     thoughts: Sequence[str] = ()
     call: str = ""
@@ -106,15 +107,18 @@ class Family:
 
         Long white space is shortened, because looking through it takes long.
         """
-        _, start, begun = prompt.rpartition(self.start)
-        begun = re.sub(r"(\s{16})\s+", r"\1", begun)
+        starts = (self.start, *self.resumes)
+        place = max((prompt.rfind(it) + len(it) for it in starts if it in prompt), default=None)
+        if place is None:
+            return ""
+        begun = re.sub(r"(\s{16})\s+", r"\1", prompt[place:])
         at, opened = len(begun) - MAX_BEGUN_CHARACTERS, ""
         if at > 0 and self.thoughts:
             opening, closing = self.thoughts
             for found in re.finditer(f"(?P<opened>{opening})|{closing}", begun):
                 if found.start() < at:
                     at, opened = max(at, found.end()), found["opened"] or ""
-        return start + opened + begun[max(at, 0) :] if start else ""
+        return self.start + opened + begun[max(at, 0) :]
 
     def template(self, *, has_tools: bool) -> dict[str, Any]:
         """Return the response template, as transformers takes it; without tools it has no calls."""
