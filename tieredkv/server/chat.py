@@ -32,9 +32,10 @@ from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of
+from tieredkv.server.encoding import Encoding
 from tieredkv.server.histories import TOOL, TOOLS, Form, Mark, Messages, find_form
 from tieredkv.server.message_parser import Family, Tools
-from tieredkv.server.pieces import Encoding, PieceEncoder, TooLongError, Trie
+from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
 from tieredkv.server.remembered import Memory, Place, Writing
 from tieredkv.server.reply import Reading
 from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign
