@@ -180,6 +180,14 @@ def test_long_white_space_between_parts_is_left_out(blank: str) -> None:
         assert read("hermes", pieces) == ("", written.format("[1]"), []), "a malformed call"
 
 
+@pytest.mark.parametrize("tag", ["<parameter=a>", "<parameter=", "</parameter>", "<parameter=a>\n"])
+def test_many_tags_that_are_not_closed_are_text(tag: str) -> None:
+    text = f"<tool_call>\n<function=now>{tag * 50_000}</function>"
+    assert read("qwen3-coder", [text]) == ("", text, [])
+    glm = "<tool_call>now" + "<arg_key>a" * 50_000 + "</tool_call>"
+    assert read("glm", [glm]) == ("", glm, [])
+
+
 def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
     written = '<tool_call>{"name": "other", "arguments": {"b": "1", "a": null}}</tool_call>'
     assert read("hermes", [written]) == ("", "", [("other", {"b": "1", "a": None})])
