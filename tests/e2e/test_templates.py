@@ -13,7 +13,8 @@ from tests.tieredkv.test_response_templates import JSON_CALLS
 
 TEMPLATE = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
 {{- raise_exception('A system message comes first') }}{% endif %}{{ mood }}{{ m.content }}
-{%- for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"""
+{%- for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}
+{%- endfor %}"""
 
 
 def checkpoint(folder: Path, response_template: Any) -> str:

@@ -6,6 +6,7 @@ This module uses Jinja and the functions that transformers provides to templates
 import functools
 import inspect
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -160,12 +161,19 @@ class ChatTemplate:
             why = f"exceeds a limit of its sandbox: {str(error) or type(error).__name__}"
         except jinja2.TemplateError as error:
             why = f"refuses these messages: {error.message or type(error).__name__}"
-        except _FAULTS:
-            why = "cannot render these messages."
+        except _FAULTS as error:
+            why = f"cannot render these messages: {_fault(error)}."
         else:
             return "".join(texts)
         what = f"The model's chat template {why}"
         raise RequestError(what, param="messages", code="invalid_value")
+
+
+def _fault(error: Exception) -> str:
+    """Return the kind of an error and the line of the template, but none of a client's text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return type(error).__name__ + (f" in line {lines[-1]}" if lines else "")
 
 
 def _looked_for(tree: nodes.Template) -> list[str]:
