@@ -6,6 +6,7 @@ is made. Values found at run time, such as the number of blocks, are kept elsewh
 """
 
 import difflib
+import json
 import math
 import os
 import re
@@ -28,6 +29,7 @@ CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
 
 Bytes = Annotated[int, "bytes"]
 Seconds = Annotated[float, "seconds"]
+TemplateArguments = Annotated[str, "arguments of a chat template, as a JSON object"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
@@ -222,6 +224,11 @@ class Settings:
         "Whether special tokens spelled out in messages count as these tokens. Otherwise they are "
         "text.",
     )
+    chat_template_kwargs: TemplateArguments = _server(
+        "{}",
+        "Arguments for the chat template in every conversation, such as `enable_thinking`. A "
+        "request's own `chat_template_kwargs` take precedence.",
+    )
     tool_parser: str = _server(
         "auto",
         "How the model writes calls of tools: a family of models, `none`, or `auto` by its chat "
@@ -305,6 +312,7 @@ class Settings:
         if not (sum(shares) <= 1 and min(shares, default=0) >= 0):
             what = "at least 0 each and at most 1 in all"
             raise ConfigError(f"`tenant_shares` = {shares} must be {what}")
+        _parse_template_arguments(self.chat_template_kwargs)
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:
@@ -512,6 +520,23 @@ def _parse_texts(value: object) -> tuple[str, ...]:
     return tuple(part.strip() for part in _plain(list[str], "a list of texts")(parts))
 
 
+def _parse_template_arguments(value: object) -> str:
+    """Return arguments for a chat template, from a table or JSON text, as JSON text."""
+    try:
+        table = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        example = 'a table of names and values, such as {"enable_thinking": false}'
+        raise ConfigError(f"`{value}` is not {example}")
+    for name, each in table.items():
+        if not isinstance(each, str | int | float) or not math.isfinite(
+            0 if isinstance(each, str) else each
+        ):
+            raise ConfigError(f"the value of `{name}` must be a text, a number, true or false")
+    return json.dumps(table, ensure_ascii=False)
+
+
 class Kind(NamedTuple):
     """How values of a setting are read, and how they are shown and described to people."""
 
@@ -532,6 +557,7 @@ _SIZE = Kind(parse_bytes, format_bytes, "SIZE", "64GiB")
 _TEXT = Kind(_plain(str, "a text"), str, "TEXT")
 _INTEGER = Kind(_plain(int, "a whole number"), str, "NUMBER")
 _KINDS = {
+    TemplateArguments: Kind(_parse_template_arguments, str, "JSON", '{"enable_thinking": false}'),
     Bytes: _SIZE,
     Bytes | None: _SIZE,
     Seconds: Kind(parse_duration, format_duration, "DURATION", "2m"),

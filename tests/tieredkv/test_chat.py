@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
-from tieredkv.errors import RequestError
-from tieredkv.server.chat import TOOLS, Mark, Tokenization
+from tieredkv.errors import ConfigError, RequestError
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.histories import TOOLS, Mark
+from tieredkv.server.run import Server
 from tieredkv.server.threads import Stop, StoppedError
 
 LLAMA_3 = """{{ '<|bos|>' }}{% if tools %}{{ 'system' }}{% for t in tools %}{{
@@ -131,6 +134,27 @@ def test_a_text_may_hold_the_characters_used_as_signs(tokenization: Tokenization
     messages = [{"role": "user", "content": ["a\U000f0000", "b"]}, TALK[3]]
     first, _ = heads(tokenization, [(0, 0), (1, 0)], messages)
     assert first.endswith("a\U000f0000")
+
+
+def test_arguments_of_the_server_reach_the_template_unless_a_request_has_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = load_tokenizer("tiny-random")
+    tokenizer.chat_template = "{{ mood }}{{ 'ON' if thinks }}" + LENGTHS
+    own = {"mood": "calm", "thinks": True, "nosuch": 1}
+    tokenization = Tokenization(tokenizer, template_arguments=own)
+    tokenization.try_template()
+    assert "the chat template does not read `nosuch`" in caplog.text
+    assert "`mood`" not in caplog.text
+    assert tokenization.encode_chat(TALK, {}).text.startswith("calmON<")
+    assert tokenization.encode_chat(TALK, {"thinks": False}).text.startswith("calm<")
+
+
+def test_an_argument_that_is_the_tokenizers_own_is_refused_at_the_start() -> None:
+    settings = Settings(model="tiny-random", chat_template_kwargs='{"tools": "x"}')
+    server = Server(settings=settings, on_progress=lambda *_: None, on_ready=lambda *_: None)
+    with pytest.raises(ConfigError, match="`chat_template_kwargs` may not set `tools`"):
+        server.serve()
 
 
 def test_canonical_tools_give_equal_tokens() -> None:

@@ -1,6 +1,7 @@
 """Settings: their sources and precedence, how values are read, and what is refused."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "max_body_size": 5 << 20,
         "canonical_tools": "on",
         "allow_special_in_content": "on",
+        "chat_template_kwargs": '{"enable_thinking": false}',
         "tool_parser": "hermes",
         "reasoning_parser": "none",
         "drop_billing_header": "off",
@@ -205,6 +207,23 @@ def test_keys_are_a_list_or_a_text_with_commas(load_toml: Load) -> None:
     assert from_arguments(api_keys=["a", "b"]).api_keys == ("a", "b")
     assert load_toml("[server]\napi_keys = ['a']").settings.api_keys == ("a",)
     assert load_toml("[server]\napi_keys = []").settings.api_keys == ()
+
+
+def test_arguments_of_the_chat_template_are_a_table_or_json(load_toml: Load) -> None:
+    text = '{"clear_thinking": false, "effort": "high"}'
+    table = "[server]\nchat_template_kwargs = {clear_thinking = false, effort = 'high'}"
+    assert load_toml(table).settings.chat_template_kwargs == text
+    assert from_arguments(chat_template_kwargs=text).chat_template_kwargs == text
+    assert from_arguments(chat_template_kwargs=json.loads(text)).chat_template_kwargs == text
+    assert from_environment(TIEREDKV_CHAT_TEMPLATE_KWARGS=text).chat_template_kwargs == text
+    for wrong in ("x", "[1]", 5, "[" * 100_000):
+        with pytest.raises(ConfigError, match="is not a table of names and values"):
+            from_arguments(chat_template_kwargs=wrong)
+    for value in ("[1]", "null", "NaN"):
+        with pytest.raises(ConfigError, match="the value of `a` must be a text, a number, true or"):
+            from_arguments(chat_template_kwargs=f'{{"a": {value}}}')
+    with pytest.raises(ConfigError, match="`x` is not a table"):
+        Settings(chat_template_kwargs="x")
 
 
 @pytest.mark.parametrize("keys", ["", ",", "a,,b", ["a", " "], ("",)], ids=repr)

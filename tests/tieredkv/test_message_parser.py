@@ -73,6 +73,22 @@ WRITTEN = {
         f"<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
+    "kimi-k2": (
+        "<think>Hmm.</think>Let me see.<|tool_calls_section_begin|><|tool_call_begin|>"
+        f"functions.get_weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    ),
+    "minimax-m2": (
+        '<think>\nHmm.\n</think>\n\nLet me see.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Zürich "x" </b></parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+    ),
+    "seed-oss": (
+        "<seed:think>Hmm.</seed:think>\nLet me see.\n\n<seed:tool_call>\n<function=get_weather>\n"
+        '<parameter=city>Zürich "x" </b></parameter>\n<parameter=days>3</parameter>\n</function>\n'
+        "</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+    ),
     "llama3": (
         f'{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}'
     ),
@@ -141,11 +157,12 @@ def test_a_malformed_call_is_text_as_the_model_wrote_it(text: str) -> None:
 
 
 @pytest.mark.parametrize("family", families())
-def test_patterns_bound_white_space(family: str) -> None:
+def test_patterns_bound_what_they_repeat(family: str) -> None:
     it = families()[family]
     fields = it.template(has_tools=True)["fields"].values()
     patterns = [each for field in fields for name, each in field.items() if "pattern" in name]
-    assert not [each for each in [*patterns, it.tag] if re.search(r"\\s[*+]", each)]
+    tag = it.tag.replace("(?P<value>.*?)", "")
+    assert not [each for each in [*patterns, tag] if re.search(r"(?<!\\)[*+]", each)]
 
 
 @pytest.mark.parametrize("family", families())
@@ -164,6 +181,14 @@ def test_long_white_space_between_parts_is_left_out(blank: str) -> None:
         assert read("hermes", pieces) == ("", written.format("[1]"), []), "a malformed call"
 
 
+@pytest.mark.parametrize("tag", ["<parameter=a>", "<parameter=", "</parameter>", "<parameter=a>\n"])
+def test_many_tags_that_are_not_closed_are_text(tag: str) -> None:
+    text = f"<tool_call>\n<function=now>{tag * 50_000}</function>"
+    assert read("qwen3-coder", [text]) == ("", text, [])
+    glm = "<tool_call>now" + "<arg_key>a" * 50_000 + "</tool_call>"
+    assert read("glm", [glm]) == ("", glm, [])
+
+
 def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
     written = '<tool_call>{"name": "other", "arguments": {"b": "1", "a": null}}</tool_call>'
     assert read("hermes", [written]) == ("", "", [("other", {"b": "1", "a": None})])
@@ -180,6 +205,13 @@ def test_both_forms_of_mistral_are_read() -> None:
         "",
         [("get_weather", GIVEN), ("now", {})],
     )
+
+
+def test_the_ids_that_a_model_writes_are_kept() -> None:
+    parser = MessageParser(families()["mistral"], "", TOOLS)
+    deltas = [*parser.feed(WRITTEN["mistral"]), *parser.finish()]
+    first, second = [it.call.id for it in deltas if it.call]
+    assert second == "a1" and len(first) == 24
 
 
 def test_an_answer_in_json_is_no_call() -> None:
@@ -207,6 +239,16 @@ def test_a_message_that_the_prompt_begins_goes_on(family: str) -> None:
         assert thoughts.endswith(more[0]) and text.endswith(more[1])
         assert more[2] == calls[len(calls) - len(more[2]) :]
         assert more[2] or at > written.rindex("now"), "a call that was begun"
+
+
+@pytest.mark.parametrize("family", [name for name, it in families().items() if it.resumes])
+def test_an_answer_to_results_begins_behind_them(family: str) -> None:
+    it, call = families()[family], WRITTEN.get(family, WRITTEN["mistral"])
+    for resumes in it.resumes:
+        prompt = f"{it.start}{call}</s>A result.{resumes}"
+        assert it.begun(prompt) == it.start
+        assert read(family, ["It is cold."], prompt) == ("", "It is cold.", [])
+        assert read(family, list(call), prompt) == read(family, [call], it.start)
 
 
 @pytest.mark.parametrize("family", families())

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieredkv.errors import RequestError
-from tieredkv.server.chat import TOOLS, Tokenization
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.histories import TOOLS
 from tieredkv.server.pieces import PieceEncoder
 
 

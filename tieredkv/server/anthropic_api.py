@@ -32,7 +32,8 @@ from tieredkv.server.asked import (
     Text,
     tell_left_out,
 )
-from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
+from tieredkv.server.chat import Encoded, Tokenization
+from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format

@@ -16,10 +16,11 @@ import copy
 import functools
 import itertools
 import json
+import logging
 import re
-import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jinja2
@@ -31,33 +32,33 @@ from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
 from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of
+from tieredkv.server.encoding import Encoding
+from tieredkv.server.histories import TOOL, TOOLS, Form, Mark, Messages, find_form
 from tieredkv.server.message_parser import Family, Tools
-from tieredkv.server.pieces import Encoding, PieceEncoder, TooLongError, Trie
+from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
 from tieredkv.server.remembered import Memory, Place, Writing
 from tieredkv.server.reply import Reading
+from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign
 from tieredkv.server.threads import Stop
+
+logger = logging.getLogger(__name__)
 
 CACHED_TOKENS = 65_536
 
 Prompt = str | list[int]
-TOOLS = -1
+MAX_TRIAL_ROUNDS = 10_000
+"""How many rounds of loops a template may take for a conversation of a few words."""
 
 MAX_RENDERINGS = 100
 MAX_RENDERED_CHARACTERS = 1 << 24
 """Limits on finding marks by one more rendering each: how many renderings there may be, and how
 many characters they may have together."""
 
-Mark = tuple[int, int]
-"""Marks the end of a part, by the indexes of its message and of the part in it, or the end of a
-tool, by `TOOLS` and the tool's index."""
-
-Messages = Sequence[Mapping[str, Any]]
-"""Messages as chat templates take them, except that `content` is a list of texts."""
-
 _BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 """The byte for each character that byte-level vocabularies write in its place."""
 
 Arguments = Mapping[str, Any]
+PLAIN = Form()
 
 
 class Token(NamedTuple):
@@ -90,40 +91,6 @@ class Encoded(NamedTuple):
     place: Place | None = None
 
 
-class Signs:
-    """Random numbers that are put into texts before rendering and found again after it.
-
-    Digits survive whatever a template does to a text: changing its case, stripping it, or printing
-    it as JSON.
-
-    Attributes:
-        guard: the number put into spellings of special tokens.
-    """
-
-    def __init__(self) -> None:
-        self.guard, self._mark = (str(10**19 + secrets.randbelow(9 * 10**19)) for _ in "ab")
-        self._marks = re.compile(self._mark + r"(\d{6})")
-
-    def mark(self, index: int) -> str:
-        """Return the sign of the mark with this index."""
-        return f"{self._mark}{index:06d}"
-
-    def take_out_guards(self, text: str) -> tuple[str, list[int]]:
-        """Return a text without guards, and where they were."""
-        parts = text.split(self.guard)
-        return "".join(parts), [*itertools.accumulate(map(len, parts[:-1]))]
-
-    def take_out_marks(self, text: str) -> tuple[str, dict[int, int]]:
-        """Return a text without marks, and where each of them was last."""
-        first, *others = self._marks.split(text)
-        parts, places, place = [first], dict[int, int](), len(first)
-        for index, part in zip(others[::2], others[1::2], strict=True):
-            places[int(index)] = place
-            parts.append(part)
-            place += len(part)
-        return "".join(parts), places
-
-
 class Tokenization:
     """The tokenizer of one checkpoint; several threads may use it.
 
@@ -133,6 +100,7 @@ class Tokenization:
             instead of as text.
         max_model_len: the longest prompt; encoding stops as soon as a prompt is known to be longer.
         family: how the model writes messages; None if that is not known.
+        template_arguments: for the chat template, where a conversation brings none of that name.
 
     Attributes:
         tokenizer, family: as given.
@@ -146,8 +114,10 @@ class Tokenization:
         allows_special: bool = False,
         max_model_len: int | None = None,
         family: Family | None = None,
+        template_arguments: Arguments = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
+        self._template_arguments = template_arguments
         self.family = family
         added = tokenizer.added_tokens_decoder.items()
         names = {id: str(token) for id, token in added if token.special}
@@ -167,6 +137,7 @@ class Tokenization:
         self._namespace: object = ""
         self._stop = Stop()
         self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
+        self._form_of = functools.lru_cache(4)(self._find_form)
 
     def of(
         self, namespace: object, stop: Stop | None = None, memory: Memory | None = None
@@ -243,8 +214,9 @@ class Tokenization:
             raise RequestError(text, param="messages", code="chat_template_missing")
         signs = Signs()
         try:
-            arguments = self._printed(arguments)
-            messages = self._with_thinking(messages, arguments)
+            arguments = self._printed({**self._template_arguments, **arguments})
+            given, form = messages, self.form(arguments)
+            messages, marks = form.shaped(messages, marks, self.family)
             if continues_last:
                 arguments = {**arguments, "add_generation_prompt": False}
             rendered, guarded = self._render_guarded(messages, arguments, signs)
@@ -266,7 +238,7 @@ class Tokenization:
         width = len(signs.guard)
         before = [guard + i * width for i, guard in enumerate(guards)]
         ends = encoding.ends(place - width * bisect_left(before, place) for place in places)
-        parts = parts_of(arguments.get("tools") or (), _joined(messages))
+        parts = parts_of(arguments.get("tools") or (), PLAIN.contents(given))
         return Encoded(encoding.ids, ends, parts, text, None if continues_last else place)
 
     def reading(self, encoded: Encoded, tools: Tools) -> Reading | None:
@@ -346,9 +318,9 @@ class Tokenization:
         rendered = self._render(*guarded)
         text, guards = signs.take_out_guards(rendered)
         controls = [] if self._allows_special else self._encoder.controls(text, guards)
-        fence = _fence(set(controls), signs.guard)
-        fenced = [{**_mapped(fence, each), "role": each["role"]} for each in guarded[0]]
-        others = fenced, {name: _mapped(fence, each) for name, each in guarded[1].items()}
+        fence = fencing(set(controls), signs.guard)
+        fenced = [{**mapped(fence, each), "role": each["role"]} for each in guarded[0]]
+        others = fenced, {name: mapped(fence, each) for name, each in guarded[1].items()}
         if others == guarded:
             return rendered, guarded
         rendered_again = self._render(*others)
@@ -386,7 +358,7 @@ class Tokenization:
         """
         looked_for = self._template(arguments).looked_for & {*self._encoder.special}
         of_clients, of_answers = (
-            functools.partial(_mapped, _guard(self._special_but(but), signs.guard))
+            functools.partial(mapped, guarding(self._special_but(but), signs.guard))
             for but in (frozenset[str](), looked_for)
         )
         guarded = []
@@ -438,7 +410,8 @@ class Tokenization:
         signed = []
         for i, message in enumerate(messages):
             parts = [
-                _sign(part, sign_of.get((i, j), "")) for j, part in enumerate(message["content"])
+                with_sign(part, sign_of.get((i, j), ""))
+                for j, part in enumerate(message["content"])
             ]
             signed.append({**message, "content": parts})
         rendered, places = signs.take_out_marks(self._render(signed, arguments))
@@ -473,28 +446,50 @@ class Tokenization:
     def _render(self, messages: Messages, arguments: Arguments) -> str:
         variables = variables_of(self.tokenizer, arguments)
         template = self._template(arguments)
-        return template.render(self._stop, messages=_joined(messages), **variables)
+        contents = self.form(arguments).contents(messages)
+        return template.render(self._stop, messages=contents, **variables)
 
     def _printed(self, arguments: Arguments) -> Arguments:
         if not (self._has_canonical_tools and arguments.get("tools")):
             return arguments
         return {**arguments, "tools": json.loads(json.dumps(arguments["tools"], sort_keys=True))}
 
-    def _with_thinking(self, messages: Messages, arguments: Arguments) -> Messages:
-        """Return messages with the thoughts before calls where gpt-oss's template expects them.
+    def _find_form(self, template: ChatTemplate) -> Form:
+        own = {**self._template_arguments, "tools": [TOOL]}
+        variables = variables_of(self.tokenizer, own)
+        for name in self._template_arguments.keys() - template.variables:
+            logger.warning("the chat template does not read `%s` of `chat_template_kwargs`", name)
 
-        It names them `thinking`, refuses them beside a text, and drops them once the model has
-        answered.
+        def render(messages: list[dict[str, Any]]) -> str:
+            return template.render(Stop(), MAX_TRIAL_ROUNDS, messages=messages, **variables)
+
+        form = find_form(render, template.names, self.family)
+        if form != PLAIN:
+            others = ", ".join(
+                f"{name}={value!r}"
+                for name, value in form._asdict().items()
+                if value != getattr(PLAIN, name)
+            )
+            logger.info("conversations are given to the chat template with %s", others)
+        return form
+
+    def try_template(self) -> None:
+        """Find out in which form the chat template takes conversations, with tools and without.
+
+        A template that cannot be used is told to whoever sends a conversation.
         """
-        names = self._template(arguments).names
-        if "thinking" not in names or "reasoning_content" in names:
-            return messages
-        return [
-            {**each, "thinking": each["reasoning_content"]}
-            if each.get("reasoning_content") and each.get("tool_calls") and not any(each["content"])
-            else each
-            for each in messages
-        ]
+        if self.tokenizer.chat_template:
+            for tools in (None, [TOOL]):
+                with contextlib.suppress(RequestError):
+                    self.form({"tools": tools})
+
+    def form(self, arguments: Arguments) -> Form:
+        """Return the form in which the chat template takes conversations.
+
+        Raises:
+            RequestError: the chat template cannot be used.
+        """
+        return self._form_of(self._template(arguments))
 
     def _decode_one(self, token_id: int) -> Token:
         text = str(self.tokenizer.decode([token_id]))
@@ -525,55 +520,3 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] |
         if plain and whole[start : start + len(plain)] == plain:
             return whole[:start], whole[start + len(plain) :]
     return None
-
-
-def _guard(special: Trie, guard: str) -> Callable[[str], str]:
-    """Return a function that puts a guard after the first letter of each special token."""
-
-    def put(text: str) -> str:
-        starts = [start + 1 for start, _ in special.find(text)]
-        spans = itertools.pairwise([0, *starts, len(text)])
-        return guard.join(text[a:b] for a, b in spans) if starts else text
-
-    return put
-
-
-def _fence(special: Collection[str], guard: str) -> Callable[[str], str]:
-    """Return a function that puts guards around a text that can be a part of a special token.
-
-    The guards are put inside of white space around the text, which templates often strip.
-    """
-    heads = tuple({token[:end] for token in special for end in range(1, len(token))})
-    tails = tuple({token[start:] for token in special for start in range(1, len(token))})
-
-    def put(text: str) -> str:
-        core = text.strip()
-        is_part = core and any(core in token for token in special)
-        if not (is_part or core.startswith(tails) or core.endswith(heads)):
-            return text
-        before, after = text.split(core, 1)
-        return f"{before}{guard}{core}{guard}{after}"
-
-    return put
-
-
-def _mapped(put: Callable[[str], str], value: Any) -> Any:
-    """Return a JSON value with every text replaced by what `put` makes of it."""
-    match value:
-        case str():
-            return put(value)
-        case Mapping():
-            return {_mapped(put, key): _mapped(put, each) for key, each in value.items()}
-        case list() | tuple():
-            return [_mapped(put, each) for each in value]
-    return value
-
-
-def _joined(messages: Messages) -> list[dict[str, Any]]:
-    return [{**message, "content": "\n".join(message["content"])} for message in messages]
-
-
-def _sign(part: str, sign: str) -> str:
-    """Return a part with a sign after its last character other than white space."""
-    length = len(part.rstrip())
-    return part[:length] + sign + part[length:] if length else part

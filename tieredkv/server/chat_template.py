@@ -4,11 +4,14 @@ This module uses Jinja and the functions that transformers provides to templates
 """
 
 import functools
+import inspect
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
@@ -37,6 +40,10 @@ _LOOKING = frozenset(
     {"endswith", "find", "index", "partition", "rpartition", "rsplit", "split", "startswith"}
 )
 """Methods of texts by which templates look for another text."""
+
+
+RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+"""The names of the tokenizer's own parameters, which may not be set as arguments of a template."""
 
 
 class _Spent(threading.local):
@@ -101,6 +108,7 @@ class ChatTemplate:
     Attributes:
         looked_for: constants that the template searches texts for, such as `</think>`.
         names: of the attributes that it reads with a dot, such as `thinking`.
+        variables: that it reads, such as `messages` and `enable_thinking`.
     """
 
     def __init__(self, source: str) -> None:
@@ -128,15 +136,21 @@ class ChatTemplate:
         tree = environment.parse(source)
         self.looked_for = frozenset(_looked_for(tree))
         self.names = frozenset(each.attr for each in tree.find_all(nodes.Getattr))
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
 
-    def render(self, stop: Stop, **variables: Any) -> str:
+    def render(self, stop: Stop, max_rounds: int = MAX_ROUNDS, **variables: Any) -> str:
         """Return the rendered text.
+
+        Args:
+            stop: is set once the text is no longer wanted.
+            max_rounds: how many rounds of loops it may take, up to `MAX_ROUNDS`.
+            variables: for the template.
 
         Raises:
             RequestError: the template refuses the messages, cannot render them, or breaks a limit.
             StoppedError: the text is no longer wanted.
         """
-        _spent.num_rounds, _spent.stop = 0, stop
+        _spent.num_rounds, _spent.stop = MAX_ROUNDS - max_rounds, stop
         texts, length = list[str](), 0
         try:
             for text in self._template.generate(**variables):
@@ -147,12 +161,19 @@ class ChatTemplate:
             why = f"exceeds a limit of its sandbox: {str(error) or type(error).__name__}"
         except jinja2.TemplateError as error:
             why = f"refuses these messages: {error.message or type(error).__name__}"
-        except _FAULTS:
-            why = "cannot render these messages."
+        except _FAULTS as error:
+            why = f"cannot render these messages: {_fault(error)}."
         else:
             return "".join(texts)
         what = f"The model's chat template {why}"
         raise RequestError(what, param="messages", code="invalid_value")
+
+
+def _fault(error: Exception) -> str:
+    """Return the kind of an error and the line of the template, but none of a client's text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return type(error).__name__ + (f" in line {lines[-1]}" if lines else "")
 
 
 def _looked_for(tree: nodes.Template) -> list[str]:

@@ -1,27 +1,43 @@
 """Turn what a model writes into the parts of a message: text, thoughts and calls of tools.
 
-Families of models write them in different ways, which `response_templates.toml` describes; the
-texts are taken apart by transformers' `ResponseParser`. A call is given out once it is complete.
-One that is malformed is text, with all that the model wrote around it. This module knows neither
-APIs nor tokens.
+Families of models write them in different ways, which `response_templates.toml` or a checkpoint's
+own response template describes; the texts are taken apart by transformers' `ResponseParser`. A call
+is given out once it is complete. One that is malformed is text, with all that the model wrote
+around it. This module knows neither APIs nor tokens.
 """
 
 import json
+import logging
 import re
 import tomllib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
+from tieredkv.server.response_templates import VALUE, family_of
+
+logger = logging.getLogger(__name__)
 
 MAX_BEGUN_CHARACTERS = 1024
 """How much is read of a message that an answer continues, beside the opening of its thoughts."""
+
+OWN = "response_template"
+"""The name of the family that a checkpoint's own response template describes."""
+
+_SAMPLE_TOOLS: Any = [{"type": "function", "function": {"name": "look"}}]
+_SAMPLE_ARGUMENTS = {
+    "json": '{"at": "x"}',
+    "qwen_xml": "<parameter=at>\nx\n</parameter>",
+    "minimax_xml": '<parameter name="at">x</parameter>',
+    "glm_xml": "\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>",
+}
+"""The same arguments in each style."""
 
 Event = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -32,7 +48,8 @@ class Call(NamedTuple):
     """A call of a tool.
 
     Attributes:
-        id: by which its result refers to it; each API puts a word of its own before it.
+        id: by which its result refers to it: the model's own, or a random one. Each API puts a word
+            of its own before it.
         name: of the tool, as the model wrote it.
         arguments: a JSON object, as text.
     """
@@ -61,6 +78,7 @@ class Family:
 
     name: str
     start: str
+    resumes: Sequence[str] = ()
     detect: Sequence[str] = ()
     thoughts: Sequence[str] = ()
     call: str = ""
@@ -72,10 +90,11 @@ class Family:
     skip: str = ""
     opens: str = ""
     writes: str = ""
-    style: Literal["json", "qwen_xml", "glm_xml"] = "json"
+    style: Literal["json", "qwen_xml", "minimax_xml", "glm_xml"] = "json"
     around: Sequence[str] = ("", "")
     between: str | None = None
     thinks: Sequence[str] = ()
+    call_ids: str = ""
     answers: str = ""
 
     def names(self, special: str) -> bool:
@@ -88,15 +107,18 @@ class Family:
 
         Long white space is shortened, because looking through it takes long.
         """
-        _, start, begun = prompt.rpartition(self.start)
-        begun = re.sub(r"(\s{16})\s+", r"\1", begun)
+        starts = (self.start, *self.resumes)
+        place = max((prompt.rfind(it) + len(it) for it in starts if it in prompt), default=None)
+        if place is None:
+            return ""
+        begun = re.sub(r"(\s{16})\s+", r"\1", prompt[place:])
         at, opened = len(begun) - MAX_BEGUN_CHARACTERS, ""
         if at > 0 and self.thoughts:
             opening, closing = self.thoughts
             for found in re.finditer(f"(?P<opened>{opening})|{closing}", begun):
                 if found.start() < at:
                     at, opened = max(at, found.end()), found["opened"] or ""
-        return start + opened + begun[max(at, 0) :] if start else ""
+        return self.start + opened + begun[max(at, 0) :]
 
     def template(self, *, has_tools: bool) -> dict[str, Any]:
         """Return the response template, as transformers takes it; without tools it has no calls."""
@@ -113,22 +135,17 @@ class Family:
 
     @property
     def _calls(self) -> dict[str, Any]:
-        name = "{name}" if "(?P<name>" in self.call else ""
+        name, id = (f"{{{it}}}" if f"(?P<{it}>" in self.call else "" for it in ("name", "id"))
         field: dict[str, Any] = {
             "open_pattern": rf"(?P<opened>\s{{0,16}}(?:{self.call}))",
             "repeats": True,
             "content": "text",
-            "transform": {
-                "opened": "{opened}",
-                "function": {"name": name, "arguments": "{content}"},
-            },
+            "transform": {"opened": "{opened}", "name": name, "id": id},
         }
         if self.call_end:
             field["close"] = list(self.call_end)
         elif self.next:
             field["close_pattern"] = f"(?={self.next})"
-        if self.body == "tags":
-            field |= {"content": "xml-inline", "content_args": {"tag_pattern": self.tag}}
         return field
 
 
@@ -147,11 +164,15 @@ def detect(chat_template: str) -> Family | None:
     return None
 
 
-def choose(chat_template: str, *, tool_parser: str, reasoning_parser: str) -> Family | None:
+def choose(
+    chat_template: str, response_template: Any = None, *, tool_parser: str, reasoning_parser: str
+) -> Family | None:
     """Return how a model writes messages.
 
     Args:
         chat_template: of the model.
+        response_template: the checkpoint's own description of what the model writes; None if it
+            has none. It counts only where a name is `auto`.
         tool_parser: name of the family that tells how calls are written, `none`, or `auto`.
         reasoning_parser: the same for thoughts.
 
@@ -161,13 +182,53 @@ def choose(chat_template: str, *, tool_parser: str, reasoning_parser: str) -> Fa
     Raises:
         ConfigError: a name is not known.
     """
-    found = detect(chat_template)
+    found = _of_checkpoint(response_template, detect(chat_template))
     of_calls = _named("tool_parser", tool_parser, found)
     of_thoughts = _named("reasoning_parser", reasoning_parser, found)
     if of_calls is None:
         return of_thoughts and replace(of_thoughts, call="")
     thoughts, thinks = (of_thoughts.thoughts, of_thoughts.thinks) if of_thoughts else ((), ())
     return replace(of_calls, thoughts=thoughts, thinks=thinks)
+
+
+def _of_checkpoint(response_template: Any, detected: Family | None) -> Family | None:
+    """Return the family that a checkpoint's own response template describes.
+
+    Returns:
+        The detected family if it reads what the template describes in the same way, since more is
+        known about it; or if there is no template, or one that a family cannot express, which the
+        log says.
+    """
+    if response_template is None:
+        return detected
+    try:
+        family = Family(name=OWN, **family_of(response_template))
+        MessageParser(family, "", _SAMPLE_TOOLS)
+    except ValueError as error:
+        logger.warning("the checkpoint's response template is not used: %s", error)
+        return detected
+    samples = [*_samples(family if family.writes else detected)] if detected else []
+    if detected and all(_read(family, text) == _read(detected, text) for text in samples):
+        return detected
+    return family
+
+
+def _samples(family: Family) -> Iterator[str]:
+    """Yield messages as a family writes them: with thoughts, text and calls, if it has them."""
+    opens, closes = family.thinks or ("", "")
+    thoughts = f"{opens}Hmm.{closes}" if opens else ""
+    yield f"{thoughts}{family.answers}Let me see."
+    if family.writes:
+        arguments = _SAMPLE_ARGUMENTS[family.style]
+        call = family.writes.replace("{name}", "look").replace("{arguments}", arguments)
+        yield thoughts + family.around[0] + call + family.around[1]
+
+
+def _read(family: Family, text: str) -> Any:
+    parser = MessageParser(family, "", _SAMPLE_TOOLS)
+    deltas = [*parser.feed(text), *parser.finish()]
+    calls = [it.call[1:] for it in deltas if it.call]
+    return "".join(it.thoughts for it in deltas), "".join(it.text for it in deltas), calls
 
 
 def _named(field: str, name: str, found: Family | None) -> Family | None:
@@ -276,33 +337,41 @@ class MessageParser:
             yield kept
 
     def _close_call(self, value: Mapping[str, Any], is_end: bool) -> Iterator[Delta]:
-        body, function, before = "".join(self._body), value["function"], self._before
-        calls = _calls_in(self._family, function["name"].strip(), body, function["arguments"])
+        body, name, before = "".join(self._body), value["name"].strip(), self._before
+        calls = _calls_in(self._family, name, body, self._typed)
         self._begin()
         if calls:
             for name, arguments in calls:
-                yield Delta(call=Call(uuid.uuid4().hex[:24], name, arguments))
+                id = value["id"] or uuid.uuid4().hex[:24]
+                yield Delta(call=Call(id, name, arguments))
             return
         self._is_beside = False
         closed = self._family.call_end[0] if self._family.call_end and not is_end else ""
         yield from (Delta(text) for text in self._kept(before + value["opened"] + body + closed))
 
+    def _typed(self, name: str, arguments: dict[str, str]) -> Any:
+        """Return arguments that stand in tags with the types of the tool's schema."""
+        call = {"function": {"name": name, "arguments": arguments}}
+        return self._parser._coerce_tool_calls(call)["function"]["arguments"]
 
-def _calls_in(family: Family, name: str, body: str, parsed: Any) -> list[tuple[str, str]]:
+
+def _calls_in(
+    family: Family, name: str, body: str, typed: Callable[[str, dict[str, str]], Any]
+) -> list[tuple[str, str]]:
     """Return the names and arguments of the calls between one pair of delimiters.
 
     Args:
         family: how the model writes.
         name: of the tool, if it stands outside.
         body: what stands between.
-        parsed: the arguments, if they stand in tags.
+        typed: gives the arguments of a tool their types, if they stand in tags.
 
     Returns:
         Nothing if they are malformed.
     """
     if family.body == "tags":
-        rest = re.sub(family.tag, "", body, flags=re.DOTALL).strip()
-        return [(name, _dumped(parsed))] if name and not rest else []
+        arguments = _tags_in(family.tag, body)
+        return [(name, _dumped(typed(name, arguments)))] if name and arguments is not None else []
     try:
         values = [*_json_values(body)]
         if name:
@@ -311,6 +380,32 @@ def _calls_in(family: Family, name: str, body: str, parsed: Any) -> list[tuple[s
         return [_call_of(value, is_bare=family.is_bare) for value in values]
     except (ValueError, RecursionError):
         return []
+
+
+def _tags_in(tag: str, body: str) -> dict[str, str] | None:
+    """Return the keys and values of the tags in a text; None if there is anything else.
+
+    Their closing tag, such as `</function>`, may follow them. This takes linear time: where nothing
+    closes a value, nothing closes a later one either.
+    """
+    opening, closing = _tag_patterns(tag)
+    arguments, rest, at = dict[str, str](), "", 0
+    while (opened := opening.search(body, at)) is not None:
+        closed = closing.search(body, opened.end())
+        if closed is None:
+            return None
+        arguments[opened["key"]] = body[opened.end() : closed.start()]
+        rest += body[at : opened.start()]
+        at = closed.end()
+    rest = (rest + body[at:]).strip()
+    return arguments if not rest or re.fullmatch(r"</[\w-]{1,32}>", rest) else None
+
+
+@lru_cache(64)
+def _tag_patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what opens the value of a tag and what closes it."""
+    opening, closing = tag.split(VALUE)
+    return re.compile(opening, re.DOTALL), re.compile(closing, re.DOTALL)
 
 
 def _json_values(text: str) -> Iterator[Any]:

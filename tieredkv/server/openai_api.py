@@ -5,7 +5,6 @@ sockets or the engine. Fields have the names that the API gives them.
 """
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ import msgspec
 import pydantic
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
-from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams, several
@@ -34,7 +32,9 @@ from tieredkv.fields import (
     shape_of,
 )
 from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Rules, Text
-from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.chat import Prompt, Tokenization
+from tieredkv.server.chat_template import RESERVED
+from tieredkv.server.histories import Mark
 from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
 from tieredkv.server.structure import Format, as_grammar
@@ -494,14 +494,10 @@ class ConversationRequest(OpenAIRequest):
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
-# The tokenizer's own parameters, which clients may not set as arguments for the template.
-_RESERVED_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-
-
 def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         is_plain = isinstance(value, str | int | float | bool)
-        if name in (*_RESERVED_ARGUMENTS, "messages") or not is_plain:
+        if name in RESERVED or not is_plain:
             raise PydanticCustomError("unknown", "nothing", {"name": name})
     return arguments
 

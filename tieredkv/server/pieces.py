@@ -1,9 +1,10 @@
 """Encode rendered conversations piece by piece, and look up pieces that were encoded before.
 
-A text is cut before each special token. A tokenizer finds special tokens first and encodes the text
-between two of them separately, so the joined ids of the pieces are those of the whole text. A long
-piece is cut again between words or lines, but only where the cut does not change the ids around it.
-Encoding therefore takes short steps and can be stopped between them.
+A text is cut before each added token, such as `<|im_end|>`, be it special or not. A tokenizer finds
+added tokens first and encodes the text between two of them separately, so the joined ids of the
+pieces are those of the whole text. A long piece is cut again between words or lines, but only where
+the cut does not change the ids around it. Encoding therefore takes short steps and can be stopped
+between them.
 """
 
 import functools
@@ -13,12 +14,13 @@ import secrets
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from tieredkv.server.encoding import EncodedPiece, Encoding
 from tieredkv.server.threads import Stop
 
 MAX_NAMESPACES = 128
@@ -200,9 +202,7 @@ class PieceEncoder:
         self._cuts = {
             token.content
             for token in raw
-            if token.special
-            and not (token.lstrip or token.single_word)
-            and not re.match(r"[\w\s]", token.content)
+            if not (token.lstrip or token.single_word) and not re.match(r"[\w\s]", token.content)
         }
 
     def encode(
@@ -293,7 +293,7 @@ class PieceEncoder:
                     ids = known[piece]
                 else:
                     ids = known[piece] = self._encode_long(self._backend, piece, limit, stop)
-                if parts and not guarded:  # The first piece does not begin with a special token.
+                if parts and not guarded:  # The first piece does not begin with an added token.
                     used[piece] = used.pop(piece, ids)
                 parts.append(ids)
                 num_ids += len(ids)
@@ -394,101 +394,6 @@ class PieceEncoder:
                 oldest = next(iter(self._kept))
                 del self._kept[oldest]
                 total -= self._size_of.pop(oldest)
-
-
-class EncodedPiece(NamedTuple):
-    """One piece of a text; all but the first begin with a special token.
-
-    Attributes:
-        text: its text.
-        ids: the ids of its tokens.
-        guards: where guards are in it, counted from its start.
-    """
-
-    text: str
-    ids: "array[int]"
-    guards: Sequence[int]
-
-
-class Replacement(NamedTuple):
-    """Other ids for a few pieces, whose head keeps its ids.
-
-    Attributes:
-        first, end: the indexes of the first of these pieces and of the one after them.
-        num_head_characters, num_head_ids: the length of the head.
-        ids: the ids, with those of the head.
-    """
-
-    first: int
-    end: int
-    num_head_characters: int
-    num_head_ids: int
-    ids: "array[int]"
-
-
-class Encoding:
-    """An encoded text.
-
-    Args:
-        pieces: of the text.
-        num_before: returns how many tokens of the piece with an index end at or before a place in
-            it.
-        ids_of: returns the ids of a short text by itself.
-        stop: is set once the text is no longer wanted.
-
-    Attributes:
-        ids: the ids of its tokens.
-        pieces, ids_of, stop: as given.
-    """
-
-    def __init__(
-        self,
-        pieces: Sequence[EncodedPiece],
-        num_before: Callable[[int, int], int],
-        ids_of: Callable[[str], "array[int]"],
-        stop: Stop,
-        replacements: Sequence[Replacement] = (),
-    ) -> None:
-        self.pieces, self.ids_of, self.stop = pieces, ids_of, stop
-        self._num_before = num_before
-        self._starts = [*itertools.accumulate((len(piece.text) for piece in pieces), initial=0)]
-        # Pieces that are replaced by those before them have no ids.
-        self._replaced = {index: it for it in replacements for index in range(it.first, it.end)}
-        parts = [self._ids(index) for index in range(len(pieces))]
-        self._counts = [*itertools.accumulate(map(len, parts), initial=0)]
-        self.ids = list(itertools.chain.from_iterable(parts))
-
-    def replaced(self, replacements: Sequence[Replacement]) -> "Encoding":
-        """Return the encoding with other ids for some of its pieces."""
-        how = self._num_before, self.ids_of, self.stop
-        return Encoding(self.pieces, *how, replacements) if replacements else self
-
-    def ends(self, places: Iterable[int]) -> list[int]:
-        """Return, for each place in the text, how many tokens end at or before it.
-
-        A place in pieces that are replaced is where their head ends, or before it where they begin.
-
-        Raises:
-            StoppedError: the text is no longer wanted.
-        """
-        ends = []
-        for place in places:
-            self.stop.check()
-            index = bisect_right(self._starts, place) - 1
-            within = place - self._starts[index]
-            if (new := self._replaced.get(index)) is not None:
-                is_in_head = place < self._starts[new.first] + new.num_head_characters
-                num_within, index = 0 if is_in_head else new.num_head_ids, new.first
-            else:
-                num_within = self._num_before(index, within) if within else 0
-            ends.append(self._counts[index] + num_within)
-        return ends
-
-    def _ids(self, index: int) -> "array[int]":
-        new = self._replaced.get(index)
-        if new is None:
-            return self.pieces[index].ids
-        return new.ids if index == new.first else array("I")
 
 
 class _Replaced(NamedTuple):

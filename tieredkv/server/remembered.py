@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tieredkv.errors import IntegrityError
+from tieredkv.server.encoding import EncodedPiece, Encoding, Replacement
 from tieredkv.server.message_parser import Call, Family, MessageParser, Tools
-from tieredkv.server.pieces import EncodedPiece, Encoding, Replacement
 from tieredkv.server.tenant_store import TenantStore
 
 ENTRY_BYTES = 1024
 """What an answer is taken to need beside its ids, so that many short ones are bounded, too."""
 
 MAX_TAIL_CHARACTERS = 1024
-"""Answers to prompts with more than this behind the last special token are not remembered."""
+"""Answers to prompts with more than this behind the last added token are not remembered."""
 
 Namespace = tuple[str, str | None, str | None]
 """The tenant, cache salt and cache key of a request."""
@@ -44,7 +44,7 @@ class Opening(NamedTuple):
     """What stands around an answer.
 
     Attributes:
-        tail: the end of the prompt's text, from its last special token on.
+        tail: the end of the prompt's text, from its last added token on.
         begun: what of the prompt tells how the answer is read, as `Family.begun` returns it.
         end_id: the token that ended the answer.
     """
@@ -59,7 +59,7 @@ class Key(NamedTuple):
 
     Attributes:
         namespace: of the request; no other namespace can find out about its answers.
-        before: the digest of the prompt's ids before its last special token.
+        before: the digest of the prompt's ids before its last added token.
         opening: what stands around the answer.
         message: the digest of what the answer says.
     """

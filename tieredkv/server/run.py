@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.chat_template import RESERVED
 from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_connections
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
@@ -119,6 +121,7 @@ class Server:
         """
         self.settings.check_server()
         self._family("")  # a name that is not known is refused at once
+        self._template_arguments()
         bound_arenas()
         with bind(self.settings, allows_open_access=self.allows_open_access) as sock:
             local = is_local(sock.getsockname())
@@ -188,24 +191,39 @@ class Server:
         try:
             await engine.ready()
             tokenizer = await loading
-            family = self._family(str(tokenizer.chat_template or ""))
+            own = getattr(tokenizer, "response_template", None)
+            family = self._family(str(tokenizer.chat_template or ""), own)
             what = f"the `{family.name}` family writes them" if family else "nothing but text"
             logger.info("calls of tools and thoughts in answers are read as %s", what)
-            return Tokenization(
+            tokenization = Tokenization(
                 tokenizer,
                 family=family,
                 has_canonical_tools=self.settings.canonical_tools == "on",
                 allows_special=self.settings.allow_special_in_content == "on",
                 max_model_len=engine.info.max_model_len,
+                template_arguments=self._template_arguments(),
             )
+            await asyncio.to_thread(tokenization.try_template)
+            return tokenization
         finally:
             loading.cancel()
 
-    def _family(self, chat_template: str) -> Family | None:
-        """Return how the model writes messages, by the settings and its chat template."""
+    def _template_arguments(self) -> dict[str, Any]:
+        """Return the settings' arguments for the chat template.
+
+        Raises:
+            ConfigError: one of them has the name of a parameter of the tokenizer.
+        """
+        arguments: dict[str, Any] = json.loads(self.settings.chat_template_kwargs)
+        if reserved := sorted(arguments.keys() & RESERVED):
+            raise ConfigError(f"`chat_template_kwargs` may not set `{reserved[0]}`")
+        return arguments
+
+    def _family(self, chat_template: str, response_template: Any = None) -> Family | None:
+        """Return how the model writes messages, by the settings and the templates it came with."""
         named = {"tool_parser": self.settings.tool_parser}
         named["reasoning_parser"] = self.settings.reasoning_parser
-        return choose(chat_template, **named)
+        return choose(chat_template, response_template, **named)
 
     async def _serve(self, sock: socket.socket, api: Api, engine: EngineClient) -> None:
         """Answer requests until a signal comes."""
