@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.tieredkv.written import NotEndedError, written
-from tieredkv.server.patterns import PatternError, of_length, written_in_json
+from tieredkv.server.patterns import PatternError, looks_around, of_length, written_in_json
 from tieredkv.server.structure import as_grammar, json_format
 
 PATTERNS = [
@@ -93,3 +93,8 @@ def test_strings_have_as_many_characters_as_asked_for(least: int, most: int | No
         told += 1
         assert least <= len(text) <= (len(text) if most is None else most)
     assert told
+
+
+def test_only_what_looks_around_is_told_as_such() -> None:
+    assert all(map(looks_around, ["(?=a)", "a(?!b)", "(?<=a)b", "[(](?<!a)"]))
+    assert not any(map(looks_around, ["(?:a)", "\\(?=a", "[(?=a)]", "(?<name>a)", "[\\](?=]"]))

@@ -103,6 +103,10 @@ ENFORCED: dict[str, Schema] = {
         "propertyNames": {"enum": ["x", "y"]},
         "additionalProperties": {"type": "null"},
     },
+    "names of a few that a pattern describes": {
+        "propertyNames": {"enum": ["x", "y"]},
+        "patternProperties": {".*": {"type": "null"}},
+    },
     "names of a pattern": {
         "propertyNames": {"pattern": "^k[0-9]"},
         "additionalProperties": {"type": "null"},
@@ -111,6 +115,7 @@ ENFORCED: dict[str, Schema] = {
         "patternProperties": {"^x-": {"type": "null"}},
         "properties": {"a": {"const": 1}},
     },
+    "no name of a pattern": {"patternProperties": {"^[a-z]": False}, "required": []},
     "at least two of three": {
         "properties": {name: {"const": 1} for name in "abc"},
         "minProperties": 2,
@@ -182,6 +187,10 @@ LEFT: dict[str, tuple[str, Schema]] = {
     ),
     "two further properties": ("minProperties", {"type": "object", "minProperties": 2}),
     "names beside properties": ("propertyNames", OBJECT | {"propertyNames": {"maxLength": 3}}),
+    "names beside patterns": (
+        "propertyNames",
+        {"propertyNames": {"enum": ["x"]}, "patternProperties": {"^x": {}}},
+    ),
     "dynamic references": ("$dynamicRef", {"$dynamicRef": "#x"}),
     "oneOf of equal numbers": ("oneOf", {"oneOf": [{"const": 1}, {"const": 1.0}]}),
 }

@@ -37,6 +37,7 @@ _SETS = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
 _TIMES = re.compile(r"\{(\d{1,6})(?:(,)(\d{1,6})?)?\}")
+_SPECIAL = frozenset("\\^$.*+?()[]{}|/")
 _GROUP = re.compile(r"\?:|\?P?<[A-Za-z_]\w*>")
 
 OUTSIDE_FSM = f"{chr(MAX_CHARACTER)}{{0}}"
@@ -93,6 +94,12 @@ def of_length(least: int, most: int | None) -> str:
     if most is not None:
         return f"^{plain}{{{least},{most}}}$"
     return f"^{plain}{{{least}}}{_star(rich)}$" if least else f"^{_star(rich)}$"
+
+
+def looks_around(pattern: str) -> bool:
+    """Return whether a pattern looks ahead or behind, which xgrammar ignores."""
+    plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    return re.search(r"\(\?<?[=!]", plain) is not None
 
 
 class _Reader:
@@ -268,7 +275,7 @@ def _of_ranges(ranges: Sequence[tuple[int, int]]) -> _Text:
 def _class_of(ranges: Ranges) -> str:
     low, high = ranges[0]
     if ranges == [(low, low)]:
-        return re.escape(chr(low)) if low < 128 else chr(low)
+        return f"\\{chr(low)}" if chr(low) in _SPECIAL else chr(low)
     if low == ord("^"):  # xgrammar negates a class that begins with it, though it is escaped
         ranges = [*([(low + 1, high)] if low < high else []), *ranges[1:], (low, low)]
     return "[" + "".join(_range(low, high) for low, high in ranges) + "]"

@@ -119,6 +119,9 @@ _NARROWER = {
 }
 """Formats of which xgrammar knows only a part."""
 
+_ANY_NAME = {"", ".*", "^.*$", "^.*", ".*$", ".+", "^.+$"}
+"""Patterns that fit all names of properties, or nearly all."""
+
 _LENGTHS = {"uuid": 36, "date": 10}
 _KEYS_LEFT_OUT = names_of("""
     title default description examples deprecated readOnly writeOnly $comment $schema
@@ -489,8 +492,11 @@ class _Writer:
         return made
 
     def _object(self, base: Part) -> Schema:
-        others_given = base.get("additionalProperties", base.get(_UNEVALUATED, True))
-        others = self.write(others_given)
+        described = base.get("patternProperties", {})
+        if len(described) == 1 and "properties" not in base and described.keys() <= _ANY_NAME:
+            base = {key: value for key, value in base.items() if key != "patternProperties"}
+            base["additionalProperties"] = next(iter(described.values()))
+        others = self.write(base.get("additionalProperties", base.get(_UNEVALUATED, True)))
         properties = {name: self.write(it) for name, it in base.get("properties", {}).items()}
         required, patterns = [*base.get("required", ())], dict[str, Schema]()
         for pattern, it in base.get("patternProperties", {}).items():
@@ -501,9 +507,7 @@ class _Writer:
         if base.get("patternProperties"):
             others = self._beside_patterns(base, properties, patterns, others)
         if "propertyNames" in base:
-            others = self._beside_names(
-                base["propertyNames"], properties, patterns, required, others
-            )
+            others = self._beside_names(base["propertyNames"], properties, patterns, others)
         if any(it is False for it in properties.values()):
             others = False
             properties = {name: it for name, it in properties.items() if it is not False}
@@ -544,23 +548,19 @@ class _Writer:
             self.left.add("patternProperties")
         for pattern in [it for it, value in patterns.items() if value is False]:
             del patterns[pattern]
-        is_said = "additionalProperties" in base and others not in ({}, False)
-        if is_said or not patterns:
-            if is_said:
-                self.left.add("patternProperties")
+        if "additionalProperties" in base and others not in ({}, False):
+            self.left.add("patternProperties")
             patterns.clear()
             return others
         return False
 
     def _beside_names(
-        self,
-        names: Schema,
-        properties: Part,
-        patterns: dict[str, Schema],
-        required: Sequence[str],
-        others: Schema,
+        self, names: Schema, properties: Part, patterns: dict[str, Schema], others: Schema
     ) -> Schema:
         """Return what further properties may be, given what all names must follow."""
+        if patterns:
+            self.left.add("propertyNames")
+            return others
         form = self.write({"allOf": [{"type": "string"}, names]})
         if isinstance(form, dict) and "$ref" in form:
             form = self.named[form["$ref"].rpartition("/")[2]]
@@ -573,8 +573,8 @@ class _Writer:
             return False
         if form == {"type": "string"}:
             return others
-        if properties or patterns or "pattern" not in (form or ()) or others is False:
-            if properties or patterns or others is not False:
+        if properties or "pattern" not in (form or ()) or others is False:
+            if properties or others is not False:
                 self.left.add("propertyNames")
             return others
         patterns[form["pattern"]] = others
