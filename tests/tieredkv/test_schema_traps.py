@@ -69,6 +69,7 @@ ENFORCED: dict[str, Schema] = {
         "x": {"y": {"items": {"$ref": "#/x/z"}}, "z": {"type": "null"}},
     },
     "enum beside a bound": {"enum": [1, 5, 9, "a"], "minimum": 4, "type": ["integer", "string"]},
+    "large floats": {"oneOf": [{"const": 1e30}, {"enum": [-1e30, 0.0]}]},
     "const beside enum": {"const": 2, "enum": [1, 2.0]},
     "anyOf beside properties": CLOSED | {"anyOf": [{"required": ["a"]}, {"maxProperties": 0}]},
     "two choices": {
@@ -276,6 +277,19 @@ def test_chains_of_references_and_products_of_choices_end() -> None:
     wide: Schema = {"properties": {f"p{i}": {"type": "null"} for i in range(200)}}
     choices = [{"anyOf": [{"required": [f"p{i}"]}, {"required": [f"p{i + 1}"]}]} for i in range(9)]
     assert unenforced({**wide, "allOf": choices}) == ["anyOf"]
+
+
+def test_texts_in_tags_are_not_escaped() -> None:
+    texts: dict[str, Schema] = {
+        "one": {"minLength": 1},
+        "few": {"maxLength": 3},
+        "any": {"pattern": "a"},
+    }
+    schema = {"properties": {name: {"type": "string", **it} for name, it in texts.items()}}
+    made = enforceable(schema, "schema", in_tags=True)["properties"]
+    assert made["one"] == made["any"] == {"type": "string"} and "pattern" in made["few"]
+    with pytest.raises(RequestError, match="'pattern and minLength in tags' cannot be enforced"):
+        enforceable(schema, "schema", in_tags=True, is_strict=True)
 
 
 def test_a_property_is_not_mistaken_for_another_of_the_same_name() -> None:

@@ -22,6 +22,7 @@ Schema = Any
 """A JSON schema: an object, or a boolean."""
 
 Part = dict[str, Any]
+Facts = tuple[set[str], dict[str, set[bytes]]]
 
 MAX_BRANCHES = 256
 """Branches of a `oneOf` that are compared."""
@@ -157,6 +158,8 @@ def rewritten(schema: Schema, find: Callable[[str], Schema]) -> tuple[Schema, se
         if made is False or any(writer.named[name] is False for name in writer.begun):
             raise EmptyError
         named = {name: part for name, part in writer.named.items() if part is not False}
+        if "$ref" in made:
+            made = named[made["$ref"].rpartition("/")[2]]
         return (made | {"$defs": named} if named else made), writer.left
     raise TooLargeError
 
@@ -230,8 +233,7 @@ class _Writer:
             yield from self._leaves(each, within, is_outer=False)
         leaf = {key: value for key, value in part.items() if key in _KEPT}
         if "const" in part:
-            values = leaf.get("enum", [part["const"]])
-            leaf["enum"] = [it for it in values if _same(it, part["const"])]
+            leaf["enum"] = _common(leaf.get("enum", [part["const"]]), [part["const"]])
         is_combined = bool(part.keys() & _COMBINING)
         for keyword, plain, beside in _REST:
             if keyword not in leaf:
@@ -273,7 +275,7 @@ class _Writer:
             elif key == "type":
                 made[key] = _common_types(a, b)
             elif key == "enum":
-                made[key] = [it for it in a if any(_same(it, each) for each in b)]
+                made[key] = _common(a, b)
             elif key in ("additionalProperties", "propertyNames", _UNEVALUATED):
                 made[key] = _both(a, b)
             elif key == "multipleOf":
@@ -327,25 +329,30 @@ class _Writer:
             _may_overlap(one, other) for i, one in enumerate(facts) for other in facts[:i]
         )
 
-    def _facts(self, branch: Schema) -> Part:
-        left = set(self.left)
-        try:
-            base, _ = self._merged([*self._leaves(branch)])
-        except EmptyError:
-            base = {"enum": []}
-        self.left = left
-        tags = base.get("properties", {})
-        needed = {key: tags[key] for key in base.get("required", ()) if key in tags}
-        return {**base, "tags": {key: self._values(it) for key, it in needed.items()}}
+    def _facts(self, branch: Schema) -> Facts:
+        """Return the types of a branch, and which values it and its required properties may be.
 
-    def _values(self, part: Schema) -> list[Any] | None:
+        The values of the branch itself have an empty text as their key.
+        """
+        base = self._plainly(branch)
+        types, values = {*_types(base)}, dict[str, set[bytes]]()
+        parts = base.get("properties", {})
+        needed = {name: parts[name] for name in base.get("required", ()) if name in parts}
+        listed = {"": base, **{f"/{name}": self._plainly(it) for name, it in needed.items()}}
+        for name, part in listed.items():
+            if "enum" in part:
+                values[name] = {*map(_key, part["enum"])}
+        return types | ({"integer"} if "number" in types else set()), values
+
+    def _plainly(self, part: Schema) -> Part:
+        """Return what a part demands, without its choices."""
         left = set(self.left)
         try:
             base, _ = self._merged([*self._leaves(part)])
         except EmptyError:
             base = {"enum": []}
         self.left = left
-        return base.get("enum")
+        return base
 
     # --- One schema for each type
 
@@ -660,29 +667,30 @@ def _common_types(one: Any, other: Any) -> list[str]:
     return kept
 
 
-def _may_overlap(one: Part, other: Part) -> bool:
-    types, others = ({*_types(it)} for it in (one, other))
-    types, others = (it | ({"integer"} if "number" in it else set()) for it in (types, others))
+def _may_overlap(one: Facts, other: Facts) -> bool:
+    types, others = one[0], other[0]
     if types and others and not types & others:
         return False
-    pairs = [(one.get("enum"), other.get("enum"))]
-    tags, other_tags = one["tags"], other["tags"]
-    pairs += [(tags[key], other_tags[key]) for key in tags.keys() & other_tags.keys()]
-    return not any(
-        a is not None and b is not None and not any(_same(x, y) for x in a for y in b)
-        for a, b in pairs
-    )
+    return all(one[1][name] & other[1][name] for name in one[1].keys() & other[1].keys())
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; 1 is 1.0, and true is not 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[it], other[it]) for it in one)
-    return bool(one == other)
+def _common(one: list[Any], other: list[Any]) -> list[Any]:
+    keys = {*map(_key, other)}
+    return [it for it in one if _key(it) in keys]
+
+
+def _key(value: Any) -> bytes:
+    """Return a text that is the same for equal JSON values: 1 is 1.0, and true is not 1."""
+    return msgspec.json.encode(_plain(value), order="deterministic")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53
+    return int(value) if is_whole else value
 
 
 def _is_exact(value: Any) -> bool:

@@ -30,7 +30,9 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties")
 
 
-def enforceable(schema: Schema, field: str, *, name: str = "", is_strict: bool = False) -> Schema:
+def enforceable(
+    schema: Schema, field: str, *, name: str = "", is_strict: bool = False, in_tags: bool = False
+) -> Schema:
     """Return a schema as it can be enforced.
 
     Args:
@@ -38,6 +40,7 @@ def enforceable(schema: Schema, field: str, *, name: str = "", is_strict: bool =
         field: path of the schema in the body.
         name: that the client gave it; shown in errors.
         is_strict: whether keywords that cannot be enforced are refused.
+        in_tags: whether its properties are written between tags, where texts are not escaped.
 
     Raises:
         RequestError: it is no JSON schema, no value can follow it, it is too long or nested too
@@ -49,6 +52,8 @@ def enforceable(schema: Schema, field: str, *, name: str = "", is_strict: bool =
         return RequestError(f"{what}: {why}", param=field, code="invalid_json_schema")
 
     made, left = _rewritten(schema, refuse)
+    if in_tags:
+        made = _unescaped(made, left)
     if is_strict and left:
         raise refuse(f"'{min(left)}' cannot be enforced. Leave it out, or leave out 'strict'.")
     for keyword in left - _told:
@@ -84,6 +89,16 @@ def _rewritten(schema: Schema, refuse: Refuse) -> tuple[Schema, set[str]]:
         raise refuse("its references are nested too deeply.") from None
     _check_ends(made, refuse)
     return made, left
+
+
+def _unescaped(made: Schema, left: set[str]) -> Schema:
+    """Return a schema without patterns of properties that may escape characters."""
+    properties = dict(made.get("properties", {}))
+    for name, part in properties.items():
+        if "\\\\" in part.get("pattern", ""):
+            properties[name] = {key: value for key, value in part.items() if key != "pattern"}
+            left.add("pattern and minLength in tags")
+    return made | {"properties": properties} if properties else made
 
 
 def _check_is_schema(schema: Schema, refuse: Refuse) -> None:
