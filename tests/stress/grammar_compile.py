@@ -90,7 +90,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[int], Row]]] = {
     "strings of one maxLength": ((1, 10, 100), same(string(maxLength=200))),
     "strings of different maxLength": (
         (1, 3, 10),
-        lambda size: of_properties([string(maxLength=100 + i) for i in range(size)]),
+        lambda size: of_properties([string(maxLength=40 * i) for i in range(1, 1 + size)]),
     ),
     "maxItems of a list": ((10, 1000, 100_000), lambda n: {"items": ITEM, "maxItems": n}),
 }
