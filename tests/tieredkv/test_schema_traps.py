@@ -52,6 +52,17 @@ ENFORCED: dict[str, Schema] = {
         "maxItems": 2,
     },
     "no third item": {"type": "array", "prefixItems": [{"type": "null"}, True, False]},
+    "a closed tuple with a least length": {
+        "prefixItems": [True] * 3,
+        "items": False,
+        "minItems": 2,
+    },
+    "constants beside references": {
+        "$defs": {"n": {"type": "integer"}},
+        "prefixItems": [{"$ref": "#/$defs/n", "const": i} for i in range(3)],
+        "items": False,
+        "minItems": 3,
+    },
     "unevaluatedItems": {"prefixItems": [{"type": "null"}], "unevaluatedItems": False},
     "one unique item": {"type": "array", "uniqueItems": True, "maxItems": 1},
     "counts as floats": {"type": "array", "minItems": 1.0, "maxItems": 2.0},
@@ -335,7 +346,17 @@ def _holding(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
         **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several),
         "not": inner,
     }
-    return _some(_WORDS | schemas)
+    words = _WORDS | schemas
+    return st.one_of(_some(words), *(_some({it: words[it] for it in each}) for each in _BESIDE))
+
+
+_BESIDE = [
+    ("prefixItems", "items", "minItems", "maxItems"),
+    ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+    ("properties", "patternProperties", "propertyNames", "additionalProperties", "required"),
+    ("allOf", "anyOf", "properties", "unevaluatedProperties", "const"),
+]
+"""Keywords that change each other."""
 
 
 def _some(words: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Schema]:

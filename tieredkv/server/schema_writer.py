@@ -89,6 +89,8 @@ _REST = (
     ("unevaluatedItems", "items", ""),
 )
 _KEPT |= {_UNEVALUATED, "unevaluatedItems", "unevaluatedProperties"}
+_TOLD = _KEPT | _UNKNOWN | {"$ref", "allOf", "const"}
+"""All keywords that matter."""
 
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _DATE = (
@@ -190,7 +192,7 @@ class _Writer:
 
     def _once(self, part: Part) -> Schema:
         """Write a part that may be met again, and refer to it: so recursion ends."""
-        told = {key: part[key] for key in part.keys() & (_KEPT | _UNKNOWN | {"$ref", "allOf"})}
+        told = {key: part[key] for key in part.keys() & _TOLD}
         key = msgspec.json.encode(told, order="deterministic")
         name = self._names.get(key)
         if name is None:
@@ -384,7 +386,9 @@ class _Writer:
         rest = {key: value for key, value in base.items() if key not in ("enum", "format")}
         text = msgspec.json.encode(rest)
         is_known = base.get("format") in _FORMATS or base.get("format") in _KNOWN_FORMATS
-        if is_known or b'"$ref"' in text or b'"pattern' in text:  # patterns may take for ever
+        if (
+            is_known or _UNEVALUATED in base or b'"$ref"' in text or b'"pattern' in text
+        ):  # patterns may take for ever
             self.left.add("enum beside other keywords")
             rest = {"type": [*_types(base)] or [*_ALL_TYPES]}
         check = Draft202012Validator(rest)
@@ -493,9 +497,8 @@ class _Writer:
         made: Part = {"type": "array", "items": rest}
         if heads:
             made["prefixItems"] = heads
-        if rest is not False:
-            made |= {"minItems": least} if least else {}
-            made |= {"maxItems": most} if most is not None else {}
+        made |= {"minItems": least} if least else {}
+        made |= {"maxItems": most} if most is not None and rest is not False else {}
         return made
 
     def _object(self, base: Part) -> Schema:

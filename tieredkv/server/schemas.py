@@ -201,8 +201,9 @@ def _note_end(part: dict[str, Any], whole: Schema, ending: set[int]) -> bool:
 
 def _ends(part: dict[str, Any], whole: Schema, ending: set[int]) -> bool:
     properties, heads = part.get("properties", {}), part.get("prefixItems", [])
-    needed = [properties[name] for name in part.get("required", ())] + heads
-    if part.get("minItems", 0) > len(heads):
+    least = part.get("minItems", 0)
+    needed = [properties[name] for name in part.get("required", ())] + heads[:least]
+    if least > len(heads):
         needed.append(part["items"])
     if "$ref" in part:
         needed.append(_target(whole, part["$ref"]))
