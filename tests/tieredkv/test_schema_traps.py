@@ -33,6 +33,11 @@ def tree(**more: Schema) -> dict[str, Schema]:
     return {"type": "object", "properties": {"children": children}, **more}
 
 
+def tagged(kind: str, **more: Schema) -> dict[str, Schema]:
+    """Return a schema of objects that are told apart by a constant."""
+    return {"properties": {"kind": {"const": kind}}, "required": ["kind"], **more}
+
+
 ENFORCED: dict[str, Schema] = {
     # The suite: keywords without a type, which xgrammar ignores.
     "minimum alone": {"minimum": 5, "maximum": 50},
@@ -100,9 +105,7 @@ ENFORCED: dict[str, Schema] = {
     },
     "oneOf by references": {
         "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
-        "$defs": {
-            name: {"properties": {"kind": {"const": name}}, "required": ["kind"]} for name in "ab"
-        },
+        "$defs": {name: tagged(name) for name in "ab"},
     },
     "unevaluatedProperties": {
         "allOf": [OBJECT],
@@ -174,6 +177,13 @@ ENFORCED: dict[str, Schema] = {
     "a date": {"format": "date"},
     "a time": {"format": "time"},
     "an address": {"format": "idn-email"},
+    "a format beside what is more precise": {
+        "properties": {
+            "a": {"format": "date", "pattern": "^20[0-9]{2}-01-01$"},
+            "b": {"format": "date", "enum": ["2025-01-01"]},
+        },
+        "additionalProperties": False,
+    },
     "the length of a format": {"format": "uuid", "maxLength": 36},
 }
 
@@ -182,7 +192,6 @@ LEFT: dict[str, tuple[str, Schema]] = {
     "a boundary": ("pattern", {"pattern": "\\ba"}),
     "an anchor amid a pattern": ("pattern", {"pattern": "a$b"}),
     "two patterns": ("allOf", {"pattern": "^a", "allOf": [{"pattern": "b$"}]}),
-    "format beside a pattern": ("format beside pattern", {"pattern": "^a", "format": "date"}),
     "length beside a pattern": (
         "minLength and maxLength beside pattern and format",
         {"pattern": "^a*$", "minLength": 2},
@@ -204,6 +213,10 @@ LEFT: dict[str, tuple[str, Schema]] = {
         {"propertyNames": {"enum": ["x"]}, "patternProperties": {"^x": {}}},
     ),
     "dynamic references": ("$dynamicRef", {"$dynamicRef": "#x"}),
+    "oneOf that null fits twice": (
+        "oneOf",
+        {"oneOf": [tagged("a", type=["object", "null"]), tagged("b", type=["object", "null"])]},
+    ),
     "oneOf of equal numbers": ("oneOf", {"oneOf": [{"const": 1}, {"const": 1.0}]}),
 }
 
@@ -328,7 +341,7 @@ _WORDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
     "multipleOf": st.sampled_from([1, 2, 0.5, 7]),
     "pattern": st.sampled_from(["^[a-c]*$", "b", '^."$', "^a|b$", "^(?=a)"]),
-    "format": st.sampled_from(["date", "ipv4", "uuid", "unknown"]),
+    "format": st.just("unknown"),  # one beside a pattern or an enum demands nothing
     "uniqueItems": st.booleans(),
     "required": st.lists(_NAMES, max_size=2, unique=True),
 }

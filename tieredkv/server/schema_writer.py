@@ -338,7 +338,7 @@ class _Writer:
         """
         base = self._plainly(branch)
         types, values = {*_types(base)}, dict[str, set[bytes]]()
-        parts = base.get("properties", {})
+        parts = base.get("properties", {}) if types <= {"object"} else {}
         needed = {name: parts[name] for name in base.get("required", ()) if name in parts}
         listed = {"": base, **{f"/{name}": self._plainly(it) for name, it in needed.items()}}
         for name, part in listed.items():
@@ -385,10 +385,8 @@ class _Writer:
 
         rest = {key: value for key, value in base.items() if key not in ("enum", "format")}
         text = msgspec.json.encode(rest)
-        is_known = base.get("format") in _FORMATS or base.get("format") in _KNOWN_FORMATS
-        if (
-            is_known or _UNEVALUATED in base or b'"$ref"' in text or b'"pattern' in text
-        ):  # patterns may take for ever
+        # References are not known to the validator, and patterns may take for ever.
+        if _UNEVALUATED in base or b'"$ref"' in text or b'"pattern' in text:
             self.left.add("enum beside other keywords")
             rest = {"type": [*_types(base)] or [*_ALL_TYPES]}
         check = Draft202012Validator(rest)
@@ -413,8 +411,7 @@ class _Writer:
             except PatternError:
                 self.left.add("pattern")
         if pattern is not None:
-            if form in _FORMATS or form in _KNOWN_FORMATS:
-                self.left.add("format beside pattern")
+            form = None  # where both are given, the pattern mostly says the same more precisely
         elif form in _FORMATS:
             pattern = written_in_json(_FORMATS[form])
         elif form in _KNOWN_FORMATS:
@@ -425,7 +422,7 @@ class _Writer:
         elif "format" not in made and is_bounded:
             made["pattern"] = of_length(least, most)
             return made
-        length = _LENGTHS.get(form or "", -1) if "pattern" not in base else -1
+        length = _LENGTHS.get(form or "", -1)
         if is_bounded and not least <= length <= (length if most is None else most):
             self.left.add("minLength and maxLength beside pattern and format")
         return made
