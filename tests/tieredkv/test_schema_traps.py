@@ -261,6 +261,28 @@ def test_each_trap_is_followed(name: str) -> None:
     assert check(ENFORCED[name], 20) > 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "date",
+            "time",
+            "date-time",
+            "duration",
+            "email",
+            "idn-email",
+            "hostname",
+            "idn-hostname",
+        ),
+        *("ipv4", "ipv6", "uuid", "uri", "iri", "uri-reference", "iri-reference", "uri-template"),
+        *("json-pointer", "relative-json-pointer"),
+    ],
+)
+def test_each_format_is_followed(name: str) -> None:
+    assert unenforced({"format": name}) == []
+    assert check({"format": name}, 30) > 2
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_named_and_refused_if_strict(name: str) -> None:
     keyword, schema = LEFT[name]

@@ -102,17 +102,22 @@ _TIME = (
     "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?"
     "(?:Z|[+\\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~\\-]+"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9\\-]*[A-Za-z0-9])?"
+_POINTER = "(?:/(?:[^~/]|~[01])*)*"
 _FORMATS = {
+    "email": f"^{_ATOM}(?:\\.{_ATOM})*@{_LABEL}(?:\\.{_LABEL})*$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
     "ipv4": f"^(?:{_OCTET}\\.){{3}}{_OCTET}$",
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
 }
-"""Formats that xgrammar writes wrongly: with leading zeros, and on 31 February."""
+"""Formats that xgrammar writes wrongly: on 31 February, or with escapes that JSON does not have."""
 
 _KNOWN_FORMATS = names_of("""
-    email duration ipv6 hostname uuid uri uri-reference uri-template json-pointer
-    relative-json-pointer
+    duration ipv6 hostname uuid uri uri-reference uri-template
 """)
 _NARROWER = {
     "idn-email": "email",
