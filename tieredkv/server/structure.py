@@ -114,7 +114,8 @@ class Structure:
         if schema and (is_strict or self.choice == "required"):
             field, name = f"tools[{index}].function.parameters", str(function["name"])
             try:
-                given = enforceable(schema, field, name=name, is_strict=is_strict)
+                in_tags = family.style != "json"
+                given = enforceable(schema, field, name=name, is_strict=is_strict, in_tags=in_tags)
             except RequestError:
                 if is_strict:
                     raise

@@ -13,6 +13,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
 from tieredkv.server.message_parser import Tools
+from tieredkv.server.patterns import looks_around
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import (
     ANY_OBJECT,
@@ -100,7 +101,8 @@ class StructuredOutputs(Object):
             separator: between this and the names of its fields.
 
         Raises:
-            RequestError: a schema cannot be enforced, or a grammar is not in EBNF.
+            RequestError: a schema or a regular expression cannot be enforced, or a grammar is not
+                in EBNF.
         """
         formats: list[Format] = []
         if self.schema_ is not None:
@@ -108,6 +110,10 @@ class StructuredOutputs(Object):
         if self.json_object:
             formats.append(json_format(ANY_OBJECT))
         if self.regex is not None:
+            if looks_around(self.regex):
+                path = f"{field}{separator}regex"
+                text = f"'{path}' has a look around such as `(?!…)`, which cannot be enforced."
+                raise RequestError(text, param=path, code="invalid_value")
             formats.append({"type": "regex", "pattern": self.regex})
         if self.choice is not None:
             formats.append(choice_format(self.choice))
