@@ -355,6 +355,6 @@ def test_usage_is_in_every_chunk_where_it_is_wanted_and_counts_what_was_told() -
 
 
 def test_the_fields_that_are_ignored_are_few() -> None:
-    ignored = {"reasoning_effort", "reasoning", "verbosity", "context_management"}
-    assert CHAT.ignored == ignored
-    assert MESSAGES.ignored == {"thinking", "context_management"}
+    assert CHAT.ignored == {"reasoning", "verbosity", "context_management"}
+    assert RESPONSES.ignored == {"reasoning_effort", "verbosity", "context_management"}
+    assert MESSAGES.ignored == {"context_management"}

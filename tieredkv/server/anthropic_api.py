@@ -33,6 +33,7 @@ from tieredkv.server.asked import (
     tell_left_out,
 )
 from tieredkv.server.chat import Encoded, Tokenization
+from tieredkv.server.chat_template import Effort, thinking_arguments
 from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
 from tieredkv.server.schemas import enforceable
@@ -286,13 +287,14 @@ class OutputFormat(_Known):
 
 
 class OutputConfig(_Known):
-    """The wanted form of the answer; `effort` has no effect."""
+    """The wanted form of the answer, and how much the model is to think."""
 
     format: OutputFormat | None = None
+    effort: Effort | None = None
 
 
 class Thinking(_Known):
-    """Whether the model should return its thoughts; no model does so here."""
+    """Whether the model is to think before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -445,9 +447,15 @@ class Conversation(ApiRequest, Marked):
         self, tokenization: Tokenization, marks: Sequence[Mark] = (), *, is_bounded: bool = True
     ) -> Encoded:
         """Return the prompt's token ids, and the number of tokens up to each mark."""
-        tools = {"tools": self.functions or None}
+        effort = self.output_config.effort if self.output_config else None
+        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        arguments = {"tools": self.functions or None, **thinking_arguments(effort, thinks)}
         return tokenization.encode_chat(
-            self.layout[0], tools, marks, is_bounded=is_bounded, continues_last=bool(self.prefill)
+            self.layout[0],
+            arguments,
+            marks,
+            is_bounded=is_bounded,
+            continues_last=bool(self.prefill),
         )
 
     @property

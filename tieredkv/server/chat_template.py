@@ -8,7 +8,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.meta
@@ -44,6 +44,29 @@ _LOOKING = frozenset(
 
 RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 """The names of the tokenizer's own parameters, which may not be set as arguments of a template."""
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""What templates are told for the efforts that they do not know."""
+
+
+def thinking_arguments(effort: Effort | None, thinks: bool | None) -> dict[str, Any]:
+    """Return the arguments by which templates know how much the model is to think.
+
+    Templates of models that may think read `enable_thinking` (Qwen3, GLM) or `thinking` (DeepSeek),
+    and gpt-oss's reads `reasoning_effort`; the others ignore them.
+
+    Args:
+        effort: as the APIs name it; None if the client does not care.
+        thinks: whether the model is to think at all; None if the client does not care.
+    """
+    told: dict[str, Any] = {}
+    if effort is not None:
+        told["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    if thinks is not None:
+        told |= {"enable_thinking": thinks, "thinking": thinks}
+    return told
 
 
 class _Spent(threading.local):

@@ -192,6 +192,7 @@ _OPENAI = KnownFields(
 )
 
 CHAT = _OPENAI._replace(
+    ignored=_OPENAI.ignored - {"reasoning_effort"},
     refused={
         **_without(_OPENAI.refused, "continue_final_message add_generation_prompt"),
         **refusals("echo", "Use /v1/completions, which has it."),
@@ -200,7 +201,7 @@ CHAT = _OPENAI._replace(
         **refusals("instructions", "Send them as a message of the role 'system'."),
         **refusals("text", "Use the fields of this endpoint."),
         **refusals("max_output_tokens", "Use 'max_completion_tokens'.", unless=never),
-    }
+    },
 )
 COMPLETIONS = _OPENAI._replace(
     harmless=_OPENAI.harmless | {"parallel_tool_calls"},
@@ -216,6 +217,7 @@ COMPLETIONS = _OPENAI._replace(
 )
 RESPONSES = _OPENAI._replace(
     harmless=_OPENAI.harmless - {"store"},
+    ignored=_OPENAI.ignored - {"reasoning"},
     refused={
         **_without(_OPENAI.refused, "previous_response_id"),
         **refusals("n best_of", "Send the request as often as wanted.", unless=number(1)),
@@ -238,7 +240,7 @@ MESSAGES = KnownFields(
         metadata service_tier inference_geo speed user_profile_id workspace_id betas billing_policy
         fallbacks fallback_credit_token user
     """),
-    ignored=names_of("thinking context_management"),
+    ignored=names_of("context_management"),
     refused={
         **_without(_EXTENSIONS, "thinking system"),
         **refusals("response_format", _OUTPUT_CONFIG, unless=is_plain_text),

@@ -33,7 +33,7 @@ from tieredkv.fields import (
 )
 from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Rules, Text
 from tieredkv.server.chat import Prompt, Tokenization
-from tieredkv.server.chat_template import RESERVED
+from tieredkv.server.chat_template import RESERVED, Effort, thinking_arguments
 from tieredkv.server.histories import Mark
 from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
@@ -61,7 +61,13 @@ Label = Annotated[str, Field(max_length=64)]
 
 Ttl = Literal["30m", "12h"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def thinking_of(effort: Effort | None) -> Json:
+    """Return the arguments by which a chat template knows the effort that a client wants."""
+    return thinking_arguments(effort, None if effort is None else effort != "none")
+
+
 Verbosity = Literal["low", "medium", "high"]
 
 
@@ -579,7 +585,8 @@ class ChatRequest(ConversationRequest):
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
+        thinking = thinking_of(self.reasoning_effort)
+        arguments = {"tools": self.tools or None, **thinking, **self.chat_template_kwargs}
         shape = ChatShape(self.model, tokenization, **self.form)
         continues = self.continue_final_message
         return self.render(tokenization, rules, arguments, shape=shape, continues_text=continues)

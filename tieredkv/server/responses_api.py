@@ -30,6 +30,7 @@ from tieredkv.server import hosted
 from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.chat_template import Effort
 from tieredkv.server.generation import Piece
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
 from tieredkv.server.message_parser import Call, Delta
@@ -220,9 +221,9 @@ class TextOptions(Object):
 
 
 class Reasoning(_Known):
-    """How much the model should think; it has no effect."""
+    """How much the model should think."""
 
-    effort: openai.Effort | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -252,8 +253,9 @@ class ResponsesRequest(openai.ConversationRequest):
     tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field([], max_length=1024)
     prompt_cache_options: Options | None = None
 
-    # These are checked and have no effect.
     reasoning: Reasoning | None = None
+
+    # These are checked and have no effect.
     truncation: Literal["auto", "disabled"] = "disabled"
     include: list[str] = Field([])
     max_tool_calls: int | None = None
@@ -375,6 +377,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """Render the conversation."""
         functions = [tool.function for tool in self.offered.values()]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
+        arguments |= openai.thinking_of(self.reasoning.effort if self.reasoning else None)
         tell_left_out(left_out(self.all_tools))
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
