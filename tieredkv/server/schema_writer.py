@@ -2,14 +2,14 @@
 
 xgrammar reads one of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type` in a schema, in
 this order, and ignores the others beside it. It also ignores what it does not know. So what a
-schema demands in several ways is first merged into one schema for each type; what is not known to
-be enforced is left out and named. The result may allow less than the schema, but never more, save
-for what is named.
+schema demands in several ways is first merged (`schema_merge`), and written as one schema for each
+type; what is not known to be enforced is left out and named. The result may allow less than the
+schema, but never more, save for what is named.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,11 +17,17 @@ import msgspec
 
 from tieredkv.fields import names_of
 from tieredkv.server.patterns import PatternError, of_length, written_in_json
+from tieredkv.server.schema_merge import (
+    UNEVALUATED,
+    EmptyError,
+    Part,
+    Schema,
+    common,
+    key_of,
+    merged,
+    types_of,
+)
 
-Schema = Any
-"""A JSON schema: an object, or a boolean."""
-
-Part = dict[str, Any]
 Facts = tuple[set[str], dict[str, set[bytes]]]
 
 MAX_BRANCHES = 256
@@ -58,22 +64,6 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
 _OF_TYPE["integer"] = _OF_TYPE["number"]
 _ALL_TYPES = ("string", "number", "boolean", "null", "array", "object")
 
-_STRICTER: dict[str, Callable[..., Any]] = {
-    "minimum": max,
-    "exclusiveMinimum": max,
-    "minLength": max,
-    "minItems": max,
-    "minProperties": max,
-    "maximum": min,
-    "exclusiveMaximum": min,
-    "maxLength": min,
-    "maxItems": min,
-    "maxProperties": min,
-    "uniqueItems": max,
-    "required": lambda one, other: [*dict.fromkeys([*one, *other])],
-}
-"""How two values of a keyword become one that demands both."""
-
 _MERGED = names_of("""
     type enum multipleOf properties additionalProperties patternProperties propertyNames items
     prefixItems anyOf oneOf
@@ -81,14 +71,11 @@ _MERGED = names_of("""
 _KEPT = names_of(" ".join(kw for kws in _OF_TYPE.values() for kw in kws)) | _MERGED
 
 _COMBINING = names_of("$ref $dynamicRef allOf anyOf oneOf if contains dependentSchemas")
-_UNEVALUATED = "\0unevaluatedProperties"
-"""Those beside other schemas: it is known only once all of these are merged what they are."""
-
 _REST = (
-    ("unevaluatedProperties", "additionalProperties", _UNEVALUATED),
+    ("unevaluatedProperties", "additionalProperties", UNEVALUATED),
     ("unevaluatedItems", "items", ""),
 )
-_KEPT |= {_UNEVALUATED, "unevaluatedItems", "unevaluatedProperties"}
+_KEPT |= {UNEVALUATED, "unevaluatedItems", "unevaluatedProperties"}
 _TOLD = _KEPT | _UNKNOWN | {"$ref", "allOf", "const"}
 """All keywords that matter."""
 
@@ -135,10 +122,6 @@ _KEYS_LEFT_OUT = names_of("""
     title default description examples deprecated readOnly writeOnly $comment $schema
 """)
 """Names that xgrammar ignores when it tells schemas apart, even as names of properties."""
-
-
-class EmptyError(ValueError):
-    """No value follows a schema."""
 
 
 class TooLargeError(ValueError):
@@ -213,7 +196,7 @@ class _Writer:
         if self._num_parts > MAX_PARTS:
             raise TooLargeError
         try:
-            base, choices = self._merged([*self._leaves(part)])
+            base, choices = merged([*self._leaves(part)], self.left)
             if choices:
                 return self._chosen(base, choices)
             return self._typed(base)
@@ -240,7 +223,7 @@ class _Writer:
             yield from self._leaves(each, within, is_outer=False)
         leaf = {key: value for key, value in part.items() if key in _KEPT}
         if "const" in part:
-            leaf["enum"] = _common(leaf.get("enum", [part["const"]]), [part["const"]])
+            leaf["enum"] = common(leaf.get("enum", [part["const"]]), [part["const"]])
         is_combined = bool(part.keys() & _COMBINING)
         for keyword, plain, beside in _REST:
             if keyword not in leaf:
@@ -261,56 +244,6 @@ class _Writer:
         if "if" not in part:
             unknown -= {"then", "else"}
         self.left |= unknown
-
-    def _merged(self, leaves: list[Part]) -> tuple[Part, list[tuple[str, list[Schema]]]]:
-        """Return one schema that demands all, without its choices, and these."""
-        base, choices = Part(), list[tuple[str, list[Schema]]]()
-        for leaf in leaves:
-            choices += [(key, leaf[key]) for key in ("anyOf", "oneOf") if key in leaf]
-            rest = {key: value for key, value in leaf.items() if key not in ("anyOf", "oneOf")}
-            base = self._both_of(base, rest)
-        return base, choices
-
-    def _both_of(self, one: Part, other: Part) -> Part:
-        if not one or not other:
-            return one or other
-        made = one | other
-        for key in one.keys() & other.keys():
-            a, b = one[key], other[key]
-            if key in _STRICTER:
-                made[key] = _STRICTER[key](a, b)
-            elif key == "type":
-                made[key] = _common_types(a, b)
-            elif key == "enum":
-                made[key] = _common(a, b)
-            elif key in ("additionalProperties", "propertyNames", _UNEVALUATED):
-                made[key] = _both(a, b)
-            elif key == "multipleOf":
-                made[key] = a if not Fraction(str(a)) % Fraction(str(b)) else b
-                if Fraction(str(made[key])) % Fraction(str(a)):
-                    self.left.add("allOf")
-            elif a != b and key not in ("properties", "items", "prefixItems"):
-                made[key] = a
-                self.left.add("allOf")
-        if {"properties", "patternProperties"} & made.keys():
-            self._merge_properties(one, other, made)
-        if "prefixItems" in made or {"items"} & one.keys() & other.keys():
-            longest = max((it.get("prefixItems", []) for it in (one, other)), key=len)
-            both = [_both(_item(one, i), _item(other, i)) for i in range(len(longest))]
-            made["items"] = _both(one.get("items", True), other.get("items", True))
-            made |= {"prefixItems": both} if both else {}
-        return made
-
-    def _merge_properties(self, one: Part, other: Part, made: Part) -> None:
-        names = [*dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])]
-        of_both = {name: _both(*(_property(it, name) for it in (one, other))) for name in names}
-        for it, beside in ((one, other), (other, one)):
-            is_other = it.get("patternProperties") not in (None, beside.get("patternProperties"))
-            is_closed = beside.get("additionalProperties", True) not in (True, {})
-            if is_other and (is_closed or any(n not in it.get("properties", ()) for n in names)):
-                self.left.add("patternProperties")
-        if of_both:
-            made["properties"] = of_both
 
     def _chosen(self, base: Part, choices: list[tuple[str, list[Schema]]]) -> Schema:
         """Write the branches of a choice, each with all that must be followed beside it."""
@@ -342,20 +275,20 @@ class _Writer:
         The values of the branch itself have an empty text as their key.
         """
         base = self._plainly(branch)
-        types, values = {*_types(base)}, dict[str, set[bytes]]()
+        types, values = {*types_of(base)}, dict[str, set[bytes]]()
         parts = base.get("properties", {}) if types <= {"object"} else {}
         needed = {name: parts[name] for name in base.get("required", ()) if name in parts}
         listed = {"": base, **{f"/{name}": self._plainly(it) for name, it in needed.items()}}
         for name, part in listed.items():
             if "enum" in part:
-                values[name] = {*map(_key, part["enum"])}
+                values[name] = {*map(key_of, part["enum"])}
         return types | ({"integer"} if "number" in types else set()), values
 
     def _plainly(self, part: Schema) -> Part:
         """Return what a part demands, without its choices."""
         left = set(self.left)
         try:
-            base, _ = self._merged([*self._leaves(part)])
+            base, _ = merged([*self._leaves(part)], self.left)
         except EmptyError:
             base = {"enum": []}
         self.left = left
@@ -366,7 +299,7 @@ class _Writer:
     def _typed(self, base: Part) -> Schema:
         if "enum" in base:
             return self._listed(base)
-        types = [*_types(base)] or [
+        types = [*types_of(base)] or [
             kind for kind in _ALL_TYPES if base.keys() & {*_OF_TYPE.get(kind, ())}
         ]
         if not types:
@@ -375,7 +308,7 @@ class _Writer:
             types.remove("integer")
         made = []
         for kind in types:
-            known = {*_OF_TYPE.get(kind, ()), _UNEVALUATED}
+            known = {*_OF_TYPE.get(kind, ()), UNEVALUATED}
             of_kind = {key: value for key, value in base.items() if key in known}
             try:
                 made.append(_WRITERS[kind](self, of_kind))
@@ -391,9 +324,9 @@ class _Writer:
         rest = {key: value for key, value in base.items() if key not in ("enum", "format")}
         text = msgspec.json.encode(rest)
         # References are not known to the validator, and patterns may take for ever.
-        if _UNEVALUATED in base or b'"$ref"' in text or b'"pattern' in text:
+        if UNEVALUATED in base or b'"$ref"' in text or b'"pattern' in text:
             self.left.add("enum beside other keywords")
-            rest = {"type": [*_types(base)] or [*_ALL_TYPES]}
+            rest = {"type": [*types_of(base)] or [*_ALL_TYPES]}
         check = Draft202012Validator(rest)
         values = [it for it in base["enum"] if check.is_valid(it)]
         kept = [it for it in values if _is_exact(it)]
@@ -508,7 +441,7 @@ class _Writer:
         if len(described) == 1 and "properties" not in base and described.keys() <= _ANY_NAME:
             base = {key: value for key, value in base.items() if key != "patternProperties"}
             base["additionalProperties"] = next(iter(described.values()))
-        others = self.write(base.get("additionalProperties", base.get(_UNEVALUATED, True)))
+        others = self.write(base.get("additionalProperties", base.get(UNEVALUATED, True)))
         properties = {name: self.write(it) for name, it in base.get("properties", {}).items()}
         required, patterns = [*base.get("required", ())], dict[str, Schema]()
         for pattern, it in base.get("patternProperties", {}).items():
@@ -638,64 +571,11 @@ def _told_apart(made: Part, told: bytes) -> Part:
     return made | {"$anchor": "a" + hashlib.blake2b(told, digest_size=8).hexdigest()}
 
 
-def _both(one: Schema, other: Schema) -> Schema:
-    if one is False or other is False:
-        return False
-    if one in (True, {}) or one == other:
-        return other
-    return one if other in (True, {}) else {"allOf": [one, other]}
-
-
-def _item(part: Part, index: int) -> Schema:
-    heads = part.get("prefixItems", [])
-    return heads[index] if index < len(heads) else part.get("items", True)
-
-
-def _property(part: Part, name: str) -> Schema:
-    properties = part.get("properties", {})
-    if name in properties:
-        return properties[name]
-    return True if "patternProperties" in part else part.get("additionalProperties", True)
-
-
-def _types(part: Mapping[str, Any]) -> list[str]:
-    given = part.get("type", [])
-    return [given] if isinstance(given, str) else [*given]
-
-
-def _common_types(one: Any, other: Any) -> list[str]:
-    a, b = _types({"type": one}), _types({"type": other})
-    kept = [it for it in a if it in b or (it == "integer" and "number" in b)]
-    kept += [it for it in b if it == "integer" and "number" in a and it not in kept]
-    if not kept:
-        raise EmptyError
-    return kept
-
-
 def _may_overlap(one: Facts, other: Facts) -> bool:
     types, others = one[0], other[0]
     if types and others and not types & others:
         return False
     return all(one[1][name] & other[1][name] for name in one[1].keys() & other[1].keys())
-
-
-def _common(one: list[Any], other: list[Any]) -> list[Any]:
-    keys = {*map(_key, other)}
-    return [it for it in one if _key(it) in keys]
-
-
-def _key(value: Any) -> bytes:
-    """Return a text that is the same for equal JSON values: 1 is 1.0, and true is not 1."""
-    return msgspec.json.encode(_plain(value), order="deterministic")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [*map(_plain, value)]
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53
-    return int(value) if is_whole else value
 
 
 def _is_exact(value: Any) -> bool:

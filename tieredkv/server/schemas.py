@@ -12,7 +12,8 @@ from urllib.parse import unquote
 import msgspec
 
 from tieredkv.errors import RequestError
-from tieredkv.server.schema_writer import EmptyError, Schema, TooLargeError, rewritten
+from tieredkv.server.schema_merge import EmptyError, Schema
+from tieredkv.server.schema_writer import TooLargeError, rewritten
 
 logger = logging.getLogger(__name__)
 
