@@ -466,7 +466,8 @@ def test_bench_sessions_that_is_stopped_reports_the_runs_that_ended(tmp_path: Pa
 
     def wait(process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
-        assert any(line.startswith("load with 2 sessions, seed 1: ") for line in process.stderr)
+        ended = re.compile(r"load with 2 sessions, seed 1: \d+ answers")
+        assert any(map(ended.match, process.stderr))
 
     report = stop(command, wait)
     [row] = report["rows"]
