@@ -198,6 +198,25 @@ def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bo
     asyncio.run(run())
 
 
+def test_a_text_that_comes_behind_its_calls_belongs_to_their_turn() -> None:
+    tools: Any = [{"type": "function", "name": "now"}]
+    text: Any = {"role": "assistant", "content": "Let me see."}
+    call: Any = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "1", "output": "12"}
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        responses = openai_of(engine).responses
+        for turn in ([text, call, result], [call, text, result], [call, result, text]):
+            await responses.create(model="m", input=[*ASKED, *turn], tools=tools)
+        first, second, third = engine.prompts
+        assert second == first
+        begun = [prompt.count("<|im_start|>assistant") for prompt in (second, third)]
+        assert begun == [2, 3]
+
+    asyncio.run(run())
+
+
 CODEX_TOOLS: Any = [
     {"type": "function", "name": "shell", "parameters": {"type": "object"}},
     {"type": "web_search"},

@@ -1,14 +1,14 @@
 """OpenAI's Responses API.
 
 Input items are converted to chat messages, so that both endpoints render the same tokens. A request
-may continue a stored response: then the items of that conversation come before its own.
+may continue a stored response: then the items of that conversation come before its own. It may also
+name single items of stored responses by their ids.
 """
 
 import itertools
 import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -36,7 +36,7 @@ from tieredkv.server.response_tools import (
     offered,
     read_tool,
 )
-from tieredkv.server.stored_responses import Turn
+from tieredkv.server.stored_responses import RESPONSE_ID, Turn, item_id
 from tieredkv.server.structure import Format
 from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
 
@@ -131,6 +131,13 @@ class Thoughts(_Known):
         return "".join(text for text in texts if isinstance(text, str))
 
 
+class Reference(Object):
+    """Stands for an item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: Text
+
+
 class _Typed(Object):
     """The type of an input item, which decides how the item is read."""
 
@@ -141,10 +148,11 @@ class _Typed(Object):
         "custom_tool_call",
         "custom_tool_call_output",
         "reasoning",
+        "item_reference",
     ] = "message"
 
 
-Item = InputMessage | FunctionCall | CustomCall | FunctionOutput | Thoughts
+Item = InputMessage | FunctionCall | CustomCall | FunctionOutput | Thoughts | Reference
 _ITEMS: dict[str, type[Item]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
@@ -152,6 +160,7 @@ _ITEMS: dict[str, type[Item]] = {
     "custom_tool_call": CustomCall,
     "custom_tool_call_output": FunctionOutput,
     "reasoning": Thoughts,
+    "item_reference": Reference,
 }
 
 
@@ -222,6 +231,27 @@ class ResponsesRequest(openai.ConversationRequest):
     _before: Turn | None = PrivateAttr(None)
     _earlier: Sequence[Item] = PrivateAttr(())
 
+    @property
+    def references(self) -> list[str]:
+        """The ids of the stored items that `input` refers to, as often as it does."""
+        return [item.id for item in self.input if isinstance(item, Reference)]
+
+    def resolved(self, items: Mapping[str, bytes], max_values: int) -> Self:
+        """Return the request with the stored items in place of the references to them.
+
+        Args:
+            items: the stored items as JSON, by their ids.
+            max_values: how many JSON values they may hold.
+
+        Raises:
+            RequestError: they hold more.
+        """
+        what = "The array of items that 'input' refers to"
+        parsed = parse_body(b'{"input":[%b]}' % b",".join(items.values()), max_values, what=what)
+        found = dict(zip(items, read(_Conversation, parsed).input, strict=True))
+        given = [found[it.id] if isinstance(it, Reference) else it for it in self.input]
+        return self.model_copy(update={"input": given})
+
     def continuing(self, before: Turn, max_values: int) -> Self:
         """Return the request with the conversation that it continues.
 
@@ -266,7 +296,8 @@ class ResponsesRequest(openai.ConversationRequest):
     def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages.
 
-        A call becomes part of the assistant's message before it, and thoughts of the one after.
+        A call becomes part of the assistant's message before it, and so does a text between it
+        and its output. Thoughts become part of the message after them.
         """
         turns: list[tuple[str, Message]] = []
         called: Message | None = None
@@ -274,7 +305,10 @@ class ResponsesRequest(openai.ConversationRequest):
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
-        for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
+        items = [*self._earlier, *self.input]
+        for i, (item, following) in enumerate(
+            itertools.zip_longest(items, items[1:]), -len(self._earlier)
+        ):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
                 case FunctionCall() | CustomCall():
@@ -289,6 +323,12 @@ class ResponsesRequest(openai.ConversationRequest):
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"{path}.output", tool))
+                case InputMessage(role="assistant") if (
+                    called and turns[-1][1] is called and isinstance(following, FunctionOutput)
+                ):  # Some clients send the text of a turn between its calls and their outputs.
+                    content = [*called.content, *item.content]
+                    called = called.model_copy(update={"content": content})
+                    turns[-1] = f"{path}.content", called
                 case InputMessage():
                     turns.append((f"{path}.content", _with(item, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
@@ -386,7 +426,7 @@ _COMPARED = {
 class ResponseShape(Shape):
     """Answers of `/v1/responses`."""
 
-    id_prefix = "resp_"
+    id_prefix = RESPONSE_ID
     names_events = True
 
     def __init__(self, asked: ResponsesRequest, *, is_stored: bool = False) -> None:
@@ -394,7 +434,7 @@ class ResponseShape(Shape):
         # The request itself is not kept, as it may be long.
         self._is_prewarm, self._offered = asked.is_prewarm, asked.offered
         self._echo = {**asked.echo(), "store": is_stored}  # Several events of a stream repeat it.
-        self._item_ids, self._numbers = list[str](), itertools.count()
+        self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[Reply]) -> Json:
         """Return the answer with its items."""
@@ -505,13 +545,11 @@ class ResponseShape(Shape):
         return where if part.call is not None else {**where, "content_index": 0}
 
     def _id(self, index: int, part: Delta) -> str:
-        """Return the id of an item, which is the same whenever it is asked for."""
-        while index >= len(self._item_ids):
-            self._item_ids.append(uuid.uuid4().hex)
+        """Return the id of an item, which holds that of the response."""
         word = "rs" if part.thoughts else "msg"
         if part.call is not None:
             word = "ctc" if self._called(part.call).is_custom else "fc"
-        return f"{word}_{self._item_ids[index]}"
+        return item_id(word, self.id, index)
 
     def _item(self, index: int, part: Delta, status: str, *, is_start: bool = False) -> Json:
         """Return an item of the output, or what a stream begins it with."""
