@@ -275,9 +275,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {"input": [{"type": "item_reference", "id": "x"}]},
-        "Invalid value: 'item_reference'. Supported values are: 'message', 'function_call', "
-        "'function_call_output', 'custom_tool_call', 'custom_tool_call_output' and 'reasoning'.",
+        {"input": [{"type": "tool_call", "id": "x"}]},
+        "Invalid value: 'tool_call'. Supported values are: 'message', 'function_call', "
+        "'function_call_output', 'custom_tool_call', 'custom_tool_call_output', 'reasoning' "
+        "and 'item_reference'.",
         "input[0].type",
     ),
     (

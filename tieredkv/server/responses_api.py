@@ -294,45 +294,26 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @cached_property
     def turns(self) -> Sequence[tuple[str, Message]]:
-        """All messages.
-
-        A call becomes part of the assistant's message before it, and so does a text between it
-        and its output. Thoughts become part of the message after them.
-        """
+        """All messages; thoughts become part of the message after them."""
         turns: list[tuple[str, Message]] = []
-        called: Message | None = None
         thoughts = ""
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
-        items = [*self._earlier, *self.input]
-        for i, (item, following) in enumerate(
-            itertools.zip_longest(items, items[1:]), -len(self._earlier)
-        ):
+        for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
                 case FunctionCall() | CustomCall():
-                    if not (turns and turns[-1][1].role == "assistant"):
-                        blank = Message(role="assistant", content=[], tool_calls=[])
-                        turns.append(("", _with(blank, thoughts)))
-                    at, last = turns[-1]
-                    if last is not called:  # Do not change the client's item.
-                        called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
-                        turns[-1] = at, called
-                    called.tool_calls.append(ToolCall(id=item.call_id, function=item.function))
+                    call = ToolCall(id=item.call_id, function=item.function)
+                    calling = Message.model_construct(role="assistant", tool_calls=[call])
+                    turns.append(("", _with(calling, thoughts)))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"{path}.output", tool))
-                case InputMessage(role="assistant") if (
-                    called and turns[-1][1] is called and isinstance(following, FunctionOutput)
-                ):  # Some clients send the text of a turn between its calls and their outputs.
-                    content = [*called.content, *item.content]
-                    called = called.model_copy(update={"content": content})
-                    turns[-1] = f"{path}.content", called
                 case InputMessage():
                     turns.append((f"{path}.content", _with(item, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
-        return turns
+        return openai.whole_turns(turns)
 
     @property
     def tool_names(self) -> Sequence[str]:
