@@ -313,6 +313,8 @@ class Conversation(ApiRequest, Marked):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What older clients send in place of `output_config.format`."""
 
     def cleaned(self, rules: Rules) -> Self:
         """Return the body without what only Anthropic's own servers have a use for.
@@ -452,9 +454,13 @@ class Conversation(ApiRequest, Marked):
                 cannot be enforced.
         """
         text = None
-        wanted = self.output_config.format if self.output_config is not None else None
+        field, wanted = "output_format", self.output_format
+        if self.output_config is not None and self.output_config.format is not None:
+            if wanted is not None:
+                raise RequestError("output_format: not allowed beside output_config.format")
+            field, wanted = "output_config.format", self.output_config.format
         if wanted is not None and wanted.type == "json_schema":
-            text = json_format(enforceable(wanted.of, "output_config.format.schema"))
+            text = json_format(enforceable(wanted.of, f"{field}.schema"))
         strict = {tool.name for tool in self.tools if isinstance(tool, CustomTool) and tool.strict}
         tools = [
             {**each, "function": {**each["function"], "strict": each["function"]["name"] in strict}}

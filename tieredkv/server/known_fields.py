@@ -240,7 +240,7 @@ MESSAGES = KnownFields(
     ignored=names_of("thinking"),
     refused={
         **_without(_EXTENSIONS, "thinking system"),
-        **refusals("output_format response_format", _OUTPUT_CONFIG, unless=is_plain_text),
+        **refusals("response_format", _OUTPUT_CONFIG, unless=is_plain_text),
         **refusals(
             "structured_outputs guided_json guided_regex guided_choice guided_grammar",
             _OUTPUT_CONFIG,
