@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from tests import http
 from tests.serving import Server, running
 from tests.waiting import HANG_S
+from tieredkv.server import hosted
 
 MODEL = "tiny-random"
 TEXT = "A prefix that is worth to be kept. " * 8
@@ -265,6 +266,9 @@ def test_written_tokens_are_told_by_the_lifetime_of_their_prefix(server: Server)
 INPUT = {"input": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TEXT_PART = {"type": "text", "text": "a"}
+ITEM_TYPES = ["message", "function_call", "function_call_output", "custom_tool_call"]
+ITEM_TYPES += ["custom_tool_call_output", "reasoning", "item_reference", "additional_tools"]
+ITEM_TYPES += get_args(hosted.ItemType)
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {}, "Missing required parameter: 'input'.", "input"),
     (
@@ -275,9 +279,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {"input": [{"type": "item_reference", "id": "x"}]},
-        "Invalid value: 'item_reference'. Supported values are: 'message', 'function_call', "
-        "'function_call_output', 'custom_tool_call', 'custom_tool_call_output' and 'reasoning'.",
+        {"input": [{"type": "tool_call", "id": "x"}]},
+        "Invalid value: 'tool_call'. Supported values are: "
+        f"{', '.join(map(repr, ITEM_TYPES[:-1]))} and {ITEM_TYPES[-1]!r}.",
         "input[0].type",
     ),
     (

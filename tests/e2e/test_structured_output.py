@@ -143,10 +143,12 @@ def test_responses_have_a_form_and_calls_that_must_come(client: openai.OpenAI) -
 def test_messages_have_a_form_and_calls_that_must_come(server: Server) -> None:
     asked = ASKED
     with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key="x") as client:
-        form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-        [block] = client.messages.create(**asked, output_config=form).content
-        assert block.type == "text"
-        check_fits(block.text)
+        form: Any = {"type": "json_schema", "schema": SCHEMA}
+        # Older versions of Anthropic's package, such as 0.74, send the second one.
+        for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+            [block] = client.messages.create(**asked, extra_body=fields).content
+            assert block.type == "text"
+            check_fits(block.text)
         tools: Any = [{"name": "f", "input_schema": SCHEMA}]
         for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
             chosen: Any = {**choice, "disable_parallel_tool_use": True}

@@ -25,6 +25,7 @@ SETTINGS = Settings(
 )
 RULES = Rules(SETTINGS, is_strict=True)
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 
 def ask(
@@ -171,6 +172,11 @@ def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokeniza
     ("fields", "message"),
     [
         ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema: Field required"),
+        (
+            {"output_config": {"format": FORM}, "output_format": FORM},
+            "output_format: not allowed beside output_config.format",
+        ),
         (
             {"messages": [{"role": "user", "content": [text("a", "2h")]}]},
             "messages.0.content.0.cache_control.ttl: Invalid value: '2h'. Supported values are: "

@@ -365,6 +365,62 @@ async def continued(client: openai.AsyncOpenAI, id: str, **how: Any) -> Any:
     )
 
 
+def references(*ids: str) -> Any:
+    return [{"type": "item_reference", "id": id} for id in ids]
+
+
+def test_an_item_of_a_stored_response_may_be_named_by_its_id() -> None:
+    tools: Any = CODEX_TOOLS
+
+    async def run() -> None:
+        engine = Engine(f"Let me see.{CODEX_WRITTEN}")
+        responses = openai_of(engine).responses
+        output = (await responses.create(model="m", input=[USER], tools=tools)).output
+        ids = [item.id or "" for item in output]
+        assert len({*ids}) == len(ids) == 5
+        whole: Any = [item.model_dump(exclude_none=True) for item in output]
+        for items in (whole, references(*ids), [*references(ids[0]), *whole[1:]]):
+            last = await responses.create(model="m", input=[USER, *items], tools=tools)
+            again: Any = references(*ids[:2])
+            await responses.create(
+                model="m", input=again, tools=tools, previous_response_id=last.id, store=False
+            )
+        assert engine.prompts[1:3] == engine.prompts[3:5] == engine.prompts[5:7]
+        assert "mcp__docs__find" in engine.prompts[1]
+
+    asyncio.run(run())
+
+
+def test_only_the_tenant_s_own_items_are_found_and_within_the_bound_of_a_body(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.touch(0o600)
+    file.write_text('[a]\nkey = "sk-a"\n[b]\nkey = "sk-b"')
+    settings = Settings(api_keys_file=str(file), max_body_size=2000)
+    keys = Keys(settings=settings, is_strict=False, is_local=True)
+
+    async def run() -> None:
+        api = api_of(Engine("Hm."), settings, keys)
+        a, b = (openai_of(api, key).responses for key in ("sk-a", "sk-b"))
+        kept = await a.create(model="m", input="x")
+        id = kept.output[0].id or ""
+        for client, asked in ((b, id), (a, f"{id}0"), (a, "msg"), (a, "msg_1_2")):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.create(model="m", input=references(asked))
+            text = f"Item with id '{asked}' not found. {WHY} Send the item itself."
+            assert told(caught.value) == (text, None)
+        await a.create(model="m", input=[USER, *references(id)])
+        with pytest.raises(openai.APIStatusError, match="items that 'input' refers to") as refused:
+            await a.create(model="m", input=[USER, *references(*[id] * 12)])
+        assert refused.value.status_code == 413
+        await a.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await a.create(model="m", input=[USER, *references(id)])
+
+    asyncio.run(run())
+
+
 def test_an_eviction_drops_responses_and_the_command_line_s_does_so_too() -> None:
     class Evicting(Engine):
         on_evict: Any = None

@@ -198,6 +198,54 @@ def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bo
     asyncio.run(run())
 
 
+def test_a_text_that_comes_behind_its_calls_belongs_to_their_turn() -> None:
+    tools: Any = [{"type": "function", "name": "now"}]
+    text: Any = {"role": "assistant", "content": "Let me see."}
+    call: Any = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "1", "output": "12"}
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        responses = openai_of(engine).responses
+        for turn in ([text, call, result], [call, text, result], [call, result, text]):
+            await responses.create(model="m", input=[*ASKED, *turn], tools=tools)
+        first, second, third = engine.prompts
+        assert second == first
+        begun = [prompt.count("<|im_start|>assistant") for prompt in (second, third)]
+        assert begun == [2, 3]
+
+    asyncio.run(run())
+
+
+def test_messages_of_one_turn_are_one_message() -> None:
+    calls: Any = [
+        {"id": id, "type": "function", "function": {"name": "now", "arguments": "{}"}}
+        for id in "12"
+    ]
+    results: Any = [{"role": "tool", "tool_call_id": id, "content": "12"} for id in "12"]
+    text: Any = {"role": "assistant", "content": "Let me see."}
+    one: Any = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
+    other: Any = {"role": "assistant", "content": None, "tool_calls": calls[1:]}
+    whole: Any = {**text, "tool_calls": calls}
+    orders = ([whole], [text, one, other], [one, other, text])
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        client = openai_of(engine)
+        for turn in orders:
+            messages = [*ASKED, *turn, *results]
+            await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            body = {"model": "m", "messages": messages, "tools": TOOLS}
+            answer = await client._client.post("/tokenize", json=body)
+            assert TOKENIZER.decode(answer.json()["tokens"]) == engine.prompts[-1]
+        assert len({*engine.prompts}) == 1 and len(engine.prompts) == len(orders)
+        apart: Any = [*ASKED, text, text, {**one, "content": "Now."}, results[0], text]
+        await client.chat.completions.create(model="m", messages=apart, tools=TOOLS)
+        assert engine.prompts[-1].count("<|im_start|>assistant") == 5
+
+    asyncio.run(run())
+
+
 CODEX_TOOLS: Any = [
     {"type": "function", "name": "shell", "parameters": {"type": "object"}},
     {"type": "web_search"},

@@ -334,6 +334,7 @@ class Conversation(ApiRequest, Marked):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    """What older clients send in place of `output_config.format`."""
 
     def cleaned(self, rules: Rules) -> Self:
         """Return the body without what only Anthropic's own servers have a use for.
@@ -479,10 +480,11 @@ class Conversation(ApiRequest, Marked):
                 cannot be enforced.
         """
         text = None
-        config = self.output_config or OutputConfig()
-        wanted, field = config.format, "output_config.format"
-        if wanted is None:
-            wanted, field = self.output_format, "output_format"  # its name in a beta
+        field, wanted = "output_format", self.output_format
+        if self.output_config is not None and self.output_config.format is not None:
+            if wanted is not None:
+                raise RequestError("output_format: not allowed beside output_config.format")
+            field, wanted = "output_config.format", self.output_config.format
         if wanted is not None and wanted.type == "json_schema":
             text = json_format(enforceable(wanted.of, f"{field}.schema"))
         strict = {tool.name for tool in self.tools if isinstance(tool, CustomTool) and tool.strict}

@@ -262,14 +262,23 @@ class Api:
         body = read(kind, parsed, rules.refuses).cleaned(rules)
         stop.check()
         num_earlier_bytes = 0
-        if isinstance(body, ResponsesRequest) and body.previous_response_id is not None:
-            field = "previous_response_id"
-            before = self._responses.get(tenant, body.previous_response_id, field=field).turn
-            num_earlier_bytes = before.num_bytes
-            what = f"The request body with the conversation that '{field}' continues"
-            check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
-            body = body.continuing(before, MAX_VALUES + info.max_model_len)
-            stop.check()
+        if isinstance(body, ResponsesRequest):
+            max_values = MAX_VALUES + info.max_model_len
+            if ids := body.references:
+                items = self._responses.items(tenant, ids)
+                num_earlier_bytes = sum(len(items[id]) for id in ids)
+                what = "The request body with the items that 'input' refers to"
+                check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
+                body = body.resolved(items, max_values)
+                stop.check()
+            if body.previous_response_id is not None:
+                field = "previous_response_id"
+                before = self._responses.get(tenant, body.previous_response_id, field=field).turn
+                num_earlier_bytes += before.num_bytes
+                what = f"The request body with the conversation that '{field}' continues"
+                check_size(len(content) + num_earlier_bytes, self.max_body_bytes, what)
+                body = body.continuing(before, max_values)
+                stop.check()
         body.check(rules)
         given = {name for name, value in parsed.items() if value is not None}
         for name in (given & kind.without_effect) - self._told:

@@ -434,6 +434,46 @@ class Message(Object):
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
+def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:
+    """Return messages in which all that the assistant wrote in one turn is one message.
+
+    Some clients send each call by itself, or the text of a turn between its calls and their
+    results. Two texts are two turns.
+
+    Args:
+        turns: messages, each with the path of its parts in the body.
+    """
+    whole: list[list[tuple[str, Message]]] = []
+    for turn, following in itertools.zip_longest(turns, turns[1:]):
+        next_role = following[1].role if following else None
+        if whole and _goes_on(whole[-1][-1][1], turn[1], next_role):
+            whole[-1].append(turn)
+        else:
+            whole.append([turn])
+    return [_joined(parts) if len(parts) > 1 else parts[0] for parts in whole]
+
+
+def _goes_on(before: Message, message: Message, next_role: str | None) -> bool:
+    """Return whether a message belongs to the turn of the one before it."""
+    if not before.role == message.role == "assistant":
+        return False
+    if message.tool_calls:
+        return not any(map(str, message.content))
+    return bool(before.tool_calls) and next_role == "tool"
+
+
+def _joined(parts: Sequence[tuple[str, Message]]) -> tuple[str, Message]:
+    messages = [message for _, message in parts]
+    content = [part for message in messages for part in message.content]
+    made: dict[str, Any] = {
+        "content": [part for part in content if str(part) or part.prompt_cache_breakpoint],
+        "tool_calls": [call for message in messages for call in message.tool_calls],
+        "reasoning_content": "".join(message.thoughts for message in messages),
+    }
+    path = next((path for path, message in parts if message.content), "")
+    return path, messages[0].model_copy(update=made)
+
+
 class FunctionType(Object):
     """The one type of tool."""
 
@@ -550,10 +590,12 @@ class ChatRequest(ConversationRequest):
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 
-    @property
+    @cached_property
     def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages, each with the path of its parts in the body."""
-        return [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
+        return whole_turns(
+            [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
+        )
 
     @property
     def tool_names(self) -> Sequence[str]:

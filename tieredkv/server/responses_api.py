@@ -1,14 +1,14 @@
 """OpenAI's Responses API.
 
 Input items are converted to chat messages, so that both endpoints render the same tokens. A request
-may continue a stored response: then the items of that conversation come before its own.
+may continue a stored response: then the items of that conversation come before its own. It may also
+name single items of stored responses by their ids.
 """
 
 import itertools
 import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -45,7 +45,7 @@ from tieredkv.server.response_tools import (
     offered,
     read_tool,
 )
-from tieredkv.server.stored_responses import Turn
+from tieredkv.server.stored_responses import RESPONSE_ID, Turn, item_id
 from tieredkv.server.structure import Format
 from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
 
@@ -159,6 +159,13 @@ class AdditionalTools(_Known):
     tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
 
 
+class Reference(Object):
+    """Stands for an item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: Text
+
+
 class _Typed(Object):
     """The type of an input item, which decides how the item is read."""
 
@@ -169,6 +176,7 @@ class _Typed(Object):
         "custom_tool_call",
         "custom_tool_call_output",
         "reasoning",
+        "item_reference",
         "additional_tools",
         hosted.ItemType,
     ] = "message"
@@ -180,6 +188,7 @@ Item = (
     | CustomCall
     | FunctionOutput
     | Thoughts
+    | Reference
     | AdditionalTools
     | HostedItem
 )
@@ -190,6 +199,7 @@ _ITEMS: dict[str, type[Any]] = {
     "custom_tool_call": CustomCall,
     "custom_tool_call_output": FunctionOutput,
     "reasoning": Thoughts,
+    "item_reference": Reference,
     "additional_tools": AdditionalTools,
 }
 
@@ -263,6 +273,27 @@ class ResponsesRequest(openai.ConversationRequest):
     _before: Turn | None = PrivateAttr(None)
     _earlier: Sequence[Item] = PrivateAttr(())
 
+    @property
+    def references(self) -> list[str]:
+        """The ids of the stored items that `input` refers to, as often as it does."""
+        return [item.id for item in self.input if isinstance(item, Reference)]
+
+    def resolved(self, items: Mapping[str, bytes], max_values: int) -> Self:
+        """Return the request with the stored items in place of the references to them.
+
+        Args:
+            items: the stored items as JSON, by their ids.
+            max_values: how many JSON values they may hold.
+
+        Raises:
+            RequestError: they hold more.
+        """
+        what = "The array of items that 'input' refers to"
+        parsed = parse_body(b'{"input":[%b]}' % b",".join(items.values()), max_values, what=what)
+        found = dict(zip(items, read(_Conversation, parsed).input, strict=True))
+        given = [found[it.id] if isinstance(it, Reference) else it for it in self.input]
+        return self.model_copy(update={"input": given})
+
     def continuing(self, before: Turn, max_values: int) -> Self:
         """Return the request with the conversation that it continues.
 
@@ -305,12 +336,8 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @cached_property
     def turns(self) -> Sequence[tuple[str, Message]]:
-        """All messages.
-
-        A call becomes part of the assistant's message before it, and thoughts of the one after.
-        """
+        """All messages; thoughts become part of the message after them."""
         turns: list[tuple[str, Message]] = []
-        called: Message | None = None
         thoughts = ""
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
@@ -319,14 +346,9 @@ class ResponsesRequest(openai.ConversationRequest):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
                 case FunctionCall() | CustomCall():
-                    if not (turns and turns[-1][1].role == "assistant"):
-                        blank = Message(role="assistant", content=[], tool_calls=[])
-                        turns.append(("", _with(blank, thoughts)))
-                    at, last = turns[-1]
-                    if last is not called:  # Do not change the client's item.
-                        called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
-                        turns[-1] = at, called
-                    called.tool_calls.append(ToolCall(id=item.call_id, function=item.function))
+                    call = ToolCall(id=item.call_id, function=item.function)
+                    calling = Message.model_construct(role="assistant", tool_calls=[call])
+                    turns.append(("", _with(calling, thoughts)))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"{path}.output", tool))
@@ -337,7 +359,7 @@ class ResponsesRequest(openai.ConversationRequest):
                     message = Message(role="assistant", content=[part], tool_calls=[])
                     turns.append((path, _with(message, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
-        return turns
+        return openai.whole_turns(turns)
 
     @property
     def tool_names(self) -> Sequence[str]:
@@ -438,7 +460,7 @@ _COMPARED = {
 class ResponseShape(Shape):
     """Answers of `/v1/responses`."""
 
-    id_prefix = "resp_"
+    id_prefix = RESPONSE_ID
     names_events = True
 
     def __init__(self, asked: ResponsesRequest, *, is_stored: bool = False) -> None:
@@ -446,7 +468,7 @@ class ResponseShape(Shape):
         # The request itself is not kept, as it may be long.
         self._is_prewarm, self._offered = asked.is_prewarm, asked.offered
         self._echo = {**asked.echo(), "store": is_stored}  # Several events of a stream repeat it.
-        self._item_ids, self._numbers = list[str](), itertools.count()
+        self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[Reply]) -> Json:
         """Return the answer with its items."""
@@ -557,13 +579,11 @@ class ResponseShape(Shape):
         return where if part.call is not None else {**where, "content_index": 0}
 
     def _id(self, index: int, part: Delta) -> str:
-        """Return the id of an item, which is the same whenever it is asked for."""
-        while index >= len(self._item_ids):
-            self._item_ids.append(uuid.uuid4().hex)
+        """Return the id of an item, which holds that of the response."""
         word = "rs" if part.thoughts else "msg"
         if part.call is not None:
             word = "ctc" if self._called(part.call).is_custom else "fc"
-        return f"{word}_{self._item_ids[index]}"
+        return item_id(word, self.id, index)
 
     def _item(self, index: int, part: Delta, status: str, *, is_start: bool = False) -> Json:
         """Return an item of the output, or what a stream begins it with."""

@@ -4,16 +4,47 @@ What is kept are JSON texts: the response, and the items of the conversation up 
 is written to a disk. This module knows tenants and bytes, but neither HTTP nor what an item means.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from tieredkv.errors import MAX_TOLD_CHARACTERS, IntegrityError, RequestError
 from tieredkv.server.tenant_store import TenantStore
 
 LIFETIME_S = 3600.0
+RESPONSE_ID = "resp_"
+"""What the id of a response begins with."""
+
 ENTRY_BYTES = 1024
 """What a response is taken to need beside its texts, so that many short ones are bounded, too."""
+
+
+class _Item(msgspec.Struct):
+    """The id of an item."""
+
+    id: str
+
+
+class _Body(msgspec.Struct):
+    """The items of a response, each as JSON."""
+
+    output: list[msgspec.Raw]
+
+
+_ITEM, _BODY = msgspec.json.Decoder(_Item), msgspec.json.Decoder(_Body)
+
+
+def item_id(kind: str, response_id: str, index: int) -> str:
+    """Return the id of an item of a response, by which the response can be found."""
+    return f"{kind}_{response_id.partition('_')[2]}_{index}"
+
+
+def _response_of(item_id: str) -> str:
+    _, of_response, *_ = (*item_id.split("_"), "")
+    return f"{RESPONSE_ID}{of_response}"
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +140,23 @@ class StoredResponses(TenantStore[str, StoredResponse]):
                 return response
         raise self._not_found(id, field)
 
+    def items(self, tenant: str, ids: Sequence[str]) -> dict[str, bytes]:
+        """Return items of the tenant's responses as JSON, by their ids.
+
+        Raises:
+            RequestError: one of them is not there, or no longer.
+        """
+        found = dict[str, bytes]()
+        for response_id in {_response_of(id) for id in ids}:
+            with contextlib.suppress(RequestError):
+                body = _BODY.decode(self.get(tenant, response_id).body)
+                found |= {_ITEM.decode(item).id: bytes(item) for item in body.output}
+        for id in ids:
+            if id not in found:
+                what = f"Item with id '{id[:MAX_TOLD_CHARACTERS]}' not found. {self._why_not}"
+                raise RequestError(f"{what} Send the item itself.", param="input", status=404)
+        return {id: found[id] for id in ids}
+
     def delete(self, tenant: str, id: str) -> None:
         """Drop one of the tenant's responses.
 
@@ -150,13 +198,16 @@ class StoredResponses(TenantStore[str, StoredResponse]):
 
     def _not_found(self, id: str, field: str | None = None) -> RequestError:
         what = f"with id '{id[:MAX_TOLD_CHARACTERS]}' not found."
-        why = "Responses are kept in memory for an hour, while there is room, and until a restart."
-        if not self._max_bytes:
-            why = "This server stores no responses, since `stored_responses_size` is 0."
         if field is None:
-            return RequestError(f"Response {what} {why}", status=404)
-        text = f"Previous response {what} {why} Send the whole conversation in 'input'."
+            return RequestError(f"Response {what} {self._why_not}", status=404)
+        text = f"Previous response {what} {self._why_not} Send the whole conversation in 'input'."
         return RequestError(text, param=field, code="previous_response_not_found", status=404)
+
+    @property
+    def _why_not(self) -> str:
+        if not self._max_bytes:
+            return "This server stores no responses, since `stored_responses_size` is 0."
+        return "Responses are kept in memory for an hour, while there is room, and until a restart."
 
     def _expire(self) -> None:
         end = self._now() - LIFETIME_S

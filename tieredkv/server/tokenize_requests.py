@@ -11,7 +11,13 @@ from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
-from tieredkv.server.openai_api import Message, TemplateArguments, Tools, check_continuing
+from tieredkv.server.openai_api import (
+    Message,
+    TemplateArguments,
+    Tools,
+    check_continuing,
+    whole_turns,
+)
 
 
 class TokenizeRequest(PlainRequest):
@@ -39,7 +45,8 @@ class TokenizeRequest(PlainRequest):
         else:
             continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
             check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
-            messages = [message.for_template() for message in self.messages]
+            turns = whole_turns([("", message) for message in self.messages])
+            messages = [message.for_template() for _, message in turns]
             how = {"add_generation_prompt": adds_prompt is not False}
             arguments = {"tools": self.tools or None, **how, **self.chat_template_kwargs}
             encoded = tokenization.encode_chat(
