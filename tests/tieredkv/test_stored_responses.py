@@ -517,3 +517,31 @@ def test_conversations_that_are_continued_count_as_bodies_in_hand(
             assert (await continued(client, last)).previous_response_id == last
 
     asyncio.run(run())
+
+
+def test_the_items_that_a_response_answers_are_listed_in_pages() -> None:
+    async def run() -> None:
+        client = openai_of(Engine("Fine."))
+        first = await client.responses.create(model="m", input="One.")
+        more: Any = [{"role": "user", "content": "Two."}]
+        how: Any = {"model": "m", "previous_response_id": first.id}
+        second = await client.responses.create(input=more, **how)
+        page = await client.responses.input_items.list(second.id, order="asc")
+        items: list[Any] = [item async for item in page]
+        assert [item.type for item in items] == ["message"] * 3
+        texts = [item.content[0].text for item in items]
+        assert texts == ["One.", "Fine.", "Two."]
+        assert len({item.id for item in items}) == 3
+        assert items[1].id == first.output[0].id
+        page = await client.responses.input_items.list(second.id, limit=1)
+        assert ([it.id for it in page.data], page.has_more) == ([items[2].id], True)
+        assert [it.id async for it in page] == [it.id for it in items[::-1]]
+        wrong: list[dict[str, Any]] = [{"after": "x"}, {"limit": 0}, {"limit": 101}]
+        for query in [*wrong, {"order": "up"}]:
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.responses.input_items.list(second.id, **query)
+            assert error.value.param == next(iter(query))
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.input_items.list("resp_x")
+
+    asyncio.run(run())

@@ -48,7 +48,7 @@ from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
-from tieredkv.server.responses_api import ResponsesRequest, joined
+from tieredkv.server.responses_api import Page, ResponsesRequest, joined
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
@@ -209,6 +209,13 @@ class Api:
             raise RequestError(text, param="stream", code="unsupported_parameter")
         stored = self._responses.get(tenant, id)
         return Response(stored.body, media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        """Return a page of the items that a stored response answers, the latest first."""
+        tenant, id = self._keys.tenant(request.headers), request.path_params["id"]
+        page = read(Page, dict(request.query_params))
+        items = await asyncio.to_thread(self._responses.input_items, tenant, id)
+        return JSONResponse(page.of(items))
 
     def answers(self, kind: type[ApiRequest]) -> Endpoint:
         """Return the route for requests of one type.
@@ -471,6 +478,7 @@ def build_app(api: Api) -> ASGIApp:
             Route("/metrics", api.metrics),
             Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
             Route("/v1/responses/{id}", api.response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/input_items", api.input_items),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenizer_info", api.tokenizer_info),

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from tieredkv.engine.engine_messages import RequestUsage
-from tieredkv.errors import RequestError
+from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
 from tieredkv.fields import Object, list_of, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
 from tieredkv.server import hosted
@@ -430,6 +430,32 @@ def joined(items: Sequence[Json]) -> bytes:
 def _with(message: Message, thoughts: str) -> Message:
     """Return a message with the thoughts before it."""
     return message.model_copy(update={"reasoning_content": thoughts}) if thoughts else message
+
+
+class Page(Object):
+    """The query of `GET /v1/responses/ID/input_items`."""
+
+    known_besides = names_of("include include[]")
+
+    limit: Annotated[int, Field(strict=False)] = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str = ""
+
+    def of(self, items: Sequence[Json]) -> Json:
+        """Return the page of a list that begins behind the item `after`.
+
+        Raises:
+            RequestError: there is no such item.
+        """
+        ordered = [*items] if self.order == "asc" else [*items][::-1]
+        ids = [item["id"] for item in ordered]
+        if self.after and self.after not in ids:
+            what = f"No item has the id '{self.after[:MAX_TOLD_CHARACTERS]}'."
+            raise RequestError(what, param="after", code="invalid_value")
+        start = ids.index(self.after) + 1 if self.after else 0
+        some, end = ordered[start : start + self.limit], start + self.limit
+        told = {"first_id": ids[start], "last_id": ids[start:end][-1]} if some else {}
+        return {"object": "list", "data": some, **told, "has_more": end < len(ids)}
 
 
 class _Called(NamedTuple):

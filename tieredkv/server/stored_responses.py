@@ -8,6 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -156,6 +157,23 @@ class StoredResponses(TenantStore[str, StoredResponse]):
                 what = f"Item with id '{id[:MAX_TOLD_CHARACTERS]}' not found. {self._why_not}"
                 raise RequestError(f"{what} Send the item itself.", param="input", status=404)
         return {id: found[id] for id in ids}
+
+    def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
+        """Return the items of a conversation up to one of the tenant's responses, without its own.
+
+        Each has an id; those that came without one get one.
+
+        Raises:
+            RequestError: the tenant has no such response, or no longer.
+        """
+        stored = self.get(tenant, id)
+        num_own = len(_BODY.decode(stored.body).output)
+        items: list[dict[str, Any]] = msgspec.json.decode(stored.turn.conversation())
+        of_input = items[: len(items) - num_own]
+        return [
+            {"type": "message", "id": item_id("in", id, index), **item}
+            for index, item in enumerate(of_input)
+        ]
 
     def delete(self, tenant: str, id: str) -> None:
         """Drop one of the tenant's responses.
