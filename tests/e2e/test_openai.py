@@ -14,6 +14,7 @@ from tests import http
 from tests.serving import Server, running
 from tests.waiting import HANG_S
 from tieredkv.server import hosted
+from tieredkv.server.response_tools import ClientRun
 
 MODEL = "tiny-random"
 TEXT = "A prefix that is worth to be kept. " * 8
@@ -267,7 +268,9 @@ INPUT = {"input": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TEXT_PART = {"type": "text", "text": "a"}
 ITEM_TYPES = ["message", "function_call", "function_call_output", "custom_tool_call"]
-ITEM_TYPES += ["custom_tool_call_output", "reasoning", "item_reference", "additional_tools"]
+ITEM_TYPES += ["custom_tool_call_output"]
+ITEM_TYPES += [f"{it}_call{end}" for it in get_args(ClientRun) for end in ("", "_output")]
+ITEM_TYPES += ["reasoning", "item_reference", "additional_tools"]
 ITEM_TYPES += get_args(hosted.ItemType)
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {}, "Missing required parameter: 'input'.", "input"),

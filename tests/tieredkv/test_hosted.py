@@ -17,6 +17,7 @@ from tieredkv.fields import read
 from tieredkv.server import hosted
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.asked import DOCUMENT_NOTE, Rules
+from tieredkv.server.response_tools import ClientRun
 from tieredkv.server.responses_api import ResponsesRequest
 
 __all__ = ["close_apis"]
@@ -202,6 +203,7 @@ def test_all_types_of_the_real_apis_are_known() -> None:
     assert len(items) > 25
     ours = {*get_args(hosted.ItemType), "message", "function_call", "function_call_output"}
     ours |= {"custom_tool_call", "custom_tool_call_output", "reasoning", "additional_tools"}
+    ours |= {f"{kind}_call{end}" for kind in get_args(ClientRun) for end in ("", "_output")}
     assert items - ours == {"item_reference"}
     blocks = types_in(beta_content_block_param.BetaContentBlockParam)
     assert len(blocks) > 20

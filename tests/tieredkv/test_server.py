@@ -29,7 +29,8 @@ from tieredkv.server.asked import WHOLE, Rules, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_answers import NO_ECHO, ChatShape, CompletionShape
 from tieredkv.server.reply import Reply
-from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
+from tieredkv.server.response_answers import ResponseShape
+from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.run import bind
 from tieredkv.types import Tier
 
@@ -546,8 +547,8 @@ def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() ->
 
 
 def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
-    asked = read(ResponsesRequest, {"model": "m", "input": "a"})
-    event = ResponseShape(asked).failure(RequestError("Stopping", code="x"))
+    shape = ResponseShape({}, {}, is_prewarm=False)
+    event = shape.failure(RequestError("Stopping", code="x"))
     told = ResponseErrorEvent.model_validate(event)
     assert (told.type, told.message, told.code, told.sequence_number) == (
         "error",

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -302,6 +303,79 @@ def test_tools_of_codex_are_called_and_hosted_ones_are_left_out(is_stream: bool)
         assert '"input": "*** Begin"' in again and again.count("done") == 4
 
     asyncio.run(run())
+
+
+CLIENT_RUN: list[tuple[str, dict[str, Any], str, dict[str, Any], Any, str]] = [
+    (
+        "shell",
+        {"commands": ["ls"], "timeout_ms": 5},
+        "action",
+        {},
+        [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
+        '[{"stdout":"a.py","outcome":{"type":"exit","exit_code":0}}]',
+    ),
+    ("local_shell", {"command": ["ls"]}, "action", {"type": "exec", "env": {}}, "a.py", "a.py"),
+    (
+        "apply_patch",
+        {"type": "create_file", "path": "a.py", "diff": "+pass"},
+        "operation",
+        {},
+        "There is one.",
+        "failed\nThere is one.",
+    ),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "arguments", "field", "constants", "output", "told"),
+    CLIENT_RUN,
+    ids=[case[0] for case in CLIENT_RUN],
+)
+def test_tools_that_openai_knows_and_the_client_runs_are_called(
+    kind: str,
+    arguments: dict[str, Any],
+    field: str,
+    constants: dict[str, Any],
+    output: Any,
+    told: str,
+    is_stream: bool,
+) -> None:
+    call = json.dumps({"name": kind, "arguments": arguments})
+    wrong = json.dumps({"name": kind, "arguments": {"else": 1}})
+    engine = Engine("".join(f"<tool_call>\n{it}\n</tool_call>" for it in (call, wrong)))
+    how: Any = {"model": "m", "input": "List.", "tools": [{"type": kind}]}
+    how["tool_choice"] = {"type": kind} if kind != "local_shell" else "required"
+
+    async def run() -> None:
+        responses = openai_of(engine).responses
+        if is_stream:
+            async with responses.stream(**how) as stream:
+                names = [event.type async for event in stream]
+                response: Any = await stream.get_final_response()
+            assert names.count("response.output_item.done") == 2
+        else:
+            response = await responses.create(**how)
+        item, malformed = response.output
+        assert (item.type, item.status) == (f"{kind}_call", "completed")
+        given = getattr(item, field).model_dump(exclude_unset=True)
+        assert given == {**constants, **arguments}
+        assert (malformed.type, malformed.name) == ("function_call", kind)
+        result = {"type": f"{kind}_call_output", "call_id": item.call_id, "output": output}
+        result |= {"local_shell": {"id": item.id}, "apply_patch": {"status": "failed"}}.get(
+            kind, {}
+        )
+        items: Any = [{"role": "user", "content": "List."}, item.model_dump(), result]
+        await responses.create(model="m", input=items, tools=how["tools"])
+        elsewhere: Any = {"type": kind, "environment": {"type": "container_auto"}}
+        response = await responses.create(model="m", input="List.", tools=[elsewhere])
+        assert response.model_extra["tieredkv"] == {"left_out_tools": [kind]}
+
+    asyncio.run(run())
+    first, second, third = engine.prompts
+    assert f'"name": "{kind}"' in first and f'"name": "{kind}"' not in third
+    printed = [json.loads(it) for it in re.findall(r'\{"name": .*"arguments".*\}', second)]
+    assert json.loads(call) in printed and f"\n{told}<|im_end|>" in second
 
 
 def test_a_strict_server_refuses_hosted_tools_and_every_server_tools_of_one_name() -> None:

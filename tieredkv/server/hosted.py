@@ -12,8 +12,6 @@ import msgspec
 from tieredkv.fields import names_of
 
 ItemType = Literal[
-    "apply_patch_call",
-    "apply_patch_call_output",
     "code_interpreter_call",
     "compaction",
     "compaction_trigger",
@@ -22,16 +20,12 @@ ItemType = Literal[
     "configuration_update",
     "file_search_call",
     "image_generation_call",
-    "local_shell_call",
-    "local_shell_call_output",
     "mcp_approval_request",
     "mcp_approval_response",
     "mcp_call",
     "mcp_list_tools",
     "program",
     "program_output",
-    "shell_call",
-    "shell_call_output",
     "tool_search_call",
     "tool_search_output",
     "web_search_call",
@@ -68,6 +62,11 @@ _UNREADABLE = names_of("""
 
 _BASE64 = {"image_generation_call": "result", "base64": "data"}
 """Fields that hold data instead of text, by the types of objects."""
+
+
+def readable(value: Any) -> str:
+    """Return what a model can read of a JSON value, as JSON."""
+    return msgspec.json.encode(_readable(value)).decode()
 
 
 def note(part: dict[str, Any]) -> str:

@@ -1,12 +1,17 @@
 """The tools of OpenAI's Responses API: what a model is told of them, and what its calls become.
 
 Functions are told as they are. A namespace is taken apart into its tools, and a custom tool, which
-takes a text, is a function with one text. Hosted tools, such as the search of the web, run on
-OpenAI's servers; here they are left out.
+takes a text, is a function with one text. Tools that the API knows by their type and that the
+client runs, such as `shell`, are functions that `response_tools.toml` describes. Hosted tools, such
+as the search of the web, run on OpenAI's servers; here they are left out.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import pydantic
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -25,17 +30,17 @@ _CUSTOM_PARAMETERS = {
     "required": [CUSTOM_INPUT],
 }
 
+ClientRun = Literal["apply_patch", "local_shell", "shell"]
+"""The types of tools that the client runs."""
+
 Hosted = Literal[
-    "apply_patch",
     "code_interpreter",
     "computer",
     "computer_use_preview",
     "file_search",
     "image_generation",
-    "local_shell",
     "mcp",
     "programmatic_tool_calling",
-    "shell",
     "tool_search",
     "web_search",
     "web_search_2025_08_26",
@@ -87,6 +92,15 @@ class NamespaceTool(_Known):
     )
 
 
+class ClientTool(Object):
+    """A tool that the client runs, if its `environment` is not one of OpenAI's."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    type: ClientRun
+    environment: Json = Field({"type": "local"})
+
+
 class HostedTool(Object):
     """A tool that runs on OpenAI's servers."""
 
@@ -95,19 +109,20 @@ class HostedTool(Object):
     type: Hosted
 
 
-Tool = FunctionTool | TextTool | NamespaceTool | HostedTool
+Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | HostedTool
 
 
 class _Typed(Object):
     """The type of a tool, which decides how the tool is read."""
 
-    type: Literal["function", "custom", "namespace", Hosted]
+    type: Literal["function", "custom", "namespace", ClientRun, Hosted]
 
 
 _KINDS: dict[str, type[Any]] = {
     "function": FunctionTool,
     "custom": TextTool,
     "namespace": NamespaceTool,
+    **dict.fromkeys(get_args(ClientRun), ClientTool),
 }
 
 
@@ -128,13 +143,13 @@ class Offered(NamedTuple):
     Attributes:
         name: by which the client knows it.
         namespace: that it belongs to; None for none.
-        is_custom: whether it takes a text.
+        kind: `function`, `custom` for one that takes a text, or the type of one that clients run.
         function: as chat templates print it; its name is the model's.
     """
 
     name: str
     namespace: str | None
-    is_custom: bool
+    kind: str
     function: Json
 
 
@@ -166,11 +181,17 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
             case FunctionTool():
                 given = tool.model_dump(exclude={"type"}, exclude_unset=True)
                 given["name"] = name_for_model(tool.name, namespace)
-                yield Offered(tool.name, namespace, False, given)
+                yield Offered(tool.name, namespace, "function", given)
             case TextTool():
                 given = {"name": name_for_model(tool.name, namespace), "description": _told(tool)}
                 given["parameters"] = _CUSTOM_PARAMETERS
-                yield Offered(tool.name, namespace, True, given)
+                yield Offered(tool.name, namespace, "custom", given)
+            case ClientTool() if not _is_hosted(tool):
+                told = client_tools()[tool.type]
+                parameters = {"type": "object", "properties": told["properties"]}
+                parameters["required"] = told["required"]
+                given = {"name": tool.type, "description": told["description"]}
+                yield Offered(tool.type, None, tool.type, {**given, "parameters": parameters})
 
 
 def _told(tool: TextTool) -> str:
@@ -183,4 +204,49 @@ def _told(tool: TextTool) -> str:
 
 def left_out(tools: Sequence[Tool]) -> list[str]:
     """Return the types of the tools that the model is not told of."""
-    return sorted({tool.type for tool in tools if isinstance(tool, HostedTool)})
+    return sorted({tool.type for tool in tools if _is_hosted(tool)})
+
+
+def _is_hosted(tool: Tool) -> bool:
+    is_elsewhere = isinstance(tool, ClientTool) and tool.environment.get("type") != "local"
+    return is_elsewhere or isinstance(tool, HostedTool)
+
+
+@cache
+def client_tools() -> Json:
+    """Return what is known of the tools that clients run, by their types."""
+    text = resources.files(__package__).joinpath("response_tools.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def item_of_call(name: str, arguments: str, offered: Mapping[str, Offered]) -> tuple[str, Json]:
+    """Return the type of the item of a call, and its fields beside ids and status.
+
+    A call whose arguments do not fit the tool is passed on as the model wrote it.
+
+    Args:
+        name: by which the model knows the tool.
+        arguments: a JSON object, as text.
+        offered: the tools that the model was told of.
+    """
+    tool = offered.get(name) or Offered(name, None, "function", {})
+    named = {"name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
+    given: Json = json.loads(arguments) if tool.kind != "function" else {}
+    if tool.kind == "custom" and isinstance(given.get(CUSTOM_INPUT), str):
+        return "custom_tool_call", {**named, "input": given[CUSTOM_INPUT]}
+    if tool.kind in client_tools():
+        known = client_tools()[tool.kind]
+        if given.keys() >= {*known["required"]}:
+            return f"{tool.kind}_call", {known["field"]: {**known.get("constants", {}), **given}}
+    return "function_call", {**named, "arguments": arguments}
+
+
+def called_with(kind: str, item: Json) -> Json:
+    """Return the arguments of a call that a client sends back as an item."""
+    known = client_tools()[kind]
+    given: Json = item.get(known["field"], {})
+    return {
+        name: value
+        for name, value in given.items()
+        if name in known["properties"] and value is not None
+    }

@@ -6,11 +6,9 @@ name single items of stored responses by their ids.
 """
 
 import itertools
-import json
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
 from pydantic import (
@@ -22,30 +20,28 @@ from pydantic import (
     field_serializer,
 )
 
-from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
 from tieredkv.fields import Object, list_of, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
 from tieredkv.server import hosted
 from tieredkv.server import openai_api as openai
-from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, tell_left_out
+from tieredkv.server.asked import Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
-from tieredkv.server.generation import Piece
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
-from tieredkv.server.message_parser import Call, Delta
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
-from tieredkv.server.reply import Reply
+from tieredkv.server.response_answers import ResponseShape
 from tieredkv.server.response_tools import (
     CUSTOM_INPUT,
     Offered,
     Tool,
+    called_with,
     left_out,
     name_for_model,
     offered,
     read_tool,
 )
-from tieredkv.server.stored_responses import RESPONSE_ID, Turn, item_id
+from tieredkv.server.stored_responses import Turn
 from tieredkv.server.structure import Format
 from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
 
@@ -118,6 +114,46 @@ class CustomCall(_Known):
         return CalledFunction.model_construct(name=name, arguments={CUSTOM_INPUT: self.input})
 
 
+class ClientCall(_Known):
+    """A call of a tool that the API knows by its type, and that the client runs."""
+
+    known_besides = _Known.known_besides | names_of("environment max_output_length")
+
+    type: Literal["apply_patch_call", "local_shell_call", "shell_call"]
+    call_id: Text
+    action: Json = Field({})
+    operation: Json = Field({})
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as the model wrote it."""
+        kind = self.type.removesuffix("_call")
+        given = called_with(kind, {"action": self.action, "operation": self.operation})
+        return CalledFunction.model_construct(name=kind, arguments=given)
+
+
+class ClientOutput(_Known):
+    """What came of such a call."""
+
+    known_besides = ClientCall.known_besides
+
+    type: Literal["apply_patch_call_output", "local_shell_call_output", "shell_call_output"]
+    call_id: str = ""
+    id: str = ""
+    output: Any = None
+    status: str = ""
+
+    @property
+    def parts(self) -> list[InputPart]:
+        """The text that the model is told."""
+        texts = [self.status] if self.type == "apply_patch_call_output" else []
+        if isinstance(self.output, str):
+            texts.append(self.output)
+        elif self.output is not None:
+            texts.append(hosted.readable(self.output))
+        return [InputPart(type="input_text", text="\n".join(filter(None, texts)))]
+
+
 class FunctionOutput(_Known):
     """The output of a call."""
 
@@ -175,6 +211,12 @@ class _Typed(Object):
         "function_call_output",
         "custom_tool_call",
         "custom_tool_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
         "reasoning",
         "item_reference",
         "additional_tools",
@@ -186,7 +228,9 @@ Item = (
     InputMessage
     | FunctionCall
     | CustomCall
+    | ClientCall
     | FunctionOutput
+    | ClientOutput
     | Thoughts
     | Reference
     | AdditionalTools
@@ -198,6 +242,8 @@ _ITEMS: dict[str, type[Any]] = {
     "function_call_output": FunctionOutput,
     "custom_tool_call": CustomCall,
     "custom_tool_call_output": FunctionOutput,
+    **dict.fromkeys(get_args(ClientCall.model_fields["type"].annotation), ClientCall),
+    **dict.fromkeys(get_args(ClientOutput.model_fields["type"].annotation), ClientOutput),
     "reasoning": Thoughts,
     "item_reference": Reference,
     "additional_tools": AdditionalTools,
@@ -345,13 +391,17 @@ class ResponsesRequest(openai.ConversationRequest):
         for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
-                case FunctionCall() | CustomCall():
+                case FunctionCall() | CustomCall() | ClientCall():
                     call = ToolCall(id=item.call_id, function=item.function)
                     calling = Message.model_construct(role="assistant", tool_calls=[call])
                     turns.append(("", _with(calling, thoughts)))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"{path}.output", tool))
+                case ClientOutput():
+                    id, parts = item.call_id or item.id, item.parts
+                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
+                    turns.append((path, tool))
                 case InputMessage():
                     turns.append((f"{path}.content", _with(item, thoughts)))
                 case HostedItem():
@@ -404,7 +454,8 @@ class ResponsesRequest(openai.ConversationRequest):
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
-        shape = ResponseShape(self, is_stored=is_stored)
+        echo = {**self.echo(), "store": is_stored}
+        shape = ResponseShape(echo, self.offered, is_prewarm=self.is_prewarm)
         how: Json = {"shape": shape, "turn": self.turn() if is_stored else None}
         return self.render(tokenization, rules, arguments, compared_id=compared_id, **how)
 
@@ -456,211 +507,3 @@ class Page(Object):
         some, end = ordered[start : start + self.limit], start + self.limit
         told = {"first_id": ids[start], "last_id": ids[start:end][-1]} if some else {}
         return {"object": "list", "data": some, **told, "has_more": end < len(ids)}
-
-
-class _Called(NamedTuple):
-    """A call as the client knows the tool; `text` is its arguments, or the text it takes."""
-
-    name: str
-    namespace: str | None
-    is_custom: bool
-    text: str
-
-    @property
-    def event(self) -> str:
-        """What the events of a stream are called that bring the text."""
-        return "custom_tool_call_input" if self.is_custom else "function_call_arguments"
-
-
-_CALLS = {False: ("function_call", "arguments"), True: ("custom_tool_call", "input")}
-"""The type of the item of a call and the field with its text, by whether the tool is custom."""
-
-_COMPARED = {
-    "not_found": "comparison_response_not_found",
-    "hit": "cache_hit",
-    "unavailable": "unavailable",
-}
-"""The diagnosis type for each comparison that found no change."""
-
-
-class ResponseShape(Shape):
-    """Answers of `/v1/responses`."""
-
-    id_prefix = RESPONSE_ID
-    names_events = True
-
-    def __init__(self, asked: ResponsesRequest, *, is_stored: bool = False) -> None:
-        super().__init__()
-        # The request itself is not kept, as it may be long.
-        self._is_prewarm, self._offered = asked.is_prewarm, asked.offered
-        self._echo = {**asked.echo(), "store": is_stored}  # Several events of a stream repeat it.
-        self._numbers = itertools.count()
-
-    def whole(self, answers: Sequence[Reply]) -> Json:
-        """Return the answer with its items."""
-        (answer,) = answers
-        is_cut = answer.finish_reason == "length" and not self._is_prewarm
-        status = "incomplete" if is_cut else "completed"
-        parts = answer.parts or [Delta()]
-        if self._is_prewarm:
-            parts = []
-        output = [self._item(i, part, status) for i, part in enumerate(parts)]
-        response = {
-            **self._response(status, output),
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": self._usage(answer),
-            **self._diagnostics(answer.usage),
-        }
-        if self.keep is not None:
-            self.keep(response)
-        return response
-
-    async def events(
-        self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[Json]:
-        """Yield the events of the response, its items, and the parts of these.
-
-        The events of a part lie between those of its item, and these between those of the response.
-        """
-        for name in ("created", "in_progress"):
-            yield self._event(name, response=self._response("in_progress", []))
-        (answer,), num_items, last = answers, 0, None
-        async for piece in pieces:
-            for delta in () if self._is_prewarm else filter(any, piece.deltas):
-                if last is None or not delta.continues(last):
-                    for event in self._item_end(num_items - 1, answer.parts):
-                        yield event
-                    for event in self._item_start(num_items, delta):
-                        yield event
-                    num_items, last = num_items + 1, delta
-                yield self._item_delta(num_items - 1, delta)
-        response = self.whole(answers)
-        if not num_items and response["output"]:  # a message without text
-            for event in self._item_start(num_items, Delta()):
-                yield event
-            num_items = 1
-        for event in self._item_end(num_items - 1, answer.parts, response["output"]):
-            yield event
-        yield self._event(response["status"], response=response)
-
-    def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that failed."""
-        told = {"code": error.code, "message": str(error), "param": error.param}
-        return {"type": "error", **told, "sequence_number": next(self._numbers)}
-
-    def _event(self, name: str, /, **fields: Any) -> Json:
-        return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
-
-    def _item_start(self, index: int, part: Delta) -> Iterator[Json]:
-        item = self._item(index, part, "in_progress", is_start=True)
-        yield self._event("output_item.added", output_index=index, item=item)
-        if part.call is None:
-            where = self._where(index, part)
-            yield self._event("content_part.added", **where, part=_part(part, is_start=True))
-
-    def _item_delta(self, index: int, delta: Delta) -> Json:
-        where = self._where(index, delta)
-        if delta.call is not None:
-            called = self._called(delta.call)
-            return self._event(f"{called.event}.delta", **where, delta=called.text)
-        if delta.thoughts:
-            return self._event("reasoning_text.delta", **where, delta=delta.thoughts)
-        return self._event("output_text.delta", **where, delta=delta.text, logprobs=[])
-
-    def _item_end(
-        self, index: int, parts: Sequence[Delta], output: Sequence[Json] = ()
-    ) -> Iterator[Json]:
-        if index < 0:
-            return
-        part = parts[index] if parts else Delta()
-        where = self._where(index, part)
-        if part.call is not None:
-            called = self._called(part.call)
-            _, field = _CALLS[called.is_custom]
-            named = {} if called.is_custom else {"name": called.name}
-            yield self._event(f"{called.event}.done", **where, **named, **{field: called.text})
-        elif part.thoughts:
-            yield self._event("reasoning_text.done", **where, text=part.thoughts)
-        else:
-            yield self._event("output_text.done", **where, text=part.text, logprobs=[])
-        if part.call is None:
-            yield self._event("content_part.done", **where, part=_part(part))
-        item = output[index] if output else self._item(index, part, "completed")
-        yield self._event("output_item.done", output_index=index, item=item)
-
-    def _called(self, call: Call) -> "_Called":
-        """Return a call as the client knows the tool."""
-        tool = self._offered.get(call.name)
-        if tool is None:
-            return _Called(call.name, None, False, call.arguments)
-        text = json.loads(call.arguments).get(CUSTOM_INPUT) if tool.is_custom else None
-        is_custom = isinstance(text, str)  # else it is passed on as the model wrote it
-        return _Called(
-            tool.name, tool.namespace, is_custom, text or "" if is_custom else call.arguments
-        )
-
-    def _where(self, index: int, part: Delta) -> Json:
-        where = {"item_id": self._id(index, part), "output_index": index}
-        return where if part.call is not None else {**where, "content_index": 0}
-
-    def _id(self, index: int, part: Delta) -> str:
-        """Return the id of an item, which holds that of the response."""
-        word = "rs" if part.thoughts else "msg"
-        if part.call is not None:
-            word = "ctc" if self._called(part.call).is_custom else "fc"
-        return item_id(word, self.id, index)
-
-    def _item(self, index: int, part: Delta, status: str, *, is_start: bool = False) -> Json:
-        """Return an item of the output, or what a stream begins it with."""
-        head = {"id": self._id(index, part)}
-        content = [] if is_start else [_part(part)]
-        if part.call is not None:
-            called = self._called(part.call)
-            kind, field = _CALLS[called.is_custom]
-            told = {"call_id": f"call_{part.call.id}", "name": called.name}
-            told |= {"namespace": called.namespace} if called.namespace else {}
-            told[field] = "" if is_start else called.text
-            return {**head, "type": kind, "status": status, **told}
-        if part.thoughts:
-            return {**head, "type": "reasoning", "summary": [], "content": content}
-        how = {"status": status, "role": "assistant", "content": content}
-        return {**head, "type": "message", **how}
-
-    def _response(self, status: str, output: list[Json]) -> Json:
-        nothing = dict.fromkeys(("error", "incomplete_details", "usage"))
-        head = {"id": self.id, "object": "response", "created_at": self.created}
-        how = {"status": status, "output": output, "background": False}
-        return {**head, **self._echo, **nothing, **how}
-
-    def _diagnostics(self, usage: RequestUsage) -> Json:
-        if (found := self.diagnosis.compare(usage)) is None:
-            return {}
-        told: Json = {"type": _COMPARED.get(found.kind, "cache_miss")}
-        if found.kind not in _COMPARED:
-            reason = "input" if found.kind in ("system", "messages") else found.kind
-            num_missed = usage.prompt_tokens - usage.miss_token
-            told |= {"reason": f"{reason}_changed", "cache_missed_tokens": num_missed}
-            told["comparison_reusable_tokens"] = found.at_token
-        return {"prompt_cache_diagnostics": told}
-
-    def _usage(self, answer: Reply) -> Json:
-        usage, num_long = answer.usage, self.written_for(answer, "12h")
-        num_short = usage.written_tokens - num_long
-        by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
-        num_output = len(answer.token_ids)
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {**self.caching([usage]), "cache_write_tokens_details": by_ttl},
-            "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.prompt_tokens + num_output,
-        }
-
-
-def _part(part: Delta, *, is_start: bool = False) -> Json:
-    """Return the part of an item's content, or what a stream begins it with."""
-    if part.thoughts:
-        return {"type": "reasoning_text", "text": "" if is_start else part.thoughts}
-    text = "" if is_start else part.text
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -189,6 +189,9 @@ def choose_tools(
         case {"type": "function" | "custom"}:
             how |= {"tools": [_tool(tool_choice, tools, names)], "is_parallel": False}
             return Structure(**how, choice="required")
+        case {"type": str() as kind} if kind in names:  # a tool that the API knows by its type
+            how |= {"tools": [_tool({"name": kind}, tools, names)], "is_parallel": False}
+            return Structure(**how, choice="required")
         case {"type": str() as kind}:
             raise _invalid(f"'{kind[:64]}' tools are not offered by this server")
     raise _invalid("it is 'none', 'auto', 'required', or an object that names a tool")
