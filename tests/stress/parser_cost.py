@@ -26,6 +26,7 @@ TOOLS = [{"type": "function", "function": TOOL}]
 WRITTEN: dict[str, Callable[[dict[str, str]], str]] = {
     "json": json.dumps,
     "qwen_xml": lambda given: f"<parameter=text>\n{given['text']}\n</parameter>",
+    "minimax_xml": lambda given: f'<parameter name="text">{given["text"]}</parameter>',
     "glm_xml": lambda given: f"<arg_key>text</arg_key><arg_value>{given['text']}</arg_value>",
 }
 PROSE = "It looks at the file, and then it says what is wrong with the second line of it. "
