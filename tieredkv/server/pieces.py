@@ -9,6 +9,7 @@ between them.
 
 import functools
 import itertools
+import json
 import re
 import secrets
 import threading
@@ -169,6 +170,17 @@ class _Backend:
         return both == one + other
 
 
+_CONTROL = re.compile("<[|\uff5c].+[|\uff5c]>")
+
+
+def is_special(token: AddedToken) -> bool:
+    """Return whether a text of a client that spells a token must not become it.
+
+    Some checkpoints, such as DeepSeek's, do not call the tokens special that begin a turn.
+    """
+    return bool(token.content and (token.special or _CONTROL.fullmatch(token.content)))
+
+
 class PieceEncoder:
     """Encodes texts in which special tokens are spelled out, with one tokenizer.
 
@@ -177,7 +189,7 @@ class PieceEncoder:
     `encode`.
 
     Attributes:
-        special: the spellings of special tokens.
+        special: the spellings of special tokens, as `is_special` has them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -192,7 +204,7 @@ class PieceEncoder:
             self._hf.no_truncation()  # A checkpoint may have left it on.
             self._hf.no_padding()
             self._backend = _Backend(self._hf)
-            self.special = sorted(it.content for it in added.values() if it.special and it.content)
+            self.special = sorted(it.content for it in added.values() if is_special(it))
         else:
             self.special = sorted(set(getattr(tokenizer, "all_special_tokens", ())))
         self._special = Trie(self.special)
@@ -428,17 +440,21 @@ class _Guarding:
         for part in ("normalizer", "pre_tokenizer"):
             if getattr(hf, part) is not None:
                 setattr(made, part, getattr(hf, part))
-        for token in added.values():
-            (made.add_special_tokens if token.special else made.add_tokens)([token])
-        if made.get_added_tokens_decoder() != added:  # The ids have gaps.
-            made = Tokenizer.from_str(hf.to_str())
+        special = {token_id for token_id, token in added.items() if is_special(token)}
+        for token_id, token in added.items():
+            (made.add_special_tokens if token_id in special else made.add_tokens)([token])
+        if _contents(made) != _contents(hf):  # The ids have gaps.
+            described = json.loads(hf.to_str())
+            for each in described["added_tokens"]:
+                each["special"] |= each["id"] in special
+            made = Tokenizer.from_str(json.dumps(described))
         made.encode_special_tokens = True
         secret = str(secrets.randbelow(10**20)).zfill(20)
-        self._special = Trie(token.content for token in added.values() if token.special)
+        self._special = Trie(added[token_id].content for token_id in special)
         self._names: dict[str, str] = {}
         self._ids: dict[int, int] = {}
         for i, (token_id, token) in enumerate(added.items()):
-            if token.special and token.content:
+            if token_id in special:
                 name = self._names[token.content] = f"{secret}{i:06d}"
                 how = {at: getattr(token, at) for at in ("lstrip", "rstrip", "single_word")}
                 made.add_tokens([AddedToken(name, normalized=token.normalized, **how)])
@@ -461,6 +477,10 @@ class _Guarding:
     def restored(self, ids: "array[int]") -> "array[int]":
         """Return ids in which the special tokens are back in place of their stand-ins."""
         return array("I", map(lambda each: self._ids.get(each, each), ids))
+
+
+def _contents(hf: Any) -> dict[int, str]:
+    return {token_id: it.content for token_id, it in hf.get_added_tokens_decoder().items()}
 
 
 class _Counting:
