@@ -295,9 +295,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
-        "Invalid value: 'input_file'. Supported values are: 'input_text', 'output_text', 'refusal' "
-        "and 'input_image'.",
+        {"input": [{"role": "user", "content": [{"type": "video"}]}]},
+        "Invalid value: 'video'. Supported values are: 'input_text', 'output_text', 'refusal', "
+        "'input_image', 'input_file' and 'input_audio'.",
         "input[0].content[0].type",
     ),
     (

@@ -261,8 +261,9 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].content",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-        "Invalid value: 'input_audio'. Supported values are: 'text', 'refusal' and 'image_url'.",
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": {}}]}]},
+        "Invalid value: 'video'. Supported values are: 'text', 'refusal', 'image_url', 'file' and "
+        "'input_audio'.",
         "messages[0].content[0].type",
     ),
     (

@@ -19,7 +19,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api, build_app
-from tieredkv.server.asked import IMAGE_NOTE, Rules
+from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Rules
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.message_parser import Family, families
@@ -510,6 +510,11 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused() -> None:
     parts: Any = [
         {"type": "text", "text": "Look:"},
         {"type": "image_url", "image_url": {"url": url}},
+        {
+            "type": "file",
+            "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,"},
+        },
+        {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}},
     ]
     items: Any = [
         {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "low"}]},
@@ -517,7 +522,10 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused() -> None:
         {
             "type": "function_call_output",
             "call_id": "1",
-            "output": [{"type": "input_image", "file_id": "f"}],
+            "output": [
+                {"type": "input_image", "file_id": "f"},
+                {"type": "input_file", "file_url": "https://example.com/a.pdf"},
+            ],
         },
     ]
 
@@ -527,7 +535,9 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused() -> None:
         turns: Any = [{"role": "user", "content": parts}]
         await client.chat.completions.create(model="m", messages=turns)
         await client.responses.create(model="m", input=items)
-        assert [prompt.count(IMAGE_NOTE) for prompt in engine.prompts] == [1, 2]
+        notes = IMAGE_NOTE, DOCUMENT_NOTE, AUDIO_NOTE
+        counts = [[prompt.count(note) for note in notes] for prompt in engine.prompts]
+        assert counts == [[1, 1, 1], [2, 1, 0]]
 
     asyncio.run(run())
     refusing = Rules(Settings(images="refuse"))

@@ -42,7 +42,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 IMAGE_NOTE = "[An image was here. This model reads text only.]"
 DOCUMENT_NOTE = "[A document was here. This model reads text only.]"
-"""They stand in the prompt for an image of a conversation, and for a document that is no text."""
+AUDIO_NOTE = "[A recording was here. This model reads text only.]"
+"""They stand in the prompt for what a conversation has beside texts."""
 
 
 @dataclass(frozen=True)

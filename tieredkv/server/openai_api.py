@@ -4,7 +4,6 @@ This module checks all fields of a request before any other work on it begins. I
 sockets or the engine. Fields have the names that the API gives them.
 """
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,30 +12,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pydantic
-from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams, several
 from tieredkv.errors import RequestError
-from tieredkv.fields import (
-    MAX_DEPTH,
-    PARTS,
-    Object,
-    TextOr,
-    is_too_deep,
-    list_of,
-    names_of,
-    out_of_bounds,
-    read,
-    shape_of,
-)
-from tieredkv.server.asked import IMAGE_NOTE, WHOLE, ApiRequest, Asked, Json, Rules, Text
+from tieredkv.fields import Object, TextOr, list_of, out_of_bounds, read
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text
 from tieredkv.server.chat import Prompt, Tokenization
 from tieredkv.server.chat_template import RESERVED, Effort, thinking_arguments
 from tieredkv.server.histories import Mark
-from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
+from tieredkv.server.known_fields import CHAT, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
+from tieredkv.server.openai_messages import FAIL_FAST, Breakpoint, Message, Tools, Ttl, whole_turns
 from tieredkv.server.structure import Format, as_grammar
 from tieredkv.server.structure_fields import (
     ResponseFormat,
@@ -49,17 +38,14 @@ MAX_PROMPTS = 2048
 MAX_WRITES = 4
 """How many prefixes one request writes at most; if more are marked, the last ones are written."""
 
-MAX_ARGUMENT_CONTAINERS = 4096
 STRICT_LOGPROBS = 20
 """How many alternatives OpenAI's API reports at most; a strict server keeps to that."""
 
 SAMPLING_FIELDS = frozenset(SamplingParams.__annotations__) - {"max_tokens", "logprobs"}
-FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
 Stop = Annotated[tuple[str, ...], TextOr(several)]
 Label = Annotated[str, Field(max_length=64)]
 
-Ttl = Literal["30m", "12h"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
 
@@ -92,13 +78,6 @@ class StrictLimits(Object):
     temperature: float | None = Field(None, le=2)
     stop: Stop = Field((), max_length=4)
     metadata: dict[Label, Annotated[str, Field(max_length=512)]] = Field({})
-
-
-class Breakpoint(Object):
-    """The end of a prefix that is to be kept."""
-
-    mode: Literal["explicit"]
-    ttl: Ttl | None = None
 
 
 class OpenAIRequest(ApiRequest):
@@ -209,7 +188,7 @@ class OpenAIRequest(ApiRequest):
             rules.check_retention(self.prompt_cache_retention)
         for path, message in self.turns:
             for j, part in enumerate(message.content):
-                if part.is_image:
+                if part.is_picture:
                     rules.check_image(f"{path}[{j}]")
         self.plan(rules, [0] * len(self.marks))  # raises for lifetimes that are too long
 
@@ -330,174 +309,6 @@ class CompletionRequest(OpenAIRequest):
         )
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
         return self.asked(prompts, plan, shape=shape, parts=parts)
-
-
-class ContentPart(Object):
-    """One part of a message: a text, or an image, for which a note stands in the prompt."""
-
-    known_besides = names_of("image_url")
-    needed: ClassVar[tuple[str, ...]] = ("text.text", "refusal.refusal")
-
-    type: Literal["text", "refusal", "image_url"]
-    text: str = ""
-    refusal: str = ""
-    prompt_cache_breakpoint: Breakpoint | None = None
-
-    @property
-    def is_image(self) -> bool:
-        """Whether it is an image."""
-        return self.type in ("image_url", "input_image")
-
-    def __str__(self) -> str:
-        if self.is_image:
-            return IMAGE_NOTE
-        return self.refusal if self.type == "refusal" else self.text
-
-
-class Function(Object):
-    """A function that may be called."""
-
-    name: Text
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class CalledFunction(Object):
-    """The name of a function, and the arguments that the model called it with."""
-
-    name: Text
-    arguments: Any = Field({})
-
-    @pydantic.field_validator("arguments")
-    @classmethod
-    def _parse(cls, arguments: Any) -> Any:
-        # Clients send the arguments as JSON text, but templates print an object in their own way.
-        if isinstance(arguments, str):
-            if sum(map(arguments.count, "[{")) > MAX_ARGUMENT_CONTAINERS:
-                num = shape_of(arguments.encode("utf-8", "replace")).num_containers
-                if num > MAX_ARGUMENT_CONTAINERS:
-                    what = f"at most {MAX_ARGUMENT_CONTAINERS} arrays and objects"
-                    raise PydanticCustomError("containers", "{what}", {"what": what})
-            with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
-                arguments = msgspec.json.decode(arguments)
-            if is_too_deep([arguments]):
-                raise PydanticCustomError("depth", f"at most {MAX_DEPTH} levels of nesting")
-        return arguments or {}
-
-
-class ToolCall(Object):
-    """A call that the assistant made."""
-
-    id: Text | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Object):
-    """One message of a conversation."""
-
-    known_besides = names_of("annotations reasoning_details")
-    refused = CHAT_MESSAGE
-    needed = ("system.content", "developer.content", "user.content", "tool.content")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field([])
-    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
-    name: Text | None = None
-    refusal: str | None = None
-    tool_call_id: Text | None = None
-    reasoning_content: Any = None
-    reasoning: Any = None
-
-    @property
-    def can_be_continued(self) -> bool:
-        """Whether it is of the assistant and ends with a text, behind which no calls come."""
-        last = self.content[-1] if self.content else None
-        is_text = last is not None and not last.is_image and bool(str(last).strip())
-        return self.role == "assistant" and is_text and not self.tool_calls
-
-    @property
-    def thoughts(self) -> str:
-        """What the model thought before it wrote this, if the client sends it back."""
-        given = (self.reasoning_content, self.reasoning)
-        return next((it for it in given if isinstance(it, str)), "")
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the form that chat templates know."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": list(map(str, self.content))}
-        if self.thoughts and role == "assistant":
-            message["reasoning_content"] = self.thoughts
-        if self.tool_calls and role == "assistant":
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-
-
-def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:
-    """Return messages in which all that the assistant wrote in one turn is one message.
-
-    Some clients send each call by itself, or the text of a turn between its calls and their
-    results. Two texts are two turns.
-
-    Args:
-        turns: messages, each with the path of its parts in the body.
-    """
-    whole: list[list[tuple[str, Message]]] = []
-    for turn, following in itertools.zip_longest(turns, turns[1:]):
-        next_role = following[1].role if following else None
-        if whole and _goes_on(whole[-1][-1][1], turn[1], next_role):
-            whole[-1].append(turn)
-        else:
-            whole.append([turn])
-    return [_joined(parts) if len(parts) > 1 else parts[0] for parts in whole]
-
-
-def _goes_on(before: Message, message: Message, next_role: str | None) -> bool:
-    """Return whether a message belongs to the turn of the one before it."""
-    if not before.role == message.role == "assistant":
-        return False
-    if message.tool_calls:
-        return not any(map(str, message.content))
-    return bool(before.tool_calls) and next_role == "tool"
-
-
-def _joined(parts: Sequence[tuple[str, Message]]) -> tuple[str, Message]:
-    messages = [message for _, message in parts]
-    content = [part for message in messages for part in message.content]
-    made: dict[str, Any] = {
-        "content": [part for part in content if str(part) or part.prompt_cache_breakpoint],
-        "tool_calls": [call for message in messages for call in message.tool_calls],
-        "reasoning_content": "".join(message.thoughts for message in messages),
-    }
-    path = next((path for path, message in parts if message.content), "")
-    return path, messages[0].model_copy(update=made)
-
-
-class FunctionType(Object):
-    """The one type of tool."""
-
-    type: Literal["function"]
-
-
-class Tool(FunctionType):
-    """A tool that may be called."""
-
-    function: Function
-
-
-_TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
-
-
-def _check_tools(tools: Any, info: ValidationInfo) -> Any:
-    """Check the tools and return them unchanged, because the template prints them."""
-    _TOOLS.validate_python(tools, strict=True, context=info.context)
-    return tools
-
-
-Tools = Annotated[
-    list[dict[str, Any]], PlainValidator(_check_tools, json_schema_input_type=list[Tool])
-]
 
 
 class ConversationRequest(OpenAIRequest):

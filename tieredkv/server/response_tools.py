@@ -18,8 +18,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
-from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Json, Text
+from tieredkv.server.openai_messages import Function, FunctionType
 
 CUSTOM_INPUT = "input"
 """The one parameter of the function that a custom tool becomes."""
@@ -55,7 +55,7 @@ class _Known(Object):
     known_besides = names_of("async allowed_callers defer_loading output_schema")
 
 
-class FunctionTool(openai.Function, openai.FunctionType, _Known):
+class FunctionTool(Function, FunctionType, _Known):
     """A function that may be called."""
 
 

@@ -29,7 +29,15 @@ from tieredkv.server.asked import Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
-from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
+from tieredkv.server.openai_messages import (
+    FAIL_FAST,
+    CalledFunction,
+    ContentPart,
+    Message,
+    ToolCall,
+    Ttl,
+    whole_turns,
+)
 from tieredkv.server.response_answers import ResponseShape
 from tieredkv.server.response_tools import (
     CUSTOM_INPUT,
@@ -58,13 +66,17 @@ class _Known(Object):
 
 
 class InputPart(ContentPart, _Known):
-    """One part of an item: a text, or an image, for which a note stands in the prompt."""
+    """One part of an item: a text, or a picture or the like, for which a note stands."""
 
-    known_besides = _Known.known_besides | names_of("image_url file_id detail")
+    known_besides = _Known.known_besides | names_of(
+        "image_url file_id detail file_data file_url filename input_audio"
+    )
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
     refused = RESPONSE_PART
 
-    type: Literal["input_text", "output_text", "refusal", "input_image"]  # type: ignore[assignment]
+    type: Literal[
+        "input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"
+    ]  # type: ignore[assignment]
 
 
 Texts = Annotated[
@@ -287,7 +299,7 @@ class Reasoning(_Known):
 class Options(openai.CacheOptions):
     """Cache options, including those that only this endpoint has."""
 
-    ttl: openai.Ttl = "30m"  # type: ignore[assignment]
+    ttl: Ttl = "30m"  # type: ignore[assignment]
     prewarm: bool = False
     comparison_response_id: str | None = None
 
@@ -409,7 +421,7 @@ class ResponsesRequest(openai.ConversationRequest):
                     message = Message(role="assistant", content=[part], tool_calls=[])
                     turns.append((path, _with(message, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
-        return openai.whole_turns(turns)
+        return whole_turns(turns)
 
     @property
     def tool_names(self) -> Sequence[str]:

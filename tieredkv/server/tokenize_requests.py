@@ -11,13 +11,8 @@ from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
-from tieredkv.server.openai_api import (
-    Message,
-    TemplateArguments,
-    Tools,
-    check_continuing,
-    whole_turns,
-)
+from tieredkv.server.openai_api import TemplateArguments, check_continuing
+from tieredkv.server.openai_messages import Message, Tools, whole_turns
 
 
 class TokenizeRequest(PlainRequest):

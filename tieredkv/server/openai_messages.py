@@ -1,0 +1,203 @@
+"""The messages and tools of OpenAI's chat, which its Responses become, too.
+
+They have the form that the API gives them; `for_template` returns the one that chat templates know.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import FailFast, Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, names_of, shape_of
+from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Text
+from tieredkv.server.known_fields import CHAT_MESSAGE
+
+MAX_ARGUMENT_CONTAINERS = 4096
+FAIL_FAST = FailFast()
+Ttl = Literal["30m", "12h"]
+
+_NOTES = {
+    "image_url": IMAGE_NOTE,
+    "input_image": IMAGE_NOTE,
+    "file": DOCUMENT_NOTE,
+    "input_file": DOCUMENT_NOTE,
+    "input_audio": AUDIO_NOTE,
+}
+"""What stands in the prompt for the types of parts that are no text."""
+
+
+class Breakpoint(Object):
+    """The end of a prefix that is to be kept."""
+
+    mode: Literal["explicit"]
+    ttl: Ttl | None = None
+
+
+class ContentPart(Object):
+    """One part of a message: a text, or a picture or the like, for which a note stands."""
+
+    known_besides = names_of("image_url file input_audio")
+    needed: ClassVar[tuple[str, ...]] = ("text.text", "refusal.refusal")
+
+    type: Literal["text", "refusal", "image_url", "file", "input_audio"]
+    text: str = ""
+    refusal: str = ""
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it is an image, a file or a recording."""
+        return self.type in _NOTES
+
+    def __str__(self) -> str:
+        return _NOTES.get(self.type) or (self.refusal if self.type == "refusal" else self.text)
+
+
+class Function(Object):
+    """A function that may be called."""
+
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class CalledFunction(Object):
+    """The name of a function, and the arguments that the model called it with."""
+
+    name: Text
+    arguments: Any = Field({})
+
+    @field_validator("arguments")
+    @classmethod
+    def _parse(cls, arguments: Any) -> Any:
+        # Clients send the arguments as JSON text, but templates print an object in their own way.
+        if isinstance(arguments, str):
+            if sum(map(arguments.count, "[{")) > MAX_ARGUMENT_CONTAINERS:
+                num = shape_of(arguments.encode("utf-8", "replace")).num_containers
+                if num > MAX_ARGUMENT_CONTAINERS:
+                    what = f"at most {MAX_ARGUMENT_CONTAINERS} arrays and objects"
+                    raise PydanticCustomError("containers", "{what}", {"what": what})
+            with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+                arguments = msgspec.json.decode(arguments)
+            if is_too_deep([arguments]):
+                raise PydanticCustomError("depth", f"at most {MAX_DEPTH} levels of nesting")
+        return arguments or {}
+
+
+class ToolCall(Object):
+    """A call that the assistant made."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Object):
+    """One message of a conversation."""
+
+    known_besides = names_of("annotations reasoning_details")
+    refused = CHAT_MESSAGE
+    needed = ("system.content", "developer.content", "user.content", "tool.content")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field([])
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
+    name: Text | None = None
+    refusal: str | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+
+    @property
+    def can_be_continued(self) -> bool:
+        """Whether it is of the assistant and ends with a text, behind which no calls come."""
+        last = self.content[-1] if self.content else None
+        is_text = last is not None and not last.is_picture and bool(str(last).strip())
+        return self.role == "assistant" and is_text and not self.tool_calls
+
+    @property
+    def thoughts(self) -> str:
+        """What the model thought before it wrote this, if the client sends it back."""
+        given = (self.reasoning_content, self.reasoning)
+        return next((it for it in given if isinstance(it, str)), "")
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the form that chat templates know."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": list(map(str, self.content))}
+        if self.thoughts and role == "assistant":
+            message["reasoning_content"] = self.thoughts
+        if self.tool_calls and role == "assistant":
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+
+
+def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:
+    """Return messages in which all that the assistant wrote in one turn is one message.
+
+    Some clients send each call by itself, or the text of a turn between its calls and their
+    results. Two texts are two turns.
+
+    Args:
+        turns: messages, each with the path of its parts in the body.
+    """
+    whole: list[list[tuple[str, Message]]] = []
+    for turn, following in itertools.zip_longest(turns, turns[1:]):
+        next_role = following[1].role if following else None
+        if whole and _goes_on(whole[-1][-1][1], turn[1], next_role):
+            whole[-1].append(turn)
+        else:
+            whole.append([turn])
+    return [_joined(parts) if len(parts) > 1 else parts[0] for parts in whole]
+
+
+def _goes_on(before: Message, message: Message, next_role: str | None) -> bool:
+    """Return whether a message belongs to the turn of the one before it."""
+    if not before.role == message.role == "assistant":
+        return False
+    if message.tool_calls:
+        return not any(map(str, message.content))
+    return bool(before.tool_calls) and next_role == "tool"
+
+
+def _joined(parts: Sequence[tuple[str, Message]]) -> tuple[str, Message]:
+    messages = [message for _, message in parts]
+    content = [part for message in messages for part in message.content]
+    made: dict[str, Any] = {
+        "content": [part for part in content if str(part) or part.prompt_cache_breakpoint],
+        "tool_calls": [call for message in messages for call in message.tool_calls],
+        "reasoning_content": "".join(message.thoughts for message in messages),
+    }
+    path = next((path for path, message in parts if message.content), "")
+    return path, messages[0].model_copy(update=made)
+
+
+class FunctionType(Object):
+    """The one type of tool."""
+
+    type: Literal["function"]
+
+
+class Tool(FunctionType):
+    """A tool that may be called."""
+
+    function: Function
+
+
+_TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
+
+
+def _check_tools(tools: Any, info: ValidationInfo) -> Any:
+    """Check the tools and return them unchanged, because the template prints them."""
+    _TOOLS.validate_python(tools, strict=True, context=info.context)
+    return tools
+
+
+Tools = Annotated[
+    list[dict[str, Any]], PlainValidator(_check_tools, json_schema_input_type=list[Tool])
+]
