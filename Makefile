@@ -68,4 +68,4 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) tests/e2e/programs/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) tests/e2e/programs/node_modules tests/e2e/programs/older/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[2] / ".venv-clients"
 FAILED = ENVIRONMENTS / "failed.json"
+NODE = {"node": HERE, "node-older": HERE / "older"}
+"""Folders with a `package.json`, by the names of their groups."""
+
 NPM = ("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
 
 
@@ -26,8 +29,9 @@ def install_all() -> dict[str, str]:
         if why := _why_not([*pip, "-r", str(file)]):
             failed[file.stem] = why
             shutil.rmtree(folder)
-    if why := _why_not([*NPM, "--prefix", str(HERE)]):
-        failed["node"] = why
+    for name, folder in NODE.items():
+        if why := _why_not([*NPM, "--prefix", str(folder)]):
+            failed[name] = why
     return failed
 
 

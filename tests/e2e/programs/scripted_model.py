@@ -71,8 +71,8 @@ def _chains(scripts: Sequence[Script]) -> tuple[dict[str, list[str]], list[str]]
     """Return the tokens of the answer to each cue, and which of them are not in the BPE."""
     pieces, chains = list[str](), dict[str, list[str]]()
     texts = dict.fromkeys(text for script in scripts for text in script.answers)
-    # A call within an answer must not be cut where a call that is a whole answer begins.
-    for text in sorted(texts, key=lambda text: not text.startswith("<tool_call>")):
+    # JSON or a call within an answer must not be cut where one that is a whole answer begins.
+    for text in sorted(texts, key=lambda text: not text.startswith(("{", "<tool_call>"))):
         num_common = max(_common(text, other) for other in texts if other != text)
         chains[text] = [*_cut(text, num_common, pieces)]
     cues = ((cue, text) for it in scripts for cue, text in zip(_cues(it), it.answers, strict=True))

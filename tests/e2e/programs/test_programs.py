@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.programs.install import ENVIRONMENTS, FAILED
+from tests.e2e.programs.install import ENVIRONMENTS, FAILED, NODE
 from tests.e2e.programs.recorder import Exchange, Recorder
 from tests.e2e.programs.scripted_model import SMILE, Script, call, write_checkpoint
 from tests.serving import ask_store, running
 from tests.waiting import HANG_S, wait_until
 
 HERE = Path(__file__).parent
+BIN = NODE["node"] / "node_modules" / ".bin"
+OLDER = NODE["node-older"] / "node_modules" / ".bin"
+PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # first of all, the Node that was installed
 BLOCK_SIZE = 16
 NUM_OPENING = 16  # tokens behind the text of the last message, at most
 BASE = ("--port", "0", "--device-size", "64MiB", "--host-size", "64MiB")
@@ -45,6 +48,8 @@ def note_scripts() -> Iterator[Script]:
     # A form that is asked for in each turn leaves no room for prose beside a call.
     yield Script("notes-bare", [READ, WRITE, json.dumps(CITY), DONE])
     yield Script("notes-result", [READ, WRITE, call("final_result", **CITY), DONE])
+    yield Script("notes-json", [READ, WRITE, call("json", **CITY)])
+    yield Script("notes-final", [READ, WRITE, call("final_answer", answer=json.dumps(CITY))])
     yield Script("city", [json.dumps(CITY)], has_tools=False)
 
 
@@ -67,6 +72,19 @@ def agent_scripts(folder: Path) -> Iterator[Script]:
     write = call("bash", command=COMMAND, description="Write the answer")
     steps = ["I open the file.\n" + call("read", filePath=todo), write]
     yield Script("opencode", [*steps, f"opencode is done {SMILE}"])
+    shell = [call("shell", command=["bash", "-lc", it]) for it in ("cat todo.txt", COMMAND)]
+    for name, read, write in (
+        ("codex-older", *shell),
+        ("continue", call("Read", filepath="todo.txt"), call("Bash", command=COMMAND)),
+        ("pi", call("read", path="todo.txt"), call("bash", command=COMMAND)),
+        (
+            "qwen",
+            call("read_file", file_path=str(folder / "qwen" / "todo.txt")),
+            call("run_shell_command", command=COMMAND, is_background=False),
+        ),
+    ):
+        prose = f"This is {name}.\n{read}"
+        yield Script(name, [prose, write, f"{name} is done {SMILE}"])
     edit = f"An edit.\n\nanswer.txt\n<<<<<<< SEARCH\n=======\n{WRITTEN}\n>>>>>>> REPLACE\n"
     # aider's prompts have answers of the assistant as examples, so its own ones are later steps.
     yield Script("aider", [edit] * 5 + [f"aider is done {SMILE}"], has_tools=False)
@@ -145,7 +163,7 @@ class Programs:
             command,
             cwd=folder,
             env={
-                "PATH": os.environ["PATH"],
+                "PATH": PATH,
                 "LANG": "C.UTF-8",
                 "HOME": str(home),
                 "TIEREDKV_URL": self._recorder.url,
@@ -213,9 +231,6 @@ def test_anthropic_in_python(programs: Programs, kind: str) -> None:
     assert text == DONE
 
 
-NODE = HERE / "node_modules" / ".bin"
-
-
 def path_of(program: Path, group: str = "node") -> str:
     """Return the path of a program; if its group is not installed, skip the test and say why."""
     failed = json.loads(FAILED.read_text()) if FAILED.exists() else {}
@@ -230,16 +245,17 @@ def task(script: str) -> str:
     return f"Read todo.txt and do what it says. Please follow script {script}."
 
 
-def claude_code(programs: Programs, script: str, *flags: str) -> Run:
-    """Run Claude Code; the settings are those of docs/agents.md."""
-    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+def claude_code(programs: Programs, script: str, *flags: str, program: str = "") -> Run:
+    """Run Claude Code, or another version of it; the settings are those of docs/agents.md."""
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
     environ = {
         "ANTHROPIC_BASE_URL": programs.root,
         "ANTHROPIC_AUTH_TOKEN": "any",
         **dict.fromkeys(models, "scripted"),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    command = [path_of(NODE / "claude"), "-p", task(script), "--allowedTools", "Read,Bash", *flags]
+    program = program or path_of(BIN / "claude")
+    command = [program, "-p", task(script), "--allowedTools", "Read,Bash", *flags]
     return programs.run("claude-code", command, environ)
 
 
@@ -247,6 +263,15 @@ def claude_code(programs: Programs, script: str, *flags: str) -> Run:
 def test_claude_code(programs: Programs) -> None:
     run = claude_code(programs, "claude-code")
     run.check(num_answers=3, is_found_to_marks=True)
+    assert run.output.strip() == f"Claude Code is done {SMILE}"
+    assert run.written == WRITTEN
+
+
+@pytest.mark.clients
+def test_an_older_claude_code(programs: Programs) -> None:
+    run = claude_code(programs, "claude-code", program=path_of(OLDER / "claude", "node-older"))
+    turns = [it for it in run.exchanges if it.body.get("tools")]  # it asks for other answers, too
+    run._replace(exchanges=turns).check(num_answers=3, is_found_to_marks=True)
     assert run.output.strip() == f"Claude Code is done {SMILE}"
     assert run.written == WRITTEN
 
@@ -303,7 +328,7 @@ check_for_update_on_startup = false
 name = "tieredkv"
 base_url = "{url}"
 env_key = "TIEREDKV_API_KEY"
-wire_api = "responses"
+wire_api = "{wire_api}"
 
 [analytics]
 enabled = false
@@ -315,15 +340,18 @@ remote_plugin = false
 """
 
 
-def codex(programs: Programs, script: str, *flags: str) -> Run:
-    """Run Codex; the settings are those of docs/agents.md."""
-    home = programs.folder / "codex-home" / ".codex"
+def codex(
+    programs: Programs, script: str, *flags: str, program: str = "", wire_api: str = "responses"
+) -> Run:
+    """Run Codex, or another version of it; the settings are those of docs/agents.md."""
+    name = f"codex-older-{wire_api}" if program else "codex"
+    home = programs.folder / f"{name}-home" / ".codex"
     home.mkdir(parents=True, exist_ok=True)
-    (home / "config.toml").write_text(CODEX.format(url=programs.url))
-    (programs.folder / "codex").mkdir(exist_ok=True)
+    (home / "config.toml").write_text(CODEX.format(url=programs.url, wire_api=wire_api))
     may_all = "--dangerously-bypass-approvals-and-sandbox"
-    command = [path_of(NODE / "codex"), "exec", "--skip-git-repo-check", may_all, *flags]
-    return programs.run("codex", [*command, task(script)], {"TIEREDKV_API_KEY": "any"})
+    program = program or path_of(BIN / "codex")
+    command = [program, "exec", "--skip-git-repo-check", may_all, *flags]
+    return programs.run(name, [*command, task(script)], {"TIEREDKV_API_KEY": "any"})
 
 
 @pytest.mark.clients
@@ -331,6 +359,19 @@ def test_codex(programs: Programs) -> None:
     run = codex(programs, "codex")
     run.check(num_answers=3)
     assert run.output.strip() == f"Codex is done {SMILE}"
+    assert run.written == WRITTEN
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("wire_api", ["responses", "chat"])
+def test_an_older_codex(programs: Programs, wire_api: str) -> None:
+    program = path_of(OLDER / "codex", "node-older")
+    run = codex(programs, "codex-older", program=program, wire_api=wire_api)
+    if wire_api == "responses":
+        run.check(num_answers=3)
+    else:  # it does not ask for `usage`
+        assert [it.status for it in run.exchanges] == [200] * 3
+    assert f"codex-older is done {SMILE}" in run.output
     assert run.written == WRITTEN
 
 
@@ -362,13 +403,69 @@ def test_opencode(programs: Programs) -> None:
         "provider": {"tieredkv": provider},
     }
     environ = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    run = programs.run("opencode", [path_of(NODE / "opencode"), "run", task("opencode")], environ)
+    run = programs.run("opencode", [path_of(BIN / "opencode"), "run", task("opencode")], environ)
     # It asks a registry for its plugin package, which nothing here needs, and goes on without it.
     assert all("registry" in host for host in run.refused)
     [title, *turns] = sorted(run.exchanges, key=lambda it: "tools" in it.body)
     assert "tools" not in title.body
     run._replace(exchanges=turns, refused=set()).check(num_answers=3)
     assert f"opencode is done {SMILE}" in run.output
+    assert run.written == WRITTEN
+
+
+class Agent(NamedTuple):
+    """A coding agent that speaks chat completions.
+
+    Attributes:
+        program: its name in `node_modules`.
+        flags: before the task.
+        settings: JSON files in its home, by their paths.
+    """
+
+    program: str
+    flags: Sequence[str]
+    settings: Mapping[str, Any]
+
+
+def coding_agents(programs: Programs) -> Mapping[str, Agent]:
+    """Return coding agents by their names; the settings are those of docs/agents.md."""
+    model = {"name": "scripted", "provider": "openai", "model": "scripted", "apiKey": "any"}
+    model |= {"apiBase": programs.url}
+    config = {"name": "tieredkv", "version": "1.0.0", "schema": "v1"}
+    provider = {"baseUrl": programs.url, "api": "openai-completions", "apiKey": "any"}
+    local = {"id": "scripted", "contextWindow": 131_072, "maxTokens": 4096}
+    home = programs.folder / "continue-home"
+    return {
+        "continue": Agent(
+            "cn",
+            ["--config", str(home / "config.yaml"), "--auto", "-p"],
+            {"config.yaml": {**config, "models": [{**model, "capabilities": ["tool_use"]}]}},
+        ),
+        "pi": Agent(
+            "pi",
+            ["--provider", "tieredkv", "--model", "scripted", "-p"],
+            {".pi/agent/models.json": {"providers": {"tieredkv": {**provider, "models": [local]}}}},
+        ),
+        "qwen": Agent(
+            "qwen",
+            ["--auth-type", "openai", "--yolo", "-p"],
+            {".qwen/settings.json": {"privacy": {"usageStatisticsEnabled": False}}},
+        ),
+    }
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("name", ["continue", "pi", "qwen"])
+def test_coding_agents(programs: Programs, name: str) -> None:
+    agent = coding_agents(programs)[name]
+    for path, settings in agent.settings.items():
+        file = programs.folder / f"{name}-home" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))  # JSON is YAML, too
+    environ = {"OPENAI_BASE_URL": programs.url, "OPENAI_API_KEY": "any", "OPENAI_MODEL": "scripted"}
+    run = programs.run(name, [path_of(BIN / agent.program), *agent.flags, task(name)], environ)
+    run.check(num_answers=3)
+    assert f"{name} is done {SMILE}" in run.output
     assert run.written == WRITTEN
 
 
@@ -473,10 +570,59 @@ def test_llm(programs: Programs, kind: str) -> None:
 @pytest.mark.clients
 @kinds_of("openai-run", "anthropic-run", "openai-parse")
 def test_javascript(programs: Programs, kind: str) -> None:
-    node = shutil.which("node") or pytest.skip("node is not installed")
-    path_of(HERE / "node_modules" / kind.partition("-")[0].replace("anthropic", "@anthropic-ai"))
-    run = programs.run(kind, [node, str(HERE / "clients.mjs"), kind])
+    is_anthropic = kind == "anthropic-run"
+    run = run_in_node(programs, "@anthropic-ai" if is_anthropic else "openai", "clients", kind)
+    run.check(num_answers=3, num_refused=int(is_anthropic), is_found_to_marks=is_anthropic)
+
+
+def run_in_node(programs: Programs, package: str, module: str, *arguments: str) -> Run:
+    """Run a program with the tools of `notes.mjs`, and check what it did."""
+    node = shutil.which("node", path=PATH) or pytest.skip("node is not installed")
+    path_of(HERE / "node_modules" / package)
+    name = "-".join((module, *arguments))
+    run = programs.run(name, [node, str(HERE / f"{module}.mjs"), *arguments])
     assert json.loads(run.output.splitlines()[-1]) == CITY
     assert run.written == WRITTEN
-    is_anthropic = kind == "anthropic-run"
-    run.check(num_answers=3, num_refused=int(is_anthropic), is_found_to_marks=is_anthropic)
+    return run
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+@kinds_of("run", "stream", "typed")
+def test_ai_sdk(programs: Programs, api: str, kind: str) -> None:
+    run_in_node(programs, "ai", "ai_sdk", api, kind).check(num_answers=3)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+@kinds_of("run", "typed")
+def test_langchain_in_javascript(programs: Programs, api: str, kind: str) -> None:
+    run_in_node(programs, "langchain", "agents", "langchain", api, kind).check(num_answers=3)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@kinds_of("run", "typed")
+def test_openai_agents_in_javascript(programs: Programs, api: str, kind: str) -> None:
+    run_in_node(programs, "@openai/agents", "agents", "openai", api, kind).check(num_answers=3)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(
+            "agno chat",
+            "agno responses",
+            "agno messages",
+            "agno chat typed",
+            "agno responses typed",
+        ),
+        *("haystack chat", "haystack responses", "langchain messages", "langchain messages typed"),
+        *("smolagents chat", "strands chat", "strands responses", "strands messages"),
+    ],
+)
+def test_more_agents(programs: Programs, command: str) -> None:
+    run, _ = check_notes(programs, python_of("more"), "more_agents", *command.split())
+    # smolagents writes calls, and agno the answers over Responses, in other words than they came.
+    run.check(num_answers=3, is_found_to_marks=command in ("agno responses", "smolagents chat"))
