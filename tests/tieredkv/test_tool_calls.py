@@ -422,6 +422,20 @@ def test_a_message_has_the_calls_as_blocks_and_takes_their_results(is_stream: bo
     asyncio.run(run())
 
 
+def test_a_message_without_content_may_come_back() -> None:
+    async def run() -> None:
+        engine = Engine(str(TOKENIZER.decode(257)))  # the end of a message, and nothing else
+        messages = anthropic_of(engine).messages
+        how: Any = {"model": "m", "max_tokens": 9}
+        message = await messages.create(**how, messages=ASKED)
+        assert message.content == []
+        turns: Any = [*ASKED, {"role": "assistant", "content": message.content}, *ASKED]
+        await messages.create(**how, messages=turns)
+        assert engine.prompts[1].count("<|im_start|>assistant") == 2
+
+    asyncio.run(run())
+
+
 def test_only_special_tokens_that_messages_are_written_with_are_shown() -> None:
     family = Family(
         name="x",

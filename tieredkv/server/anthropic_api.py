@@ -250,6 +250,7 @@ class Turn(_Known):
     """One turn of a conversation: the blocks of one role.
 
     A `system` turn may be empty. Clients send such a turn with an `output_config` for later turns.
+    So may one of the assistant, since a model may answer nothing.
     """
 
     needed = ("user.content", "assistant.content")
@@ -260,10 +261,11 @@ class Turn(_Known):
     @model_validator(mode="before")
     @classmethod
     def _drop_no_content(cls, value: Any) -> Any:
-        is_system = isinstance(value, dict) and value.get("role") == "system"
-        if is_system and value.get("content") == []:
+        if not isinstance(value, dict) or value.get("content") != []:
+            return value
+        if value.get("role") == "system":
             return {name: each for name, each in value.items() if name != "content"}
-        return value
+        return {**value, "content": ""} if value.get("role") == "assistant" else value
 
 
 class ToolChoice(_Known):
