@@ -19,7 +19,7 @@ import pytest
 
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
-from tieredkv.bench import crowd, disk, raw, restore, sources
+from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources
 from tieredkv.bench.ttft import Sample, compare, demote_all
 from tieredkv.cli import main
 from tieredkv.storage.codec import decode_header
@@ -385,7 +385,9 @@ def test_a_crowd_bench_complains_of_bytes_that_the_disk_did_not_give(
 def test_bench_sessions_complains_where_reads_came_from_memory(
     tieredkv: CommandLine, monkeypatch: pytest.MonkeyPatch, in_this_process: None
 ) -> None:
-    monkeypatch.setattr(crowd, "bytes_problem", lambda row, _plan: row["page_cache"] and "warm")
+    monkeypatch.setattr(
+        crowd_figures, "bytes_problem", lambda row, _plan: row["page_cache"] and "warm"
+    )
     words = ["--model", "tiny-random", "--scale", "60", "--turns", "2", "--seed", "0"]
     words += ["--sessions", "1", "--disk-dir", ".", "--arms", "no_disk,load", "--json"]
     exit_code, stdout, _ = tieredkv("bench", "sessions", *words)

@@ -34,12 +34,12 @@ import numpy as np
 import torch
 
 from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
-from tieredkv.bench import crowd, raw, returns
+from tieredkv.bench import crowd, crowd_figures, raw, returns
 from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
-from tieredkv.cli.bench import (
+from tieredkv.cli.bench_options import (
     COUNT,
     CROWD_ARMS,
     NUMBER,
@@ -257,7 +257,7 @@ def run_all(
 
 def figures(runs: Sequence[Run], spec: KVSpec, machine: Machine) -> Row:
     """Return the figures of some runs, pooled: the bench's own, and those that only a model has."""
-    row = crowd.figures([run.outcome for run in runs], spec, machine.read_GBps)
+    row = crowd_figures.figures([run.outcome for run in runs], spec, machine.read_GBps)
     prompt_tokens = sum(run.prompt_tokens for run in runs)
     found = {name: sum(run.found[name] for run in runs) for name in runs[0].found}
     row["hit_rates"] = {name: round(count / prompt_tokens, 4) for name, count in found.items()}
@@ -438,10 +438,10 @@ def sessions(
     rows, comparisons = list[Row](), list[Row]()
     for count in sessions:
         outcomes = {arm: [run.outcome for run in runs[arm, count]] for arm in arms}
-        common = crowd.common_answers(outcomes)
+        common = crowd_figures.common_answers(outcomes)
         for arm in arms:
             row = figures(runs[arm, count], made.kv_spec, machine)
-            row |= crowd.common_figures(common[arm])
+            row |= crowd_figures.common_figures(common[arm])
             rows.append({"arm": arm, "sessions": count, **row})
         comparisons.append({"sessions": count, **compared(outcomes)})
     found = {"planned_over_better": comparisons, "rows": rows}

@@ -25,9 +25,9 @@ import httpx
 import numpy as np
 
 from tests.stress.client import served_by
-from tieredkv.bench import crowd, raw
+from tieredkv.bench import crowd, crowd_figures, raw
 from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
-from tieredkv.cli.bench import SESSIONS, with_options
+from tieredkv.cli.bench_options import SESSIONS, with_options
 
 ANSWER_TIMEOUT_S = 300.0
 
@@ -127,7 +127,7 @@ def figures(answers: list[Answer], took_s: float) -> Row:
     )
     row: Row = {"answers": len(answers), "wall_s": took_s}
     row |= {"answers_per_s": len(answers) / took_s}
-    row |= crowd.times(answers)
+    row |= crowd_figures.times(answers)
     return row | {"hit_rate": num_cached / num_prompt, "prompt_tokens": num_prompt}
 
 

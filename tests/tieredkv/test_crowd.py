@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from tieredkv.bench import crowd, returns, sessions
+from tieredkv.bench import crowd, crowd_figures, returns, sessions
 from tieredkv.bench.crowd import Answer, Ask, Crowd, Outcome, WatchedReads
 from tieredkv.bench.returns import Capacity, capacity, compared
 from tieredkv.bench.sessions import Shape, read_trace, replay, write_script
@@ -253,14 +253,14 @@ def test_a_hit_found_something_and_has_few_tokens_to_compute() -> None:
         many,
         cold._replace(prediction_error=0.1, forecast_kind="issued"),
     ]
-    told = crowd.figures([Outcome(answers, 1.0, {}, 0.0)], SPEC, None)
+    told = crowd_figures.figures([Outcome(answers, 1.0, {}, 0.0)], SPEC, None)
     assert (told["num_hits"], told["hit_ttft_ms"]) == (1, {"p50": 10.0, "p90": 10.0})
     assert told["prediction_error"] == pytest.approx(0.15)
     assert told["prediction_errors"] == {
         "restored": {"answers": 1, "p50": 0.2},
         "issued": {"answers": 1, "p50": 0.1},
     }
-    none = crowd.figures([Outcome([cold], 1.0, {}, 0.0)], SPEC, None)
+    none = crowd_figures.figures([Outcome([cold], 1.0, {}, 0.0)], SPEC, None)
     assert none["hit_ttft_ms"]["p50"] is none["prediction_error"] is None
 
 
@@ -274,7 +274,7 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
             [answer(0, dict.fromkeys(Tier, 0), 20.0, 5, 6)], 1.0, {"lost_blocks.too_slow": 4}, 0
         ),
     ]
-    told = crowd.figures(outcomes, SPEC, raw_GBps=1e-4)
+    told = crowd_figures.figures(outcomes, SPEC, raw_GBps=1e-4)
     assert (told["answers"], told["answers_per_s"]) == (3, 1.0)
     assert (told["ttft_ms"]["p50"], told["itl_ms"]["p99"]) == (20.0, 2.0)
     assert told["hit_rate"] == pytest.approx(160 / 300)
@@ -286,7 +286,7 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert told["overtaken"] == 1 / 5
     assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
     assert (told["dropped"], told["lost_blocks"]) == (4, {"lost_blocks.too_slow": 4})
-    assert crowd.figures(outcomes, SPEC, None)["disk_useful"] is None
+    assert crowd_figures.figures(outcomes, SPEC, None)["disk_useful"] is None
     assert told["bytes_from_disk"] is told["page_cache"] is None
 
 
@@ -297,7 +297,7 @@ def read_from_disk(
     told = {"move_seconds.disk,host.0": num_blocks, **counts}
     answers = [answer(0, dict.fromkeys(Tier, 0), 1.0, 1)]
     outcomes = [Outcome(answers, 1.0, told, 0.5, each, page_cache) for each in bytes_from_disk]
-    return crowd.figures(outcomes, SPEC, None)
+    return crowd_figures.figures(outcomes, SPEC, None)
 
 
 def test_reads_that_the_disk_did_not_give_are_a_problem() -> None:
@@ -306,20 +306,20 @@ def test_reads_that_the_disk_did_not_give_are_a_problem() -> None:
     row = read_from_disk(10, "bypassed", 10 * size, 10 * size)
     assert (row["bytes_from_disk"], row["bytes_read"]) == (20 * size, 20 * size)
     assert row["page_cache"] == "bypassed"
-    assert crowd.bytes_problem(row, plan) == ""
+    assert crowd_figures.bytes_problem(row, plan) == ""
     half = read_from_disk(10, "bypassed", 10 * size, 0)
     told = "the disk gave 0.5 bytes for each byte loaded; the others came from memory"
-    assert crowd.bytes_problem(half, plan) == told
-    assert crowd.bytes_problem(read_from_disk(10, "bypassed", 40 * size), plan) == ""
-    assert crowd.bytes_problem(read_from_disk(10, "warm", 0), plan) == ""
-    assert crowd.bytes_problem(read_from_disk(0, "bypassed", 0), plan) == ""
-    assert crowd.bytes_problem(read_from_disk(0, None, 0), plan) == ""
+    assert crowd_figures.bytes_problem(half, plan) == told
+    assert crowd_figures.bytes_problem(read_from_disk(10, "bypassed", 40 * size), plan) == ""
+    assert crowd_figures.bytes_problem(read_from_disk(10, "warm", 0), plan) == ""
+    assert crowd_figures.bytes_problem(read_from_disk(0, "bypassed", 0), plan) == ""
+    assert crowd_figures.bytes_problem(read_from_disk(0, None, 0), plan) == ""
     failed = read_from_disk(10, "bypassed", 8 * size, **{"load_failures.missing": 2})
-    assert crowd.bytes_problem(failed, plan) == "", "a missing block has no bytes"
+    assert crowd_figures.bytes_problem(failed, plan) == "", "a missing block has no bytes"
     unknown = read_from_disk(10, "bypassed", 10 * size, None)
-    assert (unknown["bytes_from_disk"], crowd.bytes_problem(unknown, plan)) == (None, "")
+    assert (unknown["bytes_from_disk"], crowd_figures.bytes_problem(unknown, plan)) == (None, "")
     compressed = plan._replace(settings={"disk_compression": "on"})
-    assert crowd.bytes_problem(half, compressed) == ""
+    assert crowd_figures.bytes_problem(half, compressed) == ""
 
 
 def test_arms_are_compared_over_the_requests_that_all_have_answered() -> None:
@@ -331,18 +331,20 @@ def test_arms_are_compared_over_the_requests_that_all_have_answered() -> None:
 
     fast = [outcome(10.0, 20.0, 900.0), outcome(30.0, 800.0)]
     slow = [outcome(12.0, 22.0), outcome(32.0)]
-    common = crowd.common_answers({"fast": fast, "slow": slow})
-    told = {arm: crowd.common_figures(answers) for arm, answers in common.items()}
+    common = crowd_figures.common_answers({"fast": fast, "slow": slow})
+    told = {arm: crowd_figures.common_figures(answers) for arm, answers in common.items()}
     assert {arm: row["common"]["answers"] for arm, row in told.items()} == {"fast": 3, "slow": 3}
     assert [told[arm]["common"]["ttft_ms"]["p50"] for arm in ("fast", "slow")] == [20, 22]
     assert told["fast"]["common"]["itl_ms"]["p50"] == 2.0
     assert told["fast"]["tokens_digest"] == told["slow"]["tokens_digest"]
     slow[1].answers[0].token_ids[0] = 9
-    other = crowd.common_figures(crowd.common_answers({"fast": fast, "slow": slow})["slow"])
+    other = crowd_figures.common_figures(
+        crowd_figures.common_answers({"fast": fast, "slow": slow})["slow"]
+    )
     assert other["tokens_digest"] != told["fast"]["tokens_digest"]
-    nothing = crowd.common_answers({"fast": [outcome(1.0)], "slow": [outcome()]})
+    nothing = crowd_figures.common_answers({"fast": [outcome(1.0)], "slow": [outcome()]})
     assert nothing["fast"] == nothing["slow"] == []
-    assert crowd.common_figures([])["common"]["ttft_ms"]["p50"] is None
+    assert crowd_figures.common_figures([])["common"]["ttft_ms"]["p50"] is None
 
 
 def test_a_run_is_told_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,9 +359,9 @@ def test_answers_of_two_arms_are_compared_where_both_gave_one() -> None:
     ours = Outcome([answer(0, tiers, 1.0, 1, 2), answer(1, tiers, 1.0, 3, 4)], 1.0, {}, 0.0)
     other = Outcome([answer(0, tiers, 1.0, 1, 2), answer(1, tiers, 1.0, 3, 5)], 1.0, {}, 0.0)
     less = Outcome([answer(1, tiers, 1.0, 3, 4)], 1.0, {}, 0.0)
-    assert crowd.equal_share([ours], [other]) == 0.5
-    assert crowd.equal_share([ours], [less]) == 1.0
-    assert crowd.equal_share([ours], [Outcome([], 1.0, {}, 0.0)]) is None
+    assert crowd_figures.equal_share([ours], [other]) == 0.5
+    assert crowd_figures.equal_share([ours], [less]) == 1.0
+    assert crowd_figures.equal_share([ours], [Outcome([], 1.0, {}, 0.0)]) is None
 
 
 def test_the_time_of_reads_counts_once_where_they_overlap() -> None:

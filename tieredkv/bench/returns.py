@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieredkv.bench import crowd, raw
+from tieredkv.bench import crowd, crowd_figures, raw
 from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.ttft import (
@@ -50,8 +50,8 @@ preempted finds there what was loaded for it before.
 SHARE_OF_CAPACITY = 0.7
 """Of the better other arm's capacity: the rate at which the median TTFT is compared."""
 
-COLUMNS: tuple[str, ...] = ("arm", "rate", *crowd.COLUMNS)
-PLOTTED = crowd.PLOTTED
+COLUMNS: tuple[str, ...] = ("arm", "rate", *crowd_figures.COLUMNS)
+PLOTTED = crowd_figures.PLOTTED
 
 Row = dict[str, Any]
 
@@ -202,7 +202,9 @@ def run(
     check(plan, shape)
     rates, limit_ms = sorted(rates), 1e3 * ttft_limit
     results, problems = crowd.run_arms(plan.settings, arms, measure, shape, rates, limit_ms)
-    raw_GBps = crowd.raw_rate(itertools.chain(*(outcomes for outcomes, _ in results.values())))
+    raw_GBps = crowd_figures.raw_rate(
+        itertools.chain(*(outcomes for outcomes, _ in results.values()))
+    )
     rows = list[Row]()
     problems += [text for _, some in results.values() for text in some]
     first = results[arms[0]][0]
@@ -210,12 +212,12 @@ def run(
         for rate, outcome, other in itertools.zip_longest(rates, results[arm][0], first):
             if outcome is None:
                 break
-            figures = crowd.figures([outcome], plan.kv_spec, raw_GBps)
-            equal = crowd.equal_share([outcome], [other]) if other is not None else None
+            figures = crowd_figures.figures([outcome], plan.kv_spec, raw_GBps)
+            equal = crowd_figures.equal_share([outcome], [other]) if other is not None else None
             row = {"arm": arm, "rate": rate, **figures, f"equal_to_{arms[0]}": equal}
             row["is_held"] = figures["ttft_ms"]["p90"] <= limit_ms
             rows.append(row)
-            if problem := crowd.bytes_problem(row, plan):
+            if problem := crowd_figures.bytes_problem(row, plan):
                 problems.append(f"{arm} at {rate:g}/s: {problem}")
             by_tier = figures["by_tier"]
             in_ram_share = (by_tier[Tier.DEVICE] + by_tier[Tier.HOST]) / figures["prompt_tokens"]

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tieredkv.bench import crowd, raw
+from tieredkv.bench import crowd, crowd_figures, raw
 from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.kept_runs import KeptRuns, Run
 from tieredkv.bench.progress import bench_progress
@@ -55,8 +55,8 @@ TRACE_THINK_SHARE = 0.1
 TRACE_SESSIONS = 8
 TIER_TOKENS: dict[Tier, float] = {Tier.DEVICE: 196_608, Tier.HOST: 131_072}
 DISK_TOKENS_PER_SESSION = 40_960
-COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd.COLUMNS, "common.ttft_ms.p50")
-PLOTTED = crowd.PLOTTED
+COLUMNS: tuple[str, ...] = ("arm", "sessions", *crowd_figures.COLUMNS, "common.ttft_ms.p50")
+PLOTTED = crowd_figures.PLOTTED
 
 Row = dict[str, Any]
 
@@ -348,7 +348,7 @@ def run(
         kept = KeptRuns(runs or Path(folder, "runs.jsonl"), ours)
         asked = [Run(*each) for each in itertools.product(arms, counts, seeds)]
         outcomes = make_runs(kept, asked, plan, shape, most_tokens)
-    raw_GBps = crowd.raw_rate(outcomes[run] for run in asked if run in outcomes)
+    raw_GBps = crowd_figures.raw_rate(outcomes[run] for run in asked if run in outcomes)
     problems = [f"not measured: {run}" for run in asked if run not in outcomes]
     rows = list[Row]()
     for count in counts:
@@ -356,14 +356,14 @@ def run(
         if not pooled:
             continue
         by_arm = {arm: [outcomes[Run(arm, count, seed)] for seed in pooled] for arm in arms}
-        common = crowd.common_answers(by_arm)
+        common = crowd_figures.common_answers(by_arm)
         for arm, some in by_arm.items():
-            figures = crowd.figures(some, plan.kv_spec, raw_GBps)
+            figures = crowd_figures.figures(some, plan.kv_spec, raw_GBps)
             row = {"arm": arm, "sessions": count, "seeds": pooled, **figures}
-            row |= crowd.common_figures(common[arm])
-            row[f"equal_to_{arms[0]}"] = crowd.equal_share(some, by_arm[arms[0]])
+            row |= crowd_figures.common_figures(common[arm])
+            row[f"equal_to_{arms[0]}"] = crowd_figures.equal_share(some, by_arm[arms[0]])
             rows.append(row)
-            if problem := crowd.bytes_problem(row, plan):
+            if problem := crowd_figures.bytes_problem(row, plan):
                 problems.append(f"{arm} with {count} sessions: {problem}")
     facts["workload"] |= {"seeds": seeds}
     facts["runs"] = [summary(run, outcomes[run]) for run in asked if run in outcomes]
@@ -395,7 +395,7 @@ def make_runs(
 
 def summary(run: Run, outcome: Outcome) -> Row:
     """Return what a report says of one run: where it was made, and its main figures."""
-    times = crowd.times(outcome.answers)
+    times = crowd_figures.times(outcome.answers)
     return {
         **run._asdict(),
         "cpu": outcome.cpu,

@@ -9,26 +9,14 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from tieredkv.fields import names_of
 from tieredkv.server.pieces import Trie
 
-_WORDS = frozenset(
-    {
-        *("role", "content", "reasoning_content", "thinking", "tool_calls", "tool_call_id"),
-        *("type", "id", "function", "name", "arguments", "description", "parameters", "strict"),
-        *(
-            "properties",
-            "required",
-            "items",
-            "enum",
-            "default",
-            "format",
-            "title",
-            "anyOf",
-            "oneOf",
-        ),
-        "additionalProperties",
-    }
-)
+_WORDS = names_of("""
+    role content reasoning_content thinking tool_calls tool_call_id type id function name arguments
+    description parameters strict properties required items enum default format title anyOf oneOf
+    additionalProperties
+""")
 """Keys of messages and tools, also of JSON schemas, that chat templates look for."""
 
 
