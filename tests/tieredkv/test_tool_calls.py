@@ -378,6 +378,38 @@ def test_tools_that_openai_knows_and_the_client_runs_are_called(
     assert json.loads(call) in printed and f"\n{told}<|im_end|>" in second
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_custom_tools_of_chat_take_a_text(is_stream: bool) -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+"}}
+    tool: Any = {"type": "custom", "custom": {"name": "run", "format": grammar}}
+    calls = [{"name": "run", "arguments": it} for it in ({"input": "ls"}, {"else": 1})]
+    engine = Engine("".join(f"<tool_call>\n{json.dumps(it)}\n</tool_call>" for it in calls))
+    how: Any = {"model": "m", "tools": [tool, *TOOLS]}
+    chosen: Any = {"type": "custom", "custom": {"name": "run"}}
+
+    async def run() -> None:
+        chat = openai_of(engine).chat.completions
+        answer = await chat.create(messages=ASKED, tool_choice=chosen, **how)
+        if is_stream:
+            chunks = [it async for it in await chat.create(messages=ASKED, stream=True, **how)]
+            deltas = [it.choices[0].delta.tool_calls or [] for it in chunks if it.choices]
+            told = [each.model_dump(exclude_none=True) for some in deltas for each in some]
+            assert [it["type"] for it in told] == ["custom", "function"]
+            assert told[0]["custom"] == {"name": "run", "input": "ls"}
+        made: Any = answer.choices[0].message.tool_calls
+        first, second = made
+        assert first.type == "custom" and second.type == "function"
+        assert (first.custom.name, first.custom.input) == ("run", "ls")
+        assert json.loads(second.function.arguments) == {"else": 1}
+        results: Any = [{"role": "tool", "tool_call_id": first.id, "content": "a.py"}]
+        turn: Any = {"role": "assistant", "tool_calls": [first.model_dump()]}
+        await chat.create(messages=[*ASKED, turn, *results], **how)
+
+    asyncio.run(run())
+    assert "regex grammar:\\n[a-z]+" in engine.prompts[0]
+    assert json.dumps(calls[0]) in engine.prompts[-1]
+
+
 def test_a_strict_server_refuses_hosted_tools_and_every_server_tools_of_one_name() -> None:
     def check(*tools: Any, is_strict: bool = False) -> None:
         body = {"model": "m", "input": "a", "tools": list(tools)}

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib import resources
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 
@@ -89,20 +89,6 @@ class Source(_Known):
     content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field([])
 
 
-def _told_in_text(value: Any) -> Any:
-    """Return a block as a text if it is a search result, or of Anthropic's own servers."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "search_result" and isinstance(value.get("content"), list):
-        texts = [each.get("text") for each in value["content"] if isinstance(each, dict)]
-        told = [value.get("title"), value.get("source"), *texts]
-        text = "\n".join(each for each in told if isinstance(each, str))
-    elif kind in get_args(hosted.BlockType):
-        text = hosted.note(value)
-    else:
-        return value
-    return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
-
-
 class ResultPart(_Known):
     """A part of a tool result or a document; only the whole can have a breakpoint."""
 
@@ -115,7 +101,7 @@ class ResultPart(_Known):
     title: str = ""
     context: str = ""
 
-    _tell = model_validator(mode="before")(_told_in_text)
+    _tell = model_validator(mode="before")(hosted.told_in_text)
 
     @property
     def is_picture(self) -> bool:

@@ -5,7 +5,7 @@ what came of them. A model here is told of each in a short text: its type, and a
 it a model can read. The same part always becomes the same text, so that it is found in the cache.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -74,6 +74,20 @@ def note(part: dict[str, Any]) -> str:
     kind = part["type"]
     told = _readable({key: value for key, value in part.items() if key != "type"}, kind)
     return f"[{kind}] {msgspec.json.encode(told).decode()}" if told else f"[{kind}]"
+
+
+def told_in_text(value: Any) -> Any:
+    """Return a block of Anthropic's as a text if it is a search result, or of its own servers."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "search_result" and isinstance(value.get("content"), list):
+        texts = [each.get("text") for each in value["content"] if isinstance(each, dict)]
+        told = [value.get("title"), value.get("source"), *texts]
+        text = "\n".join(each for each in told if isinstance(each, str))
+    elif kind in get_args(BlockType):
+        text = note(value)
+    else:
+        return value
+    return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
 
 
 def _readable(value: Any, kind: object = None) -> Any:

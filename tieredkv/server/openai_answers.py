@@ -3,6 +3,7 @@
 This module only builds the JSON; it does not use sockets, requests or the engine.
 """
 
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from tieredkv.server.asked import Json, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.message_parser import Call, Delta
+from tieredkv.server.openai_messages import CUSTOM_INPUT
 from tieredkv.server.reply import Reply
 
 LEAST_LOGPROB = -9999.0
@@ -146,14 +148,27 @@ class CompletionShape(Shape):
 
 
 class ChatShape(CompletionShape):
-    """Answers of `/v1/chat/completions`, which differ in their choices."""
+    """Answers of `/v1/chat/completions`, which differ in their choices.
+
+    Args:
+        model, tokenization, form: as for `CompletionShape`.
+        custom: names of the tools that take a text.
+    """
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenization: Tokenization, **form: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenization: Tokenization,
+        *,
+        custom: frozenset[str] = frozenset(),
+        **form: Any,
+    ) -> None:
         super().__init__(model, tokenization, **form)
+        self._custom = custom
         self._num_calls = Counter[int]()  # of each answer, so far
 
     def opening(self, index: int, echo: str) -> list[Json]:
@@ -174,12 +189,12 @@ class ChatShape(CompletionShape):
     def _delta(self, index: int, delta: Delta) -> Json:
         if delta.call is not None:
             number = self._num_calls[index] = self._num_calls[index] + 1
-            return {"tool_calls": [{"index": number - 1, **_call(delta.call)}]}
+            return {"tool_calls": [{"index": number - 1, **self._call(delta.call)}]}
         return {"reasoning_content": delta.thoughts} if delta.thoughts else {"content": delta.text}
 
     def choice(self, index: int, echo: str, answer: Reply, logprobs: Json | None) -> Json:
         """Return the choice for a whole answer."""
-        calls = [_call(call) for call in answer.calls]
+        calls = [self._call(call) for call in answer.calls]
         message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
         if calls:
             message |= {"content": answer.content or None, "tool_calls": calls}
@@ -200,17 +215,20 @@ class ChatShape(CompletionShape):
             content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
+    def _call(self, call: Call) -> Json:
+        kind, told = "function", {"name": call.name, "arguments": call.arguments}
+        if call.name in self._custom:
+            text = json.loads(call.arguments).get(CUSTOM_INPUT)
+            if isinstance(text, str):  # else it is passed on as the model wrote it
+                kind, told = "custom", {"name": call.name, "input": text}
+        return {"id": f"call_{call.id}", "type": kind, kind: told}
+
     def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _token(self, token_id: int, logprob: float | None) -> Json:
         text, encoded = self._token_of(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
-
-
-def _call(call: Call) -> Json:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{call.id}", "type": "function", "function": function}
 
 
 def _reason(answer: Reply) -> str | None:

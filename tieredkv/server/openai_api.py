@@ -25,7 +25,16 @@ from tieredkv.server.chat_template import RESERVED, Effort, thinking_arguments
 from tieredkv.server.histories import Mark
 from tieredkv.server.known_fields import CHAT, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
-from tieredkv.server.openai_messages import FAIL_FAST, Breakpoint, Message, Tools, Ttl, whole_turns
+from tieredkv.server.openai_messages import (
+    FAIL_FAST,
+    Breakpoint,
+    Message,
+    Tools,
+    Ttl,
+    custom_names,
+    for_template,
+    whole_turns,
+)
 from tieredkv.server.structure import Format, as_grammar
 from tieredkv.server.structure_fields import (
     ResponseFormat,
@@ -411,7 +420,7 @@ class ChatRequest(ConversationRequest):
     @property
     def tool_names(self) -> Sequence[str]:
         """The names of the tools that the model is told of."""
-        return [tool["function"]["name"] for tool in self.tools]
+        return [tool[tool["type"]]["name"] for tool in self.tools]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -439,7 +448,9 @@ class ChatRequest(ConversationRequest):
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         thinking = thinking_of(self.reasoning_effort)
-        arguments = {"tools": self.tools or None, **thinking, **self.chat_template_kwargs}
-        shape = ChatShape(self.model, tokenization, **self.form)
+        tools = for_template(self.tools) or None
+        arguments = {"tools": tools, **thinking, **self.chat_template_kwargs}
+        custom = custom_names(self.tools)
+        shape = ChatShape(self.model, tokenization, custom=custom, **self.form)
         continues = self.continue_final_message
         return self.render(tokenization, rules, arguments, shape=shape, continues_text=continues)

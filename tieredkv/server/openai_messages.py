@@ -5,11 +5,20 @@ They have the form that the API gives them; `for_template` returns the one that 
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import FailFast, Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, names_of, shape_of
@@ -18,6 +27,9 @@ from tieredkv.server.known_fields import CHAT_MESSAGE
 
 MAX_ARGUMENT_CONTAINERS = 4096
 FAIL_FAST = FailFast()
+CUSTOM_INPUT = "input"
+"""The one parameter of the function that a custom tool becomes."""
+
 Ttl = Literal["30m", "12h"]
 
 _NOTES = {
@@ -90,11 +102,20 @@ class CalledFunction(Object):
 
 
 class ToolCall(Object):
-    """A call that the assistant made."""
+    """A call that the assistant made; one of a custom tool becomes a function's."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, value: Any) -> Any:
+        custom = value.get("custom") if isinstance(value, dict) else None
+        if not isinstance(custom, dict) or value.get("type") != "custom":
+            return value
+        function = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input")}}
+        return {"id": value.get("id"), "function": function}
 
 
 class Message(Object):
@@ -189,7 +210,33 @@ class Tool(FunctionType):
     function: Function
 
 
-_TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
+class ChatCustomFunction(Object):
+    """A function that takes a text; its grammar is told to the model, and not enforced."""
+
+    name: Text
+    description: str = ""
+    format: dict[str, Any] = Field({})
+
+
+class ChatCustomTool(Object):
+    """A tool that takes a text."""
+
+    type: Literal["custom"]
+    custom: ChatCustomFunction
+
+
+def _read_tool(value: Any, info: ValidationInfo) -> Tool | ChatCustomTool:
+    is_custom = isinstance(value, dict) and value.get("type") == "custom"
+    kind: type[Any] = ChatCustomTool if is_custom else Tool
+    tool: Tool | ChatCustomTool = kind.model_validate(value, context=info.context)
+    return tool
+
+
+_TOOLS = TypeAdapter(
+    Annotated[
+        list[Annotated[Tool | ChatCustomTool, BeforeValidator(_read_tool)]], Field(max_length=1024)
+    ]
+)
 
 
 def _check_tools(tools: Any, info: ValidationInfo) -> Any:
@@ -199,5 +246,45 @@ def _check_tools(tools: Any, info: ValidationInfo) -> Any:
 
 
 Tools = Annotated[
-    list[dict[str, Any]], PlainValidator(_check_tools, json_schema_input_type=list[Tool])
+    list[dict[str, Any]],
+    PlainValidator(_check_tools, json_schema_input_type=list[Tool | ChatCustomTool]),
 ]
+
+
+def custom_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the names of the tools that take a text."""
+    return frozenset(tool["custom"]["name"] for tool in tools if tool["type"] == "custom")
+
+
+def for_template(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as chat templates know them."""
+    return [
+        {"type": "function", "function": _function_of(**tool["custom"])}
+        if tool["type"] == "custom"
+        else tool
+        for tool in tools
+    ]
+
+
+def _function_of(name: str, description: Any = "", format: Any = None, **_: Any) -> Any:
+    return function_of(name, description or "", format or {})
+
+
+def function_of(name: str, description: str, format: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the function that a custom tool becomes; it has one text.
+
+    Args:
+        name: of the tool.
+        description: of the tool.
+        format: of the text, of which a grammar is told.
+    """
+    grammar = format.get("grammar", format)
+    if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
+        what = f"The text follows this {grammar.get('syntax')} grammar:\n{grammar['definition']}"
+        description = f"{description}\n{what}".strip()
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: {"type": "string"}},
+        "required": [CUSTOM_INPUT],
+    }
+    return {"name": name, "description": description, "parameters": parameters}

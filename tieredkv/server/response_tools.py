@@ -19,16 +19,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
-from tieredkv.server.openai_messages import Function, FunctionType
-
-CUSTOM_INPUT = "input"
-"""The one parameter of the function that a custom tool becomes."""
-
-_CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {CUSTOM_INPUT: {"type": "string"}},
-    "required": [CUSTOM_INPUT],
-}
+from tieredkv.server.openai_messages import CUSTOM_INPUT, Function, FunctionType, function_of
 
 ClientRun = Literal["apply_patch", "local_shell", "shell"]
 """The types of tools that the client runs."""
@@ -183,8 +174,8 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
                 given["name"] = name_for_model(tool.name, namespace)
                 yield Offered(tool.name, namespace, "function", given)
             case TextTool():
-                given = {"name": name_for_model(tool.name, namespace), "description": _told(tool)}
-                given["parameters"] = _CUSTOM_PARAMETERS
+                model_name = name_for_model(tool.name, namespace)
+                given = function_of(model_name, tool.description, tool.format)
                 yield Offered(tool.name, namespace, "custom", given)
             case ClientTool() if not _is_hosted(tool):
                 told = client_tools()[tool.type]
@@ -192,14 +183,6 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
                 parameters["required"] = told["required"]
                 given = {"name": tool.type, "description": told["description"]}
                 yield Offered(tool.type, None, tool.type, {**given, "parameters": parameters})
-
-
-def _told(tool: TextTool) -> str:
-    grammar = tool.format.get("grammar", tool.format)
-    if not isinstance(grammar, dict) or not isinstance(grammar.get("definition"), str):
-        return tool.description
-    what = f"The text follows this {grammar.get('syntax')} grammar:\n{grammar['definition']}"
-    return f"{tool.description}\n{what}".strip()
 
 
 def left_out(tools: Sequence[Tool]) -> list[str]:

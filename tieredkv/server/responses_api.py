@@ -30,6 +30,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
 from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
 from tieredkv.server.openai_messages import (
+    CUSTOM_INPUT,
     FAIL_FAST,
     CalledFunction,
     ContentPart,
@@ -40,7 +41,6 @@ from tieredkv.server.openai_messages import (
 )
 from tieredkv.server.response_answers import ResponseShape
 from tieredkv.server.response_tools import (
-    CUSTOM_INPUT,
     Offered,
     Tool,
     called_with,

@@ -198,7 +198,8 @@ def choose_tools(
 
 
 def _tool(chosen: Any, tools: Tools, names: Sequence[str]) -> Any:
-    function = chosen.get("function", chosen) if isinstance(chosen, dict) else {}
+    given = chosen if isinstance(chosen, dict) else {}
+    function = given.get("function", given.get("custom", given))
     name = function.get("name") if isinstance(function, dict) else None
     if name not in names:
         raise _invalid(f"there is no tool {str(name)[:64]!r} in 'tools'")

@@ -12,7 +12,7 @@ from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
 from tieredkv.server.openai_api import TemplateArguments, check_continuing
-from tieredkv.server.openai_messages import Message, Tools, whole_turns
+from tieredkv.server.openai_messages import Message, Tools, for_template, whole_turns
 
 
 class TokenizeRequest(PlainRequest):
@@ -43,7 +43,8 @@ class TokenizeRequest(PlainRequest):
             turns = whole_turns([("", message) for message in self.messages])
             messages = [message.for_template() for _, message in turns]
             how = {"add_generation_prompt": adds_prompt is not False}
-            arguments = {"tools": self.tools or None, **how, **self.chat_template_kwargs}
+            tools = for_template(self.tools) or None
+            arguments = {"tools": tools, **how, **self.chat_template_kwargs}
             encoded = tokenization.encode_chat(
                 messages, arguments, is_bounded=False, continues_last=continues
             )
