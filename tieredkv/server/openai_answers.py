@@ -3,7 +3,6 @@
 This module only builds the JSON; it does not use sockets, requests or the engine.
 """
 
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from tieredkv.server.asked import Json, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.message_parser import Call, Delta
-from tieredkv.server.openai_messages import CUSTOM_INPUT
+from tieredkv.server.openai_messages import custom_text
 from tieredkv.server.reply import Reply
 
 LEAST_LOGPROB = -9999.0
@@ -217,10 +216,8 @@ class ChatShape(CompletionShape):
 
     def _call(self, call: Call) -> Json:
         kind, told = "function", {"name": call.name, "arguments": call.arguments}
-        if call.name in self._custom:
-            text = json.loads(call.arguments).get(CUSTOM_INPUT)
-            if isinstance(text, str):  # else it is passed on as the model wrote it
-                kind, told = "custom", {"name": call.name, "input": text}
+        if call.name in self._custom and (text := custom_text(call.arguments)) is not None:
+            kind, told = "custom", {"name": call.name, "input": text}
         return {"id": f"call_{call.id}", "type": kind, kind: told}
 
     def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:

@@ -5,6 +5,7 @@ They have the form that the API gives them; `for_template` returns the one that 
 
 import contextlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -264,6 +265,12 @@ def for_template(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else tool
         for tool in tools
     ]
+
+
+def custom_text(arguments: str) -> str | None:
+    """Return the text that a custom tool is called with; None if the model wrote none."""
+    text = json.loads(arguments).get(CUSTOM_INPUT)
+    return text if isinstance(text, str) else None
 
 
 def _function_of(name: str, description: Any = "", format: Any = None, **_: Any) -> Any:

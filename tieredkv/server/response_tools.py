@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
-from tieredkv.server.openai_messages import CUSTOM_INPUT, Function, FunctionType, function_of
+from tieredkv.server.openai_messages import Function, FunctionType, custom_text, function_of
 
 ClientRun = Literal["apply_patch", "local_shell", "shell"]
 """The types of tools that the client runs."""
@@ -214,11 +214,10 @@ def item_of_call(name: str, arguments: str, offered: Mapping[str, Offered]) -> t
     """
     tool = offered.get(name) or Offered(name, None, "function", {})
     named = {"name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
-    given: Json = json.loads(arguments) if tool.kind != "function" else {}
-    if tool.kind == "custom" and isinstance(given.get(CUSTOM_INPUT), str):
-        return "custom_tool_call", {**named, "input": given[CUSTOM_INPUT]}
-    if tool.kind in client_tools():
-        known = client_tools()[tool.kind]
+    if tool.kind == "custom" and (text := custom_text(arguments)) is not None:
+        return "custom_tool_call", {**named, "input": text}
+    if (known := client_tools().get(tool.kind)) is not None:
+        given: Json = json.loads(arguments)
         if given.keys() >= {*known["required"]}:
             return f"{tool.kind}_call", {known["field"]: {**known.get("constants", {}), **given}}
     return "function_call", {**named, "arguments": arguments}

@@ -443,7 +443,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """The tools that the model is told of, by the names that it knows them by."""
         return offered(self.all_tools)
 
-    @property
+    @cached_property
     def all_tools(self) -> Sequence[Tool]:
         """The tools of the request, and those that its items bring."""
         items = (it for it in (*self._earlier, *self.input) if isinstance(it, AdditionalTools))
