@@ -8,277 +8,41 @@ name single items of stored responses by their ids.
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 import msgspec
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationInfo,
-    field_serializer,
-)
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
-from tieredkv.fields import Object, list_of, names_of, out_of_bounds, parse_body, read
+from tieredkv.fields import Object, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
-from tieredkv.server import hosted
 from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
-from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
-from tieredkv.server.openai_messages import (
-    CUSTOM_INPUT,
-    FAIL_FAST,
-    CalledFunction,
-    ContentPart,
-    Message,
-    ToolCall,
-    Ttl,
-    whole_turns,
-)
+from tieredkv.server.known_fields import RESPONSES
+from tieredkv.server.openai_messages import ContentPart, Message, ToolCall, Ttl, whole_turns
 from tieredkv.server.response_answers import ResponseShape
-from tieredkv.server.response_tools import (
-    Offered,
-    Tool,
-    called_with,
-    left_out,
-    name_for_model,
-    offered,
-    read_tool,
+from tieredkv.server.response_items import (
+    MAX_ITEMS,
+    AdditionalTools,
+    ClientCall,
+    ClientOutput,
+    Conversation,
+    CustomCall,
+    FunctionCall,
+    FunctionOutput,
+    HostedItem,
+    Input,
+    InputMessage,
+    Item,
+    Reference,
+    Thoughts,
 )
+from tieredkv.server.response_tools import Offered, Tool, left_out, offered, read_tool
 from tieredkv.server.stored_responses import Turn
 from tieredkv.server.structure import Format
 from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
-
-MAX_ITEMS = 16_384
-
-
-class _Known(Object):
-    """Fields of items and parts that have no effect; some come from answers that are sent back."""
-
-    known_besides = names_of("""
-        id status phase annotations logprobs async caller namespace name
-        allowed_callers defer_loading output_schema context mode
-    """)
-
-
-class InputPart(ContentPart, _Known):
-    """One part of an item: a text, or a picture or the like, for which a note stands."""
-
-    known_besides = _Known.known_besides | names_of(
-        "image_url file_id detail file_data file_url filename input_audio"
-    )
-    needed = ("input_text.text", "output_text.text", "refusal.refusal")
-    refused = RESPONSE_PART
-
-    type: Literal[
-        "input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"
-    ]  # type: ignore[assignment]
-
-
-Texts = Annotated[
-    list[InputPart], FAIL_FAST, list_of(lambda text: {"type": "input_text", "text": text})
-]
-
-
-class InputMessage(_Known, Message):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Texts = Field([])  # type: ignore[assignment]
-
-
-class FunctionCall(CalledFunction, _Known):
-    """A call that the assistant made."""
-
-    type: Literal["function_call"]
-    call_id: Text
-    namespace: str | None = None
-
-    @property
-    def function(self) -> CalledFunction:
-        """The call as the model wrote it."""
-        name = name_for_model(self.name, self.namespace)
-        return CalledFunction.model_construct(name=name, arguments=self.arguments)
-
-    @field_serializer("arguments")
-    def _write(self, arguments: Any) -> str:
-        return msgspec.json.encode(arguments).decode()
-
-
-class CustomCall(_Known):
-    """A call of a tool that takes a text."""
-
-    type: Literal["custom_tool_call"]
-    call_id: Text
-    name: Text
-    input: str
-    namespace: str | None = None
-
-    @property
-    def function(self) -> CalledFunction:
-        """The call as the model wrote it."""
-        name = name_for_model(self.name, self.namespace)
-        return CalledFunction.model_construct(name=name, arguments={CUSTOM_INPUT: self.input})
-
-
-class ClientCall(_Known):
-    """A call of a tool that the API knows by its type, and that the client runs."""
-
-    known_besides = _Known.known_besides | names_of("environment max_output_length")
-
-    type: Literal["apply_patch_call", "local_shell_call", "shell_call"]
-    call_id: Text
-    action: Json = Field({})
-    operation: Json = Field({})
-
-    @property
-    def function(self) -> CalledFunction:
-        """The call as the model wrote it."""
-        kind = self.type.removesuffix("_call")
-        given = called_with(kind, {"action": self.action, "operation": self.operation})
-        return CalledFunction.model_construct(name=kind, arguments=given)
-
-
-class ClientOutput(_Known):
-    """What came of such a call."""
-
-    known_besides = ClientCall.known_besides
-
-    type: Literal["apply_patch_call_output", "local_shell_call_output", "shell_call_output"]
-    call_id: str = ""
-    id: str = ""
-    output: Any = None
-    status: str = ""
-
-    @property
-    def parts(self) -> list[InputPart]:
-        """The text that the model is told."""
-        texts = [self.status] if self.type == "apply_patch_call_output" else []
-        if isinstance(self.output, str):
-            texts.append(self.output)
-        elif self.output is not None:
-            texts.append(hosted.readable(self.output))
-        return [InputPart(type="input_text", text="\n".join(filter(None, texts)))]
-
-
-class FunctionOutput(_Known):
-    """The output of a call."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Text | None = None
-    output: Texts
-
-
-class Thoughts(_Known):
-    """What the model thought before what follows."""
-
-    known_besides = _Known.known_besides | names_of("summary encrypted_content")
-
-    type: Literal["reasoning"]
-    content: Any = None
-
-    def __str__(self) -> str:
-        parts = self.content if isinstance(self.content, list) else []
-        texts = (part.get("text") for part in parts if isinstance(part, dict))
-        return "".join(text for text in texts if isinstance(text, str))
-
-
-class HostedItem(Object):
-    """What a provider's servers have done, or what only they could do."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: hosted.ItemType
-
-    def __str__(self) -> str:
-        return hosted.note(self.model_dump())
-
-
-class AdditionalTools(_Known):
-    """Tools that may be called beside those of the request."""
-
-    type: Literal["additional_tools"]
-    role: Literal["developer"] = "developer"
-    tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
-
-
-class Reference(Object):
-    """Stands for an item of a stored response."""
-
-    type: Literal["item_reference"]
-    id: Text
-
-
-class _Typed(Object):
-    """The type of an input item, which decides how the item is read."""
-
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "shell_call",
-        "shell_call_output",
-        "reasoning",
-        "item_reference",
-        "additional_tools",
-        hosted.ItemType,
-    ] = "message"
-
-
-Item = (
-    InputMessage
-    | FunctionCall
-    | CustomCall
-    | ClientCall
-    | FunctionOutput
-    | ClientOutput
-    | Thoughts
-    | Reference
-    | AdditionalTools
-    | HostedItem
-)
-_ITEMS: dict[str, type[Any]] = {
-    "message": InputMessage,
-    "function_call": FunctionCall,
-    "function_call_output": FunctionOutput,
-    "custom_tool_call": CustomCall,
-    "custom_tool_call_output": FunctionOutput,
-    **dict.fromkeys(get_args(ClientCall.model_fields["type"].annotation), ClientCall),
-    **dict.fromkeys(get_args(ClientOutput.model_fields["type"].annotation), ClientOutput),
-    "reasoning": Thoughts,
-    "item_reference": Reference,
-    "additional_tools": AdditionalTools,
-}
-
-
-def _read_item(value: Any, info: ValidationInfo) -> Item:
-    kind = _ITEMS.get(_Typed.model_validate(value).type, HostedItem)
-    item: Item = kind.model_validate(value, context=info.context)
-    return item
-
-
-Input = Annotated[
-    list[Annotated[Item, BeforeValidator(_read_item)]],
-    Field(min_length=1, max_length=MAX_ITEMS),
-    list_of(lambda text: {"role": "user", "content": text}),
-]
-
-
-class _Conversation(Object):
-    """The items of a stored conversation."""
-
-    input: list[Annotated[Item, BeforeValidator(_read_item)]]
 
 
 class TextOptions(Object):
@@ -288,8 +52,10 @@ class TextOptions(Object):
     verbosity: openai.Verbosity | None = None
 
 
-class Reasoning(_Known):
+class Reasoning(Object):
     """How much the model should think."""
+
+    known_besides = names_of("context mode")
 
     effort: Effort | None = None
     summary: str | None = None
@@ -348,7 +114,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """
         what = "The array of items that 'input' refers to"
         parsed = parse_body(b'{"input":[%b]}' % b",".join(items.values()), max_values, what=what)
-        found = dict(zip(items, read(_Conversation, parsed).input, strict=True))
+        found = dict(zip(items, read(Conversation, parsed).input, strict=True))
         given = [found[it.id] if isinstance(it, Reference) else it for it in self.input]
         return self.model_copy(update={"input": given})
 
@@ -364,7 +130,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """
         what = "The conversation that 'previous_response_id' continues"
         parsed = parse_body(b'{"input":%b}' % before.conversation(), max_values, what=what)
-        earlier = read(_Conversation, parsed).input
+        earlier = read(Conversation, parsed).input
         if len(earlier) + len(self.input) > MAX_ITEMS:
             raise out_of_bounds("input", "max_length", MAX_ITEMS, [*earlier, *self.input])
         request = self.model_copy()
