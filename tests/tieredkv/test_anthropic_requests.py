@@ -256,15 +256,27 @@ def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:
         ask(tokenization, block("document"))
 
 
-def test_an_empty_turn_and_a_breakpoint_inside_a_result_are_refused(
-    tokenization: Tokenization,
-) -> None:
+def test_an_empty_turn_is_refused(tokenization: Tokenization) -> None:
     with pytest.raises(RequestError, match=r"^Invalid 'messages\[0\]\.content': empty array"):
         ask(tokenization)
-    result = block("tool_result", tool_use_id="1", content=[text("r", "5m")])
-    for rules in (RULES, replace(RULES, is_strict=False)):
-        with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
-            ask(tokenization, result, rules=rules)
+
+
+def test_a_breakpoint_inside_of_a_block_counts_as_one_of_the_whole(
+    tokenization: Tokenization,
+) -> None:
+    parts = [text("one", "5m"), text("two")]
+    source = {"type": "content", "content": parts}
+    for each in (
+        block("tool_result", tool_use_id="1", content=parts),
+        block("document", source=source),
+        block("tool_result", tool_use_id="1", content=[block("document", source=source)]),
+    ):
+        asked = ask(tokenization, each, text("three"))
+        [claim] = asked.plan.claims
+        assert claim.retention == "5m"
+        assert head(tokenization, asked, claim.end_token).endswith("one\ntwo")
+    with pytest.raises(RequestError, match=r"A maximum of 4 blocks .* Found 5\."):
+        ask(tokenization, *(block("tool_result", tool_use_id=id, content=parts) for id in "12345"))
 
 
 def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say(

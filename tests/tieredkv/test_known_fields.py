@@ -159,7 +159,6 @@ ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
     (ChatRequest, {"prompt_logprobs": 0}, "prompt_logprobs"),
     (ChatRequest, {"length_penalty": 0}, "length_penalty"),
     (ChatRequest, {"enable_thinking": False}, "enable_thinking"),
-    (ChatRequest, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
     (ChatRequest, {"messages": [USER | {"prefix": True}]}, "messages[0].prefix"),
     (ResponsesRequest, {"max_tokens": 5}, "max_tokens"),
     (ResponsesRequest, {"include": ["message.output_text.logprobs"]}, "include"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
@@ -32,7 +32,7 @@ from tieredkv.server.asked import (
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.chat_template import Effort, thinking_arguments
 from tieredkv.server.histories import TOOLS, Mark
-from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
+from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format
 from tieredkv.units import parse_duration
@@ -58,11 +58,10 @@ class Source(Known):
     content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field([])
 
 
-class ResultPart(Known):
-    """A part of a tool result or a document; only the whole can have a breakpoint."""
+class ResultPart(Marked):
+    """A part of a tool result or a document; a breakpoint on it counts as one of the whole."""
 
     needed: ClassVar[tuple[str, ...]] = ("text.text", "document.source")
-    refused = TOOL_RESULT_PART
 
     type: Literal["text", "image", "document"]
     text: str = ""
@@ -71,6 +70,16 @@ class ResultPart(Known):
     context: str = ""
 
     _tell = model_validator(mode="before")(hosted.told_in_text)
+
+    @property
+    def inner(self) -> "Sequence[ResultPart]":
+        """The parts that it is made of."""
+        return self.source.content if self.source else ()
+
+    @property
+    def ttl(self) -> str:
+        """How long the prompt up to here is kept; empty without a breakpoint."""
+        return super().ttl or next((part.ttl for part in self.inner[::-1] if part.ttl), "")
 
     @property
     def is_picture(self) -> bool:
@@ -88,7 +97,7 @@ class ResultPart(Known):
         return "\n".join(filter(None, (self.title, self.context, *map(str, parts))))
 
 
-class Block(Marked, ResultPart):
+class Block(ResultPart):
     """A part of a turn; its type decides which fields are required."""
 
     needed = (
@@ -106,6 +115,11 @@ class Block(Marked, ResultPart):
     input: Json = Field({})
     tool_use_id: str = ""
     content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
+
+    @property
+    def inner(self) -> Sequence[ResultPart]:
+        """The parts that it is made of."""
+        return [*super().inner, *self.content]
 
     @property
     def texts(self) -> list[str]:
@@ -222,6 +236,8 @@ class Conversation(ApiRequest, Marked):
     output_format: OutputFormat | None = None
     """What older clients send in place of `output_config.format`."""
 
+    _left_out: Sequence[str] = PrivateAttr(())
+
     def cleaned(self, rules: Rules) -> Self:
         """Return the body without what only Anthropic's own servers have a use for.
 
@@ -237,10 +253,17 @@ class Conversation(ApiRequest, Marked):
             raise RequestError(f"tools.{i}.type: '{kind}' {what}")
         tell_left_out(hosted.values())
         kept: Json = {"tools": [tool for tool in self.tools if not tool.is_hosted]}
+        names = {self.tools[i].name for i in hosted}
+        chosen = self.tool_choice
+        is_any = chosen is not None and chosen.type == "any" and not kept["tools"]
+        if hosted and chosen is not None and (is_any or chosen.name in names):
+            kept["tool_choice"] = None
         is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
         if is_first and rules.settings.drop_billing_header == "on":
             kept["system"] = self.system[1:]
-        return self.model_copy(update=kept)
+        made = self.model_copy(update=kept)
+        made._left_out = sorted({*hosted.values()})
+        return made
 
     @cached_property
     def layout(self) -> tuple[list[Json], list[Place]]:
@@ -475,7 +498,7 @@ class MessagesRequest(Conversation):
         return Asked(
             prompts=[encoded.token_ids],
             plan=EngineRequest(params=params, **caching),
-            shape=MessageShape(self.model, self.max_tokens),
+            shape=MessageShape(self.model, self.max_tokens, self._left_out),
             stream=self.stream,
             parts=encoded.parts,
             settings={"model": self.model},

@@ -23,7 +23,7 @@ class Known(Object):
     known_besides = names_of("""
         effort display citations is_error caller toolset_name strict output_config
         disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
-        budget_tokens thinking signature data
+        budget_tokens thinking signature data block_binding task_budget transformations clear_at
     """)
 
 
@@ -73,6 +73,7 @@ class KnownTool(Marked):
     """A tool of a type that Anthropic's API knows, run by the client or by Anthropic's servers."""
 
     model_config = ConfigDict(extra="allow")
+    takes_any = True
 
     type: Text
     name: str = ""
@@ -101,7 +102,7 @@ def _known_tools() -> Json:
     return tomllib.loads(text)
 
 
-_TOOL_TYPE = re.compile(r"[a-z_]+_\d{8}|mcp_toolset")
+_TOOL_TYPE = re.compile(r"[a-z0-9_]+_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
 """The types of tools that Anthropic's API knows."""
 
 

@@ -29,6 +29,7 @@ from tieredkv.server.openai_messages import (
     FAIL_FAST,
     Breakpoint,
     Message,
+    Messages,
     Tools,
     Ttl,
     custom_names,
@@ -331,6 +332,11 @@ class ConversationRequest(OpenAIRequest):
         """The names of the tools that the model is told of, as the client knows them."""
         raise NotImplementedError
 
+    @property
+    def left_out_tools(self) -> Sequence[str]:
+        """The types of the tools that the model is not told of."""
+        return ()
+
     def render(
         self,
         tokenization: Tokenization,
@@ -347,6 +353,7 @@ class ConversationRequest(OpenAIRequest):
             self.tool_names,
             is_parallel=self.parallel_tool_calls,
             text=self.text_format,
+            left_out=self.left_out_tools,
         )
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
@@ -400,7 +407,7 @@ class ChatRequest(ConversationRequest):
     refused = CHAT.refused
     prompt_field = "messages"
 
-    messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=16_384)
+    messages: Messages = Field(min_length=1)
     top_logprobs: int | None = Field(None, ge=0)
     logprobs: bool = False
     chat_template_kwargs: TemplateArguments = Field({})

@@ -122,7 +122,7 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
-    known_besides = names_of("annotations reasoning_details")
+    known_besides = names_of("annotations reasoning_details function_call audio")
     refused = CHAT_MESSAGE
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
@@ -157,6 +157,29 @@ class Message(Object):
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+
+
+def _as_of_today(value: Any) -> Any:
+    """Return a message with tools in place of the functions that the API had before them.
+
+    A recording of the assistant is named by its id only, and becomes a part without a text.
+    """
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"role": "function", "name": str() as name}:
+            return {**value, "role": "tool", "tool_call_id": name}
+        case {"role": "assistant", "function_call": {"name": str() as name} as function}:
+            calls = [{"id": name, "type": "function", "function": function}]
+            return {"tool_calls": calls, **value}
+        case {"role": "assistant", "audio": dict()} if not value.get("content"):
+            return {**value, "content": [{"type": "input_audio"}]}
+    return value
+
+
+Messages = Annotated[
+    list[Annotated[Message, BeforeValidator(_as_of_today)]], FAIL_FAST, Field(max_length=16_384)
+]
 
 
 def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:

@@ -4,15 +4,23 @@ Each type of item is read by a class of its own. What the items of a conversatio
 messages is told by `responses_api`.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_serializer
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    model_validator,
+)
 
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.server import hosted
 from tieredkv.server.asked import Json, Text
-from tieredkv.server.known_fields import RESPONSE_PART
+from tieredkv.server.known_fields import HOSTED_ITEM, RESPONSE_PART
 from tieredkv.server.openai_messages import (
     CUSTOM_INPUT,
     FAIL_FAST,
@@ -21,13 +29,18 @@ from tieredkv.server.openai_messages import (
     Message,
 )
 from tieredkv.server.response_tools import Tool, called_with, name_for_model, read_tool
+from tieredkv.server.stored_responses import item_id
 
 MAX_ITEMS = 16_384
 
 
 class _Known(Object):
-    """Fields of items and parts that have no effect; some come from answers that are sent back."""
+    """Fields of items and parts that have no effect; some come from answers that are sent back.
 
+    They are kept, so that a conversation is listed as it was sent.
+    """
+
+    model_config = ConfigDict(extra="allow")
     known_besides = names_of("""
         id status phase annotations logprobs async caller namespace name
         allowed_callers defer_loading output_schema
@@ -46,6 +59,19 @@ class InputPart(ContentPart, _Known):
     type: Literal[
         "input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"
     ]  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_data(cls, value: Any) -> Any:
+        """Drop the bytes of pictures, files and recordings, which would be stored in vain."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: each
+            for name, each in value.items()
+            if name not in ("file_data", "input_audio")
+            and not (isinstance(each, str) and name == "image_url" and each.startswith("data:"))
+        }
 
 
 Texts = Annotated[
@@ -146,21 +172,29 @@ class FunctionOutput(_Known):
 class Thoughts(_Known):
     """What the model thought before what follows."""
 
-    known_besides = _Known.known_besides | names_of("summary encrypted_content")
+    known_besides = _Known.known_besides | names_of("encrypted_content")
 
     type: Literal["reasoning"]
     content: Any = None
+    summary: Any = None
 
     def __str__(self) -> str:
-        parts = self.content if isinstance(self.content, list) else []
-        texts = (part.get("text") for part in parts if isinstance(part, dict))
-        return "".join(text for text in texts if isinstance(text, str))
+        """Return the thoughts or, if they are hidden, their summary."""
+        return "".join(_texts_of(self.content)) or "\n".join(_texts_of(self.summary))
+
+
+def _texts_of(parts: Any) -> Iterator[str]:
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            yield part["text"]
 
 
 class HostedItem(Object):
     """What a provider's servers have done, or what only they could do."""
 
     model_config = ConfigDict(extra="allow")
+    takes_any = True
+    refused = HOSTED_ITEM
 
     type: hosted.ItemType
 
@@ -179,7 +213,7 @@ class AdditionalTools(_Known):
 class Reference(Object):
     """Stands for an item of a stored response."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] = "item_reference"
     id: Text
 
 
@@ -233,6 +267,8 @@ _ITEMS: dict[str, type[Any]] = {
 
 def _read_item(value: Any, info: ValidationInfo) -> Item:
     kind = _ITEMS.get(_Typed.model_validate(value).type, HostedItem)
+    if {name for name, each in value.items() if each is not None} == {"id"}:
+        kind = Reference
     item: Item = kind.model_validate(value, context=info.context)
     return item
 
@@ -248,3 +284,41 @@ class Conversation(Object):
     """The items of a stored conversation."""
 
     input: list[Annotated[Item, BeforeValidator(_read_item)]]
+
+
+_OF_PARTS: dict[str, Json] = {"output_text": {"annotations": []}, "input_image": {"detail": "auto"}}
+"""Fields that parts have in lists, by the parts' types."""
+
+
+def listed(items: Sequence[Json], response_id: str) -> list[Json]:
+    """Return the items of a conversation with all fields that they have in lists.
+
+    Each has an id of its own.
+    """
+    made, ids = list[Json](), set[str]()
+    for index, item in enumerate(items):
+        id, kind = item.get("id"), item.get("type", "message")
+        if not isinstance(id, str) or id in ids:
+            id = item_id("in", response_id, index)
+        ids.add(id)
+        told: Json = {"type": kind, **item, "id": id}
+        if kind.endswith(("_call", "_output")) or item.get("role") == "assistant":
+            told.setdefault("status", "completed")
+        if kind.startswith("tool_search"):
+            told.setdefault("execution", "server")
+        for name in ("content", "output"):
+            if isinstance(parts := item.get(name), list) and kind in _HAVE_PARTS:
+                told[name] = [_listed_part(part, item.get("role")) for part in parts]
+        if kind != "compaction_trigger":  # It is an order, and no part of the conversation.
+            made.append(told)
+    return made
+
+
+_HAVE_PARTS = ("message", "function_call_output", "custom_tool_call_output")
+
+
+def _listed_part(part: Json, role: str | None) -> Json:
+    kind = part["type"]
+    if role == "assistant" and kind == "input_text":
+        kind = "output_text"
+    return {**_OF_PARTS.get(kind, {}), **part, "type": kind}

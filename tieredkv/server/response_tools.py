@@ -56,7 +56,7 @@ class TextTool(_Known):
     type: Literal["custom"]
     name: Text
     description: str = ""
-    format: Json = Field({})
+    format: Json = Field({"type": "text"})
 
 
 class _InnerTyped(Object):
@@ -87,6 +87,7 @@ class ClientTool(Object):
     """A tool that the client runs, if its `environment` is not one of OpenAI's."""
 
     model_config = pydantic.ConfigDict(extra="allow")
+    takes_any = True
 
     type: ClientRun
     environment: Json = Field({"type": "local"})
@@ -96,6 +97,7 @@ class HostedTool(Object):
     """A tool that runs on OpenAI's servers."""
 
     model_config = pydantic.ConfigDict(extra="allow")
+    takes_any = True
 
     type: Hosted
 

@@ -13,11 +13,12 @@ from typing import Annotated, Literal, Self
 import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
 from tieredkv.fields import Object, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
 from tieredkv.server import openai_api as openai
-from tieredkv.server.asked import Asked, Json, Rules, Text, tell_left_out
+from tieredkv.server.asked import Asked, Json, PlainRequest, Rules, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
 from tieredkv.server.known_fields import RESPONSES
@@ -204,6 +205,11 @@ class ResponsesRequest(openai.ConversationRequest):
         wanted = TextFormat.model_validate(self.text.format)
         return only_one([wanted.format_at("text.format", wanted.type), super().text_format])
 
+    @property
+    def left_out_tools(self) -> Sequence[str]:
+        """The types of the tools that the model is not told of."""
+        return left_out(self.all_tools)
+
     @cached_property
     def offered(self) -> dict[str, Offered]:
         """The tools that the model is told of, by the names that it knows them by."""
@@ -217,25 +223,30 @@ class ResponsesRequest(openai.ConversationRequest):
 
     def check(self, rules: Rules) -> None:
         """Refuse fields that contradict each other or that this server does not support."""
-        if rules.is_strict and (kinds := left_out(self.all_tools)):
+        if rules.is_strict and (kinds := self.left_out_tools):
             what = f"'{kinds[0]}' tools are not supported. Only tools that the client runs are."
             raise RequestError(what, param="tools", code="unsupported_parameter")
         offered(self.all_tools)  # refuses two tools of one name
         super().check(rules)
 
+    @property
+    def arguments(self) -> Json:
+        """The arguments of the chat template."""
+        functions = [tool.function for tool in self.offered.values()]
+        tools = [{"type": "function", "function": it} for it in functions] or None
+        effort = self.reasoning.effort if self.reasoning else None
+        return {"tools": tools, **openai.thinking_of(effort)}
+
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        functions = [tool.function for tool in self.offered.values()]
-        arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        arguments |= openai.thinking_of(self.reasoning.effort if self.reasoning else None)
-        tell_left_out(left_out(self.all_tools))
+        tell_left_out(self.left_out_tools)
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
         echo = {**self.echo(), "store": is_stored}
         shape = ResponseShape(echo, self.offered, is_prewarm=self.is_prewarm)
         how: Json = {"shape": shape, "turn": self.turn() if is_stored else None}
-        return self.render(tokenization, rules, arguments, compared_id=compared_id, **how)
+        return self.render(tokenization, rules, self.arguments, compared_id=compared_id, **how)
 
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
@@ -246,9 +257,32 @@ class ResponsesRequest(openai.ConversationRequest):
         told = self.model_dump(mode="json", include=set(names.split()))
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
-        if kinds := left_out(self.all_tools):
+        if kinds := self.left_out_tools:
             told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
+
+
+class InputTokensRequest(ResponsesRequest, PlainRequest):
+    """The body of `POST /v1/responses/input_tokens`."""
+
+    known_besides = ResponsesRequest.known_besides | {"personality"}
+
+    model: Text = ""
+    input: Input = Field([], validate_default=False)
+
+    def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+        """Return the length in tokens of the prompt of such a response.
+
+        Raises:
+            RequestError: there is nothing to count.
+        """
+        if not self.turns:
+            what = "Missing required parameter: 'input'."
+            raise RequestError(what, param="input", code="missing_required_parameter")
+        messages = [message.for_template() for _, message in self.turns]
+        how: Json = {"is_bounded": False, "field": self.prompt_field}
+        encoded = tokenization.encode_chat(messages, self.arguments, **how)
+        return {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
 
 
 def joined(items: Sequence[Json]) -> bytes:

@@ -152,9 +152,17 @@ def only_one(formats: Sequence[Format | None]) -> Format | None:
 
 
 def choose_tools(
-    tool_choice: Any, tools: Tools, names: Sequence[str], *, is_parallel: bool, text: Format | None
+    tool_choice: Any,
+    tools: Tools,
+    names: Sequence[str],
+    *,
+    is_parallel: bool,
+    text: Format | None,
+    left_out: Sequence[str] = (),
 ) -> Structure:
     """Return what answers must be, by the tools and the choice among them.
+
+    Where only tools that are left out may be called, the answer is a text.
 
     Args:
         tool_choice: as the client sent it.
@@ -162,6 +170,7 @@ def choose_tools(
         names: of the tools, as the client knows them.
         is_parallel: whether several calls may be made at once.
         text: the format of an answer in text; None for any.
+        left_out: the types of tools of the request that the model is not told of.
 
     Raises:
         RequestError: the choice names no tool that is there.
@@ -172,6 +181,8 @@ def choose_tools(
             return Structure(**how)
         case "none":
             return Structure(**how, choice="none")
+        case "required" if not tools and left_out:
+            return Structure(**how)
         case "required":
             if not tools:
                 what = "'tool_choice' is only allowed when 'tools' are specified."
@@ -182,9 +193,12 @@ def choose_tools(
             mode, allowed = inner.get("mode", "auto"), inner.get("tools", [])
             if mode not in ("auto", "required") or not isinstance(allowed, list):
                 raise _invalid("'mode' is 'auto' or 'required', and 'tools' are a list")
-            how["tools"] = [_tool(each, tools, names) for each in allowed]
-            if not how["tools"]:
+            if not allowed:
                 raise _invalid("'tools' is empty")
+            here = [each for each in allowed if _type_of(each) not in left_out]
+            if not here:
+                return Structure(**how, choice="none")
+            how["tools"] = [_tool(each, tools, names) for each in here]
             return Structure(**how, choice=mode, is_limited=True)
         case {"type": "function" | "custom"}:
             how |= {"tools": [_tool(tool_choice, tools, names)], "is_parallel": False}
@@ -192,9 +206,15 @@ def choose_tools(
         case {"type": str() as kind} if kind in names:  # a tool that the API knows by its type
             how |= {"tools": [_tool({"name": kind}, tools, names)], "is_parallel": False}
             return Structure(**how, choice="required")
+        case {"type": str()} if left_out:
+            return Structure(**how)
         case {"type": str() as kind}:
             raise _invalid(f"'{kind[:64]}' tools are not offered by this server")
     raise _invalid("it is 'none', 'auto', 'required', or an object that names a tool")
+
+
+def _type_of(chosen: Any) -> Any:
+    return chosen.get("type") if isinstance(chosen, dict) else None
 
 
 def _tool(chosen: Any, tools: Tools, names: Sequence[str]) -> Any:

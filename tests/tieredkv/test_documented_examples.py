@@ -1,0 +1,142 @@
+"""The examples of the APIs' documentation are served, and what they tell reaches the prompt."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from anthropic.types.beta import BetaMessage
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
+
+from tests.tieredkv import documented_anthropic as of_anthropic
+from tests.tieredkv import documented_openai as of_openai
+from tests.tieredkv.documented_openai import Example
+from tests.tieredkv.test_tool_calls import Engine, api_of, client_of
+from tieredkv.config import Settings
+from tieredkv.server.app import Api
+
+
+class Served:
+    """A server in this process, and the texts of the prompts that its model was given."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = engine or Engine("Fine.")
+        self.api: Api = api_of(self._engine, Settings(model="tiny-random"))
+
+    def send(
+        self, path: str, body: dict[str, Any] | None = None, method: str = "POST"
+    ) -> httpx.Response:
+        """Return the answer to a body, or its error."""
+
+        async def send() -> httpx.Response:
+            client: httpx.AsyncClient = client_of(self.api, httpx.AsyncClient)
+            return await client.request(method, path, json={"model": "m", **(body or {})})
+
+        return asyncio.run(send())
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the answer to a body as JSON; it must not be an error."""
+        answer = self.send(path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt."""
+        return self._engine.prompts[-1]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """Return a server that answers every prompt."""
+    made = Served()
+    yield made
+    made.api.close()
+
+
+def of(examples: list[Example]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("example", examples, ids=[each.name for each in examples])
+
+
+@of(of_openai.RESPONSES)
+def test_an_example_of_responses_is_served(example: Example, served: Served) -> None:
+    answer = served.ask("/v1/responses", example.body)
+    response = Response.model_validate(answer)
+    prompt = served.prompt
+    assert [text for text in example.told if text not in prompt] == [], prompt
+    assert answer.get("tieredkv", {}).get("left_out_tools", []) == [*example.left_out]
+    assert response.output_text == "Fine."
+    served.ask("/v1/responses", example.body)
+    assert served.prompt == prompt, "the prefix must be found again"
+
+
+@of(of_openai.CHATS)
+def test_an_example_of_chat_completions_is_served(example: Example, served: Served) -> None:
+    answer = ChatCompletion.model_validate(served.ask("/v1/chat/completions", example.body))
+    prompt = served.prompt
+    assert [text for text in example.told if text not in prompt] == [], prompt
+    assert answer.choices[0].message.content == "Fine."
+    served.ask("/v1/chat/completions", example.body)
+    assert served.prompt == prompt, "the prefix must be found again"
+
+
+@of(of_anthropic.MESSAGES)
+def test_an_example_of_messages_is_served(example: Example, served: Served) -> None:
+    answer = served.ask("/v1/messages", example.body)
+    message = BetaMessage.model_validate(answer)
+    prompt = served.prompt
+    assert [text for text in example.told if text not in prompt] == [], prompt
+    assert answer.get("tieredkv", {}).get("left_out_tools", []) == [*example.left_out]
+    assert [block.type for block in message.content] == ["text"]
+    counted = {name: each for name, each in example.body.items() if name != "max_tokens"}
+    assert served.ask("/v1/messages/count_tokens", counted)["input_tokens"] > 0
+    served.ask("/v1/messages", example.body)
+    assert served.prompt == prompt, "the prefix must be found again"
+
+
+def test_what_is_left_out_is_named_in_streams_and_once_in_the_log(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.server.asked._left_out", set())
+    caplog.set_level("INFO", "tieredkv.server.asked")
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    messages = [of_openai.user("Go on.")]
+    body = {"max_tokens": 9, "messages": messages, "tools": tools, "stream": True}
+    for _ in range(2):
+        start = json.loads(served.send("/v1/messages", body).text.split("data: ")[1].split("\n")[0])
+        left_out = {"left_out_tools": ["web_search_20250305"]}
+        assert start["message"]["tieredkv"] == left_out
+    told = "tools of the type `web_search_20250305` are not offered by this server"
+    assert caplog.messages.count(told) == 1
+
+
+def test_a_choice_of_what_is_neither_there_nor_left_out_is_refused(served: Served) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"tool_choice": {"type": "web_search"}},
+        {"tool_choice": "required"},
+        {"tools": [of_openai.SEARCH], "tool_choice": {"type": "function", "name": "f"}},
+        {"tools": [of_openai.SEARCH], "tool_choice": {"type": "allowed_tools", "tools": []}},
+    ]
+    for fields in wrong:
+        answer = served.send("/v1/responses", {"input": "a", **fields})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tool_choice"
+    answer = served.send(
+        "/v1/messages",
+        {"max_tokens": 9, "messages": [of_openai.user("a")], "tool_choice": {"type": "any"}},
+    )
+    assert answer.status_code == 400
+
+
+def test_where_only_hosted_tools_are_allowed_no_other_is_called() -> None:
+    engine = Engine('<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>')
+    served = Served(engine)
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}
+    tools = [of_openai.WEATHER, of_openai.SEARCH]
+    body = {"input": "a", "tools": tools, "tool_choice": choice}
+    [item] = served.ask("/v1/responses", body)["output"]
+    served.api.close()
+    assert item["type"] == "message"
