@@ -120,8 +120,7 @@ FUNCTIONS = [
          "tools": [{**WEATHER, "name": "ship", "defer_loading": True}], "status": "completed"},
         tools=[{"type": "tool_search", "execution": "client", "description": "Finds tools.",
                 "parameters": schema(goal="string")}]),
-        ('[tool_search_call] {"execution":"client","arguments":{"goal":"ship it"}}', '"ship"'),
-        ("tool_search",)),
+        ('{"goal": "ship it"}', '{"name":"ship"', "Finds tools.")),
     Example("programs that call tools", asks(
         {"type": "program", "id": "prog_1", "call_id": "call_p", "code": "await look()",
          "fingerprint": "f"},

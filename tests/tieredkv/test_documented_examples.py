@@ -14,7 +14,7 @@ from openai.types.responses import Response
 from tests.tieredkv import documented_anthropic as of_anthropic
 from tests.tieredkv import documented_openai as of_openai
 from tests.tieredkv.documented_openai import Example
-from tests.tieredkv.test_tool_calls import Engine, api_of, client_of
+from tests.tieredkv.test_tool_calls import Engine, api_of, client_of, openai_of
 from tieredkv.config import Settings
 from tieredkv.server.app import Api
 
@@ -140,3 +140,51 @@ def test_where_only_hosted_tools_are_allowed_no_other_is_called() -> None:
     [item] = served.ask("/v1/responses", body)["output"]
     served.api.close()
     assert item["type"] == "message"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_tools_that_the_client_finds_may_be_called(is_stream: bool) -> None:
+    def call(name: str, **arguments: Any) -> str:
+        given = json.dumps({"name": name, "arguments": arguments})
+        return f"<tool_call>\n{given}\n</tool_call>"
+
+    search: Any = {"type": "tool_search", "execution": "client", "description": "Finds tools."}
+    search["parameters"] = of_openai.schema(goal="string")
+    ship = {**of_openai.WEATHER, "name": "ship", "defer_loading": True}
+    found = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [ship]}
+
+    async def run() -> None:
+        engine = Engine(call("tool_search", goal="ship it"))
+        how: Any = {"model": "m", "tools": [search]}
+        asked: Any = [of_openai.user("Ship it.")]
+        api = api_of(engine, Settings(model="tiny-random"))
+        responses = openai_of(api).responses
+        if is_stream:
+            async with responses.stream(input=asked, **how) as stream:
+                names = [event.type async for event in stream]
+                first: Any = await stream.get_final_response()
+            assert names.count("response.output_item.done") == 1
+        else:
+            chosen: Any = {"type": "tool_search"}
+            first = await responses.create(input=asked, tool_choice=chosen, **how)
+        [item] = first.output
+        assert (item.type, item.execution, item.arguments) == (
+            "tool_search_call",
+            "client",
+            {"goal": "ship it"},
+        )
+        assert "Finds tools." in engine.prompts[0] and "tieredkv" not in first.model_extra
+        output = {"type": "tool_search_output", "call_id": item.call_id, "execution": "client"}
+        items = [*asked, item.model_dump(), {**output, "status": "completed", "tools": [found]}]
+        engine.writes(call("crm__ship", location="Bern"))
+        second: Any = await responses.create(input=items, **how)
+        assert [(it.type, it.namespace, it.name) for it in second.output] == [
+            ("function_call", "crm", "ship")
+        ]
+        first_prompt, prompt = engine.prompts
+        assert prompt.startswith(first_prompt), "the prefix must be found again"
+        for told in ('"goal": "ship it"', '"name":"crm__ship"'):
+            assert told in prompt.removeprefix(first_prompt)
+        api.close()
+
+    asyncio.run(run())

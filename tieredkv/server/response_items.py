@@ -28,7 +28,14 @@ from tieredkv.server.openai_messages import (
     ContentPart,
     Message,
 )
-from tieredkv.server.response_tools import Tool, called_with, name_for_model, read_tool
+from tieredkv.server.response_tools import (
+    SEARCH,
+    Tool,
+    called_with,
+    name_for_model,
+    offered,
+    read_tool,
+)
 from tieredkv.server.stored_responses import item_id
 
 MAX_ITEMS = 16_384
@@ -202,6 +209,35 @@ class HostedItem(Object):
         return hosted.note(self.model_dump())
 
 
+class SearchCall(_Known):
+    """A search for tools that the client runs."""
+
+    type: Literal["tool_search_call"]
+    execution: Literal["client"]
+    call_id: Text
+    arguments: Json = Field({})
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as the model wrote it."""
+        return CalledFunction.model_construct(name=SEARCH, arguments=self.arguments)
+
+
+class SearchOutput(_Known):
+    """The tools that such a search has found; from here on they may be called."""
+
+    type: Literal["tool_search_output"]
+    execution: Literal["client"]
+    call_id: Text
+    tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
+
+    @property
+    def parts(self) -> list[InputPart]:
+        """The text that the model is told."""
+        told = [msgspec.json.encode(each.function) for each in offered(self.tools).values()]
+        return [InputPart(type="input_text", text=b"\n".join(told).decode())]
+
+
 class AdditionalTools(_Known):
     """Tools that may be called beside those of the request."""
 
@@ -246,6 +282,8 @@ Item = (
     | ClientCall
     | FunctionOutput
     | ClientOutput
+    | SearchCall
+    | SearchOutput
     | Thoughts
     | Reference
     | AdditionalTools
@@ -265,8 +303,17 @@ _ITEMS: dict[str, type[Any]] = {
 }
 
 
+_SEARCHES: dict[str, type[Any]] = {
+    "tool_search_call": SearchCall,
+    "tool_search_output": SearchOutput,
+}
+
+
 def _read_item(value: Any, info: ValidationInfo) -> Item:
-    kind = _ITEMS.get(_Typed.model_validate(value).type, HostedItem)
+    type = _Typed.model_validate(value).type
+    kind = _ITEMS.get(type, HostedItem)
+    if value.get("execution") == "client" and value.get("call_id") is not None:
+        kind = _SEARCHES.get(type, kind)
     if {name for name, each in value.items() if each is not None} == {"id"}:
         kind = Reference
     item: Item = kind.model_validate(value, context=info.context)

@@ -2,8 +2,9 @@
 
 Functions are told as they are. A namespace is taken apart into its tools, and a custom tool, which
 takes a text, is a function with one text. Tools that the API knows by their type and that the
-client runs, such as `shell`, are functions that `response_tools.toml` describes. Hosted tools, such
-as the search of the web, run on OpenAI's servers; here they are left out.
+client runs, such as `shell`, are functions that `response_tools.toml` describes; a search for tools
+is one that the client describes. Hosted tools, such as the search of the web, run on OpenAI's
+servers; here they are left out.
 """
 
 import json
@@ -93,6 +94,15 @@ class ClientTool(Object):
     environment: Json = Field({"type": "local"})
 
 
+class SearchTool(Object):
+    """A search for tools that the client runs."""
+
+    type: Literal["tool_search"]
+    execution: Literal["client"]
+    description: str = "Find tools that are not listed here, and may be called then."
+    parameters: Json = Field({"type": "object"})
+
+
 class HostedTool(Object):
     """A tool that runs on OpenAI's servers."""
 
@@ -102,7 +112,7 @@ class HostedTool(Object):
     type: Hosted
 
 
-Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | HostedTool
+Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | HostedTool
 
 
 class _Typed(Object):
@@ -126,8 +136,14 @@ def read_tool(value: Any, info: ValidationInfo) -> Tool:
         ValidationError: it has a fault.
     """
     kind = _KINDS.get(_Typed.model_validate(value).type, HostedTool)
+    if value["type"] == SEARCH and value.get("execution") == "client":
+        kind = SearchTool
     tool: Tool = kind.model_validate(value, context=info.context)
     return tool
+
+
+SEARCH = "tool_search"
+"""The type of a search for tools, and the name by which the model knows it."""
 
 
 class Offered(NamedTuple):
@@ -136,7 +152,7 @@ class Offered(NamedTuple):
     Attributes:
         name: by which the client knows it.
         namespace: that it belongs to; None for none.
-        kind: `function`, `custom` for one that takes a text, or the type of one that clients run.
+        kind: `function`, `custom` for one that takes a text, or the type of one that the API knows.
         function: as chat templates print it; its name is the model's.
     """
 
@@ -179,6 +195,9 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
                 model_name = name_for_model(tool.name, namespace)
                 given = function_of(model_name, tool.description, tool.format)
                 yield Offered(tool.name, namespace, "custom", given)
+            case SearchTool(description=description, parameters=parameters):
+                given = {"name": SEARCH, "description": description, "parameters": parameters}
+                yield Offered(SEARCH, None, SEARCH, given)
             case ClientTool() if not _is_hosted(tool):
                 told = client_tools()[tool.type]
                 parameters = {"type": "object", "properties": told["properties"]}
@@ -218,6 +237,8 @@ def item_of_call(name: str, arguments: str, offered: Mapping[str, Offered]) -> t
     named = {"name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
     if tool.kind == "custom" and (text := custom_text(arguments)) is not None:
         return "custom_tool_call", {**named, "input": text}
+    if tool.kind == SEARCH:
+        return "tool_search_call", {"arguments": json.loads(arguments), "execution": "client"}
     if (known := client_tools().get(tool.kind)) is not None:
         given: Json = json.loads(arguments)
         if given.keys() >= {*known["required"]}:

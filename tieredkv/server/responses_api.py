@@ -38,6 +38,8 @@ from tieredkv.server.response_items import (
     InputMessage,
     Item,
     Reference,
+    SearchCall,
+    SearchOutput,
     Thoughts,
 )
 from tieredkv.server.response_tools import Offered, Tool, left_out, offered, read_tool
@@ -170,7 +172,7 @@ class ResponsesRequest(openai.ConversationRequest):
         for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
-                case FunctionCall() | CustomCall() | ClientCall():
+                case FunctionCall() | CustomCall() | ClientCall() | SearchCall():
                     call = ToolCall(id=item.call_id, function=item.function)
                     calling = Message.model_construct(role="assistant", tool_calls=[call])
                     turns.append(("", _with(calling, thoughts)))
@@ -179,6 +181,9 @@ class ResponsesRequest(openai.ConversationRequest):
                     turns.append((f"{path}.output", tool))
                 case ClientOutput():
                     id, parts = item.call_id or item.id, item.parts
+                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
+                    turns.append((path, tool))
+                case SearchOutput(call_id=id, parts=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((path, tool))
                 case InputMessage():
@@ -215,6 +220,13 @@ class ResponsesRequest(openai.ConversationRequest):
         """The tools that the model is told of, by the names that it knows them by."""
         return offered(self.all_tools)
 
+    @property
+    def callable(self) -> dict[str, Offered]:
+        """The tools whose calls are known: those that are offered, and those that were found."""
+        items = (it for it in (*self._earlier, *self.input) if isinstance(it, SearchOutput))
+        found = [tool for it in items for tool in offered(it.tools).items()]
+        return {**dict(found), **self.offered}
+
     @cached_property
     def all_tools(self) -> Sequence[Tool]:
         """The tools of the request, and those that its items bring."""
@@ -244,7 +256,7 @@ class ResponsesRequest(openai.ConversationRequest):
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
         echo = {**self.echo(), "store": is_stored}
-        shape = ResponseShape(echo, self.offered, is_prewarm=self.is_prewarm)
+        shape = ResponseShape(echo, self.callable, is_prewarm=self.is_prewarm)
         how: Json = {"shape": shape, "turn": self.turn() if is_stored else None}
         return self.render(tokenization, rules, self.arguments, compared_id=compared_id, **how)
 
