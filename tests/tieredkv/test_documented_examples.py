@@ -154,11 +154,12 @@ def test_tools_that_the_client_finds_may_be_called(is_stream: bool) -> None:
     found = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [ship]}
 
     async def run() -> None:
-        engine = Engine(call("tool_search", goal="ship it"))
+        searches = Engine(call("tool_search", goal="ship it"))
+        ships = Engine(call("crm__ship", location="Bern"))
         how: Any = {"model": "m", "tools": [search]}
         asked: Any = [of_openai.user("Ship it.")]
-        api = api_of(engine, Settings(model="tiny-random"))
-        responses = openai_of(api).responses
+        apis = [api_of(engine, Settings(model="tiny-random")) for engine in (searches, ships)]
+        responses = openai_of(apis[0]).responses
         if is_stream:
             async with responses.stream(input=asked, **how) as stream:
                 names = [event.type async for event in stream]
@@ -173,18 +174,18 @@ def test_tools_that_the_client_finds_may_be_called(is_stream: bool) -> None:
             "client",
             {"goal": "ship it"},
         )
-        assert "Finds tools." in engine.prompts[0] and "tieredkv" not in first.model_extra
+        assert "Finds tools." in searches.prompts[0] and "tieredkv" not in first.model_extra
         output = {"type": "tool_search_output", "call_id": item.call_id, "execution": "client"}
         items = [*asked, item.model_dump(), {**output, "status": "completed", "tools": [found]}]
-        engine.writes(call("crm__ship", location="Bern"))
-        second: Any = await responses.create(input=items, **how)
+        second: Any = await openai_of(apis[1]).responses.create(input=items, **how)
         assert [(it.type, it.namespace, it.name) for it in second.output] == [
             ("function_call", "crm", "ship")
         ]
-        first_prompt, prompt = engine.prompts
+        [first_prompt], [prompt] = searches.prompts, ships.prompts
         assert prompt.startswith(first_prompt), "the prefix must be found again"
         for told in ('"goal": "ship it"', '"name":"crm__ship"'):
             assert told in prompt.removeprefix(first_prompt)
-        api.close()
+        for api in apis:
+            api.close()
 
     asyncio.run(run())

@@ -80,10 +80,6 @@ class Engine:
 
         self._task = asyncio.get_running_loop().create_task(write())
 
-    def writes(self, text: str) -> None:
-        """Write another text from now on."""
-        self._text = text
-
     def abort(self, request_id: str) -> None:
         """Do nothing; what is written is no longer read."""
 
