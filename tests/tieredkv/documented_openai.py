@@ -246,6 +246,10 @@ CLIENT_RUN = [
         {"type": "apply_patch_call_output", "call_id": "call_1", "status": "failed",
          "output": "No such line."}, tools=[{"type": "apply_patch"}],
         tool_choice={"type": "apply_patch"}), ("update_file", "a.py", "failed\nNo such line.")),
+    Example("patches are allowed", asks(
+        tools=[WEATHER, {"type": "apply_patch"}, {"type": "shell"}], tool_choice={
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "apply_patch"}]}),
+        ("apply_patch", "shell", "get_weather")),
 ]
 
 STATE = [

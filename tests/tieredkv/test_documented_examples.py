@@ -119,7 +119,19 @@ def test_a_choice_of_what_is_neither_there_nor_left_out_is_refused(served: Serve
         {"tool_choice": "required"},
         {"tools": [of_openai.SEARCH], "tool_choice": {"type": "function", "name": "f"}},
         {"tools": [of_openai.SEARCH], "tool_choice": {"type": "allowed_tools", "tools": []}},
+        {"tools": [of_openai.SEARCH], "tool_choice": {"type": "word"}},
+        {"tools": [of_openai.SEARCH], "tool_choice": {"type": "apply_patch"}},
     ]
+    allowed: list[dict[str, Any]] = [
+        {"allowed_tools": 5},
+        {"allowed_tools": []},
+        {"mode": {}, "tools": [of_openai.WEATHER]},
+        {"tools": [{"type": "function", "name": {}}]},
+        {"tools": [{"type": []}, 5]},
+    ]
+    for given in allowed:
+        choice = {"type": "allowed_tools", **given}
+        wrong.append({"tools": [of_openai.WEATHER], "tool_choice": choice})
     for fields in wrong:
         answer = served.send("/v1/responses", {"input": "a", **fields})
         assert answer.status_code == 400
