@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from tests.tieredkv import documented_openai as of_openai
 from tests.tieredkv.documented_openai import Example
 from tests.tieredkv.test_tool_calls import Engine, api_of, client_of, openai_of
 from tieredkv.config import Settings
+from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.server.app import Api
 
 
@@ -152,6 +153,33 @@ def test_where_only_hosted_tools_are_allowed_no_other_is_called() -> None:
     [item] = served.ask("/v1/responses", body)["output"]
     served.api.close()
     assert item["type"] == "message"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tool_choice": {"type": "function", "name": "ship"}},
+        {"tool_choice": "required"},
+        {"tools": [of_openai.WEATHER], "parallel_tool_calls": False},
+    ],
+)
+def test_a_found_tool_may_be_called_where_answers_are_held_to_a_form(how: dict[str, Any]) -> None:
+    grammars = list[str | None]()
+
+    class Held(Engine):
+        def submit(self, request: EngineRequest, take: Callable[[TokenOutput], None]) -> None:
+            grammars.append(request.grammar)
+            super().submit(request, take)
+
+    served = Served(Held('<tool_call>\n{"name": "ship", "arguments": {}}\n</tool_call>'))
+    output: Any = {"type": "tool_search_output", "call_id": "call_s", "execution": "client"}
+    output["tools"] = [{**of_openai.WEATHER, "name": "ship"}]
+    body = {"input": [of_openai.user("Ship it."), output, output], **how}  # found twice
+    [item] = served.ask("/v1/responses", body)["output"]
+    served.api.close()
+    assert (item["type"], item["name"]) == ("function_call", "ship")
+    [grammar] = grammars
+    assert grammar is not None and '\\"name\\": \\"ship\\"' in grammar
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -5,6 +5,7 @@ messages is told by `responses_api`.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -30,6 +31,7 @@ from tieredkv.server.openai_messages import (
 )
 from tieredkv.server.response_tools import (
     SEARCH,
+    Offered,
     Tool,
     called_with,
     name_for_model,
@@ -231,10 +233,19 @@ class SearchOutput(_Known):
     call_id: Text
     tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
 
+    @cached_property
+    def offered(self) -> dict[str, Offered]:
+        """The tools that the model is told of, by the names that it knows them by.
+
+        Raises:
+            RequestError: two of them have one name.
+        """
+        return offered(self.tools)
+
     @property
     def parts(self) -> list[InputPart]:
         """The text that the model is told."""
-        told = [msgspec.json.encode(each.function) for each in offered(self.tools).values()]
+        told = [msgspec.json.encode(each.function) for each in self.offered.values()]
         return [InputPart(type="input_text", text=b"\n".join(told).decode())]
 
 
@@ -301,20 +312,19 @@ _ITEMS: dict[str, type[Any]] = {
     "item_reference": Reference,
     "additional_tools": AdditionalTools,
 }
-
-
 _SEARCHES: dict[str, type[Any]] = {
     "tool_search_call": SearchCall,
     "tool_search_output": SearchOutput,
 }
+"""Items of searches that the client runs; those of OpenAI's servers are `HostedItem`."""
 
 
 def _read_item(value: Any, info: ValidationInfo) -> Item:
-    type = _Typed.model_validate(value).type
-    kind = _ITEMS.get(type, HostedItem)
+    name = _Typed.model_validate(value).type
+    kind = _ITEMS.get(name, HostedItem)
     if value.get("execution") == "client" and value.get("call_id") is not None:
-        kind = _SEARCHES.get(type, kind)
-    if {name for name, each in value.items() if each is not None} == {"id"}:
+        kind = _SEARCHES.get(name, kind)
+    if {key for key, each in value.items() if each is not None} == {"id"}:
         kind = Reference
     item: Item = kind.model_validate(value, context=info.context)
     return item

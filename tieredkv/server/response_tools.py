@@ -22,6 +22,9 @@ from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
 from tieredkv.server.openai_messages import Function, FunctionType, custom_text, function_of
 
+SEARCH = "tool_search"
+"""The type of a search for tools, and the name by which the model knows one of the client."""
+
 ClientRun = Literal["apply_patch", "local_shell", "shell"]
 """The types of tools that the client runs."""
 
@@ -39,6 +42,8 @@ Hosted = Literal[
     "web_search_preview",
     "web_search_preview_2025_03_11",
 ]
+HOSTED_CHOICES = frozenset({*get_args(Hosted), "computer_use"})
+"""The types by which `tool_choice` names hosted tools; some are not those of the tools."""
 
 
 class _Known(Object):
@@ -142,10 +147,6 @@ def read_tool(value: Any, info: ValidationInfo) -> Tool:
     return tool
 
 
-SEARCH = "tool_search"
-"""The type of a search for tools, and the name by which the model knows it."""
-
-
 class Offered(NamedTuple):
     """A tool as the model knows it.
 
@@ -204,6 +205,11 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
                 parameters["required"] = told["required"]
                 given = {"name": tool.type, "description": told["description"]}
                 yield Offered(tool.type, None, tool.type, {**given, "parameters": parameters})
+
+
+def for_template(tools: Mapping[str, Offered]) -> list[Json]:
+    """Return tools as chat templates know them."""
+    return [{"type": "function", "function": tool.function} for tool in tools.values()]
 
 
 def left_out(tools: Sequence[Tool]) -> list[str]:

@@ -6,7 +6,7 @@ name single items of stored responses by their ids.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
@@ -42,7 +42,15 @@ from tieredkv.server.response_items import (
     SearchOutput,
     Thoughts,
 )
-from tieredkv.server.response_tools import Offered, Tool, left_out, offered, read_tool
+from tieredkv.server.response_tools import (
+    HOSTED_CHOICES,
+    Offered,
+    Tool,
+    for_template,
+    left_out,
+    offered,
+    read_tool,
+)
 from tieredkv.server.stored_responses import Turn
 from tieredkv.server.structure import Format
 from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
@@ -197,8 +205,8 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model is told of, as the client knows them."""
-        return [tool.name for tool in self.offered.values()]
+        """The names of the tools that may be called, as the client knows them."""
+        return [tool.name for tool in (*self.offered.values(), *self.found.values())]
 
     @cached_property
     def text_format(self) -> Format | None:
@@ -210,22 +218,31 @@ class ResponsesRequest(openai.ConversationRequest):
         wanted = TextFormat.model_validate(self.text.format)
         return only_one([wanted.format_at("text.format", wanted.type), super().text_format])
 
-    @property
+    @cached_property
     def left_out_tools(self) -> Sequence[str]:
         """The types of the tools that the model is not told of."""
         return left_out(self.all_tools)
 
+    @property
+    def left_out_choices(self) -> Collection[str]:
+        """The types of tools that may be chosen although the model is not told of them."""
+        return {*self.left_out_tools, *HOSTED_CHOICES} if self.left_out_tools else ()
+
     @cached_property
     def offered(self) -> dict[str, Offered]:
-        """The tools that the model is told of, by the names that it knows them by."""
+        """The tools that the model is told of before the conversation, by their names for it.
+
+        Raises:
+            RequestError: two of them have one name.
+        """
         return offered(self.all_tools)
 
-    @property
-    def callable(self) -> dict[str, Offered]:
-        """The tools whose calls are known: those that are offered, and those that were found."""
+    @cached_property
+    def found(self) -> dict[str, Offered]:
+        """The other tools that searches have found, by the names that the model knows them by."""
         items = (it for it in (*self._earlier, *self.input) if isinstance(it, SearchOutput))
-        found = [tool for it in items for tool in offered(it.tools).items()]
-        return {**dict(found), **self.offered}
+        found = {name: tool for it in items for name, tool in it.offered.items()}
+        return {name: tool for name, tool in found.items() if name not in self.offered}
 
     @cached_property
     def all_tools(self) -> Sequence[Tool]:
@@ -238,16 +255,14 @@ class ResponsesRequest(openai.ConversationRequest):
         if rules.is_strict and (kinds := self.left_out_tools):
             what = f"'{kinds[0]}' tools are not supported. Only tools that the client runs are."
             raise RequestError(what, param="tools", code="unsupported_parameter")
-        offered(self.all_tools)  # refuses two tools of one name
+        _ = self.offered  # refuses two tools of one name
         super().check(rules)
 
     @property
     def arguments(self) -> Json:
         """The arguments of the chat template."""
-        functions = [tool.function for tool in self.offered.values()]
-        tools = [{"type": "function", "function": it} for it in functions] or None
         effort = self.reasoning.effort if self.reasoning else None
-        return {"tools": tools, **openai.thinking_of(effort)}
+        return {"tools": for_template(self.offered) or None, **openai.thinking_of(effort)}
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
@@ -256,9 +271,16 @@ class ResponsesRequest(openai.ConversationRequest):
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
         echo = {**self.echo(), "store": is_stored}
-        shape = ResponseShape(echo, self.callable, is_prewarm=self.is_prewarm)
-        how: Json = {"shape": shape, "turn": self.turn() if is_stored else None}
-        return self.render(tokenization, rules, self.arguments, compared_id=compared_id, **how)
+        known = {**self.offered, **self.found}
+        return self.render(
+            tokenization,
+            rules,
+            self.arguments,
+            found_tools=for_template(self.found),
+            compared_id=compared_id,
+            shape=ResponseShape(echo, known, is_prewarm=self.is_prewarm),
+            turn=self.turn() if is_stored else None,
+        )
 
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
