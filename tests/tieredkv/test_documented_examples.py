@@ -17,7 +17,10 @@ from tests.tieredkv.documented_openai import Example
 from tests.tieredkv.test_tool_calls import Engine, api_of, client_of, openai_of
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
+from tieredkv.fields import read
+from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api
+from tieredkv.server.asked import Rules
 
 
 class Served:
@@ -142,6 +145,17 @@ def test_a_choice_of_what_is_neither_there_nor_left_out_is_refused(served: Serve
         {"max_tokens": 9, "messages": [of_openai.user("a")], "tool_choice": {"type": "any"}},
     )
     assert answer.status_code == 400
+
+
+def test_a_choice_of_a_hosted_tool_is_left_out_and_one_call_at_a_time_stays_so() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [of_openai.user("a")]}
+    body["tools"] = [search, of_anthropic.WEATHER]
+    for is_alone in (True, False):
+        choice = {"name": "web_search", "disable_parallel_tool_use": is_alone}
+        body["tool_choice"] = {"type": "tool", **choice}
+        structure = read(MessagesRequest, body).cleaned(Rules(Settings())).structure
+        assert (structure.choice, structure.is_parallel) == ("auto", not is_alone)
 
 
 def test_where_only_hosted_tools_are_allowed_no_other_is_called() -> None:

@@ -253,11 +253,10 @@ class Conversation(ApiRequest, Marked):
             raise RequestError(f"tools.{i}.type: '{kind}' {what}")
         tell_left_out(hosted.values())
         kept: Json = {"tools": [tool for tool in self.tools if not tool.is_hosted]}
-        names = {self.tools[i].name for i in hosted}
-        chosen = self.tool_choice
-        is_any = chosen is not None and chosen.type == "any" and not kept["tools"]
-        if hosted and chosen is not None and (is_any or chosen.name in names):
-            kept["tool_choice"] = None
+        if hosted and (chosen := self.tool_choice) is not None:
+            names = {tool.name for tool in self.tools if tool.is_hosted}
+            if chosen.name in names or (chosen.type == "any" and not kept["tools"]):
+                kept["tool_choice"] = chosen.model_copy(update={"type": "auto", "name": None})
         is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
         if is_first and rules.settings.drop_billing_header == "on":
             kept["system"] = self.system[1:]
