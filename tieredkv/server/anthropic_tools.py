@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, ValidationInfo
 
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
+from tieredkv.server.known_fields import UNMARKED
 
 
 class Known(Object):
@@ -74,6 +75,7 @@ class KnownTool(Marked):
 
     model_config = ConfigDict(extra="allow")
     takes_any = True
+    refused = UNMARKED
 
     type: Text
     name: str = ""
@@ -102,11 +104,16 @@ def _known_tools() -> Json:
     return tomllib.loads(text)
 
 
-_TOOL_TYPE = re.compile(r"[a-z0-9_]+_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
+_TOOL_TYPE = re.compile(r"[a-z0-9_]{1,64}_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
 """The types of tools that Anthropic's API knows."""
 
 
 def read_tool(value: Any, info: ValidationInfo) -> "Tool":
+    """Return a tool of a request; its type says of which kind it is.
+
+    Raises:
+        ValidationError: it has a fault.
+    """
     named = value.get("type") if isinstance(value, dict) else None
     is_known = isinstance(named, str) and _TOOL_TYPE.fullmatch(named)
     kind: type[Any] = KnownTool if is_known else CustomTool

@@ -286,5 +286,6 @@ CHAT_MESSAGE: dict[str, Refusal] = {
     **refusals("prefix partial", "Use 'continue_final_message' of /v1/chat/completions."),
 }
 RESPONSE_PART = refusals("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
-HOSTED_ITEM = refusals("prompt_cache_breakpoint", "Mark the message before it instead.")
+UNMARKED = refusals("prompt_cache_breakpoint", "Mark a part of a message instead.")
+TOOL_RESULT_PART = refusals("cache_control", "Mark the whole result instead.", is_lenient=True)
 BLOCK = refusals("thinking.cache_control redacted_thinking.cache_control")

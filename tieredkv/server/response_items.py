@@ -21,7 +21,7 @@ from pydantic import (
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.server import hosted
 from tieredkv.server.asked import Json, Text
-from tieredkv.server.known_fields import HOSTED_ITEM, RESPONSE_PART
+from tieredkv.server.known_fields import RESPONSE_PART, UNMARKED
 from tieredkv.server.openai_messages import (
     CUSTOM_INPUT,
     FAIL_FAST,
@@ -203,7 +203,7 @@ class HostedItem(Object):
 
     model_config = ConfigDict(extra="allow")
     takes_any = True
-    refused = HOSTED_ITEM
+    refused = UNMARKED
 
     type: hosted.ItemType
 

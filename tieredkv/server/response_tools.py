@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
+from tieredkv.server.known_fields import UNMARKED
 from tieredkv.server.openai_messages import Function, FunctionType, custom_text, function_of
 
 SEARCH = "tool_search"
@@ -94,6 +95,7 @@ class ClientTool(Object):
 
     model_config = pydantic.ConfigDict(extra="allow")
     takes_any = True
+    refused = UNMARKED
 
     type: ClientRun
     environment: Json = Field({"type": "local"})
@@ -113,6 +115,7 @@ class HostedTool(Object):
 
     model_config = pydantic.ConfigDict(extra="allow")
     takes_any = True
+    refused = UNMARKED
 
     type: Hosted
 
