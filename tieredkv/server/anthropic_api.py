@@ -32,7 +32,7 @@ from tieredkv.server.asked import (
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.chat_template import Effort, thinking_arguments
 from tieredkv.server.histories import TOOLS, Mark
-from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES
+from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format
 from tieredkv.units import parse_duration
@@ -59,9 +59,13 @@ class Source(Known):
 
 
 class ResultPart(Marked):
-    """A part of a tool result or a document; a breakpoint on it counts as one of the whole."""
+    """A part of a tool result or a document; a breakpoint on it counts as one of the whole.
+
+    As in Anthropic's API, a strict server refuses such a breakpoint.
+    """
 
     needed: ClassVar[tuple[str, ...]] = ("text.text", "document.source")
+    refused = TOOL_RESULT_PART
 
     type: Literal["text", "image", "document"]
     text: str = ""
@@ -79,7 +83,7 @@ class ResultPart(Marked):
     @property
     def ttl(self) -> str:
         """How long the prompt up to here is kept; empty without a breakpoint."""
-        return super().ttl or next((part.ttl for part in self.inner[::-1] if part.ttl), "")
+        return super().ttl or next(filter(None, (part.ttl for part in reversed(self.inner))), "")
 
     @property
     def is_picture(self) -> bool:
