@@ -108,7 +108,7 @@ def test_the_description_says_where_a_text_may_stand_for_a_list() -> None:
         *((schemas["/v1/completions"], name) for name in ("prompt", "stop")),
         (schemas["/v1/responses"], "input"),
         (schemas["/v1/messages"], "system"),
-        *((of_parts[name], "content") for name in ("Message", "InputMessage", "Turn", "Block")),
+        *((of_parts[name], "content") for name in ("ChatMessage", "InputMessage", "Turn", "Block")),
     ):
         text, *lists = schema["properties"][field]["anyOf"]
         assert text == {"type": "string"} and lists, field

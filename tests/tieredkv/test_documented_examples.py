@@ -14,13 +14,13 @@ from openai.types.responses import Response
 from tests.tieredkv import documented_anthropic as of_anthropic
 from tests.tieredkv import documented_openai as of_openai
 from tests.tieredkv.documented_openai import Example
-from tests.tieredkv.test_tool_calls import Engine, api_of, client_of, openai_of
+from tests.tieredkv.test_tool_calls import TOKENIZER, Engine, api_of, client_of, openai_of
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.fields import read
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api
-from tieredkv.server.asked import Rules
+from tieredkv.server.asked import AUDIO_NOTE, Rules
 
 
 class Served:
@@ -85,6 +85,47 @@ def test_an_example_of_chat_completions_is_served(example: Example, served: Serv
     assert answer.choices[0].message.content == "Fine."
     served.ask("/v1/chat/completions", example.body)
     assert served.prompt == prompt, "the prefix must be found again"
+
+
+def test_calls_and_recordings_of_old_messages_are_told_however_they_are_sent(
+    served: Served,
+) -> None:
+    function = of_openai.CALLED["function"]
+    called = {"role": "assistant", "content": None, "function_call": function, "tool_calls": None}
+    given = {"role": "function", "name": "get_weather", "content": None}
+    heard = {"role": "assistant", "content": "", "audio": {"id": "audio_1"}}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        body = {"messages": [of_openai.user("a"), called, given, heard, of_openai.user("b")]}
+        answer = served.ask(path, body)
+        prompt = served.prompt if path != "/tokenize" else TOKENIZER.decode(answer["tokens"])
+        places = [prompt.index(it) for it in ('"Bern"', "tool\n<", AUDIO_NOTE, "b<")]
+        assert places == sorted(places)
+    said = {"role": "assistant", "content": "Words.", "audio": {"id": "audio_1"}}
+    served.ask("/v1/chat/completions", {"messages": [said, of_openai.user("b")]})
+    assert "Words." in served.prompt and AUDIO_NOTE not in served.prompt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"role": "assistant", "function_call": "f"}, "function_call"),
+        ({"role": "assistant", "function_call": {}}, "function_call.name"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "[" * 99 + "]" * 99}},
+         "function_call.arguments"),
+        ({"role": "function", "content": "a"}, "name"),
+        ({"role": "function", "name": 5, "content": "a"}, "name"),
+        ({"role": "function", "name": "f", "content": 0}, "content"),
+        ({"role": "assistant", "audio": 5}, "audio"),
+        ({"role": "assistant", "audio": {"id": "a"}, "content": 0}, "content"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_an_old_message_is_named(
+    served: Served, wrong: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [of_openai.user("a"), wrong, of_openai.user("b")]}
+    answer = served.send("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"messages[1].{param}"
 
 
 @of(of_anthropic.MESSAGES)

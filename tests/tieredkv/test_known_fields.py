@@ -167,6 +167,14 @@ ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+def test_only_a_strict_server_refuses_a_recording_of_the_assistant(kind: type[ApiRequest]) -> None:
+    turns = [USER, {"role": "assistant", "audio": {"id": "audio_1"}}, USER]
+    error = refusal(kind, is_lenient=True, messages=turns)
+    assert str(error) == "'messages[1].audio' is not supported. Only text is supported."
+    take(kind, RULES, messages=turns)
+
+
 @pytest.mark.parametrize(("kind", "fields", "param"), ASKS_FOR_MORE)
 def test_values_that_ask_for_more_are_refused_and_the_place_is_named(
     kind: type[ApiRequest], fields: dict[str, Any], param: str

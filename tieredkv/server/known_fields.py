@@ -282,6 +282,7 @@ TOKENIZE = {
 # --- Objects inside requests
 
 CHAT_MESSAGE: dict[str, Refusal] = {
+    **refusals("audio", "Only text is supported.", is_lenient=True),
     **refusals("tools", "Describe all tools in the request's 'tools'."),
     **refusals("prefix partial", "Use 'continue_final_message' of /v1/chat/completions."),
 }

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import (
@@ -122,7 +122,7 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
-    known_besides = names_of("annotations reasoning_details function_call audio")
+    known_besides = names_of("annotations reasoning_details")
     refused = CHAT_MESSAGE
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
@@ -159,27 +159,39 @@ class Message(Object):
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
-def _as_of_today(value: Any) -> Any:
-    """Return a message with tools in place of the functions that the API had before them.
+class ChatMessage(Message):
+    """A message of chat completions, which may be as it was before there were tools."""
 
-    A recording of the assistant is named by its id only, and becomes a part without a text.
-    """
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"role": "function", "name": str() as name}:
-            return {**value, "role": "tool", "tool_call_id": name}
-        case {"role": "assistant", "function_call": {"name": str() as name} as function}:
-            calls = [{"id": name, "type": "function", "function": function}]
-            return {"tool_calls": calls, **value}
-        case {"role": "assistant", "audio": dict()} if not value.get("content"):
-            return {**value, "content": [{"type": "input_audio"}]}
-    return value
+    function_call: CalledFunction | None = None
+    audio: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_result(cls, value: Any) -> Any:
+        """Return what a function gave as the result of a tool of its name."""
+        if not isinstance(value, dict) or value.get("role") != "function":
+            return value
+        if (name := value.get("name")) is None:
+            raise PydanticCustomError("missing", "nothing", {"name": "name"})
+        content = value.get("content")
+        told = {"role": "tool", "content": "" if content is None else content}
+        return {**value, **told, "tool_call_id": name}
+
+    @model_validator(mode="after")
+    def _as_call(self) -> Self:
+        """Return the message with a call of a function as one of a tool of its name.
+
+        A recording of the assistant, which is named by its id only, becomes a part without a text.
+        """
+        made: dict[str, Any] = {}
+        if (function := self.function_call) is not None and not self.tool_calls:
+            made["tool_calls"] = [ToolCall.model_construct(id=function.name, function=function)]
+        if self.role == "assistant" and self.audio and not any(map(str, self.content)):
+            made["content"] = [ContentPart(type="input_audio")]
+        return self.model_copy(update=made) if made else self
 
 
-Messages = Annotated[
-    list[Annotated[Message, BeforeValidator(_as_of_today)]], FAIL_FAST, Field(max_length=16_384)
-]
+Messages = Annotated[list[ChatMessage], FAIL_FAST, Field(max_length=16_384)]
 
 
 def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:
