@@ -216,11 +216,14 @@ class Api:
         """Return a page of the items that a stored response answers, the latest first."""
         tenant, id = self._keys.tenant(request.headers), request.path_params["id"]
         page = read(Page, dict(request.query_params))
-        items = await asyncio.to_thread(self._responses.input_items, tenant, id)
-        return JSONResponse(page.of(listed(items, id)))
+
+        def made() -> Json:
+            return page.of(listed(self._responses.input_items(tenant, id), id))
+
+        return JSONResponse(await asyncio.to_thread(made))
 
     async def cancel(self, request: Request) -> Response:
-        """Refuse to cancel a stored response, since all of them were answered at once."""
+        """Refuse to cancel a stored response, because each was answered before it was stored."""
         self._responses.get(self._keys.tenant(request.headers), request.path_params["id"])
         raise RequestError("Cannot cancel a synchronous response.", param="response_id")
 
@@ -237,9 +240,8 @@ class Api:
                 ending.callback(gone.cancel)
                 read = functools.partial(self._read, kind, request.scope, body)
                 size = len(body)
-                if issubclass(
-                    kind, ResponsesRequest
-                ):  # A short one may continue a long conversation.
+                if issubclass(kind, ResponsesRequest):
+                    # A short one may continue a long conversation.
                     size += self._responses.num_bytes(request.scope["tenant"])
                 made = await self._run(request, gone, size, read)
                 if isinstance(made, Response):
