@@ -1,4 +1,4 @@
-"""The routes of `/v1/responses` beside its answers: lists of items, counts of tokens, an end."""
+"""The routes of `/v1/responses` beside its answers: lists of items, token counts, cancelling."""
 
 import asyncio
 from typing import Any

@@ -149,7 +149,7 @@ class ClientCall(_Known):
 
 
 class ClientOutput(_Known):
-    """What came of such a call."""
+    """What came of a call of a tool that the client runs."""
 
     known_besides = ClientCall.known_besides
 
@@ -226,7 +226,7 @@ class SearchCall(_Known):
 
 
 class SearchOutput(_Known):
-    """The tools that such a search has found; from here on they may be called."""
+    """The tools that a search by the client has found; from here on they may be called."""
 
     type: Literal["tool_search_output"]
     execution: Literal["client"]

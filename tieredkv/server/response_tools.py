@@ -2,9 +2,9 @@
 
 Functions are told as they are. A namespace is taken apart into its tools, and a custom tool, which
 takes a text, is a function with one text. Tools that the API knows by their type and that the
-client runs, such as `shell`, are functions that `response_tools.toml` describes; a search for tools
-is one that the client describes. Hosted tools, such as the search of the web, run on OpenAI's
-servers; here they are left out.
+client runs, such as `shell`, are functions that `response_tools.toml` describes. A search for tools
+that the client runs is a function that the client describes. Hosted tools, such as the search of
+the web, run on OpenAI's servers; here they are left out.
 """
 
 import json
@@ -106,7 +106,7 @@ class SearchTool(Object):
 
     type: Literal["tool_search"]
     execution: Literal["client"]
-    description: str = "Find tools that are not listed here, and may be called then."
+    description: str = "Find tools that are not listed here. Those that are found may be called."
     parameters: Json = Field({"type": "object"})
 
 
