@@ -105,12 +105,14 @@ class Object(BaseModel):
         refused: names that are known, but refused if their value asks for something; `type.name`
             is refused only in objects of that type.
         needed: fields that must be present if `type` or `role` has a value, as `value.field`.
+        takes_any: whether fields of any name are known, as in what only a provider's servers serve.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
     known_besides: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, Refusal]] = {}
     needed: ClassVar[tuple[str, ...]] = ()
+    takes_any: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +127,7 @@ class Object(BaseModel):
             if refusal and not refusal.asks_nothing(each) and refusal.is_lenient <= is_strict:
                 facts = {"name": name, "way_out": f" {refusal.way_out}".rstrip()}
                 raise PydanticCustomError("unsupported", "nothing", facts)
-            if is_strict and name not in known:
+            if is_strict and not cls.takes_any and name not in known:
                 raise PydanticCustomError("unknown", "nothing", {"name": name})
         for kind, name in (each.split(".") for each in cls.needed):
             if kind in (given.get("type"), given.get("role")) and name not in given:

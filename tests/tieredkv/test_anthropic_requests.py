@@ -10,7 +10,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
 from tieredkv.server.anthropic_answers import anthropic_body
-from tieredkv.server.anthropic_api import MessagesRequest
+from tieredkv.server.anthropic_api import Block, MessagesRequest
 from tieredkv.server.asked import IMAGE_NOTE, Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier
@@ -23,7 +23,7 @@ SETTINGS = Settings(
         for name, idle_s in POLICIES
     )
 )
-RULES = Rules(SETTINGS, is_strict=True)
+RULES, LENIENT = (Rules(SETTINGS, is_strict=it) for it in (True, False))
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
@@ -256,15 +256,37 @@ def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:
         ask(tokenization, block("document"))
 
 
-def test_an_empty_turn_and_a_breakpoint_inside_a_result_are_refused(
-    tokenization: Tokenization,
-) -> None:
+def test_an_empty_turn_is_refused(tokenization: Tokenization) -> None:
     with pytest.raises(RequestError, match=r"^Invalid 'messages\[0\]\.content': empty array"):
         ask(tokenization)
-    result = block("tool_result", tool_use_id="1", content=[text("r", "5m")])
-    for rules in (RULES, replace(RULES, is_strict=False)):
+
+
+def test_a_breakpoint_inside_of_a_block_counts_as_one_of_the_whole(
+    tokenization: Tokenization,
+) -> None:
+    parts = [text("one", "5m"), text("two")]
+    source = {"type": "content", "content": parts}
+    for each in (
+        block("tool_result", tool_use_id="1", content=parts),
+        block("document", source=source),
+        block("tool_result", tool_use_id="1", content=[block("document", source=source)]),
+    ):
         with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
-            ask(tokenization, result, rules=rules)
+            ask(tokenization, each)
+        asked = ask(tokenization, each, text("three"), rules=LENIENT)
+        [claim] = asked.plan.claims
+        assert claim.retention == "5m"
+        assert head(tokenization, asked, claim.end_token).endswith("one\ntwo")
+    with pytest.raises(RequestError, match=r"A maximum of 4 blocks .* Found 5\."):
+        results = [block("tool_result", tool_use_id=id, content=parts) for id in "12345"]
+        ask(tokenization, *results, rules=LENIENT)
+
+
+def test_a_breakpoint_deep_inside_of_a_block_is_found_in_one_walk() -> None:
+    part = text("one", "1h")
+    for _ in range(40):
+        part = block("document", source={"type": "content", "content": [part, text("two")]})
+    assert Block.model_validate(part).ttl == "1h"
 
 
 def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say(

@@ -224,6 +224,22 @@ def test_tools_that_an_item_brings_may_be_called() -> None:
     assert '"more"' in engine.prompts[0]
 
 
+def test_a_breakpoint_is_refused_on_what_only_a_provider_serves() -> None:
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    asked: dict[str, Any] = {"max_tokens": 1, "messages": [ASKED]}
+    marked: list[tuple[Any, dict[str, Any], str]] = [
+        (ResponsesRequest, {"input": [{"type": "web_search_call", **mark}]}, "input"),
+        (ResponsesRequest, {"input": "a", "tools": [{"type": "web_search", **mark}]}, "tools"),
+        (ResponsesRequest, {"input": "a", "tools": [{"type": "shell", **mark}]}, "tools"),
+        (MessagesRequest, {**asked, "tools": [{**search, **mark}]}, "tools"),
+    ]
+    for kind, fields, place in marked:
+        with pytest.raises(RequestError, match="is not supported") as error:
+            read(kind, {"model": "m", **fields}, Rules(Settings()).refuses)
+        assert error.value.param == f"{place}[0].prompt_cache_breakpoint"
+
+
 def test_a_document_that_is_no_text_is_refused_where_images_are() -> None:
     turn = {"role": "user", "content": [{"type": "document", "source": PDF}]}
     body = read(MessagesRequest, {"model": "m", "max_tokens": 1, "messages": [turn]})

@@ -1,9 +1,11 @@
 """Runs of a bench in a file that is cut, read again, or of something else."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from tieredkv.bench import crowd, sessions
 from tieredkv.bench.crowd import Answer, Outcome
 from tieredkv.bench.kept_runs import KeptRuns, Run
 from tieredkv.errors import ConfigError
@@ -55,11 +57,38 @@ def test_runs_of_something_else_are_refused(
 ) -> None:
     KeptRuns(tmp_path / "runs", FACTS).add(FIRST, outcome(10.0))
     with pytest.raises(ConfigError, match=f"load with 4 sessions, seed 0 was run {told}"):
-        KeptRuns(tmp_path / "runs", facts)
+        KeptRuns(tmp_path / "runs", facts).read()
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", '{"run": ["load", 4, 0]}', "{}"])
 def test_another_file_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "runs").write_text(line + "\n")
     with pytest.raises(ConfigError, match=r"line 1 is not a run of a bench.*\nhint: give another"):
-        KeptRuns(tmp_path / "runs", FACTS)
+        KeptRuns(tmp_path / "runs", FACTS).read()
+
+
+def test_a_bench_reads_the_file_once_and_again_after_it_made_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read = 0
+    read = KeptRuns.read
+
+    def counted(self: KeptRuns) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read(self)
+
+    def run_arms(_settings: Any, arms: list[str], _measure: Any, kept: KeptRuns, *_: Any) -> None:
+        assert (num_read, arms) == (1, ["planned"])
+        kept.add(SECOND, outcome(20.0))
+
+    monkeypatch.setattr(KeptRuns, "read", counted)
+    monkeypatch.setattr(crowd, "run_arms", run_arms)
+    kept, nothing = KeptRuns(tmp_path / "runs", FACTS), cast(Any, None)
+    kept.add(FIRST, outcome(10.0))
+    plan, shape = crowd.Plan(nothing, nothing, {}, 0), sessions.Shape(1, 1, None)
+    expected = {FIRST: outcome(10.0), SECOND: outcome(20.0)}
+    assert sessions.make_runs(kept, [FIRST, SECOND], plan, shape, 0) == expected
+    assert num_read == 2
+    assert sessions.make_runs(kept, [FIRST, SECOND], plan, shape, 0) == expected
+    assert num_read == 3

@@ -159,13 +159,20 @@ ASKS_FOR_MORE: list[tuple[type[ApiRequest], dict[str, Any], str]] = [
     (ChatRequest, {"prompt_logprobs": 0}, "prompt_logprobs"),
     (ChatRequest, {"length_penalty": 0}, "length_penalty"),
     (ChatRequest, {"enable_thinking": False}, "enable_thinking"),
-    (ChatRequest, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
     (ChatRequest, {"messages": [USER | {"prefix": True}]}, "messages[0].prefix"),
     (ResponsesRequest, {"max_tokens": 5}, "max_tokens"),
     (ResponsesRequest, {"include": ["message.output_text.logprobs"]}, "include"),
     (ResponsesRequest, {"n": 2}, "n"),
     (TokenizeRequest, {"chat_template": "{{ 1 }}"}, "chat_template"),
 ]
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+def test_only_a_strict_server_refuses_a_recording_of_the_assistant(kind: type[ApiRequest]) -> None:
+    turns = [USER, {"role": "assistant", "audio": {"id": "audio_1"}}, USER]
+    error = refusal(kind, is_lenient=True, messages=turns)
+    assert str(error) == "'messages[1].audio' is not supported. Only text is supported."
+    take(kind, RULES, messages=turns)
 
 
 @pytest.mark.parametrize(("kind", "fields", "param"), ASKS_FOR_MORE)
@@ -202,7 +209,7 @@ def test_a_field_of_one_endpoint_is_known_to_the_others_of_its_api() -> None:
     assert set(SamplingParams.__annotations__) - known(MessagesRequest) == set()
 
 
-KNOWN_CLIENTS = {openai: (3, 54), anthropic: (2, 12)}
+KNOWN_CLIENTS = {openai: (3, 57), anthropic: (2, 13)}
 
 
 def test_every_field_of_the_real_apis_is_in_a_table() -> None:

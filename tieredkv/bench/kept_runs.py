@@ -37,14 +37,10 @@ class KeptRuns:
     Args:
         path: of the file, which is made with the first run.
         facts: what all its runs have in common.
-
-    Raises:
-        ConfigError: it is not such a file, or its runs have other facts.
     """
 
     def __init__(self, path: Path, facts: Row) -> None:
         self.path, self.facts = path, json.loads(json.dumps(facts))
-        self.read()
 
     def read(self) -> dict[Run, Outcome]:
         """Return the runs; a last line that was cut is none.

@@ -376,20 +376,25 @@ def make_runs(
 ) -> dict[Run, Outcome]:
     """Make the runs that are asked for and not kept yet, and return all that are then kept.
 
+    The file is read before the first run and after the last one, as each arm's process adds to it.
     An interruption leaves out what it cut.
 
     Raises:
+        ConfigError: the file is not one of runs, or its runs are of another kind.
         KeyboardInterrupt: no run is kept.
         TieredKVError: a process failed.
     """
     known = kept.read()
     missing = [run for run in asked if run not in known]
+    if not missing:
+        return known
     arms = list(dict.fromkeys(run.arm for run in missing))
     try:
         crowd.run_arms(plan.settings, arms, measure, kept, missing, shape, most_tokens)
     except KeyboardInterrupt:
-        if not kept.read():
+        if not (known := kept.read()):
             raise
+        return known
     return kept.read()
 
 

@@ -15,15 +15,23 @@ from tieredkv.server.reply import Reply
 
 
 class MessageShape(Shape):
-    """Answers of `/v1/messages`."""
+    """Answers of `/v1/messages`.
+
+    Args:
+        model: that answers.
+        max_tokens: the longest answer.
+        left_out: the types of the tools that the model was not told of.
+    """
 
     id_prefix = "msg_"
     names_events = True
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, model: str, max_tokens: int) -> None:
+    def __init__(self, model: str, max_tokens: int, left_out: Sequence[str] = ()) -> None:
         super().__init__()
-        self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
+        told = {"tieredkv": {"left_out_tools": left_out}} if left_out else {}
+        self._head: Json = {**head, **told}
         self._max_tokens = max_tokens
 
     def whole(self, answers: Sequence[Reply]) -> Json:

@@ -4,22 +4,19 @@ This module does not use sockets or the engine. It converts conversations to the
 chat messages, so that equal conversations from both APIs share blocks.
 """
 
-import json
-import re
-import tomllib
 from collections.abc import Sequence
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import PARTS, Object, names_of
+from tieredkv.fields import PARTS, names_of
 from tieredkv.server import hosted
 from tieredkv.server.anthropic_answers import MessageShape
+from tieredkv.server.anthropic_tools import CustomTool, Known, Marked, Tool, read_tool
 from tieredkv.server.asked import (
     DOCUMENT_NOTE,
     IMAGE_NOTE,
@@ -50,38 +47,10 @@ _RUNS = ("tool_use", "tool_result")
 """Several blocks of one of these types in a row count as one position."""
 
 
-class _Known(Object):
-    """Fields in Anthropic's objects that have no effect; a strict server accepts them, too."""
-
-    known_besides = names_of("""
-        effort display citations is_error caller toolset_name strict output_config
-        disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
-        budget_tokens thinking signature data
-    """)
-
-
-class CacheControl(_Known):
-    """A breakpoint: the prompt up to here is kept by the retention policy that `ttl` names."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
-
-
-class Marked(_Known):
-    """An object that may have a breakpoint at its end."""
-
-    cache_control: CacheControl | None = None
-
-    @property
-    def ttl(self) -> str:
-        """How long the prompt up to here is kept; empty without a breakpoint."""
-        return self.cache_control.ttl if self.cache_control else ""
-
-
-class Source(_Known):
+class Source(Known):
     """Where an image or a document comes from; only the text of a document is read."""
 
-    known_besides = _Known.known_besides | names_of("media_type url file_id")
+    known_besides = Known.known_besides | names_of("media_type url file_id")
     needed = ("text.data", "content.content")
 
     type: Literal["text", "content", "base64", "url", "file"]
@@ -89,8 +58,11 @@ class Source(_Known):
     content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field([])
 
 
-class ResultPart(_Known):
-    """A part of a tool result or a document; only the whole can have a breakpoint."""
+class ResultPart(Marked):
+    """A part of a tool result or a document; a breakpoint on it counts as one of the whole.
+
+    As in Anthropic's API, a strict server refuses such a breakpoint.
+    """
 
     needed: ClassVar[tuple[str, ...]] = ("text.text", "document.source")
     refused = TOOL_RESULT_PART
@@ -102,6 +74,16 @@ class ResultPart(_Known):
     context: str = ""
 
     _tell = model_validator(mode="before")(hosted.told_in_text)
+
+    @property
+    def inner(self) -> "Sequence[ResultPart]":
+        """The parts that it is made of."""
+        return self.source.content if self.source else ()
+
+    @property
+    def ttl(self) -> str:
+        """How long the prompt up to here is kept; empty without a breakpoint."""
+        return super().ttl or next(filter(None, (part.ttl for part in reversed(self.inner))), "")
 
     @property
     def is_picture(self) -> bool:
@@ -119,7 +101,7 @@ class ResultPart(_Known):
         return "\n".join(filter(None, (self.title, self.context, *map(str, parts))))
 
 
-class Block(Marked, ResultPart):
+class Block(ResultPart):
     """A part of a turn; its type decides which fields are required."""
 
     needed = (
@@ -137,6 +119,11 @@ class Block(Marked, ResultPart):
     input: Json = Field({})
     tool_use_id: str = ""
     content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
+
+    @property
+    def inner(self) -> Sequence[ResultPart]:
+        """The parts that it is made of."""
+        return [*super().inner, *self.content]
 
     @property
     def texts(self) -> list[str]:
@@ -161,78 +148,7 @@ Blocks = Annotated[list[Block], FailFast(), Field(min_length=1), PARTS]
 Texts = Annotated[list[TextBlock], FailFast(), PARTS]
 
 
-class CustomTool(Marked):
-    """A tool that may be called."""
-
-    type: Literal["custom"] = "custom"
-    name: Text
-    description: str | None = None
-    input_schema: Json
-    input_examples: list[Json] = Field([])
-    strict: bool = False
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether it runs on Anthropic's servers."""
-        return False
-
-    def for_template(self) -> Json:
-        """Return the form that chat templates know."""
-        parts = [self.description, *(f"Example: {json.dumps(it)}" for it in self.input_examples)]
-        text = "\n".join(filter(None, parts))
-        described = {"description": text} if text else {}
-        function = {"name": self.name, **described, "parameters": self.input_schema}
-        return {"type": "function", "function": function}
-
-
-class KnownTool(Marked):
-    """A tool of a type that Anthropic's API knows, run by the client or by Anthropic's servers."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Text
-    name: str = ""
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether it runs on Anthropic's servers, or needs more than text."""
-        return self._kind not in _known_tools()
-
-    @property
-    def _kind(self) -> str:
-        return self.type.rpartition("_")[0]
-
-    def for_template(self) -> Json:
-        """Return the form that chat templates know."""
-        known = _known_tools()[self._kind]
-        schema = {"type": "object", "properties": known["properties"]}
-        schema |= {"required": known["required"]} if "required" in known else {}
-        function = {"name": self.name or self._kind, "description": known["description"]}
-        return {"type": "function", "function": {**function, "parameters": schema}}
-
-
-@cache
-def _known_tools() -> Json:
-    text = resources.files(__package__).joinpath("anthropic_tools.toml").read_text("utf-8")
-    return tomllib.loads(text)
-
-
-_TOOL_TYPE = re.compile(r"[a-z_]+_\d{8}|mcp_toolset")
-"""The types of tools that Anthropic's API knows."""
-
-
-def _read_tool(value: Any, info: ValidationInfo) -> "Tool":
-    named = value.get("type") if isinstance(value, dict) else None
-    is_known = isinstance(named, str) and _TOOL_TYPE.fullmatch(named)
-    kind: type[Any] = KnownTool if is_known else CustomTool
-    tool: Tool = kind.model_validate(value, context=info.context)
-    return tool
-
-
-Tool = CustomTool | KnownTool
-
-
-class Turn(_Known):
+class Turn(Known):
     """One turn of a conversation: the blocks of one role.
 
     A `system` turn may be empty. Clients send such a turn with an `output_config` for later turns.
@@ -254,7 +170,7 @@ class Turn(_Known):
         return {**value, "content": ""} if value.get("role") == "assistant" else value
 
 
-class ToolChoice(_Known):
+class ToolChoice(Known):
     """Which tools are called: those the model chooses, at least one, a certain one, or none."""
 
     needed = ("tool.name",)
@@ -264,24 +180,24 @@ class ToolChoice(_Known):
     disable_parallel_tool_use: bool = False
 
 
-class OutputFormat(_Known):
+class OutputFormat(Known):
     """The form of the answer: JSON that follows a schema."""
 
-    known_besides = _Known.known_besides | names_of("schema name description")
+    known_besides = Known.known_besides | names_of("schema name description")
     needed = ("json_schema.schema",)
 
     type: Literal["text", "json_schema"]
     of: Any = Field(None, alias="schema")
 
 
-class OutputConfig(_Known):
+class OutputConfig(Known):
     """The wanted form of the answer, and how much the model is to think."""
 
     format: OutputFormat | None = None
     effort: Effort | None = None
 
 
-class Thinking(_Known):
+class Thinking(Known):
     """Whether the model is to think before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -316,13 +232,15 @@ class Conversation(ApiRequest, Marked):
     messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts = Field([])
     tools: Annotated[
-        list[Annotated[Tool, BeforeValidator(_read_tool)]], FailFast(), Field(max_length=1024)
+        list[Annotated[Tool, BeforeValidator(read_tool)]], FailFast(), Field(max_length=1024)
     ] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """What older clients send in place of `output_config.format`."""
+
+    _left_out: Sequence[str] = PrivateAttr(())
 
     def cleaned(self, rules: Rules) -> Self:
         """Return the body without what only Anthropic's own servers have a use for.
@@ -339,10 +257,16 @@ class Conversation(ApiRequest, Marked):
             raise RequestError(f"tools.{i}.type: '{kind}' {what}")
         tell_left_out(hosted.values())
         kept: Json = {"tools": [tool for tool in self.tools if not tool.is_hosted]}
+        if hosted and (chosen := self.tool_choice) is not None:
+            names = {tool.name for tool in self.tools if tool.is_hosted}
+            if chosen.name in names or (chosen.type == "any" and not kept["tools"]):
+                kept["tool_choice"] = chosen.model_copy(update={"type": "auto", "name": None})
         is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
         if is_first and rules.settings.drop_billing_header == "on":
             kept["system"] = self.system[1:]
-        return self.model_copy(update=kept)
+        made = self.model_copy(update=kept)
+        made._left_out = sorted({*hosted.values()})
+        return made
 
     @cached_property
     def layout(self) -> tuple[list[Json], list[Place]]:
@@ -513,7 +437,7 @@ class CountTokensRequest(Conversation, PlainRequest):
         return {"input_tokens": len(self.encode(tokenization, is_bounded=False).token_ids)}
 
 
-class DiagnosticsOptions(_Known):
+class DiagnosticsOptions(Known):
     """The earlier message to compare the request with."""
 
     previous_message_id: str | None = None
@@ -577,7 +501,7 @@ class MessagesRequest(Conversation):
         return Asked(
             prompts=[encoded.token_ids],
             plan=EngineRequest(params=params, **caching),
-            shape=MessageShape(self.model, self.max_tokens),
+            shape=MessageShape(self.model, self.max_tokens, self._left_out),
             stream=self.stream,
             parts=encoded.parts,
             settings={"model": self.model},

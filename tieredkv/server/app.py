@@ -48,7 +48,8 @@ from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
-from tieredkv.server.responses_api import Page, ResponsesRequest, joined
+from tieredkv.server.response_items import listed
+from tieredkv.server.responses_api import InputTokensRequest, Page, ResponsesRequest, joined
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
@@ -71,6 +72,7 @@ ANSWERED: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     "/v1/messages": anthropic.MessagesRequest,
     "/v1/messages/count_tokens": anthropic.CountTokensRequest,
     "/tokenize": TokenizeRequest,
@@ -214,8 +216,16 @@ class Api:
         """Return a page of the items that a stored response answers, the latest first."""
         tenant, id = self._keys.tenant(request.headers), request.path_params["id"]
         page = read(Page, dict(request.query_params))
-        items = await asyncio.to_thread(self._responses.input_items, tenant, id)
-        return JSONResponse(page.of(items))
+
+        def made() -> Json:
+            return page.of(listed(self._responses.input_items(tenant, id), id))
+
+        return JSONResponse(await asyncio.to_thread(made))
+
+    async def cancel(self, request: Request) -> Response:
+        """Refuse to cancel a stored response, because each was answered before it was stored."""
+        self._responses.get(self._keys.tenant(request.headers), request.path_params["id"])
+        raise RequestError("Cannot cancel a synchronous response.", param="response_id")
 
     def answers(self, kind: type[ApiRequest]) -> Endpoint:
         """Return the route for requests of one type.
@@ -230,7 +240,8 @@ class Api:
                 ending.callback(gone.cancel)
                 read = functools.partial(self._read, kind, request.scope, body)
                 size = len(body)
-                if kind is ResponsesRequest:  # A short one may continue a long conversation.
+                if issubclass(kind, ResponsesRequest):
+                    # A short one may continue a long conversation.
                     size += self._responses.num_bytes(request.scope["tenant"])
                 made = await self._run(request, gone, size, read)
                 if isinstance(made, Response):
@@ -479,6 +490,7 @@ def build_app(api: Api) -> ASGIApp:
             Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
             Route("/v1/responses/{id}", api.response, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}/input_items", api.input_items),
+            Route("/v1/responses/{id}/cancel", api.cancel, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenizer_info", api.tokenizer_info),

@@ -35,6 +35,7 @@ ItemType = Literal[
 BlockType = Literal[
     "advisor_tool_result",
     "bash_code_execution_tool_result",
+    "browser_state",
     "code_execution_tool_result",
     "compaction",
     "container_upload",

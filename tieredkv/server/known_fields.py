@@ -185,7 +185,7 @@ _OPENAI = KnownFields(
         **refusals("moderation", "Nothing is moderated here."),
         **refusals("previous_response_id", "Use /v1/responses, which has it."),
         **refusals("conversation", _NO_CONVERSATIONS),
-        **refusals("background", "Ask for a stream and read it to its end."),
+        **refusals("background", "Ask for a stream and read it to its end.", is_lenient=True),
         **refusals("include", "Log-probabilities are told by the other endpoints."),
         **refusals("suffix", "Put what follows into the prompt, as the model was trained for it."),
     },
@@ -282,11 +282,11 @@ TOKENIZE = {
 # --- Objects inside requests
 
 CHAT_MESSAGE: dict[str, Refusal] = {
-    **refusals("audio", "Only text is supported."),
-    **refusals("function_call", "Use 'tool_calls' instead."),
+    **refusals("audio", "Only text is supported.", is_lenient=True),
     **refusals("tools", "Describe all tools in the request's 'tools'."),
     **refusals("prefix partial", "Use 'continue_final_message' of /v1/chat/completions."),
 }
 RESPONSE_PART = refusals("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
-TOOL_RESULT_PART = refusals("cache_control", "Mark the whole result instead.")
+UNMARKED = refusals("prompt_cache_breakpoint", "Mark a part of a message instead.")
+TOOL_RESULT_PART = refusals("cache_control", "Mark the whole result instead.", is_lenient=True)
 BLOCK = refusals("thinking.cache_control redacted_thinking.cache_control")

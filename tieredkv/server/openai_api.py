@@ -5,7 +5,7 @@ sockets or the engine. Fields have the names that the API gives them.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,6 +29,7 @@ from tieredkv.server.openai_messages import (
     FAIL_FAST,
     Breakpoint,
     Message,
+    Messages,
     Tools,
     Ttl,
     custom_names,
@@ -328,8 +329,13 @@ class ConversationRequest(OpenAIRequest):
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model is told of, as the client knows them."""
+        """The names of the tools that may be called, as the client knows them."""
         raise NotImplementedError
+
+    @property
+    def left_out_choices(self) -> Collection[str]:
+        """The types of tools that may be chosen although the model is not told of them."""
+        return ()
 
     def render(
         self,
@@ -337,16 +343,27 @@ class ConversationRequest(OpenAIRequest):
         rules: Rules,
         arguments: Json,
         *,
+        found_tools: Sequence[Json] = (),
         continues_text: bool = False,
         **how: Any,
     ) -> Asked:
-        """Render the conversation with arguments for the template and return what is asked for."""
+        """Render the conversation and return what is asked for.
+
+        Args:
+            tokenization: of the model.
+            rules: of the client's key.
+            arguments: for the chat template.
+            found_tools: that may be called beside those of the template, whose form they have.
+            continues_text: whether the answer goes on with the text of the last message.
+            **how: further fields of what is asked for.
+        """
         structure = choose_tools(
             self.tool_choice,
-            tools := arguments.get("tools") or (),
+            tools := (*(arguments.get("tools") or ()), *found_tools),
             self.tool_names,
             is_parallel=self.parallel_tool_calls,
             text=self.text_format,
+            left_out=self.left_out_choices,
         )
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
@@ -400,7 +417,7 @@ class ChatRequest(ConversationRequest):
     refused = CHAT.refused
     prompt_field = "messages"
 
-    messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=16_384)
+    messages: Messages = Field(min_length=1)
     top_logprobs: int | None = Field(None, ge=0)
     logprobs: bool = False
     chat_template_kwargs: TemplateArguments = Field({})

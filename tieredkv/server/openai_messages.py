@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import (
@@ -157,6 +157,41 @@ class Message(Object):
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+
+
+class ChatMessage(Message):
+    """A message of chat completions, which may be as it was before there were tools."""
+
+    function_call: CalledFunction | None = None
+    audio: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_result(cls, value: Any) -> Any:
+        """Return what a function gave as the result of a tool of its name."""
+        if not isinstance(value, dict) or value.get("role") != "function":
+            return value
+        if (name := value.get("name")) is None:
+            raise PydanticCustomError("missing", "nothing", {"name": "name"})
+        content = value.get("content")
+        told = {"role": "tool", "content": "" if content is None else content}
+        return {**value, **told, "tool_call_id": name}
+
+    @model_validator(mode="after")
+    def _as_call(self) -> Self:
+        """Return the message with a call of a function as one of a tool of its name.
+
+        A recording of the assistant, which is named by its id only, becomes a part without a text.
+        """
+        made: dict[str, Any] = {}
+        if (function := self.function_call) is not None and not self.tool_calls:
+            made["tool_calls"] = [ToolCall.model_construct(id=function.name, function=function)]
+        if self.role == "assistant" and self.audio and not any(map(str, self.content)):
+            made["content"] = [ContentPart(type="input_audio")]
+        return self.model_copy(update=made) if made else self
+
+
+Messages = Annotated[list[ChatMessage], FAIL_FAST, Field(max_length=16_384)]
 
 
 def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:

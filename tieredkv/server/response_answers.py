@@ -29,6 +29,7 @@ _WORDS = {
     "local_shell_call": "lsh",
     "shell_call": "sh",
     "apply_patch_call": "apc",
+    "tool_search_call": "tsc",
 }
 """What the ids of items begin with."""
 

@@ -2,8 +2,9 @@
 
 Functions are told as they are. A namespace is taken apart into its tools, and a custom tool, which
 takes a text, is a function with one text. Tools that the API knows by their type and that the
-client runs, such as `shell`, are functions that `response_tools.toml` describes. Hosted tools, such
-as the search of the web, run on OpenAI's servers; here they are left out.
+client runs, such as `shell`, are functions that `response_tools.toml` describes. A search for tools
+that the client runs is a function that the client describes. Hosted tools, such as the search of
+the web, run on OpenAI's servers; here they are left out.
 """
 
 import json
@@ -19,7 +20,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
+from tieredkv.server.known_fields import UNMARKED
 from tieredkv.server.openai_messages import Function, FunctionType, custom_text, function_of
+
+SEARCH = "tool_search"
+"""The type of a search for tools, and the name by which the model knows one of the client."""
 
 ClientRun = Literal["apply_patch", "local_shell", "shell"]
 """The types of tools that the client runs."""
@@ -38,6 +43,8 @@ Hosted = Literal[
     "web_search_preview",
     "web_search_preview_2025_03_11",
 ]
+HOSTED_CHOICES = frozenset({*get_args(Hosted), "computer_use"})
+"""The types by which `tool_choice` names hosted tools; some are not those of the tools."""
 
 
 class _Known(Object):
@@ -56,7 +63,7 @@ class TextTool(_Known):
     type: Literal["custom"]
     name: Text
     description: str = ""
-    format: Json = Field({})
+    format: Json = Field({"type": "text"})
 
 
 class _InnerTyped(Object):
@@ -87,20 +94,33 @@ class ClientTool(Object):
     """A tool that the client runs, if its `environment` is not one of OpenAI's."""
 
     model_config = pydantic.ConfigDict(extra="allow")
+    takes_any = True
+    refused = UNMARKED
 
     type: ClientRun
     environment: Json = Field({"type": "local"})
+
+
+class SearchTool(Object):
+    """A search for tools that the client runs."""
+
+    type: Literal["tool_search"]
+    execution: Literal["client"]
+    description: str = "Find tools that are not listed here. Those that are found may be called."
+    parameters: Json = Field({"type": "object"})
 
 
 class HostedTool(Object):
     """A tool that runs on OpenAI's servers."""
 
     model_config = pydantic.ConfigDict(extra="allow")
+    takes_any = True
+    refused = UNMARKED
 
     type: Hosted
 
 
-Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | HostedTool
+Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | HostedTool
 
 
 class _Typed(Object):
@@ -124,6 +144,8 @@ def read_tool(value: Any, info: ValidationInfo) -> Tool:
         ValidationError: it has a fault.
     """
     kind = _KINDS.get(_Typed.model_validate(value).type, HostedTool)
+    if value["type"] == SEARCH and value.get("execution") == "client":
+        kind = SearchTool
     tool: Tool = kind.model_validate(value, context=info.context)
     return tool
 
@@ -134,7 +156,7 @@ class Offered(NamedTuple):
     Attributes:
         name: by which the client knows it.
         namespace: that it belongs to; None for none.
-        kind: `function`, `custom` for one that takes a text, or the type of one that clients run.
+        kind: `function`, `custom` for one that takes a text, or the type of one that the API knows.
         function: as chat templates print it; its name is the model's.
     """
 
@@ -177,12 +199,20 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
                 model_name = name_for_model(tool.name, namespace)
                 given = function_of(model_name, tool.description, tool.format)
                 yield Offered(tool.name, namespace, "custom", given)
+            case SearchTool(description=description, parameters=parameters):
+                given = {"name": SEARCH, "description": description, "parameters": parameters}
+                yield Offered(SEARCH, None, SEARCH, given)
             case ClientTool() if not _is_hosted(tool):
                 told = client_tools()[tool.type]
                 parameters = {"type": "object", "properties": told["properties"]}
                 parameters["required"] = told["required"]
                 given = {"name": tool.type, "description": told["description"]}
                 yield Offered(tool.type, None, tool.type, {**given, "parameters": parameters})
+
+
+def for_template(tools: Mapping[str, Offered]) -> list[Json]:
+    """Return tools as chat templates know them."""
+    return [{"type": "function", "function": tool.function} for tool in tools.values()]
 
 
 def left_out(tools: Sequence[Tool]) -> list[str]:
@@ -216,6 +246,8 @@ def item_of_call(name: str, arguments: str, offered: Mapping[str, Offered]) -> t
     named = {"name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
     if tool.kind == "custom" and (text := custom_text(arguments)) is not None:
         return "custom_tool_call", {**named, "input": text}
+    if tool.kind == SEARCH:
+        return "tool_search_call", {"arguments": json.loads(arguments), "execution": "client"}
     if (known := client_tools().get(tool.kind)) is not None:
         given: Json = json.loads(arguments)
         if given.keys() >= {*known["required"]}:

@@ -6,279 +6,54 @@ name single items of stored responses by their ids.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 import msgspec
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationInfo,
-    field_serializer,
-)
+from pydantic import BeforeValidator, Field, PrivateAttr
 
+from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
-from tieredkv.fields import Object, list_of, names_of, out_of_bounds, parse_body, read
+from tieredkv.fields import Object, names_of, out_of_bounds, parse_body, read
 from tieredkv.retention import ALIASES
-from tieredkv.server import hosted
 from tieredkv.server import openai_api as openai
-from tieredkv.server.asked import Asked, Json, Rules, Text, tell_left_out
+from tieredkv.server.asked import Asked, Json, PlainRequest, Rules, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
-from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES
-from tieredkv.server.openai_messages import (
-    CUSTOM_INPUT,
-    FAIL_FAST,
-    CalledFunction,
-    ContentPart,
-    Message,
-    ToolCall,
-    Ttl,
-    whole_turns,
-)
+from tieredkv.server.known_fields import RESPONSES
+from tieredkv.server.openai_messages import ContentPart, Message, ToolCall, Ttl, whole_turns
 from tieredkv.server.response_answers import ResponseShape
+from tieredkv.server.response_items import (
+    MAX_ITEMS,
+    AdditionalTools,
+    ClientCall,
+    ClientOutput,
+    Conversation,
+    CustomCall,
+    FunctionCall,
+    FunctionOutput,
+    HostedItem,
+    Input,
+    InputMessage,
+    Item,
+    Reference,
+    SearchCall,
+    SearchOutput,
+    Thoughts,
+)
 from tieredkv.server.response_tools import (
+    HOSTED_CHOICES,
     Offered,
     Tool,
-    called_with,
+    for_template,
     left_out,
-    name_for_model,
     offered,
     read_tool,
 )
 from tieredkv.server.stored_responses import Turn
 from tieredkv.server.structure import Format
 from tieredkv.server.structure_fields import TEXT_FORMAT, TextFormat, only_one
-
-MAX_ITEMS = 16_384
-
-
-class _Known(Object):
-    """Fields of items and parts that have no effect; some come from answers that are sent back."""
-
-    known_besides = names_of("""
-        id status phase annotations logprobs async caller namespace name
-        allowed_callers defer_loading output_schema context mode
-    """)
-
-
-class InputPart(ContentPart, _Known):
-    """One part of an item: a text, or a picture or the like, for which a note stands."""
-
-    known_besides = _Known.known_besides | names_of(
-        "image_url file_id detail file_data file_url filename input_audio"
-    )
-    needed = ("input_text.text", "output_text.text", "refusal.refusal")
-    refused = RESPONSE_PART
-
-    type: Literal[
-        "input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"
-    ]  # type: ignore[assignment]
-
-
-Texts = Annotated[
-    list[InputPart], FAIL_FAST, list_of(lambda text: {"type": "input_text", "text": text})
-]
-
-
-class InputMessage(_Known, Message):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Texts = Field([])  # type: ignore[assignment]
-
-
-class FunctionCall(CalledFunction, _Known):
-    """A call that the assistant made."""
-
-    type: Literal["function_call"]
-    call_id: Text
-    namespace: str | None = None
-
-    @property
-    def function(self) -> CalledFunction:
-        """The call as the model wrote it."""
-        name = name_for_model(self.name, self.namespace)
-        return CalledFunction.model_construct(name=name, arguments=self.arguments)
-
-    @field_serializer("arguments")
-    def _write(self, arguments: Any) -> str:
-        return msgspec.json.encode(arguments).decode()
-
-
-class CustomCall(_Known):
-    """A call of a tool that takes a text."""
-
-    type: Literal["custom_tool_call"]
-    call_id: Text
-    name: Text
-    input: str
-    namespace: str | None = None
-
-    @property
-    def function(self) -> CalledFunction:
-        """The call as the model wrote it."""
-        name = name_for_model(self.name, self.namespace)
-        return CalledFunction.model_construct(name=name, arguments={CUSTOM_INPUT: self.input})
-
-
-class ClientCall(_Known):
-    """A call of a tool that the API knows by its type, and that the client runs."""
-
-    known_besides = _Known.known_besides | names_of("environment max_output_length")
-
-    type: Literal["apply_patch_call", "local_shell_call", "shell_call"]
-    call_id: Text
-    action: Json = Field({})
-    operation: Json = Field({})
-
-    @property
-    def function(self) -> CalledFunction:
-        """The call as the model wrote it."""
-        kind = self.type.removesuffix("_call")
-        given = called_with(kind, {"action": self.action, "operation": self.operation})
-        return CalledFunction.model_construct(name=kind, arguments=given)
-
-
-class ClientOutput(_Known):
-    """What came of such a call."""
-
-    known_besides = ClientCall.known_besides
-
-    type: Literal["apply_patch_call_output", "local_shell_call_output", "shell_call_output"]
-    call_id: str = ""
-    id: str = ""
-    output: Any = None
-    status: str = ""
-
-    @property
-    def parts(self) -> list[InputPart]:
-        """The text that the model is told."""
-        texts = [self.status] if self.type == "apply_patch_call_output" else []
-        if isinstance(self.output, str):
-            texts.append(self.output)
-        elif self.output is not None:
-            texts.append(hosted.readable(self.output))
-        return [InputPart(type="input_text", text="\n".join(filter(None, texts)))]
-
-
-class FunctionOutput(_Known):
-    """The output of a call."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Text | None = None
-    output: Texts
-
-
-class Thoughts(_Known):
-    """What the model thought before what follows."""
-
-    known_besides = _Known.known_besides | names_of("summary encrypted_content")
-
-    type: Literal["reasoning"]
-    content: Any = None
-
-    def __str__(self) -> str:
-        parts = self.content if isinstance(self.content, list) else []
-        texts = (part.get("text") for part in parts if isinstance(part, dict))
-        return "".join(text for text in texts if isinstance(text, str))
-
-
-class HostedItem(Object):
-    """What a provider's servers have done, or what only they could do."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: hosted.ItemType
-
-    def __str__(self) -> str:
-        return hosted.note(self.model_dump())
-
-
-class AdditionalTools(_Known):
-    """Tools that may be called beside those of the request."""
-
-    type: Literal["additional_tools"]
-    role: Literal["developer"] = "developer"
-    tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
-
-
-class Reference(Object):
-    """Stands for an item of a stored response."""
-
-    type: Literal["item_reference"]
-    id: Text
-
-
-class _Typed(Object):
-    """The type of an input item, which decides how the item is read."""
-
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "shell_call",
-        "shell_call_output",
-        "reasoning",
-        "item_reference",
-        "additional_tools",
-        hosted.ItemType,
-    ] = "message"
-
-
-Item = (
-    InputMessage
-    | FunctionCall
-    | CustomCall
-    | ClientCall
-    | FunctionOutput
-    | ClientOutput
-    | Thoughts
-    | Reference
-    | AdditionalTools
-    | HostedItem
-)
-_ITEMS: dict[str, type[Any]] = {
-    "message": InputMessage,
-    "function_call": FunctionCall,
-    "function_call_output": FunctionOutput,
-    "custom_tool_call": CustomCall,
-    "custom_tool_call_output": FunctionOutput,
-    **dict.fromkeys(get_args(ClientCall.model_fields["type"].annotation), ClientCall),
-    **dict.fromkeys(get_args(ClientOutput.model_fields["type"].annotation), ClientOutput),
-    "reasoning": Thoughts,
-    "item_reference": Reference,
-    "additional_tools": AdditionalTools,
-}
-
-
-def _read_item(value: Any, info: ValidationInfo) -> Item:
-    kind = _ITEMS.get(_Typed.model_validate(value).type, HostedItem)
-    item: Item = kind.model_validate(value, context=info.context)
-    return item
-
-
-Input = Annotated[
-    list[Annotated[Item, BeforeValidator(_read_item)]],
-    Field(min_length=1, max_length=MAX_ITEMS),
-    list_of(lambda text: {"role": "user", "content": text}),
-]
-
-
-class _Conversation(Object):
-    """The items of a stored conversation."""
-
-    input: list[Annotated[Item, BeforeValidator(_read_item)]]
 
 
 class TextOptions(Object):
@@ -288,8 +63,10 @@ class TextOptions(Object):
     verbosity: openai.Verbosity | None = None
 
 
-class Reasoning(_Known):
+class Reasoning(Object):
     """How much the model should think."""
+
+    known_besides = names_of("context mode")
 
     effort: Effort | None = None
     summary: str | None = None
@@ -348,7 +125,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """
         what = "The array of items that 'input' refers to"
         parsed = parse_body(b'{"input":[%b]}' % b",".join(items.values()), max_values, what=what)
-        found = dict(zip(items, read(_Conversation, parsed).input, strict=True))
+        found = dict(zip(items, read(Conversation, parsed).input, strict=True))
         given = [found[it.id] if isinstance(it, Reference) else it for it in self.input]
         return self.model_copy(update={"input": given})
 
@@ -364,7 +141,7 @@ class ResponsesRequest(openai.ConversationRequest):
         """
         what = "The conversation that 'previous_response_id' continues"
         parsed = parse_body(b'{"input":%b}' % before.conversation(), max_values, what=what)
-        earlier = read(_Conversation, parsed).input
+        earlier = read(Conversation, parsed).input
         if len(earlier) + len(self.input) > MAX_ITEMS:
             raise out_of_bounds("input", "max_length", MAX_ITEMS, [*earlier, *self.input])
         request = self.model_copy()
@@ -403,7 +180,7 @@ class ResponsesRequest(openai.ConversationRequest):
         for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
-                case FunctionCall() | CustomCall() | ClientCall():
+                case FunctionCall() | CustomCall() | ClientCall() | SearchCall():
                     call = ToolCall(id=item.call_id, function=item.function)
                     calling = Message.model_construct(role="assistant", tool_calls=[call])
                     turns.append(("", _with(calling, thoughts)))
@@ -412,6 +189,9 @@ class ResponsesRequest(openai.ConversationRequest):
                     turns.append((f"{path}.output", tool))
                 case ClientOutput():
                     id, parts = item.call_id or item.id, item.parts
+                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
+                    turns.append((path, tool))
+                case SearchOutput(call_id=id, parts=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((path, tool))
                 case InputMessage():
@@ -425,8 +205,8 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model is told of, as the client knows them."""
-        return [tool.name for tool in self.offered.values()]
+        """The names of the tools that may be called, as the client knows them."""
+        return [tool.name for tool in (*self.offered.values(), *self.found.values())]
 
     @cached_property
     def text_format(self) -> Format | None:
@@ -439,9 +219,30 @@ class ResponsesRequest(openai.ConversationRequest):
         return only_one([wanted.format_at("text.format", wanted.type), super().text_format])
 
     @cached_property
+    def left_out_tools(self) -> Sequence[str]:
+        """The types of the tools that the model is not told of."""
+        return left_out(self.all_tools)
+
+    @property
+    def left_out_choices(self) -> Collection[str]:
+        """The types of tools that may be chosen although the model is not told of them."""
+        return {*self.left_out_tools, *HOSTED_CHOICES} if self.left_out_tools else ()
+
+    @cached_property
     def offered(self) -> dict[str, Offered]:
-        """The tools that the model is told of, by the names that it knows them by."""
+        """The tools that the model is told of before the conversation, by their names for it.
+
+        Raises:
+            RequestError: two of them have one name.
+        """
         return offered(self.all_tools)
+
+    @cached_property
+    def found(self) -> dict[str, Offered]:
+        """The other tools that searches have found, by the names that the model knows them by."""
+        items = (it for it in (*self._earlier, *self.input) if isinstance(it, SearchOutput))
+        found = {name: tool for it in items for name, tool in it.offered.items()}
+        return {name: tool for name, tool in found.items() if name not in self.offered}
 
     @cached_property
     def all_tools(self) -> Sequence[Tool]:
@@ -451,25 +252,35 @@ class ResponsesRequest(openai.ConversationRequest):
 
     def check(self, rules: Rules) -> None:
         """Refuse fields that contradict each other or that this server does not support."""
-        if rules.is_strict and (kinds := left_out(self.all_tools)):
+        if rules.is_strict and (kinds := self.left_out_tools):
             what = f"'{kinds[0]}' tools are not supported. Only tools that the client runs are."
             raise RequestError(what, param="tools", code="unsupported_parameter")
-        offered(self.all_tools)  # refuses two tools of one name
+        _ = self.offered  # refuses two tools of one name
         super().check(rules)
+
+    @property
+    def arguments(self) -> Json:
+        """The arguments of the chat template."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return {"tools": for_template(self.offered) or None, **openai.thinking_of(effort)}
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        functions = [tool.function for tool in self.offered.values()]
-        arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        arguments |= openai.thinking_of(self.reasoning.effort if self.reasoning else None)
-        tell_left_out(left_out(self.all_tools))
+        tell_left_out(self.left_out_tools)
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
         echo = {**self.echo(), "store": is_stored}
-        shape = ResponseShape(echo, self.offered, is_prewarm=self.is_prewarm)
-        how: Json = {"shape": shape, "turn": self.turn() if is_stored else None}
-        return self.render(tokenization, rules, arguments, compared_id=compared_id, **how)
+        known = {**self.offered, **self.found}
+        return self.render(
+            tokenization,
+            rules,
+            self.arguments,
+            found_tools=for_template(self.found),
+            compared_id=compared_id,
+            shape=ResponseShape(echo, known, is_prewarm=self.is_prewarm),
+            turn=self.turn() if is_stored else None,
+        )
 
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
@@ -480,9 +291,32 @@ class ResponsesRequest(openai.ConversationRequest):
         told = self.model_dump(mode="json", include=set(names.split()))
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
-        if kinds := left_out(self.all_tools):
+        if kinds := self.left_out_tools:
             told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
+
+
+class InputTokensRequest(ResponsesRequest, PlainRequest):
+    """The body of `POST /v1/responses/input_tokens`."""
+
+    known_besides = ResponsesRequest.known_besides | {"personality"}
+
+    model: Text = ""
+    input: Input = Field([], validate_default=False)
+
+    def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+        """Return the length in tokens of the prompt of such a response.
+
+        Raises:
+            RequestError: there is nothing to count.
+        """
+        if not self.turns:
+            what = "Missing required parameter: 'input'."
+            raise RequestError(what, param="input", code="missing_required_parameter")
+        messages = [message.for_template() for _, message in self.turns]
+        how: Json = {"is_bounded": False, "field": self.prompt_field}
+        encoded = tokenization.encode_chat(messages, self.arguments, **how)
+        return {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
 
 
 def joined(items: Sequence[Json]) -> bytes:

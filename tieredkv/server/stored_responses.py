@@ -161,19 +161,13 @@ class StoredResponses(TenantStore[str, StoredResponse]):
     def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
         """Return the items of a conversation up to one of the tenant's responses, without its own.
 
-        Each has an id; those that came without one get one.
-
         Raises:
             RequestError: the tenant has no such response, or no longer.
         """
         stored = self.get(tenant, id)
         num_own = len(_BODY.decode(stored.body).output)
         items: list[dict[str, Any]] = msgspec.json.decode(stored.turn.conversation())
-        of_input = items[: len(items) - num_own]
-        return [
-            {"type": "message", "id": item_id("in", id, index), **item}
-            for index, item in enumerate(of_input)
-        ]
+        return items[: len(items) - num_own]
 
     def delete(self, tenant: str, id: str) -> None:
         """Drop one of the tenant's responses.

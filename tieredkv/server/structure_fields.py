@@ -3,7 +3,7 @@
 They become a `Structure`. Anthropic's API has fields of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -152,9 +152,18 @@ def only_one(formats: Sequence[Format | None]) -> Format | None:
 
 
 def choose_tools(
-    tool_choice: Any, tools: Tools, names: Sequence[str], *, is_parallel: bool, text: Format | None
+    tool_choice: Any,
+    tools: Tools,
+    names: Sequence[str],
+    *,
+    is_parallel: bool,
+    text: Format | None,
+    left_out: Collection[str] = (),
 ) -> Structure:
     """Return what answers must be, by the tools and the choice among them.
+
+    Where only tools that are left out may be called, no tool is called. Where one of them must be
+    called, the answer is free.
 
     Args:
         tool_choice: as the client sent it.
@@ -162,48 +171,67 @@ def choose_tools(
         names: of the tools, as the client knows them.
         is_parallel: whether several calls may be made at once.
         text: the format of an answer in text; None for any.
+        left_out: the types of tools that may be chosen although the model is not told of them.
 
     Raises:
         RequestError: the choice names no tool that is there.
     """
     how: Json = {"tools": tools, "is_parallel": is_parallel, "text": text}
+    by_name = dict(zip(reversed(names), reversed(tools), strict=True))  # the first of a name wins
     match tool_choice:
         case None | "auto":
             return Structure(**how)
         case "none":
             return Structure(**how, choice="none")
+        case "required" if not tools and left_out:
+            return Structure(**how)
         case "required":
             if not tools:
                 what = "'tool_choice' is only allowed when 'tools' are specified."
                 raise RequestError(what, param="tool_choice", code="invalid_value")
             return Structure(**how, choice="required")
         case {"type": "allowed_tools"}:
-            inner = tool_choice.get("allowed_tools", tool_choice)
+            given = tool_choice.get("allowed_tools")
+            inner = tool_choice if given is None else given
+            if not isinstance(inner, dict):
+                raise _invalid("'allowed_tools' is no object")
             mode, allowed = inner.get("mode", "auto"), inner.get("tools", [])
             if mode not in ("auto", "required") or not isinstance(allowed, list):
                 raise _invalid("'mode' is 'auto' or 'required', and 'tools' are a list")
-            how["tools"] = [_tool(each, tools, names) for each in allowed]
-            if not how["tools"]:
+            if not allowed:
                 raise _invalid("'tools' is empty")
+            here = [each for each in allowed if not _is_left_out(each, left_out)]
+            if not here:
+                return Structure(**how, choice="none")
+            how["tools"] = [by_name[it] for it in dict.fromkeys(_name(it, by_name) for it in here)]
             return Structure(**how, choice=mode, is_limited=True)
         case {"type": "function" | "custom"}:
-            how |= {"tools": [_tool(tool_choice, tools, names)], "is_parallel": False}
+            how |= {"tools": [by_name[_name(tool_choice, by_name)]], "is_parallel": False}
             return Structure(**how, choice="required")
-        case {"type": str() as kind} if kind in names:  # a tool that the API knows by its type
-            how |= {"tools": [_tool({"name": kind}, tools, names)], "is_parallel": False}
+        case {"type": str() as kind} if kind in by_name:  # a tool that the API knows by its type
+            how |= {"tools": [by_name[kind]], "is_parallel": False}
             return Structure(**how, choice="required")
+        case {"type": str() as kind} if kind in left_out:
+            return Structure(**how)
         case {"type": str() as kind}:
             raise _invalid(f"'{kind[:64]}' tools are not offered by this server")
     raise _invalid("it is 'none', 'auto', 'required', or an object that names a tool")
 
 
-def _tool(chosen: Any, tools: Tools, names: Sequence[str]) -> Any:
+def _is_left_out(chosen: Any, left_out: Collection[str]) -> bool:
+    kind = chosen.get("type") if isinstance(chosen, dict) else None
+    return isinstance(kind, str) and kind in left_out
+
+
+def _name(chosen: Any, by_name: Mapping[str, Any]) -> str:
+    """Return the name of a chosen tool, which must be one of those."""
     given = chosen if isinstance(chosen, dict) else {}
     function = given.get("function", given.get("custom", given))
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
+    # A tool that the API knows by its type has no other name.
+    name = function.get("name", given.get("type")) if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in by_name:
         raise _invalid(f"there is no tool {str(name)[:64]!r} in 'tools'")
-    return tools[names.index(name)]
+    return name
 
 
 def _invalid(why: str) -> RequestError:

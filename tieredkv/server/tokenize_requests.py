@@ -12,7 +12,7 @@ from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
 from tieredkv.server.openai_api import TemplateArguments, check_continuing
-from tieredkv.server.openai_messages import Message, Tools, for_template, whole_turns
+from tieredkv.server.openai_messages import Messages, Tools, for_template, whole_turns
 
 
 class TokenizeRequest(PlainRequest):
@@ -21,7 +21,7 @@ class TokenizeRequest(PlainRequest):
     refused = TOKENIZE
 
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field([], max_length=16_384)
+    messages: Messages = Field([])
     tools: Tools = Field([])
     chat_template_kwargs: TemplateArguments = Field({})
     add_special_tokens: bool = True
