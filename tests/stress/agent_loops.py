@@ -4,7 +4,10 @@ A loop of ten calls of a tool, an answer and a further question are rendered and
 server does it, with answers whose ids are not those that encoding their text would give, and with
 white space and orders of keys that no template prints. No model runs. It tells the tokens that each
 turn computes beyond the new ones: less than a block if the answer before was found, and all of the
-answer if it was not.
+answer if it was not. It also tells what the turn behind the loop computes if the server was started
+again before it, so that blocks are found and answers are forgotten: where ids were drawn as above
+(`restart`), and where the model wrote what its template prints of the answer, in the ids that
+encoding gives (`restart_encoded`).
 
     python -m tests.stress.agent_loops FOLDER [--argument NAME=JSON]...
 
@@ -20,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tieredkv.test_remembered import LETTERS, SPECIAL, Session, made_tokenizer, message_of
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.server.chat import Tokenization
+from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.message_parser import Family, detect
 from tieredkv.server.reply import Reply
 
@@ -78,6 +81,16 @@ _TOKENS = re.compile(
 """Finds the names of tokens in a chat template."""
 
 
+_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How the tokenizers of these families cut a text before it is encoded, but for details.
+
+Source: cl100k_base of tiktoken.
+"""
+
+
 class Figures(NamedTuple):
     """What a conversation cost.
 
@@ -85,11 +98,13 @@ class Figures(NamedTuple):
         beyond: tokens that each turn after the first computed beyond the new ones: those after a
             call, the one after the last result, and the one after a further question.
         num_calls, num_thoughts: how many calls, and answers with thoughts, were told apart.
+        num_loop: tokens of the loop, from the first answer to the last result.
     """
 
     beyond: list[int]
     num_calls: int
     num_thoughts: int
+    num_loop: int
 
 
 def tokenizer_of(template: str, family: Family) -> PreTrainedTokenizerFast:
@@ -102,6 +117,11 @@ def tokenizer_of(template: str, family: Family) -> PreTrainedTokenizerFast:
     is_deepseek = family.name.startswith("deepseek")
     special = [it for it in sorted(names) if not is_deepseek or "sentence" in it]
     tokenizer = made_tokenizer(template, [*SPECIAL, *special])
+    cuts = [
+        pre_tokenizers.Split(_WORDS, "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     others = sorted({*names, "<think>", "</think>"} - {*special})
     tokenizer.add_tokens([AddedToken(it, normalized=False) for it in others])
     tokenizer.bos_token, tokenizer.eos_token = "<s>", end[1]
@@ -114,17 +134,22 @@ class Conversation:
     Args:
         template: the chat template.
         keeps: whether answers are remembered.
+        draws: whether the ids of answers are drawn; if not, the model writes what the template
+            prints of them, in the ids that encoding gives.
         arguments: for the template.
     """
 
-    def __init__(self, template: str, *, keeps: bool = True, **arguments: Any) -> None:
+    def __init__(
+        self, template: str, *, keeps: bool = True, draws: bool = True, **arguments: Any
+    ) -> None:
         family = detect(template)
         assert family is not None, "the family of the template is not known"
         self.family, self._tokenizer = family, tokenizer_of(template, family)
         self._tokenization = Tokenization(
             self._tokenizer, family=family, template_arguments=arguments
         )
-        self._session = Session(self._tokenization, (1 << 24) if keeps else 0)
+        self._size, self._draws = (1 << 24) if keeps else 0, draws
+        self._session = Session(self._tokenization, self._size)
         self._vocabulary = self._tokenizer.get_vocab()
         self._added = {it.content for it in self._tokenizer.added_tokens_decoder.values()}
         self._blocks = set[tuple[int, ...]]()
@@ -134,6 +159,11 @@ class Conversation:
             {"role": "user", "content": ["What is the weather?"]},
         ]
         self.beyond = list[int]()
+        self.num_tokens = list[int]()
+
+    def restart(self) -> None:
+        """Forget the answers, as a server that is started again does; blocks are still found."""
+        self._session = Session(self._tokenization, self._size)
 
     def answer(self, thoughts: str, text: str, end: str) -> Reply:
         """Have the model write an answer, which becomes a part of the conversation."""
@@ -141,23 +171,47 @@ class Conversation:
         prompt, cached = encoded.token_ids, 0
         while tuple(prompt[: cached + BLOCK]) in self._blocks and cached + BLOCK < len(prompt):
             cached += BLOCK
+        self.num_tokens.append(len(prompt))
         if self._whole:
             self.beyond.append(len(prompt) - cached - max(0, len(prompt) - len(self._whole)))
         ids = [*self._sampled(self._written(encoded.text, thoughts) + text), self._vocabulary[end]]
-        tokenization = self._tokenization.of(
-            self._session.memory.namespace, None, self._session.memory
-        )
-        request = EngineRequest(params=SamplingParams())
-        reply = Reply(request, self._tokenizer, tokenization.reading(encoded, TOOLS))
-        reply.read(TokenOutput(request_id="", token_ids=ids, finish_reason="stop"))
+        if not self._draws:
+            ids = self._printed(encoded, ids, end)
+        reply = self._read(self._session, encoded, ids)
         self._whole = [*prompt, *ids[:-1]]  # The last token of an answer is not computed.
         ends = range(BLOCK, len(self._whole) + 1, BLOCK)
         self._blocks |= {tuple(self._whole[:end]) for end in ends}
+        self.messages.append(self._message(reply))
+        return reply
+
+    def _read(self, session: Session, encoded: Encoded, ids: Sequence[int]) -> Reply:
+        """Read an answer as the server does, which remembers it."""
+        memory = session.memory
+        tokenization = self._tokenization.of(memory.namespace, None, memory)
+        request = EngineRequest(params=SamplingParams())
+        reply = Reply(request, self._tokenizer, tokenization.reading(encoded, TOOLS))
+        reply.read(TokenOutput(request_id="", token_ids=[*ids], finish_reason="stop"))
+        return reply
+
+    def _message(self, reply: Reply) -> Any:
+        """Return an answer as the conversation goes on with it."""
         message = message_of(reply)
         for call in message.get("tool_calls", ()):
             call["type"] = "function"
-        self.messages.append({**message, "content": [reply.content] * bool(reply.content)})
-        return reply
+        return {**message, "content": [reply.content] * bool(reply.content)}
+
+    def _printed(self, encoded: Encoded, ids: Sequence[int], end: str) -> list[int]:
+        """Return the ids of what the template prints of an answer behind its prompt.
+
+        If it prints the prompt in another way than before, they are those of the answer's own text.
+        """
+        session = Session(self._tokenization, 0)
+        message = self._message(self._read(session, encoded, ids))
+        whole = session.encode([*self.messages, message], TOOLS, add_generation_prompt=False).text
+        text, rest = self._tokenizer.decode(ids[:-1]), whole.removeprefix(encoded.text)
+        if rest != whole:  # the token that ends a call may be the one that begins its result
+            text = rest[: rest.rindex(end)] if end in rest else rest
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self._vocabulary[end]]
 
     def _written(self, prompt: str, thoughts: str) -> str:
         """Return thoughts as the model goes on with them after its prompt."""
@@ -170,7 +224,7 @@ class Conversation:
         return ("" if begun.endswith(opens) else opens) + thoughts + closes
 
     def _sampled(self, text: str) -> list[int]:
-        """Return ids of a text that are not those that encoding it would give."""
+        """Return ids of a text, by and large not those that encoding it would give."""
         draw, ids = random.Random(len(self.messages)), list[int]()
         names = sorted(self._added, key=len, reverse=True)
         for part in re.split(f"({'|'.join(map(re.escape, names))})", text):
@@ -191,6 +245,8 @@ def measure(
     template: str,
     *,
     keeps: bool = True,
+    draws: bool = True,
+    restarts: bool = False,
     thinks: bool = True,
     text: str = "",
     result: str = RESULT,
@@ -201,12 +257,14 @@ def measure(
     Args:
         template: the chat template.
         keeps: whether answers are remembered.
+        draws: see `Conversation`.
+        restarts: whether the server is started again before the turn behind the loop.
         thinks: whether the model thinks before it writes.
         text: what it says before each call.
         result: of each call.
         arguments: for the template.
     """
-    conversation = Conversation(template, keeps=keeps, **arguments)
+    conversation = Conversation(template, keeps=keeps, draws=draws, **arguments)
     family = conversation.family
     end_of_call, end = ENDS.get(family.name, ("<|im_end|>",) * 2)
     num_calls = num_thoughts = 0
@@ -219,10 +277,13 @@ def measure(
         for told in conversation.messages[-1].get("tool_calls", ()):
             message = {"role": "tool", "tool_call_id": told["id"], "content": [result]}
             conversation.messages.append(message)
+    if restarts:
+        conversation.restart()
     conversation.answer("Done." * thinks, f"{family.answers}It is cold, and   it rains.", end)
     conversation.messages.append({"role": "user", "content": ["And tomorrow?"]})
     conversation.answer("", f"{family.answers}Warm.", end)
-    return Figures(conversation.beyond, num_calls, num_thoughts)
+    num_loop = conversation.num_tokens[NUM_CALLS] - conversation.num_tokens[0]
+    return Figures(conversation.beyond, num_calls, num_thoughts, num_loop)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -244,6 +305,9 @@ def main(arguments: Sequence[str]) -> None:
                 row |= {"thinks": thinks, "remembered": keeps}
                 try:
                     row |= measure(template, keeps=keeps, thinks=thinks, **given)._asdict()
+                    for name, draws in (("restart", True), ("restart_encoded", False)):
+                        how: Any = {"keeps": keeps, "thinks": thinks, "draws": draws, **given}
+                        row[name] = measure(template, restarts=True, **how).beyond[NUM_CALLS - 1]
                 except RequestError as error:
                     row["error"] = str(error)
                 rows.append(row)

@@ -110,3 +110,9 @@ def test_an_argument_that_keeps_thoughts_saves_the_loop_at_the_next_question() -
 def test_what_stands_before_a_call_is_found_too(family: str) -> None:
     *loop, _ = measured(family, text="Let me see.\n\n")
     assert max(loop) < BLOCK
+
+
+@of_families
+def test_after_a_restart_answers_are_found_if_encoding_gives_their_tokens(family: str) -> None:
+    assert measured(family, draws=False, restarts=True)[NUM_CALLS - 1] < BLOCK
+    assert measured(family, restarts=True)[NUM_CALLS - 1] > NUM_CALLS * BLOCK
