@@ -208,7 +208,7 @@ class Conversation:
         session = Session(self._tokenization, 0)
         message = self._message(self._read(session, encoded, ids))
         whole = session.encode([*self.messages, message], TOOLS, add_generation_prompt=False).text
-        text, rest = self._tokenizer.decode(ids[:-1]), whole.removeprefix(encoded.text)
+        text, rest = self._tokenizer.decode([*ids[:-1]]), whole.removeprefix(encoded.text)
         if rest != whole:  # the token that ends a call may be the one that begins its result
             text = rest[: rest.rindex(end)] if end in rest else rest
         return [*self._tokenizer.encode(text, add_special_tokens=False), self._vocabulary[end]]
