@@ -177,7 +177,7 @@ class ResponsesRequest(openai.ConversationRequest):
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
-        for i, item in enumerate([*self._earlier, *self.input], -len(self._earlier)):
+        for i, item in enumerate(self.items, -len(self._earlier)):
             path = f"input[{i}]" if i >= 0 else "previous_response_id"
             match item:
                 case FunctionCall() | CustomCall() | ClientCall() | SearchCall():
@@ -218,6 +218,11 @@ class ResponsesRequest(openai.ConversationRequest):
         wanted = TextFormat.model_validate(self.text.format)
         return only_one([wanted.format_at("text.format", wanted.type), super().text_format])
 
+    @property
+    def items(self) -> Sequence[Item]:
+        """The items of the conversation, those of earlier responses first."""
+        return [*self._earlier, *self.input]
+
     @cached_property
     def left_out_tools(self) -> Sequence[str]:
         """The types of the tools that the model is not told of."""
@@ -240,14 +245,14 @@ class ResponsesRequest(openai.ConversationRequest):
     @cached_property
     def found(self) -> dict[str, Offered]:
         """The other tools that searches have found, by the names that the model knows them by."""
-        items = (it for it in (*self._earlier, *self.input) if isinstance(it, SearchOutput))
-        found = {name: tool for it in items for name, tool in it.offered.items()}
+        searches = (it for it in self.items if isinstance(it, SearchOutput))
+        found = {name: tool for it in searches for name, tool in it.offered.items()}
         return {name: tool for name, tool in found.items() if name not in self.offered}
 
     @cached_property
     def all_tools(self) -> Sequence[Tool]:
         """The tools of the request, and those that its items bring."""
-        items = (it for it in (*self._earlier, *self.input) if isinstance(it, AdditionalTools))
+        items = (it for it in self.items if isinstance(it, AdditionalTools))
         return [*self.tools, *itertools.chain.from_iterable(it.tools for it in items)]
 
     def check(self, rules: Rules) -> None:
