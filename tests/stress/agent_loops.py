@@ -27,8 +27,6 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tieredkv.test_remembered import LETTERS, SPECIAL, Session, made_tokenizer, message_of
-from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
-from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.message_parser import Family, detect
@@ -79,7 +77,6 @@ _TOKENS = re.compile(
     r"|\[/?[A-Z]+(?:_[A-Z]+)?\]|\]~!?b[\]\[]|\[e~\["
 )
 """Finds the names of tokens in a chat template."""
-
 
 _WORDS = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -177,20 +174,11 @@ class Conversation:
         ids = [*self._sampled(self._written(encoded.text, thoughts) + text), self._vocabulary[end]]
         if not self._draws:
             ids = self._printed(encoded, ids, end)
-        reply = self._read(self._session, encoded, ids)
+        reply = self._session.answer(encoded, ids, TOOLS)
         self._whole = [*prompt, *ids[:-1]]  # The last token of an answer is not computed.
         ends = range(BLOCK, len(self._whole) + 1, BLOCK)
         self._blocks |= {tuple(self._whole[:end]) for end in ends}
         self.messages.append(self._message(reply))
-        return reply
-
-    def _read(self, session: Session, encoded: Encoded, ids: Sequence[int]) -> Reply:
-        """Read an answer as the server does, which remembers it."""
-        memory = session.memory
-        tokenization = self._tokenization.of(memory.namespace, None, memory)
-        request = EngineRequest(params=SamplingParams())
-        reply = Reply(request, self._tokenizer, tokenization.reading(encoded, TOOLS))
-        reply.read(TokenOutput(request_id="", token_ids=[*ids], finish_reason="stop"))
         return reply
 
     def _message(self, reply: Reply) -> Any:
@@ -206,7 +194,7 @@ class Conversation:
         If it prints the prompt in another way than before, they are those of the answer's own text.
         """
         session = Session(self._tokenization, 0)
-        message = self._message(self._read(session, encoded, ids))
+        message = self._message(session.answer(encoded, ids, TOOLS))
         whole = session.encode([*self.messages, message], TOOLS, add_generation_prompt=False).text
         text, rest = self._tokenizer.decode([*ids[:-1]]), whole.removeprefix(encoded.text)
         if rest != whole:  # the token that ends a call may be the one that begins its result

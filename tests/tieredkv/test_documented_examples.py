@@ -47,6 +47,15 @@ class Served:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def ask_twice(self, path: str, example: Example) -> Any:
+        """Return the answer to an example, whose texts are in its prompt, the same each time."""
+        answer = self.ask(path, example.body)
+        prompt = self.prompt
+        assert [text for text in example.told if text not in prompt] == [], prompt
+        self.ask(path, example.body)
+        assert self.prompt == prompt, "the prefix must be found again"
+        return answer
+
     @property
     def prompt(self) -> str:
         """The last prompt."""
@@ -67,24 +76,15 @@ def of(examples: list[Example]) -> pytest.MarkDecorator:
 
 @of(of_openai.RESPONSES)
 def test_an_example_of_responses_is_served(example: Example, served: Served) -> None:
-    answer = served.ask("/v1/responses", example.body)
-    response = Response.model_validate(answer)
-    prompt = served.prompt
-    assert [text for text in example.told if text not in prompt] == [], prompt
+    answer = served.ask_twice("/v1/responses", example)
     assert answer.get("tieredkv", {}).get("left_out_tools", []) == [*example.left_out]
-    assert response.output_text == "Fine."
-    served.ask("/v1/responses", example.body)
-    assert served.prompt == prompt, "the prefix must be found again"
+    assert Response.model_validate(answer).output_text == "Fine."
 
 
 @of(of_openai.CHATS)
 def test_an_example_of_chat_completions_is_served(example: Example, served: Served) -> None:
-    answer = ChatCompletion.model_validate(served.ask("/v1/chat/completions", example.body))
-    prompt = served.prompt
-    assert [text for text in example.told if text not in prompt] == [], prompt
+    answer = ChatCompletion.model_validate(served.ask_twice("/v1/chat/completions", example))
     assert answer.choices[0].message.content == "Fine."
-    served.ask("/v1/chat/completions", example.body)
-    assert served.prompt == prompt, "the prefix must be found again"
 
 
 def test_calls_and_recordings_of_old_messages_are_told_however_they_are_sent(
@@ -130,16 +130,11 @@ def test_what_is_wrong_in_an_old_message_is_named(
 
 @of(of_anthropic.MESSAGES)
 def test_an_example_of_messages_is_served(example: Example, served: Served) -> None:
-    answer = served.ask("/v1/messages", example.body)
-    message = BetaMessage.model_validate(answer)
-    prompt = served.prompt
-    assert [text for text in example.told if text not in prompt] == [], prompt
+    answer = served.ask_twice("/v1/messages", example)
     assert answer.get("tieredkv", {}).get("left_out_tools", []) == [*example.left_out]
-    assert [block.type for block in message.content] == ["text"]
+    assert [block.type for block in BetaMessage.model_validate(answer).content] == ["text"]
     counted = {name: each for name, each in example.body.items() if name != "max_tokens"}
     assert served.ask("/v1/messages/count_tokens", counted)["input_tokens"] > 0
-    served.ask("/v1/messages", example.body)
-    assert served.prompt == prompt, "the prefix must be found again"
 
 
 def test_what_is_left_out_is_named_in_streams_and_once_in_the_log(

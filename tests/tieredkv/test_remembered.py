@@ -145,7 +145,7 @@ class Session:
         tokenization = self.tokenization.of(self.memory.namespace, None, self.memory)
         reading = tokenization.reading(encoded, tools)
         params = EngineRequest(params=SamplingParams(), prompt_token_ids=encoded.token_ids)
-        reply = Reply(params, TOKENIZER, reading)
+        reply = Reply(params, self.tokenization.tokenizer, reading)
         output = TokenOutput(request_id="", token_ids=[*token_ids], finish_reason=reason)
         reply.read(output)
         self.answers.check()
