@@ -333,6 +333,30 @@ def test_a_block_that_no_write_was_waited_for_is_counted_as_lost_when_it_leaves_
     rig.check_nothing_is_held()
 
 
+def test_what_a_stopped_disk_does_not_take_leaves_most_of_memory_to_others() -> None:
+    rig = Rig(num_blocks=8, num_pages=32)
+    rig.store.is_held = True
+    num_computed = 0
+    for number in range(44):
+        num_computed += rig.run_without_disk("abcd"[number % 4], 4, "in_memory")
+        rig.run_without_disk(f"promised {number}", 2)
+    assert num_computed < 4 * 44 / 3, "two thirds were found"
+    assert rig.tiers.counters.lost_blocks.keys() == {"too_slow"}
+    rig.check_nothing_is_held()
+
+
+def test_host_memory_is_written_before_its_pages_have_to_be_evicted() -> None:
+    rig = Rig(num_blocks=8, num_pages=32)
+    for number in range(5):
+        rig.run(f"new {number}", 4)
+    rig.turn(4)
+    in_host = [each for number in range(5) for each in chain_of(f"new {number}", 4)]
+    in_host = [each for each in in_host if rig.tiers.host.lookup(each)]
+    assert len(in_host) >= 12
+    assert rig.store.blocks.keys() >= set(in_host)
+    rig.check_nothing_is_held()
+
+
 def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> None:
     rig = Rig(num_blocks=4, num_pages=4)
     rig.run("evicted", 2)

@@ -1,8 +1,8 @@
 """Copies blocks to slower tiers ahead of need: from VRAM to host memory, and from there to disk.
 
-Demotion keeps enough of the oldest blocks of each pool clean (see `Tiers`), so that an allocation
-waits neither for PCIe nor for the disk. Blocks that cannot be demoted in time are dropped, the
-oldest first, and counted.
+Demotion keeps enough of the oldest blocks of VRAM, and all pages of host memory, clean (see
+`Tiers`), so that an allocation waits neither for PCIe nor for the disk. Blocks that cannot be
+demoted in time are dropped, the oldest first, and counted.
 
 Called by the engine's thread only.
 """
@@ -31,12 +31,19 @@ they are.
 LOOKS_PER_MOVE = 8
 """Queued blocks that a step may examine for each move; many of them need no move any more."""
 
+MAX_OVERDUE = 1 / 16
+"""Share of host memory for pages that should have been evicted but have to be written first.
+
+Younger pages, which the disk has already, made room instead. While blocks are computed faster than
+the disk takes them, such pages would fill all of host memory, so the oldest are given up.
+"""
+
 EARLY_SHARE = 0.5
 """Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
 
 
 class Demoter:
-    """Keeps a reserve of clean blocks in VRAM and in host memory.
+    """Keeps a reserve of clean blocks in VRAM, and host memory clean.
 
     A block is pinned while it is copied or written, so that it keeps its place in the order of
     eviction.
@@ -55,9 +62,8 @@ class Demoter:
         # another forever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
-        # Else younger pages, which the disk has already, would make room instead of older ones.
-        self._host_reserve = max(1, tiers.host.num_blocks // 2)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
+        self._most_overdue = max(1, int(tiers.host.num_blocks * MAX_OVERDUE))
         self._behind: Waiting = OrderedDict()  # owed to the disk
         self._to_write = tiers.to_write
         self._fresh: Waiting = OrderedDict()  # owed to host memory
@@ -104,7 +110,7 @@ class Demoter:
         self._is_stale = True
 
     def pump(self) -> None:
-        """Top up both reserves; this takes a few microseconds when nothing has changed.
+        """Start the moves that keep blocks clean, in a few microseconds if nothing has changed.
 
         The work of one call is bounded by the moves that it may start, however many blocks wait.
         If more moves could be started, `has_more` is set and the next `pump` continues.
@@ -112,8 +118,7 @@ class Demoter:
         at_most = MAX_MOVES + 2 * self._num_noted
         self._num_noted, self.has_more = 0, False
         self._queue_owed(at_most)
-        if self._behind or self._to_write:
-            self._write_behind(at_most)
+        num_written = self._write_behind(at_most) if self._behind or self._to_write else 0
         if not self._is_stale:
             return
         self._is_stale = False
@@ -130,8 +135,11 @@ class Demoter:
         # use can be copied before they are released.
         if device.num_free < self._device_reserve:
             self._keep_going(self._copy_first(self._fresh, self._is_owed_to_host, at_most), at_most)
-        if host.num_empty < self._host_reserve:
-            self._keep_going(self.write(self._host_reserve - host.num_empty, at_most), at_most)
+        if self._tiers.store is not None:
+            if not self.is_draining:
+                self._give_up(host.overdue(self._most_overdue))
+            at_most -= num_written
+            self._keep_going(self.write(host.num_blocks - host.num_empty, at_most), at_most)
 
     def demote(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
         """Start the copies that make the oldest device blocks clean; return how many were started.
@@ -206,7 +214,12 @@ class Demoter:
         owed = [block for block in oldest if tiers.is_owed_to_disk(block.block_hash)]
         older = tiers.host.dirty(len(owed))
         kept = set(owed[len(owed) - len(older) :])
-        for block in [*older, *(block for block in oldest if block not in kept)]:
+        self._give_up([*older, *(block for block in oldest if block not in kept)])
+
+    def _give_up(self, blocks: Iterable[Block]) -> None:
+        """Have blocks evicted without a copy in a slower tier when it is their turn."""
+        tiers = self._tiers
+        for block in blocks:
             entry = tiers.catalog.get(block.block_hash)
             if entry is not None:
                 tiers.catalog.give_up(entry)
@@ -292,13 +305,18 @@ class Demoter:
         if num_started >= at_most:
             self._is_stale = self.has_more = True
 
-    def _write_behind(self, at_most: int) -> None:
-        """Start copies and writes for the first blocks that are owed to the disk."""
+    def _write_behind(self, at_most: int) -> int:
+        """Start copies and writes for the first blocks that are owed to the disk.
+
+        Returns:
+            How many writes were started.
+        """
         num_moved = 0
         if len(self._to_write) < at_most:
             num_moved = self._copy_first(self._behind, self._tiers.is_owed_to_disk, at_most)
-        num_moved = max(num_moved, self._write_first(at_most))
-        self.has_more = self.has_more or num_moved >= at_most
+        num_written = self._write_first(at_most)
+        self.has_more = self.has_more or max(num_moved, num_written) >= at_most
+        return num_written
 
     def _copy_first(
         self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int

@@ -11,7 +11,7 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, Tier
@@ -112,6 +112,7 @@ class EvictionOrder:
         self._to_evict: _Ranked = []
         self._of_floors: dict[bytes, _Ranked] = {}
         self._num_looks = 0
+        self._last_chosen = 0  # the highest rank of a block that was chosen
 
     def __len__(self) -> int:
         return len(self.unseen) + sum(map(len, self._seen))
@@ -171,6 +172,7 @@ class EvictionOrder:
                 self._move(block, part)
             if block.tenant in spare:
                 spare[block.tenant] -= 1
+            self._last_chosen = max(self._last_chosen, block.rank)
             chosen.append(block)
         return chosen
 
@@ -188,6 +190,15 @@ class EvictionOrder:
     def dirty(self, at_most: int) -> list[Block]:
         """Return the first blocks that wait for a copy."""
         return list(islice(self._dirty, max(0, at_most)))
+
+    def overdue(self, num_allowed: int) -> list[Block]:
+        """Return the oldest blocks that wait for a copy although younger ones were chosen.
+
+        Args:
+            num_allowed: how many such blocks, the youngest of them, are not returned.
+        """
+        found = takewhile(lambda block: block.rank < self._last_chosen, self._dirty)
+        return list(found)[: -num_allowed or None]
 
     def postpone(self, block: Block) -> None:
         """Move a block that waits for a copy behind the others that do."""

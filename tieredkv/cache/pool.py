@@ -303,6 +303,14 @@ class BlockPool:
                 break
         return found
 
+    def overdue(self, num_allowed: int) -> list[Block]:
+        """Return the oldest blocks that wait to be copied although younger ones were evicted.
+
+        Args:
+            num_allowed: how many such blocks, the youngest of them, are not returned.
+        """
+        return self._first.overdue(num_allowed)
+
     def postpone(self, block: Block) -> None:
         """Have `dirty` return a block after the others, because its copy cannot be started yet."""
         if block.part is not None:
