@@ -133,8 +133,8 @@ class Settings:
     disk_size: Bytes = _cache(20 << 30, "Most bytes that the files of the disk tier may occupy.")
     disk_write: DiskWrite = _cache(
         "on_evict",
-        "When `24h` blocks are written to disk: before host memory evicts them or a stop would "
-        "need half of `drain_timeout` to write them, or soon after they were computed.",
+        "When `24h` blocks are written to disk: once they have left VRAM for host memory or a stop "
+        "would need half of `drain_timeout` to write them, or soon after they were computed.",
     )
     disk_sync: DiskSync = _cache(
         "commit",
