@@ -194,7 +194,9 @@ _OPENAI = KnownFields(
 CHAT = _OPENAI._replace(
     ignored=_OPENAI.ignored - {"reasoning_effort"},
     refused={
-        **_without(_OPENAI.refused, "continue_final_message add_generation_prompt"),
+        **_without(
+            _OPENAI.refused, "continue_final_message add_generation_prompt functions function_call"
+        ),
         **refusals("echo", "Use /v1/completions, which has it."),
         **refusals("add_special_tokens", _RENDER),
         **refusals("prompt input", "Send the conversation as 'messages'."),

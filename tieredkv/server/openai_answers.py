@@ -152,6 +152,7 @@ class ChatShape(CompletionShape):
     Args:
         model, tokenization, form: as for `CompletionShape`.
         custom: names of the tools that take a text.
+        has_functions: whether a call has the form that it had before there were tools.
     """
 
     id_prefix = "chatcmpl-"
@@ -164,10 +165,11 @@ class ChatShape(CompletionShape):
         tokenization: Tokenization,
         *,
         custom: frozenset[str] = frozenset(),
+        has_functions: bool = False,
         **form: Any,
     ) -> None:
         super().__init__(model, tokenization, **form)
-        self._custom = custom
+        self._custom, self._has_functions = custom, has_functions
         self._num_calls = Counter[int]()  # of each answer, so far
 
     def opening(self, index: int, echo: str) -> list[Json]:
@@ -177,33 +179,40 @@ class ChatShape(CompletionShape):
     def delta(self, answer: Reply, piece: Piece, logprobs: Json | None) -> list[Json]:
         """Return a choice for each delta and, at the end of the answer, one with an empty delta."""
         reason = piece.finish_reason
-        deltas = [self._delta(piece.index, delta) for delta in piece.deltas if any(delta)]
+        deltas = [told for it in piece.deltas if any(it) and (told := self._delta(piece.index, it))]
         if not deltas and (logprobs or reason is None):
             deltas.append({"content": ""})
         choices = [self._chunk(piece.index, delta, None, None) for delta in deltas]
         if choices:
             choices[0]["logprobs"] = logprobs
-        return choices + ([self._chunk(piece.index, {}, None, _reason(answer))] if reason else [])
+        return choices + (
+            [self._chunk(piece.index, {}, None, self._reason(answer))] if reason else []
+        )
 
     def _delta(self, index: int, delta: Delta) -> Json:
         if delta.call is not None:
             number = self._num_calls[index] = self._num_calls[index] + 1
+            if self._has_functions:
+                return _function_call([delta.call]) if number == 1 else {}
             return {"tool_calls": [{"index": number - 1, **self._call(delta.call)}]}
         return {"reasoning_content": delta.thoughts} if delta.thoughts else {"content": delta.text}
 
     def choice(self, index: int, echo: str, answer: Reply, logprobs: Json | None) -> Json:
         """Return the choice for a whole answer."""
-        calls = [self._call(call) for call in answer.calls]
         message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
-        if calls:
-            message |= {"content": answer.content or None, "tool_calls": calls}
+        if answer.calls:
+            message["content"] = answer.content or None
+            if self._has_functions:
+                message |= _function_call(answer.calls)
+            else:
+                message["tool_calls"] = [self._call(call) for call in answer.calls]
         if answer.thoughts:
             message["reasoning_content"] = answer.thoughts
         return {
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": _reason(answer),
+            "finish_reason": self._reason(answer),
         }
 
     def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
@@ -220,6 +229,11 @@ class ChatShape(CompletionShape):
             kind, told = "custom", {"name": call.name, "input": text}
         return {"id": f"call_{call.id}", "type": kind, kind: told}
 
+    def _reason(self, answer: Reply) -> str | None:
+        if not answer.ends_with_calls:
+            return answer.finish_reason
+        return "function_call" if self._has_functions else "tool_calls"
+
     def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
@@ -228,8 +242,9 @@ class ChatShape(CompletionShape):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
 
 
-def _reason(answer: Reply) -> str | None:
-    return "tool_calls" if answer.ends_with_calls else answer.finish_reason
+def _function_call(calls: Sequence[Call]) -> Json:
+    """Return the first call in the form that it had before there were tools."""
+    return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
 
 
 def _finite(logprob: float | None) -> float | None:

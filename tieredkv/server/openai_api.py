@@ -28,12 +28,14 @@ from tieredkv.server.openai_answers import ChatShape, CompletionShape
 from tieredkv.server.openai_messages import (
     FAIL_FAST,
     Breakpoint,
+    Functions,
     Message,
     Messages,
     Tools,
     Ttl,
     custom_names,
     for_template,
+    offered,
     whole_turns,
 )
 from tieredkv.server.structure import Format, as_grammar
@@ -333,6 +335,16 @@ class ConversationRequest(OpenAIRequest):
         raise NotImplementedError
 
     @property
+    def chosen_tool(self) -> Any:
+        """Which tools may or must be called, as `choose_tools` takes it."""
+        return self.tool_choice
+
+    @property
+    def may_call_several(self) -> bool:
+        """Whether one answer may have several calls."""
+        return self.parallel_tool_calls
+
+    @property
     def left_out_choices(self) -> Collection[str]:
         """The types of tools that may be chosen although the model is not told of them."""
         return ()
@@ -358,10 +370,10 @@ class ConversationRequest(OpenAIRequest):
             **how: further fields of what is asked for.
         """
         structure = choose_tools(
-            self.tool_choice,
+            self.chosen_tool,
             tools := (*(arguments.get("tools") or ()), *found_tools),
             self.tool_names,
-            is_parallel=self.parallel_tool_calls,
+            is_parallel=self.may_call_several,
             text=self.text_format,
             left_out=self.left_out_choices,
         )
@@ -410,7 +422,11 @@ def check_continuing(
 
 
 class ChatRequest(ConversationRequest):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`.
+
+    The fields `functions` and `function_call` came before tools. An answer to them has one call at
+    most, in the form of that time.
+    """
 
     without_effect = CHAT.without_effect
     known_besides = SAMPLING_FIELDS | without_effect
@@ -424,6 +440,8 @@ class ChatRequest(ConversationRequest):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     tools: Tools = Field([])
+    functions: Functions = Field([])
+    function_call: Any = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 
@@ -437,7 +455,20 @@ class ChatRequest(ConversationRequest):
     @property
     def tool_names(self) -> Sequence[str]:
         """The names of the tools that the model is told of."""
-        return [tool[tool["type"]]["name"] for tool in self.tools]
+        return [tool[tool["type"]]["name"] for tool in offered(self.tools, self.functions)]
+
+    @property
+    def chosen_tool(self) -> Any:
+        """Which tools may or must be called, as `choose_tools` takes it."""
+        if not self.functions:
+            return self.tool_choice
+        call = self.function_call
+        return {"type": "function", **call} if isinstance(call, dict) else call
+
+    @property
+    def may_call_several(self) -> bool:
+        """Whether one answer may have several calls."""
+        return self.parallel_tool_calls and not self.functions
 
     @property
     def num_logprobs(self) -> int | None:
@@ -455,6 +486,7 @@ class ChatRequest(ConversationRequest):
         if rules.is_strict and self.best_of not in (None, 1):  # this endpoint does not have it
             text = "'best_of' is not supported."
             raise RequestError(text, param="best_of", code="unsupported_parameter")
+        self._check_functions()
         continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
         check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
         if adds_prompt is False and not continues:
@@ -462,12 +494,32 @@ class ChatRequest(ConversationRequest):
             raise RequestError(text, param="add_generation_prompt", code="unsupported_parameter")
         super().check(rules)
 
+    def _check_functions(self) -> None:
+        if self.functions and self.tools:
+            text = "'functions' cannot be given together with 'tools'."
+            raise RequestError(text, param="functions", code="invalid_value")
+        call, why = self.function_call, ""
+        if isinstance(call, dict):
+            if (name := call.get("name")) not in self.tool_names or not self.functions:
+                what = f"no function named {str(name)[:64]!r} was specified"
+                why = f"{what} in the 'functions' parameter"
+        elif call not in (None, "none", "auto"):
+            why = "it is 'none', 'auto', or an object with the name of a function"
+        if why:
+            text = f"Invalid value for 'function_call': {why}."
+            raise RequestError(text, param="function_call", code="invalid_value")
+
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         thinking = thinking_of(self.reasoning_effort)
-        tools = for_template(self.tools) or None
+        tools = for_template(offered(self.tools, self.functions)) or None
         arguments = {"tools": tools, **thinking, **self.chat_template_kwargs}
-        custom = custom_names(self.tools)
-        shape = ChatShape(self.model, tokenization, custom=custom, **self.form)
+        shape = ChatShape(
+            self.model,
+            tokenization,
+            custom=custom_names(self.tools),
+            has_functions=bool(self.functions),
+            **self.form,
+        )
         continues = self.continue_final_message
         return self.render(tokenization, rules, arguments, shape=shape, continues_text=continues)

@@ -6,7 +6,7 @@ They have the form that the API gives them; `for_template` returns the one that 
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -27,6 +27,7 @@ from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Text
 from tieredkv.server.known_fields import CHAT_MESSAGE
 
 MAX_ARGUMENT_CONTAINERS = 4096
+MAX_TOOLS = 1024
 FAIL_FAST = FailFast()
 CUSTOM_INPUT = "input"
 """The one parameter of the function that a custom tool becomes."""
@@ -270,26 +271,43 @@ def _read_tool(value: Any, info: ValidationInfo) -> Tool | ChatCustomTool:
 
 _TOOLS = TypeAdapter(
     Annotated[
-        list[Annotated[Tool | ChatCustomTool, BeforeValidator(_read_tool)]], Field(max_length=1024)
+        list[Annotated[Tool | ChatCustomTool, BeforeValidator(_read_tool)]],
+        Field(max_length=MAX_TOOLS),
     ]
 )
+_FUNCTIONS = TypeAdapter(Annotated[list[Function], Field(max_length=MAX_TOOLS)])
 
 
-def _check_tools(tools: Any, info: ValidationInfo) -> Any:
-    """Check the tools and return them unchanged, because the template prints them."""
-    _TOOLS.validate_python(tools, strict=True, context=info.context)
-    return tools
+def _unchanged(adapter: TypeAdapter[Any]) -> Callable[[Any, ValidationInfo], Any]:
+    """Return what checks a value and returns it unchanged, because the template prints it."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        adapter.validate_python(value, strict=True, context=info.context)
+        return value
+
+    return check
 
 
 Tools = Annotated[
     list[dict[str, Any]],
-    PlainValidator(_check_tools, json_schema_input_type=list[Tool | ChatCustomTool]),
+    PlainValidator(_unchanged(_TOOLS), json_schema_input_type=list[Tool | ChatCustomTool]),
+]
+Functions = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(_unchanged(_FUNCTIONS), json_schema_input_type=list[Function]),
 ]
 
 
 def custom_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """Return the names of the tools that take a text."""
     return frozenset(tool["custom"]["name"] for tool in tools if tool["type"] == "custom")
+
+
+def offered(
+    tools: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
+    """Return the tools of a request; functions are the same in an older form."""
+    return tools or [{"type": "function", "function": each} for each in functions]
 
 
 def for_template(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,14 @@ from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.known_fields import TOKENIZE
 from tieredkv.server.openai_api import TemplateArguments, check_continuing
-from tieredkv.server.openai_messages import Messages, Tools, for_template, whole_turns
+from tieredkv.server.openai_messages import (
+    Functions,
+    Messages,
+    Tools,
+    for_template,
+    offered,
+    whole_turns,
+)
 
 
 class TokenizeRequest(PlainRequest):
@@ -23,6 +30,7 @@ class TokenizeRequest(PlainRequest):
     prompt: str | None = None
     messages: Messages = Field([])
     tools: Tools = Field([])
+    functions: Functions = Field([])
     chat_template_kwargs: TemplateArguments = Field({})
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
@@ -43,7 +51,7 @@ class TokenizeRequest(PlainRequest):
             turns = whole_turns([("", message) for message in self.messages])
             messages = [message.for_template() for _, message in turns]
             how = {"add_generation_prompt": adds_prompt is not False}
-            tools = for_template(self.tools) or None
+            tools = for_template(offered(self.tools, self.functions)) or None
             arguments = {"tools": tools, **how, **self.chat_template_kwargs}
             encoded = tokenization.encode_chat(
                 messages, arguments, is_bounded=False, continues_last=continues
