@@ -390,6 +390,46 @@ def test_nothing_is_given_up_for_pages_that_a_flush_has_evicted() -> None:
     assert [len(rig.on_disk(f"promised {number}", 4)) for number in range(6)] == [4] * 6
 
 
+def test_late_pages_of_blocks_that_requests_use_again_are_not_given_up() -> None:
+    rig = Rig(num_blocks=32, num_pages=32)
+    rig.store.is_held = True
+    names = [f"promised {number}" for number in range(12)]
+    for name in names:
+        rig.run_without_disk(name, 2)
+    rig.cache.demoter.demote(24)
+    rig.turn(6)
+    running = [rig.prefix(name, 2) for name in names[4:8]]
+    for prefix in running:
+        prefix.records.update(dict.fromkeys(prefix.hashes))
+        assert rig.admit(prefix)
+    for number in range(30):
+        rig.run_without_disk(f"other {number}", 4, "in_memory")
+        rig.turn()
+    assert rig.tiers.counters.demotions_dropped > 0
+    for prefix in running:
+        entries = list(map(rig.tiers.catalog.get, prefix.hashes))
+        assert not any(entry is None or entry.is_droppable for entry in entries)
+        rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_blocks_whose_claim_on_the_disk_has_ended_are_not_given_up() -> None:
+    short = RetentionPolicy(name="short", idle_s=20.0, absolute_s=20.0, tiers=frozenset(Tier))
+    rig = Rig(num_blocks=8, num_pages=32, policies=(*DEFAULT_POLICIES, short))
+    rig.store.is_held = True
+    for number in range(6):
+        rig.run_without_disk(f"old {number}", 4, "short")
+        rig.run_without_disk(f"old {number}", 4, "in_memory")
+    rig.turn(5)
+    rig.clock.moment += 30.0
+    for number in range(12):
+        rig.run_without_disk(f"other {number}", 4, "in_memory")
+        rig.turn()
+    assert rig.tiers.counters.evictions["host,capacity"] > 8
+    assert rig.tiers.counters.demotions_dropped == 0
+    rig.check_nothing_is_held()
+
+
 def test_host_memory_is_written_before_its_pages_have_to_be_evicted() -> None:
     rig = Rig(num_blocks=8, num_pages=32)
     for number in range(5):

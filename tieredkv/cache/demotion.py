@@ -137,7 +137,7 @@ class Demoter:
             self._keep_going(self._copy_first(self._fresh, self._is_owed_to_host, at_most), at_most)
         if self._tiers.store is not None:
             if not self.is_draining:
-                self._give_up(host.late(self._most_late))
+                self._give_up_late()
             at_most -= num_written
             self._keep_going(self.write(host.num_blocks - host.num_empty, at_most), at_most)
 
@@ -215,6 +215,16 @@ class Demoter:
         older = tiers.host.dirty(len(owed))
         kept = set(owed[len(owed) - len(older) :])
         self._give_up([*older, *(block for block in oldest if block not in kept)])
+
+    def _give_up_late(self) -> None:
+        """Give up the oldest of the pages that should have been evicted, if they are too many."""
+        host = self._tiers.host
+        for page in host.late(self._most_late):
+            assert page.block_hash is not None, page
+            if host.can_evict(page):  # its claim has ended, or VRAM holds its block again
+                host.look_again(page.block_hash)
+            else:
+                self._give_up([page])
 
     def _give_up(self, blocks: Iterable[Block]) -> None:
         """Have blocks evicted without a copy in a slower tier when it is their turn."""
