@@ -259,6 +259,20 @@ def _nothing_can_go(entries: int) -> Steps:
         yield step
 
 
+def _late_pages(entries: int) -> Steps:
+    """Host memory has as many late pages as it may, and the worker finishes nothing.
+
+    Half of the blocks that pass through it are owed to the disk.
+    """
+    engine = _Engine(4096, num_pages=entries)
+    for _ in range(2 * (entries + 4096) // (2 * PROMPT_BLOCKS)):
+        engine.fill(PROMPT_BLOCKS)
+        engine.fill(PROMPT_BLOCKS, "in_memory")
+    while True:
+        engine.cache.demoter.note_change()
+        yield engine.step
+
+
 def _blocks_of_floors(entries: int) -> Steps:
     """A stream wants a block, but every block that could be evicted is in another tenant's floor.
 
@@ -384,6 +398,7 @@ CASES: dict[str, Callable[[int], Steps]] = {
     "8,192 blocks noted": _noted,
     "host tier full": _host_is_full,
     "host tier stuck": _nothing_can_go,
+    "late pages": _late_pages,
     "all of another's floor": _blocks_of_floors,
     "512 blocks passing through": _passing_through,
     "expired together": _end_together,

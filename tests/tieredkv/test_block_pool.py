@@ -211,6 +211,29 @@ def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
     assert ids(take(pool, 2)) == [7, 6]
 
 
+def test_an_eviction_makes_the_oldest_of_the_older_dirty_blocks_late() -> None:
+    pool = BlockPool(6)
+    dirty = {name(text) for text in "abce"}
+    pool.can_evict = lambda block: block.block_hash not in dirty
+    for text in "abcdef":
+        keep(pool, text)
+    assert hashes_of(pool.dirty(6)) == list(map(name, "abce")) and not pool.late(0)
+    pool.release(take(pool, 1))
+    assert hashes_of(pool.late(0)) == [name("a")], "it was its turn instead of d"
+    assert not pool.late(1)
+    pool.allocate(2)
+    assert hashes_of(pool.late(0)) == list(map(name, "ab")), "an empty one and f"
+    assert hashes_of(pool.late(1)) == [name("a")]
+    assert hashes_of(pool.dirty(6)) == list(map(name, "abce"))
+    block = pool.late(0)[0]
+    pool.postpone(block)
+    assert hashes_of(pool.dirty(6)) == list(map(name, "bcea")), "it is the last to be copied"
+    dirty.remove(name("b"))
+    pool.look_again(name("b"))
+    assert not pool.late(0), "it can be evicted now"
+    pool.check()
+
+
 def test_blocks_that_a_floor_keeps_are_passed_over_once_and_keep_their_place() -> None:
     pool = BlockPool(40)
     asked: list[int] = []

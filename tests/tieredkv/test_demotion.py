@@ -345,6 +345,91 @@ def test_what_a_stopped_disk_does_not_take_leaves_most_of_memory_to_others() -> 
     rig.check_nothing_is_held()
 
 
+def test_no_more_blocks_are_given_up_than_others_take_the_room_of() -> None:
+    rig = Rig(num_blocks=8, num_pages=64)
+    rig.store.is_held = True
+    for number in range(10):
+        rig.run_without_disk(f"promised {number}", 4)
+    counters = rig.tiers.counters
+    for number in range(12):
+        rig.run_without_disk(f"other {number}", 4, "in_memory")
+        rig.turn()
+        num_evicted = counters.evictions["host,capacity"]
+        assert counters.demotions_dropped <= max(0, num_evicted - 64 // 16)
+    assert 0 < counters.demotions_dropped < 40 - 16
+    rig.check_nothing_is_held()
+    num_on_disk = sum(len(rig.on_disk(f"promised {number}", 4)) for number in range(10))
+    assert num_on_disk == 40 - counters.demotions_dropped
+
+
+def test_late_blocks_within_the_floor_of_a_tenant_are_not_given_up_for_others() -> None:
+    rig = Rig(num_blocks=8, num_pages=64)
+    rig.tiers.give_shares({b"a": 0.5, b"b": 0.5})
+    rig.store.is_held = True
+    for number in range(7):
+        rig.run_without_disk(f"a/promised {number}", 4)
+    for number in range(40):
+        rig.run_without_disk(f"b/other {number}", 4, "in_memory")
+        rig.turn()
+    assert rig.tiers.counters.evictions["host,capacity"] > 64
+    assert rig.tiers.counters.demotions_dropped == 0
+    rig.check_nothing_is_held()
+    on_disk = [rig.on_disk(f"a/promised {number}", 4) for number in range(6)]
+    assert on_disk == 6 * [[0, 1, 2, 3]], "VRAM still has the last four"
+
+
+def test_nothing_is_given_up_for_pages_that_a_flush_has_evicted() -> None:
+    rig = Rig(num_blocks=8, num_pages=64)
+    rig.store.is_held = True
+    for number in range(6):
+        rig.run_without_disk(f"promised {number}", 4)
+        rig.run_without_disk(f"other {number}", 4, "in_memory")
+    assert not rig.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
+    rig.check_nothing_is_held()
+    assert rig.tiers.counters.demotions_dropped == 0
+    assert [len(rig.on_disk(f"promised {number}", 4)) for number in range(6)] == [4] * 6
+
+
+def test_late_pages_of_blocks_that_requests_use_again_are_not_given_up() -> None:
+    rig = Rig(num_blocks=32, num_pages=32)
+    rig.store.is_held = True
+    names = [f"promised {number}" for number in range(12)]
+    for name in names:
+        rig.run_without_disk(name, 2)
+    rig.cache.demoter.demote(24)
+    rig.turn(6)
+    running = [rig.prefix(name, 2) for name in names[4:8]]
+    for prefix in running:
+        prefix.records.update(dict.fromkeys(prefix.hashes))
+        assert rig.admit(prefix)
+    for number in range(30):
+        rig.run_without_disk(f"other {number}", 4, "in_memory")
+        rig.turn()
+    assert rig.tiers.counters.demotions_dropped > 0
+    for prefix in running:
+        entries = list(map(rig.tiers.catalog.get, prefix.hashes))
+        assert not any(entry is None or entry.is_droppable for entry in entries)
+        rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_blocks_whose_claim_on_the_disk_has_ended_are_not_given_up() -> None:
+    short = RetentionPolicy(name="short", idle_s=20.0, absolute_s=20.0, tiers=frozenset(Tier))
+    rig = Rig(num_blocks=8, num_pages=32, policies=(*DEFAULT_POLICIES, short))
+    rig.store.is_held = True
+    for number in range(6):
+        rig.run_without_disk(f"old {number}", 4, "short")
+        rig.run_without_disk(f"old {number}", 4, "in_memory")
+    rig.turn(5)
+    rig.clock.moment += 30.0
+    for number in range(12):
+        rig.run_without_disk(f"other {number}", 4, "in_memory")
+        rig.turn()
+    assert rig.tiers.counters.evictions["host,capacity"] > 8
+    assert rig.tiers.counters.demotions_dropped == 0
+    rig.check_nothing_is_held()
+
+
 def test_host_memory_is_written_before_its_pages_have_to_be_evicted() -> None:
     rig = Rig(num_blocks=8, num_pages=32)
     for number in range(5):

@@ -31,7 +31,7 @@ they are.
 LOOKS_PER_MOVE = 8
 """Queued blocks that a step may examine for each move; many of them need no move any more."""
 
-MAX_OVERDUE = 1 / 16
+MAX_LATE = 1 / 16
 """Share of host memory for pages that should have been evicted but have to be written first.
 
 Younger pages, which the disk has already, made room instead. While blocks are computed faster than
@@ -63,7 +63,7 @@ class Demoter:
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._most_overdue = max(1, int(tiers.host.num_blocks * MAX_OVERDUE))
+        self._most_late = max(1, int(tiers.host.num_blocks * MAX_LATE))
         self._behind: Waiting = OrderedDict()  # owed to the disk
         self._to_write = tiers.to_write
         self._fresh: Waiting = OrderedDict()  # owed to host memory
@@ -137,7 +137,7 @@ class Demoter:
             self._keep_going(self._copy_first(self._fresh, self._is_owed_to_host, at_most), at_most)
         if self._tiers.store is not None:
             if not self.is_draining:
-                self._give_up(host.overdue(self._most_overdue))
+                self._give_up_late()
             at_most -= num_written
             self._keep_going(self.write(host.num_blocks - host.num_empty, at_most), at_most)
 
@@ -215,6 +215,16 @@ class Demoter:
         older = tiers.host.dirty(len(owed))
         kept = set(owed[len(owed) - len(older) :])
         self._give_up([*older, *(block for block in oldest if block not in kept)])
+
+    def _give_up_late(self) -> None:
+        """Give up the oldest of the pages that should have been evicted, if they are too many."""
+        host = self._tiers.host
+        for page in host.late(self._most_late):
+            assert page.block_hash is not None, page
+            if host.can_evict(page):  # its claim has ended, or VRAM holds its block again
+                host.look_again(page.block_hash)
+            else:
+                self._give_up([page])
 
     def _give_up(self, blocks: Iterable[Block]) -> None:
         """Have blocks evicted without a copy in a slower tier when it is their turn."""

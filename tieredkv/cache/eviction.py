@@ -9,9 +9,9 @@ Only the engine's thread may call it.
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, Tier
@@ -61,12 +61,15 @@ class Part(OrderedDict[Block, None]):
     Attributes:
         order: the eviction order that it is a part of.
         is_open: whether its blocks can be evicted for any tenant, now or later.
+        is_waiting: whether its blocks wait for a copy to be started.
     """
 
-    def __init__(self, order: "EvictionOrder", *, is_open: bool = False) -> None:
+    def __init__(
+        self, order: "EvictionOrder", *, is_open: bool = False, is_waiting: bool = False
+    ) -> None:
         super().__init__()
         self.order = order
-        self.is_open = is_open
+        self.is_open, self.is_waiting = is_open, is_waiting
 
 
 _Ranked = list[tuple[int, Block]]
@@ -85,11 +88,14 @@ class EvictionOrder:
         unseen   not looked at since it was last used; younger than every block of another part
         clean    it can be evicted now
         dirty    its eviction would lose its content; it waits for a copy to be started
+        late     the same, and a younger block was evicted instead of it
+        spared   the same, but it was within the floor of its tenant, so that its turn had not come
         moving   a copy reads it
         kept     it is within the floor of its tenant, so it is not evicted for others
 
     Invariants (`check`): every block is in the part that its `part` names; those of `moving` are
-    pinned, those of `dirty` are not; every clean and every kept block has one entry in its heap.
+    pinned, those that wait for a copy are not; every clean and every kept block has one entry in
+    its heap.
 
     Attributes:
         can_evict: whether evicting a block loses nothing.
@@ -106,13 +112,14 @@ class EvictionOrder:
         self.num_open_of: Counter[bytes] = Counter()
         self.unseen, self._kept = Part(self), Part(self)
         self._clean = Part(self, is_open=True)
-        self._dirty = Part(self, is_open=True)
+        self._waiting = tuple(Part(self, is_open=True, is_waiting=True) for _ in range(3))
+        self._late, self._dirty, self._spared = self._waiting
         self._moving = Part(self, is_open=True)
-        self._seen = (self._clean, self._dirty, self._moving, self._kept)
+        self._seen = (self._clean, *self._waiting, self._moving, self._kept)
         self._to_evict: _Ranked = []
         self._of_floors: dict[bytes, _Ranked] = {}
         self._num_looks = 0
-        self._last_chosen = 0  # the highest rank of a block that was chosen
+        self._last_evicted = 0  # the highest rank of a block that was evicted
 
     def __len__(self) -> int:
         return len(self.unseen) + sum(map(len, self._seen))
@@ -172,7 +179,6 @@ class EvictionOrder:
                 self._move(block, part)
             if block.tenant in spare:
                 spare[block.tenant] -= 1
-            self._last_chosen = max(self._last_chosen, block.rank)
             chosen.append(block)
         return chosen
 
@@ -182,35 +188,53 @@ class EvictionOrder:
 
     def look_ahead(self, num_ahead: int, most_looks: int) -> None:
         """Look at the oldest blocks until the state of `num_ahead` outside of floors is known."""
-        num_known = len(self._clean) + len(self._dirty) + len(self._moving)
+        num_known = self.num_ready + sum(map(len, self._waiting))
         for _ in range(min(num_ahead - num_known, most_looks, len(self.unseen))):
             block = self._take_unseen()
             self._put(block, self._part_for(block))
 
     def dirty(self, at_most: int) -> list[Block]:
         """Return the first blocks that wait for a copy."""
-        return list(islice(self._dirty, max(0, at_most)))
+        return list(islice(chain.from_iterable(self._waiting), max(0, at_most)))
 
-    def overdue(self, num_allowed: int) -> list[Block]:
-        """Return the oldest blocks that wait for a copy although younger ones were chosen.
+    def note_evicted(
+        self, blocks: Collection[Block], is_within_floor: Callable[[Block], bool]
+    ) -> None:
+        """Note for which blocks that wait for a copy these are evicted, to make room.
+
+        An eviction makes at most one block late, however many older ones wait: with fewer
+        evictions, it would not have been the turn of the others either.
+        """
+        if not (blocks and self._dirty):
+            return
+        self._last_evicted = max(self._last_evicted, *(block.rank for block in blocks))
+        for _ in blocks:
+            block = next(iter(self._dirty), None)
+            if block is None or block.rank > self._last_evicted:
+                break
+            self._move(block, self._spared if is_within_floor(block) else self._late)
+
+    def late(self, num_allowed: int) -> list[Block]:
+        """Return the oldest blocks that wait for a copy although younger ones were evicted.
 
         Args:
             num_allowed: how many such blocks, the youngest of them, are not returned.
         """
-        found = takewhile(lambda block: block.rank < self._last_chosen, self._dirty)
-        return list(found)[: -num_allowed or None]
+        return list(islice(self._late, max(0, len(self._late) - num_allowed)))
 
     def postpone(self, block: Block) -> None:
         """Move a block that waits for a copy behind the others that do."""
-        if block.part is self._dirty:
-            self._dirty.move_to_end(block)
+        if block.part is not None and block.part.is_waiting:
+            self._move(block, self._dirty)
 
     def look_again(self, block: Block) -> None:
         """Move a block that was looked at to the part where it belongs now."""
-        if block.part is not self.unseen and block.part is not self._kept:
-            part = self._part_for(block)
-            if part is not block.part:
-                self._put(block, part)
+        before = block.part
+        if before is None or before is self.unseen or before is self._kept:
+            return
+        part = self._part_for(block)
+        if part is not before and not (part.is_waiting and before.is_waiting):
+            self._put(block, part)
 
     def forget_looks(self) -> None:
         """Forget the state of every block, so that each is looked at again."""
@@ -229,7 +253,7 @@ class EvictionOrder:
                 raise IntegrityError("a block is not in the part of the order that it names")
         if not all(block.pin_count for block in self._moving):
             raise IntegrityError("a block is listed as moving, but is not pinned")
-        if any(block.pin_count for block in self._dirty):
+        if any(block.pin_count for block in chain.from_iterable(self._waiting)):
             raise IntegrityError("a block waits to be copied, but a copy already pins it")
         heaps = (
             (self._to_evict, self._clean),

@@ -194,6 +194,7 @@ class BlockPool:
         if len(victims) < num_needed and not is_partial:
             return None
         taken = [self._empty.popleft() for _ in range(min(count, self.num_empty))]
+        self._note_evicted(victims, tenant)
         self._evict(victims)
         taken.extend(victims)
         for block in taken:
@@ -303,13 +304,13 @@ class BlockPool:
                 break
         return found
 
-    def overdue(self, num_allowed: int) -> list[Block]:
+    def late(self, num_allowed: int) -> list[Block]:
         """Return the oldest blocks that wait to be copied although younger ones were evicted.
 
         Args:
             num_allowed: how many such blocks, the youngest of them, are not returned.
         """
-        return self._first.overdue(num_allowed)
+        return self._first.late(num_allowed)
 
     def postpone(self, block: Block) -> None:
         """Have `dirty` return a block after the others, because its copy cannot be started yet."""
@@ -428,6 +429,16 @@ class BlockPool:
         for order in unpinned:
             victims += order.choose(num_needed - len(victims), spare, most_looks)
         return victims + last.choose(num_needed - max(0, num_unpinned), spare, most_looks)
+
+    def _note_evicted(self, victims: Iterable[Block], tenant: bytes | None) -> None:
+        """Note for which blocks that wait for a copy a tenant's allocation evicts others."""
+        first, num_of, floors = self._first, self._num_of, self._floors
+
+        def is_within_floor(block: Block) -> bool:
+            return block.tenant != tenant and num_of[block.tenant] <= floors.get(block.tenant, 0)
+
+        evicted = [each for each in victims if each.part is not None and each.part.order is first]
+        first.note_evicted(evicted, is_within_floor)
 
     def _evict(self, victims: Iterable[Block]) -> None:
         """Take chosen blocks out of the order and the index."""
