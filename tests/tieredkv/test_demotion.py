@@ -442,6 +442,22 @@ def test_host_memory_is_written_before_its_pages_have_to_be_evicted() -> None:
     rig.check_nothing_is_held()
 
 
+def test_a_new_worker_is_given_all_of_host_memory_though_no_request_comes() -> None:
+    rig = Rig(num_blocks=8, num_pages=600)
+    for number in range(100):
+        rig.run(f"in memory {number}", 4, "in_memory")
+    for number in range(40):
+        rig.run(f"promised {number}", 4)
+    promised = {it for number in range(40) for it in chain_of(f"promised {number}", 4)}
+    in_host = {it for it in promised if rig.tiers.host.lookup(it)}
+    assert len(in_host) > 150
+    rig.store.restart_empty()
+    rig.turn(60)
+    assert rig.store.blocks.keys() >= in_host
+    assert not rig.cache.has_more
+    rig.check_nothing_is_held()
+
+
 def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> None:
     rig = Rig(num_blocks=4, num_pages=4)
     rig.run("evicted", 2)

@@ -38,6 +38,17 @@ def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
     assert rig.finish(prefix) == 0
 
 
+def test_a_page_of_a_block_that_its_tenants_floor_keeps_in_vram_stays_a_duplicate() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False)
+    rig.run("quiet/a", 2, "in_memory")
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    rig.run("quiet/a", 2, "in_memory")
+    assert rig.tiers.host.num_duplicates == 2
+    flood(rig, num_blocks=16, retention="in_memory")
+    assert rig.on_device("quiet/a", 2) == [0, 1]
+    rig.check_nothing_is_held()
+
+
 def test_a_flood_takes_what_is_above_the_floor_and_no_more() -> None:
     rig = Rig(num_blocks=16, num_pages=8, has_store=False)
     for index in range(4):

@@ -139,7 +139,10 @@ class Demoter:
             if not self.is_draining:
                 self._give_up_late()
             at_most -= num_written
-            self._keep_going(self.write(host.num_blocks - host.num_empty, at_most), at_most)
+            num_unseen = host.num_unseen
+            started = self.write(host.num_blocks - host.num_empty, at_most)
+            has_looked = host.num_unseen < num_unseen  # others may have to be written
+            self._keep_going(at_most if has_looked else started, at_most)
 
     def demote(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
         """Start the copies that make the oldest device blocks clean; return how many were started.

@@ -133,6 +133,10 @@ class EvictionOrder:
         """Blocks that can be evicted now, or once the copies under way have ended."""
         return len(self._clean) + len(self._moving)
 
+    def is_kept(self, block: Block) -> bool:
+        """Whether a block of this order is not among the next to be evicted."""
+        return block.part is self.unseen or block.part is self._kept
+
     def append(self, block: Block) -> None:
         """Add a block as the youngest."""
         self.unseen[block] = None

@@ -145,6 +145,11 @@ class BlockPool:
         return len(self._duplicates)
 
     @property
+    def num_unseen(self) -> int:
+        """Evictable blocks whose state was not looked at since they were last used."""
+        return sum(len(order.unseen) for order in self._orders)
+
+    @property
     def duplicates(self) -> Iterable[Block]:
         """Evictable blocks that are evicted first, in that order."""
         return self._duplicates
@@ -160,12 +165,13 @@ class BlockPool:
     def holds_young(self, block_hash: BlockHash) -> bool:
         """Whether the block of this hash is ready, and in use or not among the next to be evicted.
 
-        The next ones are those whose state was looked at, for an allocation or ahead of one.
+        The next ones are those whose state was looked at, for an allocation or ahead of one, but
+        not those within the floor of their tenant.
         """
         block = self._index.get(block_hash)
         if block is None or not block.is_ready:
             return False
-        return block.part is None or block.part is block.part.order.unseen
+        return block.part is None or block.part.order.is_kept(block)
 
     def allocate(
         self,

@@ -490,6 +490,7 @@ class TieredCache:
         self.tiers.catalog.forget_disk()
         for pool in self.tiers.pools.values():
             pool.forget_looks()
+        self.demoter.note_change()
 
     def _take_chain(
         self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]
