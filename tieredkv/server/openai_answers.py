@@ -199,7 +199,9 @@ class ChatShape(CompletionShape):
 
     def choice(self, index: int, echo: str, answer: Reply, logprobs: Json | None) -> Json:
         """Return the choice for a whole answer."""
-        message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
+        message: Json = {"role": "assistant", "content": answer.content}
+        if not self._has_functions:  # which are older than it, as clients are that refuse it
+            message["refusal"] = None
         if answer.calls:
             message["content"] = answer.content or None
             if self._has_functions:
