@@ -14,6 +14,13 @@ from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
 
+def push_out(rig: Rig, name: str, num_chains: int) -> None:
+    """Serve chains of four blocks that the disk is not owed, a step for each."""
+    for number in range(num_chains):
+        rig.run_without_disk(f"{name} {number}", 4, "in_memory")
+        rig.turn()
+
+
 def test_a_reserve_of_clean_device_blocks_is_kept_ahead_of_need() -> None:
     rig = Rig(num_blocks=16, reserve=4)
     rig.run("a", 16)
@@ -368,9 +375,7 @@ def test_late_blocks_within_the_floor_of_a_tenant_are_not_given_up_for_others() 
     rig.store.is_held = True
     for number in range(7):
         rig.run_without_disk(f"a/promised {number}", 4)
-    for number in range(40):
-        rig.run_without_disk(f"b/other {number}", 4, "in_memory")
-        rig.turn()
+    push_out(rig, "b/other", 40)
     assert rig.tiers.counters.evictions["host,capacity"] > 64
     assert rig.tiers.counters.demotions_dropped == 0
     rig.check_nothing_is_held()
@@ -402,9 +407,7 @@ def test_late_pages_of_blocks_that_requests_use_again_are_not_given_up() -> None
     for prefix in running:
         prefix.records.update(dict.fromkeys(prefix.hashes))
         assert rig.admit(prefix)
-    for number in range(30):
-        rig.run_without_disk(f"other {number}", 4, "in_memory")
-        rig.turn()
+    push_out(rig, "other", 30)
     assert rig.tiers.counters.demotions_dropped > 0
     for prefix in running:
         entries = list(map(rig.tiers.catalog.get, prefix.hashes))
@@ -422,9 +425,7 @@ def test_blocks_whose_claim_on_the_disk_has_ended_are_not_given_up() -> None:
         rig.run_without_disk(f"old {number}", 4, "in_memory")
     rig.turn(5)
     rig.clock.moment += 30.0
-    for number in range(12):
-        rig.run_without_disk(f"other {number}", 4, "in_memory")
-        rig.turn()
+    push_out(rig, "other", 12)
     assert rig.tiers.counters.evictions["host,capacity"] > 8
     assert rig.tiers.counters.demotions_dropped == 0
     rig.check_nothing_is_held()

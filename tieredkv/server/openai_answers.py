@@ -193,7 +193,7 @@ class ChatShape(CompletionShape):
         if delta.call is not None:
             number = self._num_calls[index] = self._num_calls[index] + 1
             if self._has_functions:
-                return _function_call([delta.call]) if number == 1 else {}
+                return _function_call(delta.call) if number == 1 else {}
             return {"tool_calls": [{"index": number - 1, **self._call(delta.call)}]}
         return {"reasoning_content": delta.thoughts} if delta.thoughts else {"content": delta.text}
 
@@ -205,7 +205,7 @@ class ChatShape(CompletionShape):
         if answer.calls:
             message["content"] = answer.content or None
             if self._has_functions:
-                message |= _function_call(answer.calls)
+                message |= _function_call(answer.calls[0])
             else:
                 message["tool_calls"] = [self._call(call) for call in answer.calls]
         if answer.thoughts:
@@ -244,9 +244,9 @@ class ChatShape(CompletionShape):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
 
 
-def _function_call(calls: Sequence[Call]) -> Json:
-    """Return the first call in the form that it had before there were tools."""
-    return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+def _function_call(call: Call) -> Json:
+    """Return a call in the form that it had before there were tools."""
+    return {"function_call": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float | None) -> float | None:
