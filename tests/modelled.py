@@ -432,7 +432,7 @@ class Disk(StoreClient):
         self._writes.add(pages)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
-        for item in items:
+        for item in reversed(items):  # a tail is evicted before its head
             if item.block_hash in self.records:
                 self.records.move_to_end(item.block_hash)
 

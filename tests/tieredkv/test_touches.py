@@ -3,6 +3,7 @@
 import pytest
 
 from tests.fake_store import Rig
+from tieredkv.storage.results import TouchItem
 
 
 def test_long_chains_are_refreshed_some_blocks_a_step_and_the_rest_at_the_release(
@@ -32,4 +33,23 @@ def test_long_chains_are_refreshed_some_blocks_a_step_and_the_rest_at_the_releas
     rig.cache.release(prefixes[1])
     assert num_claimed("b") == 6, "what a request claims is noted before its blocks are free"
     assert {entry.hits for entry in entries["b"]} == {2}
+    rig.check_nothing_is_held()
+
+
+def test_the_disk_keeps_what_it_told_of_for_a_request_that_has_no_room_in_vram() -> None:
+    rig = Rig(num_blocks=8, num_pages=8)
+    for name in "ab":
+        rig.store.put(name, 6, age_s=600.0)
+    first = rig.queue("a", 6)
+    rig.turn()
+    assert rig.store.touched == [], "there is room, so that it is admitted at once"
+    assert rig.admit(first)
+    waiting = rig.queue("b", 6)
+    rig.turn()
+    now = rig.clock.now()
+    assert rig.store.touched == [TouchItem(each, now) for each in waiting.hashes]
+    assert not rig.admit(waiting)
+    for prefix in (first, waiting):
+        rig.cache.release(prefix)
+    rig.turn(2)
     rig.check_nothing_is_held()

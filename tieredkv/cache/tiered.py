@@ -483,6 +483,8 @@ class TieredCache:
                     block.source = block.source or Tier.DISK
             self.promoter.probe(prefix, on_disk)
         else:
+            if self.num_free < len(hashes):
+                self.touches.keep_on_disk(event.found)
             self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
 
     def _forget_disk(self) -> None:

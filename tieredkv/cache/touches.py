@@ -6,9 +6,12 @@ microseconds. So this is done after a request's first token, some blocks beside 
 Called by the engine's thread only.
 """
 
+from collections.abc import Iterable
+
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiers import Tiers
+from tieredkv.storage.results import TouchItem
 
 MAX_TOUCHED = 512
 """Blocks that one step refreshes, which takes one or two milliseconds."""
@@ -38,6 +41,15 @@ class Touches:
             self._touch(prefix, range(first, last))
             if last == len(prefix.hashes):
                 del self._begun[prefix]
+
+    def keep_on_disk(self, hashes: Iterable[bytes]) -> None:
+        """Have the disk keep what it has told of for a request that may wait for room in VRAM.
+
+        To the disk these blocks may be the ones used the longest ago, which are evicted next.
+        """
+        if self._tiers.store is not None:
+            now = self._tiers.clock.now()
+            self._tiers.store.touch([TouchItem(block_hash, now) for block_hash in hashes])
 
     def finish(self, prefix: Prefix) -> None:
         """Refresh what is left of a chain that is about to be released."""
