@@ -196,6 +196,88 @@ def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
     assert read("hermes", [as_text]) == ("", "", [("now", {"a": 1})])
 
 
+TAGGED = {
+    "qwen3-coder": ("<tool_call>\n<function=make>", "\n<parameter={}>\n{}\n</parameter>",
+                    "\n</function>\n</tool_call>"),
+    "glm": ("<tool_call>make", "\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>",
+            "\n</tool_call>"),
+    "minimax-m2": ('<minimax:tool_call>\n<invoke name="make">',
+                   '\n<parameter name="{}">{}</parameter>',
+                   "\n</invoke>\n</minimax:tool_call>"),
+    "seed-oss": ("<seed:tool_call>\n<function=make>", "\n<parameter={}>{}</parameter>",
+                 "\n</function>\n</seed:tool_call>"),
+}  # fmt: skip
+"""What a call of `make` begins with in families that write tags, one argument, and its end."""
+
+
+def arguments_read(family: str, schema: Any, written: dict[str, str]) -> Any:
+    """Return the arguments of a call that stand in tags, by the schema of its tool."""
+    tools = [{"type": "function", "function": {"name": "make", "parameters": schema}}]
+    before, argument, behind = TAGGED[family]
+    tags = "".join(argument.format(*it) for it in written.items())
+    _, text, calls = read(family, [before + tags + behind], tools=tools)
+    assert (text, [name for name, _ in calls]) == ("", ["make"])
+    return calls[0][1]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_arguments_in_tags_get_the_types_that_references_and_choices_name(family: str) -> None:
+    place = {"type": "object", "properties": {"zip": {"type": "string"}}}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/Place"},
+            "other": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "none": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "level": {"allOf": [{"$ref": "#/$defs/Level"}], "default": 1},
+            "word": {"enum": ["1", "2"]},
+            "one": {"const": 1},
+            "tree": {"$ref": "#/$defs/Tree"},
+            "free": {},
+        },
+        "$defs": {
+            "Place": place,
+            "Level": {"enum": [1, 2]},
+            "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "array"}] * 9},
+        },
+    }
+    written = {"place": '{"zip": "8001"}', "other": '{"zip": "1"}', "none": "null", "level": "2"}
+    written |= {"word": "1", "one": "1", "tree": "[[]]", "free": "3"}
+    given: dict[str, Any] = {
+        "place": {"zip": "8001"},
+        "other": {"zip": "1"},
+        "none": None,
+        "level": 2,
+    }
+    given |= {"word": "1", "one": 1, "tree": [[]], "free": "3"}
+    assert arguments_read(family, schema, written) == given
+    named = {"$ref": "#/definitions/Make", "definitions": {"Make": schema}, **schema["$defs"]}
+    assert arguments_read(family, named, {"one": "1"}) == {"one": 1}
+    odds: list[Any] = [None, True, [], {"properties": 5}, {"properties": {"one": 5}, "$ref": 5}]
+    for odd in odds:
+        assert arguments_read(family, odd, {"one": "1"}) == {"one": "1"}
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("text", ["[NaN]", "[1e400]", "[" * 100_000, "[1"])
+def test_an_argument_in_tags_that_is_no_json_stays_a_text(family: str, text: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"list": {"type": "array"}, "days": {"type": "integer"}},
+    }
+    given = {"list": text, "days": 3}
+    assert arguments_read(family, schema, {"list": text, "days": "3"}) == given
+
+
+def test_half_of_a_surrogate_pair_is_replaced_since_no_answer_could_hold_it() -> None:
+    call = (
+        r'<tool_call>{"name": "now\udc00", "arguments": {"a": "\ud83d\ude42 \ud83d"}}</tool_call>'
+    )
+    assert read("hermes", [call]) == ("", "", [("now\ufffd", {"a": "🙂 \ufffd"})])
+    schema = {"type": "object", "properties": {"list": {"type": "array"}}}
+    assert arguments_read("glm", schema, {"list": r'["\ud83d"]'}) == {"list": ["\ufffd"]}
+
+
 def test_both_forms_of_mistral_are_read() -> None:
     calls = (
         f'[{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'

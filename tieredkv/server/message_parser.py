@@ -6,6 +6,7 @@ is given out once it is complete. One that is malformed is text, with all that t
 around it. This module knows neither APIs nor tokens.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -21,6 +22,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
 from tieredkv.server.response_templates import VALUE, family_of
+from tieredkv.server.schemas import property_types
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,9 @@ MAX_BEGUN_CHARACTERS = 1024
 
 OWN = "response_template"
 """The name of the family that a checkpoint's own response template describes."""
+
+_NO_FIELDS: Any = {"start_anchor": "x", "fields": {"text": {"content": "text"}}}
+"""A response template for a parser that only gives arguments their types."""
 
 _SAMPLE_TOOLS: Any = [{"type": "function", "function": {"name": "look"}}]
 _SAMPLE_ARGUMENTS = {
@@ -255,7 +260,7 @@ class MessageParser:
         self._family = family
         template = family.template(has_tools=bool(tools))
         begun = family.begun(prompt).removeprefix(family.start)
-        self._parser = ResponseParser(template, begun, tools=[*map(dict, tools)])
+        self._parser, self._tools = ResponseParser(template, begun), tools
         self._body: list[str] = []
         self._blank = ""  # white space that counts only if something follows
         self._before = ""  # white space before a call that counts only if the call is malformed
@@ -349,10 +354,24 @@ class MessageParser:
         closed = self._family.call_end[0] if self._family.call_end and not is_end else ""
         yield from (Delta(text) for text in self._kept(before + value["opened"] + body + closed))
 
-    def _typed(self, name: str, arguments: dict[str, str]) -> Any:
-        """Return arguments that stand in tags with the types of the tool's schema."""
-        call = {"function": {"name": name, "arguments": arguments}}
-        return self._parser._coerce_tool_calls(call)["function"]["arguments"]
+    def _typed(self, name: str, arguments: dict[str, str]) -> dict[str, Any]:
+        """Return arguments that stand in tags with the types of the tool's schema.
+
+        One that is no JSON of its type stays a text.
+        """
+        functions = [tool.get("function", tool) for tool in self._tools]
+        schema = next((it.get("parameters") for it in functions if it.get("name") == name), None)
+        properties = {key: {"type": types} for key, types in property_types(schema).items()}
+        tool = {"function": {"name": name, "parameters": {"properties": properties}}}
+        coerce = ResponseParser(_NO_FIELDS, "", tools=[tool])._coerce_tool_calls
+        typed = dict[str, Any](arguments)
+        for key, text in arguments.items():
+            call = {"function": {"name": name, "arguments": {key: text}}}
+            with contextlib.suppress(ValueError, RecursionError):
+                value = coerce(call)["function"]["arguments"][key]
+                _dumped(value)
+                typed[key] = value
+        return typed
 
 
 def _calls_in(
@@ -434,7 +453,7 @@ def _call_of(value: Any, *, is_bare: bool) -> tuple[str, str]:
     given = [value[key] for key in ("arguments", "parameters") if key in value]
     if is_bare and not given:
         raise ValueError("it may be an answer")
-    return name, _arguments_of(given[0] if given else {})
+    return _encodable(name), _arguments_of(given[0] if given else {})
 
 
 def _arguments_of(value: Any) -> str:
@@ -446,4 +465,15 @@ def _arguments_of(value: Any) -> str:
 
 
 def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Return a value as JSON.
+
+    Raises:
+        ValueError: it has what JSON cannot hold, such as NaN.
+        RecursionError: it is nested too deeply.
+    """
+    return _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with a replacement character for each lone surrogate, which has no bytes."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)

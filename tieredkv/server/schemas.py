@@ -5,6 +5,7 @@ all of it. Here a schema is checked; `schema_writer` finds those keywords and re
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +24,16 @@ MAX_SCHEMA_BYTES = 128 << 10
 MAX_SCHEMA_DEPTH = 32
 MAX_PASSES = 64
 """Of the search for what can be written to its end: references may be chained about as often."""
+
+_JSON_TYPES: dict[str, Any] = {
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "string": str,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
 
 Refuse = Callable[[str], RequestError]
 
@@ -157,6 +168,50 @@ def _parts(schema: Schema) -> Iterator[dict[str, Any]]:
         yield schema
         for each in _children(schema):
             yield from _parts(each)
+
+
+def property_types(schema: Schema) -> dict[str, list[str]]:
+    """Return the types that each property of an object may have, through references and choices.
+
+    The schema need not be valid: what is no schema has no types.
+    """
+    properties = dict[str, Schema]()
+    for part in _same_value(schema, schema):
+        if isinstance(found := part.get("properties"), dict):
+            properties |= found
+    return {
+        name: [*dict.fromkeys(kind for each in _same_value(part, schema) for kind in _types(each))]
+        for name, part in properties.items()
+    }
+
+
+def _same_value(part: Schema, whole: Schema) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all others by which it describes the same value, each once."""
+    left, seen = deque([part]), set[int]()
+    while left:
+        part = left.popleft()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        left.append(_target(whole, part.get("$ref")))
+        for key in ("allOf", "anyOf", "oneOf"):
+            left.extend(part[key] if isinstance(part.get(key), list) else ())
+
+
+def _types(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the types that a schema names, or those of its constants."""
+    given = part.get("type")
+    yield from (it for it in (given if isinstance(given, list) else [given]) if isinstance(it, str))
+    if part.get("nullable") is True:
+        yield "null"
+    if given is None:
+        values = part.get("enum", [part["const"]] if "const" in part else [])
+        yield from map(_type_of, values if isinstance(values, list) else ())
+
+
+def _type_of(value: Any) -> str:
+    return next(name for name, kind in _JSON_TYPES.items() if isinstance(value, kind))
 
 
 def _target(whole: Schema, ref: Any) -> Schema | None:
