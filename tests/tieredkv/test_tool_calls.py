@@ -5,7 +5,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import anthropic
 import openai
@@ -22,7 +22,7 @@ from tieredkv.server.app import Api, build_app
 from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Rules
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.keys import Keys
-from tieredkv.server.message_parser import Family, families
+from tieredkv.server.message_parser import Family, MessageParser, families
 from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.reply import Reply
 from tieredkv.server.responses_api import ResponsesRequest
@@ -78,7 +78,7 @@ class Engine:
                 )
                 await asyncio.sleep(0)
 
-        self._task = asyncio.get_running_loop().create_task(write())
+        self.writing = asyncio.get_running_loop().create_task(write())
 
     def abort(self, request_id: str) -> None:
         """Do nothing; what is written is no longer read."""
@@ -614,3 +614,23 @@ def test_calls_before_a_stop_string_do_not_say_that_tools_are_to_be_called() -> 
         assert (choice.finish_reason, called(choice.message.tool_calls)) == ("stop", CALLS)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_cannot_be_read_fails_alone(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: MessageParser, text: str) -> NoReturn:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MessageParser, "feed", fail)
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        chat = openai_of(engine).with_options(max_retries=0, timeout=10).chat.completions
+        with pytest.raises(openai.InternalServerError, match="could not be read"):
+            await chat.create(model="m", messages=ASKED, tools=TOOLS, stream=is_stream)
+        await engine.writing  # the step in which other answers come, too
+
+    asyncio.run(run())
+    assert caplog.messages.count("an answer could not be read") == 1
