@@ -199,6 +199,33 @@ def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bo
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("begins", [0, WRITTEN.index("Let"), WRITTEN.index("<tool_call>")])
+def test_a_stream_of_responses_tells_that_it_goes_on_while_a_call_is_written(
+    begins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.server.response_answers.QUIET_S", 0.0)
+    tools: Any = [{"type": "function", "name": name} for name in ("get_weather", "now")]
+
+    async def run() -> None:
+        responses = openai_of(Engine(WRITTEN[begins:])).responses
+        async with responses.stream(model="m", input="Weather?", tools=tools) as stream:
+            events = [event async for event in stream]
+            response: Any = await stream.get_final_response()
+        assert len(events) > len(WRITTEN) - begins, "at least one for each token"
+        calls = [it for it in response.output if it.type == "function_call"]
+        assert [(it.name, json.loads(it.arguments)) for it in calls] == CALLS
+        told = [it.type for it in response.output]
+        for event in events:  # some clients replace what they have by what an event brings
+            if event.type == "response.in_progress":
+                given = [it.type for it in event.response.output]
+                assert given == told[: len(given)]
+                assert not given or event.response.output[-1].type == "function_call"
+        numbers = [event.sequence_number for event in events if hasattr(event, "sequence_number")]
+        assert numbers == sorted(numbers)
+
+    asyncio.run(run())
+
+
 def test_a_text_that_comes_behind_its_calls_belongs_to_their_turn() -> None:
     tools: Any = [{"type": "function", "name": "now"}]
     text: Any = {"role": "assistant", "content": "Let me see."}
