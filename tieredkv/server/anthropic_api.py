@@ -19,6 +19,7 @@ from tieredkv.server.anthropic_answers import MessageShape
 from tieredkv.server.anthropic_tools import CustomTool, Known, Marked, Tool, read_tool
 from tieredkv.server.asked import (
     DOCUMENT_NOTE,
+    ERROR_NOTE,
     IMAGE_NOTE,
     WHOLE,
     ApiRequest,
@@ -118,6 +119,7 @@ class Block(ResultPart):
     name: str = ""
     input: Json = Field({})
     tool_use_id: str = ""
+    is_error: bool = False
     content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
 
     @property
@@ -130,7 +132,8 @@ class Block(ResultPart):
         """The texts of the block in the prompt; thoughts are left out."""
         if self.type in ("text", "image", "document"):
             return [str(self)]
-        return list(map(str, self.content))
+        note = [ERROR_NOTE] if self.type == "tool_result" and self.is_error else []
+        return [*note, *map(str, self.content)]
 
     @property
     def has_picture(self) -> bool:
@@ -346,7 +349,9 @@ class Conversation(ApiRequest, Marked):
         return marked
 
     def check(self, rules: Rules) -> None:
-        """Refuse breakpoints and images that break a rule or that this server does not support."""
+        """Refuse tools, breakpoints and images that break a rule or that are not supported."""
+        if len({tool["function"]["name"] for tool in self.functions}) < len(self.functions):
+            raise RequestError("tools: Tool names must be unique.")
         for i, turn in enumerate(self.messages):
             for j, block in enumerate(turn.content):
                 if block.has_picture:

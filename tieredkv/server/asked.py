@@ -43,6 +43,7 @@ Text = Annotated[str, Field(min_length=1)]
 IMAGE_NOTE = "[An image was here. This model reads text only.]"
 DOCUMENT_NOTE = "[A document was here. This model reads text only.]"
 AUDIO_NOTE = "[A recording was here. This model reads text only.]"
+ERROR_NOTE = "[The tool has failed.]"
 """They stand in the prompt for what a conversation has beside texts."""
 
 
