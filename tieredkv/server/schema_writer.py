@@ -47,7 +47,7 @@ _BEYOND = 1 << 63
 """xgrammar's integers have 64 bits."""
 
 _UNKNOWN = names_of("""
-    not if then else dependentRequired dependentSchemas contains $dynamicRef
+    not if then else dependentRequired dependentSchemas dependencies contains $dynamicRef
     $recursiveRef
 """)
 """Keywords that are not enforced."""

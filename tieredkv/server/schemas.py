@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from tieredkv.errors import RequestError
+from tieredkv.server.schema_drafts import modern
 from tieredkv.server.schema_merge import EmptyError, Schema
 from tieredkv.server.schema_writer import TooLargeError, rewritten
 
@@ -90,6 +91,10 @@ def _rewritten(schema: Schema, refuse: Refuse) -> tuple[Schema, set[str]]:
         raise refuse(f"it has a text or a number that JSON cannot hold: {error}.") from None
     if num_bytes > MAX_SCHEMA_BYTES:
         raise refuse(f"it has {num_bytes} bytes, and at most {MAX_SCHEMA_BYTES} are allowed.")
+    try:
+        schema = modern(schema)
+    except RecursionError:
+        raise refuse("it is nested too deeply.") from None
     _check_is_schema(schema, refuse)
     try:
         made, left = rewritten(schema, lambda ref: _target(schema, ref))
