@@ -15,6 +15,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.server.message_parser import (
     MAX_BEGUN_CHARACTERS,
     Delta,
+    Family,
     MessageParser,
     choose,
     detect,
@@ -276,6 +277,40 @@ def test_half_of_a_surrogate_pair_is_replaced_since_no_answer_could_hold_it() ->
     assert read("hermes", [call]) == ("", "", [("now\ufffd", {"a": "🙂 \ufffd"})])
     schema = {"type": "object", "properties": {"list": {"type": "array"}}}
     assert arguments_read("glm", schema, {"list": r'["\ud83d"]'}) == {"list": ["\ufffd"]}
+
+
+JSON_CALLS = [it for it in families().values() if it.call_end and it.body != "tags"]
+
+
+@pytest.mark.parametrize("family", JSON_CALLS, ids=lambda it: it.name)
+@given(places=st.lists(st.integers(0, 420)))
+def test_the_text_of_an_argument_may_hold_what_ends_a_call(
+    family: Family, places: list[int]
+) -> None:
+    ends, (before, behind) = family.call_end, family.around
+    given = {"text": f'a {ends[-1]} "b" \\ {family.opens}{ends[0]}', "n": 1}
+    call = family.writes.replace("{arguments}", json.dumps(given)).replace("{name}", "now")
+    ended = call if call.endswith(tuple(ends)) else call + ends[0]
+    for last in (ended, call):  # a stop token may stand for the mark
+        text = before + ended + (family.between or "") + last + behind
+        assert read(family.name, cut(text, places)) == ("", "", [("now", given)] * 2)
+
+
+@pytest.mark.parametrize("behind", ["", " b", ' "', ' " <tool_call>{"name": "now"}</tool_call>'])
+@given(places=st.lists(st.integers(0, 420)))
+def test_a_text_that_does_not_end_takes_no_call_behind_it(behind: str, places: list[int]) -> None:
+    wrong = '<tool_call>{"name": "now}</tool_call>'
+    text = wrong + ' a <tool_call>{"name": "now"}</tool_call>' + behind
+    _, said, calls = read("hermes", cut(text, places))
+    assert calls == [("now", {})] * text.count('"now"')
+    assert said.startswith(wrong + " a") and said.count("</tool_call>") == 1
+
+
+def test_many_marks_of_an_end_are_read_in_linear_time() -> None:
+    for behind in ("", '"}}</tool_call>'):
+        text = '<tool_call>{"name": "now", "arguments": {"a": "' + "</tool_call>" * 4000 + behind
+        _, said, calls = read("hermes", [text])
+        assert (said == text, len(calls)) == (not behind, bool(behind))
 
 
 def test_both_forms_of_mistral_are_read() -> None:
