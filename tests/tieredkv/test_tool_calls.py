@@ -199,6 +199,29 @@ def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bo
     asyncio.run(run())
 
 
+def test_usage_has_the_tokens_of_thoughts() -> None:
+    written = WRITTEN.replace("Hmm.", "Hmm. Hm.")
+    num_tokens = len(TOKENIZER.encode("Hmm. Hm.", add_special_tokens=False))
+
+    async def run() -> None:
+        openai = openai_of(Engine(written))
+        chat = await openai.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, n=2)
+        assert chat.usage and chat.usage.completion_tokens_details
+        assert chat.usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens
+        response = await openai.responses.create(model="m", input="Weather?")
+        assert response.usage
+        assert response.usage.output_tokens_details.reasoning_tokens == num_tokens
+        create = anthropic_of(Engine(written)).messages.create
+        message = await create(model="m", max_tokens=500, messages=ASKED)
+        assert message.usage.output_tokens_details
+        assert message.usage.output_tokens_details.thinking_tokens == num_tokens
+        plain = await openai_of(Engine("Fine.")).chat.completions.create(model="m", messages=ASKED)
+        assert plain.usage and plain.usage.completion_tokens_details
+        assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("begins", [0, WRITTEN.index("Let"), WRITTEN.index("<tool_call>")])
 def test_a_stream_of_responses_tells_that_it_goes_on_while_a_call_is_written(
     begins: int, monkeypatch: pytest.MonkeyPatch

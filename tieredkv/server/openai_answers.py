@@ -138,11 +138,13 @@ class CompletionShape(Shape):
         """Return a `usage` object, in which each prompt counts once for all its answers."""
         prompts = [answer.usage for answer in answers[:: self._n]]  # the first answer's
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+        num_thoughts = sum(answer.num_thought_tokens for answer in answers)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
             "prompt_tokens_details": self.caching(prompts),
+            "completion_tokens_details": {"reasoning_tokens": num_thoughts},
         }
 
 

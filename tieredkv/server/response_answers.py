@@ -238,7 +238,7 @@ class ResponseShape(Shape):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {**self.caching([usage]), "cache_write_tokens_details": by_ttl},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
             "total_tokens": usage.prompt_tokens + num_output,
         }
 
