@@ -656,6 +656,20 @@ def test_a_call_that_was_cut_short_is_text() -> None:
     asyncio.run(run())
 
 
+def test_what_was_whole_before_an_answer_was_cut_is_completed() -> None:
+    tools: Any = [{"type": "function", "name": name} for name in ("get_weather", "now")]
+
+    async def run() -> None:
+        for written, last in ((WRITTEN, "completed"), (WRITTEN + " And", "incomplete")):
+            responses = openai_of(Engine(written, "length")).responses
+            response = await responses.create(model="m", input="Weather?", tools=tools)
+            assert response.status == "incomplete"
+            statuses = [getattr(item, "status", None) for item in response.output[1:]]
+            assert statuses == ["completed"] * (len(statuses) - 1) + [last]
+
+    asyncio.run(run())
+
+
 def test_calls_before_a_stop_string_do_not_say_that_tools_are_to_be_called() -> None:
     async def run() -> None:
         chat = openai_of(Engine(WRITTEN + " and so on")).chat.completions

@@ -73,7 +73,11 @@ class ResponseShape(Shape):
         parts = answer.parts or [Delta()]
         if self._is_prewarm:
             parts = []
-        output = [self._item(i, part, status) for i, part in enumerate(parts)]
+        # Only the last part can be cut, and a call is whole or none.
+        whole = [part.call is not None or i < len(parts) - 1 for i, part in enumerate(parts)]
+        output = [
+            self._item(i, part, "completed" if whole[i] else status) for i, part in enumerate(parts)
+        ]
         response = {
             **self._response(status, output),
             "completed_at": None if is_cut else int(time.time()),
