@@ -128,6 +128,15 @@ def test_what_is_wrong_in_an_old_message_is_named(
     assert answer.json()["error"]["param"] == f"messages[1].{param}"
 
 
+def test_a_tool_that_chat_completions_do_not_have_is_refused_with_those_that_they_have(
+    served: Served,
+) -> None:
+    body = {"messages": [of_openai.user("a")], "tools": [of_openai.OF_CHAT, of_openai.SEARCH]}
+    error = served.send("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "tools[1].type"
+    assert error["message"].endswith("Supported values are: 'function' and 'custom'.")
+
+
 @of(of_anthropic.MESSAGES)
 def test_an_example_of_messages_is_served(example: Example, served: Served) -> None:
     answer = served.ask_twice("/v1/messages", example)

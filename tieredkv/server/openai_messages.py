@@ -262,8 +262,14 @@ class ChatCustomTool(Object):
     custom: ChatCustomFunction
 
 
+class _Typed(Object):
+    """The type of a tool, which decides how the tool is read."""
+
+    type: Literal["function", "custom"]
+
+
 def _read_tool(value: Any, info: ValidationInfo) -> Tool | ChatCustomTool:
-    is_custom = isinstance(value, dict) and value.get("type") == "custom"
+    is_custom = _Typed.model_validate(value).type == "custom"
     kind: type[Any] = ChatCustomTool if is_custom else Tool
     tool: Tool | ChatCustomTool = kind.model_validate(value, context=info.context)
     return tool
