@@ -259,6 +259,28 @@ def test_arguments_in_tags_get_the_types_that_references_and_choices_name(family
         assert arguments_read(family, odd, {"one": "1"}) == {"one": "1"}
 
 
+def test_white_space_that_a_schema_does_not_allow_is_no_part_of_an_argument() -> None:
+    texts: dict[str, Any] = {
+        "enum": {"enum": ["x", " y"]},
+        "whole": {"type": "string", "pattern": "^[a-c ]+$"},
+        "begin": {"type": "string", "pattern": "^[a-c]"},
+        "date": {"type": ["string", "null"], "format": "date"},
+        "short": {"type": "string", "maxLength": 3},
+        "free": {"type": "string"},
+        "either": {"anyOf": [{"const": "x"}, {"type": "string"}]},
+        "markdown": {"type": "string", "format": "markdown"},
+        "odd": {"type": "string", "enum": 5, "format": [], "pattern": 5, "maxLength": "a"},
+    }
+    schema = {"type": "object", "properties": texts}
+    written = {"enum": " x", "whole": " ab ", "begin": " a ", "date": " 2026-11-26 "}
+    written |= {"short": "abc ", "free": " a ", "either": " x ", "markdown": " a ", "odd": " a "}
+    given = {**written, "enum": "x", "whole": "ab", "begin": "a ", "date": "2026-11-26"}
+    given |= {"short": "abc", "either": "x"}
+    assert arguments_read("minimax-m2", schema, written) == given
+    again = {"enum": " y", "short": "a ", "either": " z "}
+    assert arguments_read("minimax-m2", schema, again) == again
+
+
 @pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize("text", ["[NaN]", "[1e400]", "[" * 100_000, "[1"])
 def test_an_argument_in_tags_that_is_no_json_stays_a_text(family: str, text: str) -> None:

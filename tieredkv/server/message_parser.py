@@ -22,7 +22,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
 from tieredkv.server.response_templates import VALUE, family_of
-from tieredkv.server.schemas import property_types
+from tieredkv.server.schemas import properties_of
 
 logger = logging.getLogger(__name__)
 
@@ -454,14 +454,17 @@ class MessageParser:
         """
         functions = [tool.get("function", tool) for tool in self._tools]
         schema = next((it.get("parameters") for it in functions if it.get("name") == name), None)
-        properties = {key: {"type": types} for key, types in property_types(schema).items()}
-        tool = {"function": {"name": name, "parameters": {"properties": properties}}}
+        known = properties_of(schema)
+        types = {key: {"type": it.types} for key, it in known.items()}
+        tool = {"function": {"name": name, "parameters": {"properties": types}}}
         coerce = ResponseParser(_NO_FIELDS, "", tools=[tool])._coerce_tool_calls
         typed = dict[str, Any](arguments)
         for key, text in arguments.items():
             call = {"function": {"name": name, "arguments": {key: text}}}
             with contextlib.suppress(ValueError, RecursionError):
                 value = coerce(call)["function"]["arguments"][key]
+                is_text = isinstance(value, str) and key in known
+                value = known[key].trimmed(value) if is_text else value
                 _dumped(value)
                 typed[key] = value
         return typed

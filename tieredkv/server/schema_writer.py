@@ -114,6 +114,9 @@ _NARROWER = {
 }
 """Formats of which xgrammar knows only a part."""
 
+FORMATS = frozenset({*_FORMATS, *_KNOWN_FORMATS, *_NARROWER})
+"""All formats that texts are held to."""
+
 _ANY_NAME = {"", ".*", "^.*$", "^.*", ".*$", ".+", "^.+$"}
 """Patterns that fit all names of properties, or nearly all."""
 

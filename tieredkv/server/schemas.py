@@ -7,7 +7,7 @@ all of it. Here a schema is checked; `schema_writer` finds those keywords and re
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from tieredkv.errors import RequestError
 from tieredkv.server.schema_drafts import modern
 from tieredkv.server.schema_merge import EmptyError, Schema
-from tieredkv.server.schema_writer import TooLargeError, rewritten
+from tieredkv.server.schema_writer import FORMATS, TooLargeError, rewritten
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,9 @@ _JSON_TYPES: dict[str, Any] = {
     "object": dict,
     "null": type(None),
 }
+
+_OF_TEXTS = frozenset({"pattern", "format", "maxLength", "enum", "const"})
+"""Keywords that say which texts are allowed."""
 
 Refuse = Callable[[str], RequestError]
 
@@ -175,8 +178,38 @@ def _parts(schema: Schema) -> Iterator[dict[str, Any]]:
             yield from _parts(each)
 
 
-def property_types(schema: Schema) -> dict[str, list[str]]:
-    """Return the types that each property of an object may have, through references and choices.
+class Property(NamedTuple):
+    """A property of an object, as far as a text that is written for it can be read by it.
+
+    Attributes:
+        types: that its value may have.
+        parts: the schemas that describe its value.
+    """
+
+    types: list[str]
+    parts: list[dict[str, Any]]
+
+    def trimmed(self, text: str) -> str:
+        """Return a text without the white space at its ends that the property does not allow."""
+        bare, listed = text.strip(), [it for part in self.parts for it in _constants(part)]
+        if bare in listed:
+            return text if text in listed else bare
+        for part in self.parts:
+            types, is_bounded = [*_types(part)], bool(part.keys() & _OF_TEXTS)
+            if "string" not in types and (types or not is_bounded):
+                continue
+            if not is_bounded:
+                return text
+            pattern, most = str(part.get("pattern")), part.get("maxLength")
+            text = text.lstrip() if pattern.startswith("^") else text
+            text = text.rstrip() if pattern.endswith("$") else text
+            if str(part.get("format")) in FORMATS or (isinstance(most, int) and len(text) > most):
+                text = bare
+        return text
+
+
+def properties_of(schema: Schema) -> dict[str, Property]:
+    """Return the properties of an object, through references and choices.
 
     The schema need not be valid: what is no schema has no types.
     """
@@ -184,10 +217,12 @@ def property_types(schema: Schema) -> dict[str, list[str]]:
     for part in _same_value(schema, schema):
         if isinstance(found := part.get("properties"), dict):
             properties |= found
-    return {
-        name: [*dict.fromkeys(kind for each in _same_value(part, schema) for kind in _types(each))]
-        for name, part in properties.items()
-    }
+    made = dict[str, Property]()
+    for name, property in properties.items():
+        parts = [*_same_value(property, schema)]
+        types = [*dict.fromkeys(kind for part in parts for kind in _types(part))]
+        made[name] = Property(types, parts)
+    return made
 
 
 def _same_value(part: Schema, whole: Schema) -> Iterator[dict[str, Any]]:
@@ -211,8 +246,12 @@ def _types(part: dict[str, Any]) -> Iterator[str]:
     if part.get("nullable") is True:
         yield "null"
     if given is None:
-        values = part.get("enum", [part["const"]] if "const" in part else [])
-        yield from map(_type_of, values if isinstance(values, list) else ())
+        yield from map(_type_of, _constants(part))
+
+
+def _constants(part: dict[str, Any]) -> list[Any]:
+    values = part.get("enum", [part["const"]] if "const" in part else [])
+    return values if isinstance(values, list) else []
 
 
 def _type_of(value: Any) -> str:
