@@ -698,3 +698,39 @@ def test_an_answer_that_cannot_be_read_fails_alone(
 
     asyncio.run(run())
     assert caplog.messages.count("an answer could not be read") == 1
+
+
+@pytest.mark.parametrize("name", ["<|im_end|>", "a b", "a.b", "ä", "a\n"])
+def test_a_strict_server_refuses_names_of_tools_as_the_apis_do(name: str) -> None:
+    function = {"name": name, "parameters": {"type": "object"}}
+    user = {"role": "user", "content": "a"}
+    asked: list[tuple[Any, dict[str, Any], str | None]] = [
+        (ChatRequest, {"messages": [user], "tools": [tool]}, f"tools[0].{kind}.name")
+        for kind, tool in (
+            ("function", {"type": "function", "function": function}),
+            ("custom", {"type": "custom", "custom": {"name": name}}),
+        )
+    ]
+    asked += [
+        (ChatRequest, {"messages": [user], "functions": [function]}, "functions[0].name"),
+        (
+            ResponsesRequest,
+            {"input": "a", "tools": [{"type": "function", **function}]},
+            "tools[0].name",
+        ),
+        (
+            MessagesRequest,
+            {
+                "max_tokens": 1,
+                "messages": [user],
+                "tools": [{"name": name, "input_schema": {"type": "object"}}],
+            },
+            None,
+        ),
+    ]
+    for kind, body, param in asked:
+        request = read(kind, {"model": "m", **body})
+        request.check(Rules(Settings()))
+        with pytest.raises(RequestError, match=r"pattern '\^\[a-zA-Z0-9_-\]\+\$'") as refused:
+            request.check(Rules(Settings(), is_strict=True))
+        assert refused.value.param == param

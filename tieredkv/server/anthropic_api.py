@@ -4,6 +4,7 @@ This module does not use sockets or the engine. It converts conversations to the
 chat messages, so that equal conversations from both APIs share blocks.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -21,6 +22,7 @@ from tieredkv.server.asked import (
     DOCUMENT_NOTE,
     ERROR_NOTE,
     IMAGE_NOTE,
+    TOOL_NAME,
     WHOLE,
     ApiRequest,
     Asked,
@@ -352,6 +354,10 @@ class Conversation(ApiRequest, Marked):
         """Refuse tools, breakpoints and images that break a rule or that are not supported."""
         if len({tool["function"]["name"] for tool in self.functions}) < len(self.functions):
             raise RequestError("tools: Tool names must be unique.")
+        for i, tool in enumerate(self.tools if rules.is_strict else ()):
+            if isinstance(tool, CustomTool) and not re.fullmatch(TOOL_NAME, tool.name):
+                text = f"String should match pattern '^{TOOL_NAME}$'"
+                raise RequestError(f"tools.{i}.custom.name: {text}")
         for i, turn in enumerate(self.messages):
             for j, block in enumerate(turn.content):
                 if block.has_picture:

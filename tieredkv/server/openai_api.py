@@ -487,6 +487,10 @@ class ChatRequest(ConversationRequest):
             text = "'best_of' is not supported."
             raise RequestError(text, param="best_of", code="unsupported_parameter")
         self._check_functions()
+        for i, tool in enumerate(self.tools):
+            rules.check_name(tool[tool["type"]]["name"], f"tools[{i}].{tool['type']}.name")
+        for i, function in enumerate(self.functions):
+            rules.check_name(function["name"], f"functions[{i}].name")
         continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
         check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
         if adds_prompt is False and not continues:
