@@ -392,8 +392,10 @@ def test_tools_that_openai_knows_and_the_client_runs_are_called(
     is_stream: bool,
 ) -> None:
     call = json.dumps({"name": kind, "arguments": arguments})
-    wrong = json.dumps({"name": kind, "arguments": {"else": 1}})
-    engine = Engine("".join(f"<tool_call>\n{it}\n</tool_call>" for it in (call, wrong)))
+    of_other_types = dict.fromkeys(arguments, 5)
+    wrong = [{"name": kind, "arguments": it} for it in ({"else": 1}, of_other_types)]
+    written = [call, *map(json.dumps, wrong)]
+    engine = Engine("".join(f"<tool_call>\n{it}\n</tool_call>" for it in written))
     how: Any = {"model": "m", "input": "List.", "tools": [{"type": kind}]}
     how["tool_choice"] = {"type": kind} if kind != "local_shell" else "required"
 
@@ -403,14 +405,14 @@ def test_tools_that_openai_knows_and_the_client_runs_are_called(
             async with responses.stream(**how) as stream:
                 names = [event.type async for event in stream]
                 response: Any = await stream.get_final_response()
-            assert names.count("response.output_item.done") == 2
+            assert names.count("response.output_item.done") == 3
         else:
             response = await responses.create(**how)
-        item, malformed = response.output
+        item, *malformed = response.output
         assert (item.type, item.status) == (f"{kind}_call", "completed")
         given = getattr(item, field).model_dump(exclude_unset=True)
         assert given == {**constants, **arguments}
-        assert (malformed.type, malformed.name) == ("function_call", kind)
+        assert [(it.type, it.name) for it in malformed] == [("function_call", kind)] * 2
         result = {"type": f"{kind}_call_output", "call_id": item.call_id, "output": output}
         result |= {"local_shell": {"id": item.id}, "apply_patch": {"status": "failed"}}.get(
             kind, {}
