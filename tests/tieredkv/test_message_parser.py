@@ -195,6 +195,9 @@ def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
     assert read("hermes", [written]) == ("", "", [("other", {"b": "1", "a": None})])
     as_text = '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert read("hermes", [as_text]) == ("", "", [("now", {"a": 1})])
+    for nothing in ("null", '""'):
+        none = f'<tool_call>{{"name": "now", "arguments": {nothing}}}</tool_call>'
+        assert read("hermes", [none]) == ("", "", [("now", {})])
 
 
 TAGGED = {

@@ -553,6 +553,8 @@ def _call_of(value: Any, *, is_bare: bool) -> tuple[str, str]:
 
 
 def _arguments_of(value: Any) -> str:
+    if value is None or value == "":
+        value = {}  # of a tool that takes none
     if isinstance(value, str):
         value = json.loads(value)  # some models write them as text
     if not isinstance(value, dict):
