@@ -111,13 +111,13 @@ class SearchTool(Object):
 
 
 class HostedTool(Object):
-    """A tool that runs on OpenAI's servers."""
+    """A tool that runs on OpenAI's servers, or of a type that is not known, such as a newer one."""
 
     model_config = pydantic.ConfigDict(extra="allow")
     takes_any = True
     refused = UNMARKED
 
-    type: Hosted
+    type: Text
 
 
 Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | HostedTool
@@ -126,7 +126,7 @@ Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | Hoste
 class _Typed(Object):
     """The type of a tool, which decides how the tool is read."""
 
-    type: Literal["function", "custom", "namespace", ClientRun, Hosted]
+    type: Text
 
 
 _KINDS: dict[str, type[Any]] = {
