@@ -22,6 +22,7 @@ from tieredkv.fields import read
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api
 from tieredkv.server.asked import AUDIO_NOTE, Rules
+from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.responses_api import ResponsesRequest
 
 
@@ -130,13 +131,23 @@ def test_what_is_wrong_in_an_old_message_is_named(
     assert answer.json()["error"]["param"] == f"messages[1].{param}"
 
 
-def test_a_tool_that_chat_completions_do_not_have_is_refused_with_those_that_they_have(
+def test_a_tool_that_chat_completions_do_not_have_is_left_out_unless_the_server_is_strict(
     served: Served,
 ) -> None:
-    body = {"messages": [of_openai.user("a")], "tools": [of_openai.OF_CHAT, of_openai.SEARCH]}
-    error = served.send("/v1/chat/completions", body).json()["error"]
-    assert error["param"] == "tools[1].type"
-    assert error["message"].endswith("Supported values are: 'function' and 'custom'.")
+    asked = [of_openai.user("a")]
+    body: dict[str, Any] = {"messages": asked, "tools": [of_openai.OF_CHAT, of_openai.SEARCH]}
+    alone = {"messages": asked, "tools": [of_openai.SEARCH], "tool_choice": "required"}
+    for each in (body, {**body, "tool_choice": {"type": "web_search"}}, alone):
+        answer = served.ask("/v1/chat/completions", each)
+        assert answer["tieredkv"] == {"left_out_tools": ["web_search"]}
+        assert answer["choices"][0]["message"]["content"] == "Fine."
+        assert "web_search" not in served.prompt
+        tokens = served.ask("/tokenize", {name: each[name] for name in ("messages", "tools")})
+        assert TOKENIZER.decode(tokens["tokens"]) == served.prompt
+    with pytest.raises(RequestError) as refused:
+        read(ChatRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
+    assert refused.value.param == "tools[1].type"
+    assert str(refused.value).endswith("Supported values are: 'function' and 'custom'.")
 
 
 @of(of_anthropic.MESSAGES)

@@ -4,7 +4,7 @@ This module only builds the JSON; it does not use sockets, requests or the engin
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Literal
 
 from tieredkv.engine.detokenizer import Detokenizer
@@ -155,6 +155,7 @@ class ChatShape(CompletionShape):
         model, tokenization, form: as for `CompletionShape`.
         custom: names of the tools that take a text.
         has_functions: whether a call has the form that it had before there were tools.
+        left_out: the types of the tools that the model was not told of.
     """
 
     id_prefix = "chatcmpl-"
@@ -168,9 +169,11 @@ class ChatShape(CompletionShape):
         *,
         custom: frozenset[str] = frozenset(),
         has_functions: bool = False,
+        left_out: Collection[str] = (),
         **form: Any,
     ) -> None:
         super().__init__(model, tokenization, **form)
+        self._head |= {"tieredkv": {"left_out_tools": [*left_out]}} if left_out else {}
         self._custom, self._has_functions = custom, has_functions
         self._num_calls = Counter[int]()  # of each answer, so far
 

@@ -21,7 +21,13 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
 from tieredkv.server.known_fields import UNMARKED
-from tieredkv.server.openai_messages import Function, FunctionType, custom_text, function_of
+from tieredkv.server.openai_messages import (
+    Function,
+    FunctionType,
+    HostedTool,
+    custom_text,
+    function_of,
+)
 
 SEARCH = "tool_search"
 """The type of a search for tools, and the name by which the model knows one of the client."""
@@ -108,16 +114,6 @@ class SearchTool(Object):
     execution: Literal["client"]
     description: str = "Find tools that are not listed here. Those that are found may be called."
     parameters: Json = Field({"type": "object"})
-
-
-class HostedTool(Object):
-    """A tool that runs on OpenAI's servers, or of a type that is not known, such as a newer one."""
-
-    model_config = pydantic.ConfigDict(extra="allow")
-    takes_any = True
-    refused = UNMARKED
-
-    type: Text
 
 
 Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | HostedTool
