@@ -73,7 +73,10 @@ TOOLS = [
         ("Look:\n[An image was here.", "Notes\nOf May.\nIt rained.")),
     Example("tools: a call has failed", turns(
         USE, answer=[result("ConnectionError", is_error=True)], tools=[WEATHER]),
-        ("ConnectionError",)),
+        ("[The tool has failed.]\nConnectionError",)),
+    Example("tools: a call has failed without a word", turns(
+        USE, answer=[{"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True}],
+        tools=[WEATHER]), ("[The tool has failed.]",)),
     Example("tools: a result without content", turns(
         USE, answer=[{"type": "tool_result", "tool_use_id": "toolu_1"}], tools=[WEATHER])),
     Example("tools: one is forced", turns(tools=[WEATHER], tool_choice={

@@ -261,6 +261,17 @@ def test_an_empty_turn_is_refused(tokenization: Tokenization) -> None:
         ask(tokenization)
 
 
+def test_two_tools_of_one_name_are_refused_unless_one_of_them_is_left_out(
+    tokenization: Tokenization,
+) -> None:
+    bash = {"type": "bash_20250124", "name": "bash"}
+    for tools in ([TOOL, TOOL], [bash, {**TOOL, "name": "bash"}]):
+        with pytest.raises(RequestError, match=r"^tools: Tool names must be unique\.$"):
+            ask(tokenization, text("one"), tools=tools, rules=LENIENT)
+    search = {"type": "web_search_20250305", "name": "look"}
+    ask(tokenization, text("one"), tools=[search, TOOL], rules=LENIENT)
+
+
 def test_a_breakpoint_inside_of_a_block_counts_as_one_of_the_whole(
     tokenization: Tokenization,
 ) -> None:

@@ -17,10 +17,13 @@ from tests.tieredkv.documented_openai import Example
 from tests.tieredkv.test_tool_calls import TOKENIZER, Engine, api_of, client_of, openai_of
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
+from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api
 from tieredkv.server.asked import AUDIO_NOTE, Rules
+from tieredkv.server.openai_api import ChatRequest
+from tieredkv.server.responses_api import ResponsesRequest
 
 
 class Served:
@@ -128,6 +131,25 @@ def test_what_is_wrong_in_an_old_message_is_named(
     assert answer.json()["error"]["param"] == f"messages[1].{param}"
 
 
+def test_a_tool_that_chat_completions_do_not_have_is_left_out_unless_the_server_is_strict(
+    served: Served,
+) -> None:
+    asked = [of_openai.user("a")]
+    body: dict[str, Any] = {"messages": asked, "tools": [of_openai.OF_CHAT, of_openai.SEARCH]}
+    alone = {"messages": asked, "tools": [of_openai.SEARCH], "tool_choice": "required"}
+    for each in (body, {**body, "tool_choice": {"type": "web_search"}}, alone):
+        answer = served.ask("/v1/chat/completions", each)
+        assert answer["tieredkv"] == {"left_out_tools": ["web_search"]}
+        assert answer["choices"][0]["message"]["content"] == "Fine."
+        assert "web_search" not in served.prompt
+        tokens = served.ask("/tokenize", {name: each[name] for name in ("messages", "tools")})
+        assert TOKENIZER.decode(tokens["tokens"]) == served.prompt
+    with pytest.raises(RequestError) as refused:
+        read(ChatRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
+    assert refused.value.param == "tools[1].type"
+    assert str(refused.value).endswith("Supported values are: 'function' and 'custom'.")
+
+
 @of(of_anthropic.MESSAGES)
 def test_an_example_of_messages_is_served(example: Example, served: Served) -> None:
     answer = served.ask_twice("/v1/messages", example)
@@ -151,6 +173,17 @@ def test_what_is_left_out_is_named_in_streams_and_once_in_the_log(
         assert start["message"]["tieredkv"] == left_out
     told = "tools of the type `web_search_20250305` are not offered by this server"
     assert caplog.messages.count(told) == 1
+
+
+def test_a_tool_of_a_newer_type_is_left_out_unless_the_server_is_strict(served: Served) -> None:
+    newer = {"type": "web_search_2030_01_01", "filters": None}
+    body: dict[str, Any] = {"input": "Go on.", "tools": [of_openai.WEATHER, newer]}
+    for choice in ("auto", {"type": newer["type"]}):
+        answer = served.ask("/v1/responses", {**body, "tool_choice": choice})
+        assert answer["tieredkv"]["left_out_tools"] == [newer["type"]]
+        assert answer["output"][0]["content"][0]["text"] == "Fine."
+    with pytest.raises(RequestError, match="'web_search_2030_01_01' tools are not supported"):
+        read(ResponsesRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
 
 
 def test_a_choice_of_what_is_neither_there_nor_left_out_is_refused(served: Served) -> None:

@@ -15,6 +15,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.server.message_parser import (
     MAX_BEGUN_CHARACTERS,
     Delta,
+    Family,
     MessageParser,
     choose,
     detect,
@@ -194,6 +195,147 @@ def test_calls_pass_as_they_are_even_if_no_tool_fits() -> None:
     assert read("hermes", [written]) == ("", "", [("other", {"b": "1", "a": None})])
     as_text = '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert read("hermes", [as_text]) == ("", "", [("now", {"a": 1})])
+    for nothing in ("null", '""'):
+        none = f'<tool_call>{{"name": "now", "arguments": {nothing}}}</tool_call>'
+        assert read("hermes", [none]) == ("", "", [("now", {})])
+
+
+TAGGED = {
+    "qwen3-coder": ("<tool_call>\n<function=make>", "\n<parameter={}>\n{}\n</parameter>",
+                    "\n</function>\n</tool_call>"),
+    "glm": ("<tool_call>make", "\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>",
+            "\n</tool_call>"),
+    "minimax-m2": ('<minimax:tool_call>\n<invoke name="make">',
+                   '\n<parameter name="{}">{}</parameter>',
+                   "\n</invoke>\n</minimax:tool_call>"),
+    "seed-oss": ("<seed:tool_call>\n<function=make>", "\n<parameter={}>{}</parameter>",
+                 "\n</function>\n</seed:tool_call>"),
+}  # fmt: skip
+"""What a call of `make` begins with in families that write tags, one argument, and its end."""
+
+
+def arguments_read(family: str, schema: Any, written: dict[str, str]) -> Any:
+    """Return the arguments of a call that stand in tags, by the schema of its tool."""
+    tools = [{"type": "function", "function": {"name": "make", "parameters": schema}}]
+    before, argument, behind = TAGGED[family]
+    tags = "".join(argument.format(*it) for it in written.items())
+    _, text, calls = read(family, [before + tags + behind], tools=tools)
+    assert (text, [name for name, _ in calls]) == ("", ["make"])
+    return calls[0][1]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_arguments_in_tags_get_the_types_that_references_and_choices_name(family: str) -> None:
+    place = {"type": "object", "properties": {"zip": {"type": "string"}}}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/Place"},
+            "other": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "none": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "level": {"allOf": [{"$ref": "#/$defs/Level"}], "default": 1},
+            "word": {"enum": ["1", "2"]},
+            "one": {"const": 1},
+            "tree": {"$ref": "#/$defs/Tree"},
+            "free": {},
+        },
+        "$defs": {
+            "Place": place,
+            "Level": {"enum": [1, 2]},
+            "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "array"}] * 9},
+        },
+    }
+    written = {"place": '{"zip": "8001"}', "other": '{"zip": "1"}', "none": "null", "level": "2"}
+    written |= {"word": "1", "one": "1", "tree": "[[]]", "free": "3"}
+    given: dict[str, Any] = {
+        "place": {"zip": "8001"},
+        "other": {"zip": "1"},
+        "none": None,
+        "level": 2,
+    }
+    given |= {"word": "1", "one": 1, "tree": [[]], "free": "3"}
+    assert arguments_read(family, schema, written) == given
+    named = {"$ref": "#/definitions/Make", "definitions": {"Make": schema}, **schema["$defs"]}
+    assert arguments_read(family, named, {"one": "1"}) == {"one": 1}
+    odds: list[Any] = [None, True, [], {"properties": 5}, {"properties": {"one": 5}, "$ref": 5}]
+    for odd in odds:
+        assert arguments_read(family, odd, {"one": "1"}) == {"one": "1"}
+
+
+def test_white_space_that_a_schema_does_not_allow_is_no_part_of_an_argument() -> None:
+    texts: dict[str, Any] = {
+        "enum": {"enum": ["x", " y"]},
+        "whole": {"type": "string", "pattern": "^[a-c ]+$"},
+        "begin": {"type": "string", "pattern": "^[a-c]"},
+        "date": {"type": ["string", "null"], "format": "date"},
+        "short": {"type": "string", "maxLength": 3},
+        "free": {"type": "string"},
+        "either": {"anyOf": [{"const": "x"}, {"type": "string"}]},
+        "markdown": {"type": "string", "format": "markdown"},
+        "odd": {"type": "string", "enum": 5, "format": [], "pattern": 5, "maxLength": "a"},
+    }
+    schema = {"type": "object", "properties": texts}
+    written = {"enum": " x", "whole": " ab ", "begin": " a ", "date": " 2026-11-26 "}
+    written |= {"short": "abc ", "free": " a ", "either": " x ", "markdown": " a ", "odd": " a "}
+    given = {**written, "enum": "x", "whole": "ab", "begin": "a ", "date": "2026-11-26"}
+    given |= {"short": "abc", "either": "x"}
+    assert arguments_read("minimax-m2", schema, written) == given
+    again = {"enum": " y", "short": "a ", "either": " z "}
+    assert arguments_read("minimax-m2", schema, again) == again
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("text", ["[NaN]", "[1e400]", "[" * 100_000, "[1"])
+def test_an_argument_in_tags_that_is_no_json_stays_a_text(family: str, text: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"list": {"type": "array"}, "days": {"type": "integer"}},
+    }
+    given = {"list": text, "days": 3}
+    assert arguments_read(family, schema, {"list": text, "days": "3"}) == given
+
+
+def test_half_of_a_surrogate_pair_is_replaced_since_no_answer_could_hold_it() -> None:
+    call = (
+        r'<tool_call>{"name": "now\udc00", "arguments": {"a": "\ud83d\ude42 \ud83d"}}</tool_call>'
+    )
+    assert read("hermes", [call]) == ("", "", [("now\ufffd", {"a": "🙂 \ufffd"})])
+    schema = {"type": "object", "properties": {"list": {"type": "array"}}}
+    assert arguments_read("glm", schema, {"list": r'["\ud83d"]'}) == {"list": ["\ufffd"]}
+
+
+JSON_CALLS = [it for it in families().values() if it.call_end and it.body != "tags"]
+
+
+@pytest.mark.parametrize("family", JSON_CALLS, ids=lambda it: it.name)
+@given(places=st.lists(st.integers(0, 420)))
+def test_the_text_of_an_argument_may_hold_what_ends_a_call(
+    family: Family, places: list[int]
+) -> None:
+    ends, (before, behind) = family.call_end, family.around
+    given = {"text": f'a {ends[-1]} "b" \\ {family.opens}{ends[0]}', "n": 1}
+    call = family.writes.replace("{arguments}", json.dumps(given)).replace("{name}", "now")
+    ended = call if call.endswith(tuple(ends)) else call + ends[0]
+    for last in (ended, call):  # a stop token may stand for the mark
+        text = before + ended + (family.between or "") + last + behind
+        assert read(family.name, cut(text, places)) == ("", "", [("now", given)] * 2)
+
+
+@pytest.mark.parametrize("behind", ["", " b", ' "', ' " <tool_call>{"name": "now"}</tool_call>'])
+@given(places=st.lists(st.integers(0, 420)))
+def test_a_text_that_does_not_end_takes_no_call_behind_it(behind: str, places: list[int]) -> None:
+    wrong = '<tool_call>{"name": "now}</tool_call>'
+    text = wrong + ' a <tool_call>{"name": "now"}</tool_call>' + behind
+    _, said, calls = read("hermes", cut(text, places))
+    assert calls == [("now", {})] * text.count('"now"')
+    assert said.startswith(wrong + " a") and said.count("</tool_call>") == 1
+
+
+def test_many_marks_of_an_end_are_read_in_linear_time() -> None:
+    for behind in ("", '"}}</tool_call>'):
+        text = '<tool_call>{"name": "now", "arguments": {"a": "' + "</tool_call>" * 4000 + behind
+        _, said, calls = read("hermes", [text])
+        assert (said == text, len(calls)) == (not behind, bool(behind))
 
 
 def test_both_forms_of_mistral_are_read() -> None:

@@ -304,7 +304,7 @@ def test_what_no_value_can_follow_is_refused(name: str) -> None:
         ({"const": "\ud800"}, "a text or a number that JSON cannot hold"),
         ({"$ref": "#anchor", "$defs": {"a": {"$anchor": "anchor"}}}, "names nothing"),
         ({"$ref": "#/x", "x": {"type": "banana"}}, "is not valid under any of the given schemas"),
-        ({"type": "array", "items": [{"type": "null"}]}, "is not of type 'object', 'boolean'"),
+        ({"type": "array", "items": 5}, "5 is not of type 'object', 'boolean'"),
     ],
 )
 def test_a_bad_schema_is_refused_with_the_reason(schema: Schema, why: str) -> None:

@@ -1,5 +1,6 @@
 """Which JSON schemas can be enforced, and that what is then written follows them."""
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator, FormatChecker, ValidationError
+from jsonschema import (
+    Draft4Validator,
+    Draft7Validator,
+    Draft202012Validator,
+    FormatChecker,
+    ValidationError,
+)
 
 from tests.tieredkv.written import NotEndedError, written
 from tieredkv.errors import RequestError
@@ -64,6 +71,79 @@ FOLLOWED: dict[str, Any] = {
     "definitions": {"definitions": {"n": {"type": "null"}}, "items": {"$ref": "#/definitions/n"}},
     "anything": {},
 }
+
+
+OLDER: dict[str, tuple[Any, Any]] = {
+    # As zod writes tuples: the draft is 7, and what was written before is referred to by its path.
+    "a tuple": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 2,
+            "items": [{"type": "integer", "maximum": 9}, {"$ref": "#/items/0"}],
+        },
+        Draft7Validator,
+    ),
+    "a closed tuple": (
+        {"items": [{"type": "null"}], "additionalItems": False, "minItems": 1},
+        Draft7Validator,
+    ),
+    "further items": (
+        {
+            "type": "array",
+            "items": [{"const": "a"}],
+            "additionalItems": {"type": "boolean"},
+            "maxItems": 3,
+        },
+        Draft7Validator,
+    ),
+    "no first items": (
+        {"type": "array", "items": [], "additionalItems": {"type": "null"}, "maxItems": 3},
+        Draft7Validator,
+    ),
+    "names that are keywords": (
+        {
+            "properties": {"items": {"items": [{"type": "null"}]}, "exclusiveMinimum": True},
+            "required": ["items"],
+            "additionalProperties": False,
+        },
+        Draft7Validator,
+    ),
+    "ids that are fragments": (
+        {"$id": "#root", "properties": {"a": {"$id": "#/properties/a", "type": "null"}}},
+        Draft7Validator,
+    ),
+    "exclusive bounds": (
+        {
+            "type": "integer",
+            "minimum": 1,
+            "exclusiveMinimum": True,
+            "maximum": 3,
+            "exclusiveMaximum": False,
+        },
+        Draft4Validator,
+    ),
+}
+"""Schemas of older drafts, and what checks these."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_schemas_of_older_drafts_are_followed(name: str) -> None:
+    schema, validator = OLDER[name]
+    assert unenforced(schema) == []
+    form = json_format(enforceable(schema, "schema", is_strict=True))
+    for seed in range(20):
+        with contextlib.suppress(NotEndedError):
+            text = written(as_grammar(form), random.Random(seed))
+            validator(schema).validate(json.loads(text))
+
+
+def test_dependencies_of_older_drafts_are_named_as_not_enforced() -> None:
+    schema = {"type": "object", "dependencies": {"a": ["b"]}}
+    assert unenforced(schema) == ["dependencies"]
+    with pytest.raises(RequestError, match="'dependencies' cannot be enforced"):
+        enforceable(schema, "schema", is_strict=True)
 
 
 def check_followed(schema: Any, seed: int) -> None:

@@ -682,6 +682,7 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
                 "plan": {"split_token": 16, "predicted_ms": 250.0, "actual_ms": 300.0},
             },
         },
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

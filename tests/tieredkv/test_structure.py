@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator, FormatChecker
 
 from tests.tieredkv.written import NotEndedError, compiler, written
 from tieredkv.engine.grammars import Matcher
@@ -77,7 +78,7 @@ def check_fits(call: Call, family: Family) -> None:
     arguments = json.loads(call.arguments)
     assert arguments.keys() == WEATHER["properties"].keys()
     assert 1 <= arguments["days"] <= 9
-    # In tags, white space around a text is free, and what would be escaped in JSON counts once.
+    # In tags, what would be escaped in JSON counts once.
     assert len(arguments["city"]) <= 5 or family.body == "tags"
     assert all(type(it) is bool for it in arguments["deep"]["k"])
 
@@ -93,6 +94,45 @@ def test_required_calls_are_read_and_fit_their_tools(family: Family) -> None:
             assert call.name in ("get_weather", "ping_2")
             check_fits(call, family)
     assert counts and (counts == {1} or family.between is not None)
+
+
+BOUNDED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "enum": {"enum": ["x", "y"]},
+        "const": {"const": "z"},
+        "of_reference": {"$ref": "#/$defs/word"},
+        "pattern": {"type": "string", "pattern": "^[a-c]{1,3}$"},
+        "bare_pattern": {"pattern": "^[a-c]$"},
+        "format": {"type": "string", "format": "uuid"},
+        "short": {"type": ["string", "null"], "maxLength": 3},
+        "either": {"anyOf": [{"type": "integer"}, {"const": "a"}]},
+        "object": {
+            "type": "object",
+            "properties": {"k": {"const": 1}},
+            "required": ["k"],
+            "additionalProperties": False,
+        },
+        "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "additionalProperties": False,
+    "$defs": {"word": {"enum": ["p"]}},
+}
+BOUNDED["required"] = [*BOUNDED["properties"]]
+
+
+@of_families
+def test_arguments_of_a_strict_tool_are_valid_by_its_schema(family: Family) -> None:
+    function = {"name": "f", "parameters": BOUNDED, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    strict = Structure(tools=tools, choice="required", is_parallel=False)
+    told = [*messages(family, strict, begun(family), count=24)]
+    assert told
+    for _, deltas in told:
+        [call] = calls_of(deltas)
+        Draft202012Validator(BOUNDED, format_checker=FormatChecker()).validate(
+            json.loads(call.arguments)
+        )
 
 
 @of_families

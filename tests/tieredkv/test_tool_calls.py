@@ -5,7 +5,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import anthropic
 import openai
@@ -22,7 +22,7 @@ from tieredkv.server.app import Api, build_app
 from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Rules
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.keys import Keys
-from tieredkv.server.message_parser import Family, families
+from tieredkv.server.message_parser import Family, MessageParser, families
 from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.reply import Reply
 from tieredkv.server.responses_api import ResponsesRequest
@@ -78,7 +78,7 @@ class Engine:
                 )
                 await asyncio.sleep(0)
 
-        self._task = asyncio.get_running_loop().create_task(write())
+        self.writing = asyncio.get_running_loop().create_task(write())
 
     def abort(self, request_id: str) -> None:
         """Do nothing; what is written is no longer read."""
@@ -195,6 +195,56 @@ def test_a_response_has_the_calls_as_items_and_takes_their_results(is_stream: bo
         await responses.create(model="m", input=items, tools=tools)
         first, second = engine.prompts
         assert second.startswith(first + "Let me see.") and '"city": "Zürich"' in second
+
+    asyncio.run(run())
+
+
+def test_usage_has_the_tokens_of_thoughts() -> None:
+    written = WRITTEN.replace("Hmm.", "Hmm. Hm.")
+    num_tokens = len(TOKENIZER.encode("Hmm. Hm.", add_special_tokens=False))
+
+    async def run() -> None:
+        openai = openai_of(Engine(written))
+        chat = await openai.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, n=2)
+        assert chat.usage and chat.usage.completion_tokens_details
+        assert chat.usage.completion_tokens_details.reasoning_tokens == 2 * num_tokens
+        response = await openai.responses.create(model="m", input="Weather?")
+        assert response.usage
+        assert response.usage.output_tokens_details.reasoning_tokens == num_tokens
+        create = anthropic_of(Engine(written)).messages.create
+        message = await create(model="m", max_tokens=500, messages=ASKED)
+        assert message.usage.output_tokens_details
+        assert message.usage.output_tokens_details.thinking_tokens == num_tokens
+        plain = await openai_of(Engine("Fine.")).chat.completions.create(model="m", messages=ASKED)
+        assert plain.usage and plain.usage.completion_tokens_details
+        assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("begins", [0, WRITTEN.index("Let"), WRITTEN.index("<tool_call>")])
+def test_a_stream_of_responses_tells_that_it_goes_on_while_a_call_is_written(
+    begins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.server.response_answers.QUIET_S", 0.0)
+    tools: Any = [{"type": "function", "name": name} for name in ("get_weather", "now")]
+
+    async def run() -> None:
+        responses = openai_of(Engine(WRITTEN[begins:])).responses
+        async with responses.stream(model="m", input="Weather?", tools=tools) as stream:
+            events = [event async for event in stream]
+            response: Any = await stream.get_final_response()
+        assert len(events) > len(WRITTEN) - begins, "at least one for each token"
+        calls = [it for it in response.output if it.type == "function_call"]
+        assert [(it.name, json.loads(it.arguments)) for it in calls] == CALLS
+        told = [it.type for it in response.output]
+        for event in events:  # some clients replace what they have by what an event brings
+            if event.type == "response.in_progress":
+                given = [it.type for it in event.response.output]
+                assert given == told[: len(given)]
+                assert not given or event.response.output[-1].type == "function_call"
+        numbers = [event.sequence_number for event in events if hasattr(event, "sequence_number")]
+        assert numbers == sorted(numbers)
 
     asyncio.run(run())
 
@@ -342,8 +392,10 @@ def test_tools_that_openai_knows_and_the_client_runs_are_called(
     is_stream: bool,
 ) -> None:
     call = json.dumps({"name": kind, "arguments": arguments})
-    wrong = json.dumps({"name": kind, "arguments": {"else": 1}})
-    engine = Engine("".join(f"<tool_call>\n{it}\n</tool_call>" for it in (call, wrong)))
+    of_other_types = dict.fromkeys(arguments, 5)
+    wrong = [{"name": kind, "arguments": it} for it in ({"else": 1}, of_other_types)]
+    written = [call, *map(json.dumps, wrong)]
+    engine = Engine("".join(f"<tool_call>\n{it}\n</tool_call>" for it in written))
     how: Any = {"model": "m", "input": "List.", "tools": [{"type": kind}]}
     how["tool_choice"] = {"type": kind} if kind != "local_shell" else "required"
 
@@ -353,14 +405,14 @@ def test_tools_that_openai_knows_and_the_client_runs_are_called(
             async with responses.stream(**how) as stream:
                 names = [event.type async for event in stream]
                 response: Any = await stream.get_final_response()
-            assert names.count("response.output_item.done") == 2
+            assert names.count("response.output_item.done") == 3
         else:
             response = await responses.create(**how)
-        item, malformed = response.output
+        item, *malformed = response.output
         assert (item.type, item.status) == (f"{kind}_call", "completed")
         given = getattr(item, field).model_dump(exclude_unset=True)
         assert given == {**constants, **arguments}
-        assert (malformed.type, malformed.name) == ("function_call", kind)
+        assert [(it.type, it.name) for it in malformed] == [("function_call", kind)] * 2
         result = {"type": f"{kind}_call_output", "call_id": item.call_id, "output": output}
         result |= {"local_shell": {"id": item.id}, "apply_patch": {"status": "failed"}}.get(
             kind, {}
@@ -606,6 +658,20 @@ def test_a_call_that_was_cut_short_is_text() -> None:
     asyncio.run(run())
 
 
+def test_what_was_whole_before_an_answer_was_cut_is_completed() -> None:
+    tools: Any = [{"type": "function", "name": name} for name in ("get_weather", "now")]
+
+    async def run() -> None:
+        for written, last in ((WRITTEN, "completed"), (WRITTEN + " And", "incomplete")):
+            responses = openai_of(Engine(written, "length")).responses
+            response = await responses.create(model="m", input="Weather?", tools=tools)
+            assert response.status == "incomplete"
+            statuses = [getattr(item, "status", None) for item in response.output[1:]]
+            assert statuses == ["completed"] * (len(statuses) - 1) + [last]
+
+    asyncio.run(run())
+
+
 def test_calls_before_a_stop_string_do_not_say_that_tools_are_to_be_called() -> None:
     async def run() -> None:
         chat = openai_of(Engine(WRITTEN + " and so on")).chat.completions
@@ -614,3 +680,59 @@ def test_calls_before_a_stop_string_do_not_say_that_tools_are_to_be_called() -> 
         assert (choice.finish_reason, called(choice.message.tool_calls)) == ("stop", CALLS)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_cannot_be_read_fails_alone(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: MessageParser, text: str) -> NoReturn:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MessageParser, "feed", fail)
+
+    async def run() -> None:
+        engine = Engine(WRITTEN)
+        chat = openai_of(engine).with_options(max_retries=0, timeout=10).chat.completions
+        with pytest.raises(openai.InternalServerError, match="could not be read"):
+            await chat.create(model="m", messages=ASKED, tools=TOOLS, stream=is_stream)
+        await engine.writing  # the step in which other answers come, too
+
+    asyncio.run(run())
+    assert caplog.messages.count("an answer could not be read") == 1
+
+
+@pytest.mark.parametrize("name", ["<|im_end|>", "a b", "a.b", "ä", "a\n"])
+def test_a_strict_server_refuses_names_of_tools_as_the_apis_do(name: str) -> None:
+    function = {"name": name, "parameters": {"type": "object"}}
+    user = {"role": "user", "content": "a"}
+    asked: list[tuple[Any, dict[str, Any], str | None]] = [
+        (ChatRequest, {"messages": [user], "tools": [tool]}, f"tools[0].{kind}.name")
+        for kind, tool in (
+            ("function", {"type": "function", "function": function}),
+            ("custom", {"type": "custom", "custom": {"name": name}}),
+        )
+    ]
+    asked += [
+        (ChatRequest, {"messages": [user], "functions": [function]}, "functions[0].name"),
+        (
+            ResponsesRequest,
+            {"input": "a", "tools": [{"type": "function", **function}]},
+            "tools[0].name",
+        ),
+        (
+            MessagesRequest,
+            {
+                "max_tokens": 1,
+                "messages": [user],
+                "tools": [{"name": name, "input_schema": {"type": "object"}}],
+            },
+            None,
+        ),
+    ]
+    for kind, body, param in asked:
+        request = read(kind, {"model": "m", **body})
+        request.check(Rules(Settings()))
+        with pytest.raises(RequestError, match=r"pattern '\^\[a-zA-Z0-9_-\]\+\$'") as refused:
+            request.check(Rules(Settings(), is_strict=True))
+        assert refused.value.param == param

@@ -101,6 +101,7 @@ class MessageShape(Shape):
                 "ephemeral_1h_input_tokens": for_an_hour,
             },
             "output_tokens": len(answer.token_ids),
+            "output_tokens_details": {"thinking_tokens": answer.num_thought_tokens},
             "tieredkv": self.caching([usage])["tieredkv"],
         }
 

@@ -4,6 +4,7 @@ This module does not use sockets or the engine. It converts conversations to the
 chat messages, so that equal conversations from both APIs share blocks.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -19,7 +20,9 @@ from tieredkv.server.anthropic_answers import MessageShape
 from tieredkv.server.anthropic_tools import CustomTool, Known, Marked, Tool, read_tool
 from tieredkv.server.asked import (
     DOCUMENT_NOTE,
+    ERROR_NOTE,
     IMAGE_NOTE,
+    TOOL_NAME,
     WHOLE,
     ApiRequest,
     Asked,
@@ -118,6 +121,7 @@ class Block(ResultPart):
     name: str = ""
     input: Json = Field({})
     tool_use_id: str = ""
+    is_error: bool = False
     content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
 
     @property
@@ -130,7 +134,8 @@ class Block(ResultPart):
         """The texts of the block in the prompt; thoughts are left out."""
         if self.type in ("text", "image", "document"):
             return [str(self)]
-        return list(map(str, self.content))
+        note = [ERROR_NOTE] if self.type == "tool_result" and self.is_error else []
+        return [*note, *map(str, self.content)]
 
     @property
     def has_picture(self) -> bool:
@@ -346,7 +351,13 @@ class Conversation(ApiRequest, Marked):
         return marked
 
     def check(self, rules: Rules) -> None:
-        """Refuse breakpoints and images that break a rule or that this server does not support."""
+        """Refuse tools, breakpoints and images that break a rule or that are not supported."""
+        if len({tool["function"]["name"] for tool in self.functions}) < len(self.functions):
+            raise RequestError("tools: Tool names must be unique.")
+        for i, tool in enumerate(self.tools if rules.is_strict else ()):
+            if isinstance(tool, CustomTool) and not re.fullmatch(TOOL_NAME, tool.name):
+                text = f"String should match pattern '^{TOOL_NAME}$'"
+                raise RequestError(f"tools.{i}.custom.name: {text}")
         for i, turn in enumerate(self.messages):
             for j, block in enumerate(turn.content):
                 if block.has_picture:

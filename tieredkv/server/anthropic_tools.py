@@ -22,7 +22,7 @@ class Known(Object):
     """Fields in Anthropic's objects that have no effect; a strict server accepts them, too."""
 
     known_besides = names_of("""
-        effort display citations is_error caller toolset_name strict output_config
+        effort display citations caller toolset_name strict output_config
         disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
         budget_tokens thinking signature data block_binding task_budget transformations clear_at
     """)

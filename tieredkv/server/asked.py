@@ -6,6 +6,7 @@ that writes the answer. The code that runs the request does not know which API i
 
 import dataclasses
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -43,6 +44,10 @@ Text = Annotated[str, Field(min_length=1)]
 IMAGE_NOTE = "[An image was here. This model reads text only.]"
 DOCUMENT_NOTE = "[A document was here. This model reads text only.]"
 AUDIO_NOTE = "[A recording was here. This model reads text only.]"
+ERROR_NOTE = "[The tool has failed.]"
+
+TOOL_NAME = "[a-zA-Z0-9_-]+"
+"""The names of tools that OpenAI's API allows; Anthropic's has the same letters."""
 """They stand in the prompt for what a conversation has beside texts."""
 
 
@@ -94,6 +99,17 @@ class Rules:
         if self.is_strict or self.settings.images == "refuse":
             text = "Images and other files are not supported: this model reads text only."
             raise RequestError(text, param=path, code="unsupported_parameter")
+
+    def check_name(self, name: str, path: str) -> None:
+        """Refuse a name of a tool that OpenAI's API does not allow, if the server is strict.
+
+        Raises:
+            RequestError: the name is refused.
+        """
+        if self.is_strict and not re.fullmatch(TOOL_NAME, name):
+            allowed = f"a string that matches the pattern '^{TOOL_NAME}$'"
+            text = f"Invalid '{path}': string does not match pattern. Expected {allowed}."
+            raise RequestError(text, param=path, code="invalid_value")
 
     def check_retention(self, name: str) -> None:
         """Refuse a retention policy that does not exist or that this key may not name.

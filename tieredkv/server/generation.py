@@ -5,16 +5,20 @@ This module handles stop strings and usage, but neither HTTP nor JSON.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.engine_messages import EngineRequest, TokenLogprob, TokenOutput
+from tieredkv.errors import RequestError
 from tieredkv.server.engine_client import EngineClient, error_of
 from tieredkv.server.message_parser import Delta
 from tieredkv.server.metrics import Observer
 from tieredkv.server.reply import Reading, Reply
+
+logger = logging.getLogger(__name__)
 
 
 class ClientGoneError(Exception):
@@ -121,7 +125,14 @@ class Generation:
             return
         answer = self.answers[index]
         num_before = len(answer.logprobs)
-        text, deltas = answer.read(output)
+        try:
+            text, deltas = answer.read(output)
+        except Exception:  # a fault here must not reach other answers of the same step
+            logger.exception("an answer could not be read")
+            self._end(index, "error")
+            self._engine.abort(output.request_id)
+            self._put(RequestError("The answer could not be read.", status=500))
+            return
         if answer.finish_reason is not None:
             self._end(index, answer.finish_reason)
             if output.finish_reason is None:

@@ -6,6 +6,7 @@ is given out once it is complete. One that is malformed is text, with all that t
 around it. This module knows neither APIs nor tokens.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -21,6 +22,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
 from tieredkv.server.response_templates import VALUE, family_of
+from tieredkv.server.schemas import properties_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,9 @@ MAX_BEGUN_CHARACTERS = 1024
 
 OWN = "response_template"
 """The name of the family that a checkpoint's own response template describes."""
+
+_NO_FIELDS: Any = {"start_anchor": "x", "fields": {"text": {"content": "text"}}}
+"""A response template for a parser that only gives arguments their types."""
 
 _SAMPLE_TOOLS: Any = [{"type": "function", "function": {"name": "look"}}]
 _SAMPLE_ARGUMENTS = {
@@ -240,6 +245,69 @@ def _named(field: str, name: str, found: Family | None) -> Family | None:
     return families()[name]
 
 
+@lru_cache(16)
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Return what matches any of several texts, the first that fits."""
+    return re.compile("|".join(map(re.escape, texts)))
+
+
+class _Held:
+    """A call in JSON so far, if marks of its end stand in its texts.
+
+    Args:
+        ends: the marks.
+
+    Attributes:
+        parts: of the call, each with the mark behind it.
+        mark: with which what is read now ends.
+        refused: what was held for a call that is none, and is to be read again.
+        is_off: whether nothing is held.
+    """
+
+    def __init__(self, ends: Sequence[str]) -> None:
+        self.parts: list[str] = []
+        self.refused = ""
+        self.is_off, self._is_in_text = False, False
+        self._ends, self._tail, self.mark = _any_of(ends), "", ""
+        self._lasts = {end[-1] for end in ends}
+        self._num_kept = max(map(len, ends))
+
+    def cut(self, text: str) -> list[tuple[str, str]]:
+        """Return the pieces of a text, and with which mark each ends; the last one has none."""
+        whole, at, pieces = self._tail + text, len(self._tail), list[tuple[str, str]]()
+        self._tail = whole[-self._num_kept :]
+        for found in self._ends.finditer(whole):
+            if found.end() > at:
+                pieces.append((whole[at : found.end()], found[0]))
+                at = found.end()
+        return [*pieces, (whole[at:], "")]
+
+    def passes(self, text: str) -> bool:
+        """Return whether no mark can end in a text, so that it need not be cut."""
+        if not self._lasts.isdisjoint(text):
+            return False
+        self._tail = (self._tail + text)[-self._num_kept :]
+        return True
+
+    def takes(self, body: str, mark: str) -> bool:
+        """Take a part of a call and the mark behind it, if the mark stands in a text of the JSON.
+
+        Args:
+            body: of the call, since the part before it.
+            mark: empty at the end of the message.
+        """
+        num_quotes = re.sub(r"\\.", "", body, flags=re.DOTALL).count('"')
+        self._is_in_text ^= bool(num_quotes % 2)
+        if self.is_off or not mark or not self._is_in_text:
+            return False
+        self.parts.append(body + mark)
+        return True
+
+    def end(self, refused: str) -> None:
+        """Forget the call; `refused` is to be read again."""
+        self.parts, self.refused, self._is_in_text = [], refused, False
+
+
 class MessageParser:
     """Takes one message apart as its text comes; not shared between threads.
 
@@ -252,11 +320,13 @@ class MessageParser:
     """
 
     def __init__(self, family: Family, prompt: str, tools: Tools = ()) -> None:
-        self._family = family
-        template = family.template(has_tools=bool(tools))
+        self._family, self._tools = family, tools
+        self._template = template = family.template(has_tools=bool(tools))
         begun = family.begun(prompt).removeprefix(family.start)
-        self._parser = ResponseParser(template, begun, tools=[*map(dict, tools)])
+        self._parser = ResponseParser(template, begun)
         self._body: list[str] = []
+        is_held = bool(family.call_end) and family.body != "tags"
+        self._held = _Held(tuple(family.call_end)) if is_held else None
         self._blank = ""  # white space that counts only if something follows
         self._before = ""  # white space before a call that counts only if the call is malformed
         self._is_beside = False  # whether thoughts or a call stand just before
@@ -288,12 +358,22 @@ class MessageParser:
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text and return what is certain now."""
-        return [*self._read(self._parser.feed(text))]
+        if self._held is None or self._held.passes(text):
+            return [*self._read(self._parser.feed(text))]
+        deltas = list[Delta]()
+        for piece, mark in self._held.cut(text):  # so that no event lies behind the end of a call
+            self._held.mark = mark
+            deltas += self._read(self._parser.feed(piece))
+            if self._held.refused:
+                deltas += self._refused(self._held)
+        return deltas
 
     def finish(self) -> list[Delta]:
         """End the message and return the rest."""
         _, events = self._parser.finalize()
         deltas = [*self._read(events, is_end=True)]
+        if self._held and self._held.refused:
+            return deltas + self._refused(self._held) + self.finish()
         if self._blank and not self._is_beside:
             deltas.append(Delta(self._blank))
         return deltas
@@ -338,21 +418,56 @@ class MessageParser:
 
     def _close_call(self, value: Mapping[str, Any], is_end: bool) -> Iterator[Delta]:
         body, name, before = "".join(self._body), value["name"].strip(), self._before
-        calls = _calls_in(self._family, name, body, self._typed)
+        held = self._held
+        mark = held.mark if held is not None and not is_end else ""
+        if held is not None and held.takes(body, mark):
+            self._parser, self._blank = ResponseParser(self._template, value["opened"]), before
+            return
+        closed = mark or (self._family.call_end[0] if self._family.call_end and not is_end else "")
+        parts = [*held.parts, body] if held is not None else [body]
+        first, rest = parts[0], "".join(parts[1:])
+        calls = _calls_in(self._family, name, first + rest, self._typed)
         self._begin()
+        if held is not None:
+            held.end(refused=rest + closed if len(parts) > 1 and not calls else "")
         if calls:
             for name, arguments in calls:
                 id = value["id"] or uuid.uuid4().hex[:24]
                 yield Delta(call=Call(id, name, arguments))
             return
         self._is_beside = False
-        closed = self._family.call_end[0] if self._family.call_end and not is_end else ""
-        yield from (Delta(text) for text in self._kept(before + value["opened"] + body + closed))
+        text = before + value["opened"] + first + (closed if len(parts) == 1 else "")
+        yield from (Delta(each) for each in self._kept(text))
 
-    def _typed(self, name: str, arguments: dict[str, str]) -> Any:
-        """Return arguments that stand in tags with the types of the tool's schema."""
-        call = {"function": {"name": name, "arguments": arguments}}
-        return self._parser._coerce_tool_calls(call)["function"]["arguments"]
+    def _refused(self, held: _Held) -> list[Delta]:
+        """Read again what was held for a call that is none, behind the first mark of its end."""
+        text, held.refused, held.is_off = held.refused, "", True
+        self._parser = ResponseParser(self._template, "")
+        deltas = self.feed(text)
+        held.is_off = False
+        return deltas
+
+    def _typed(self, name: str, arguments: dict[str, str]) -> dict[str, Any]:
+        """Return arguments that stand in tags with the types of the tool's schema.
+
+        One that is no JSON of its type stays a text.
+        """
+        functions = [tool.get("function", tool) for tool in self._tools]
+        schema = next((it.get("parameters") for it in functions if it.get("name") == name), None)
+        known = properties_of(schema)
+        types = {key: {"type": it.types} for key, it in known.items()}
+        tool = {"function": {"name": name, "parameters": {"properties": types}}}
+        coerce = ResponseParser(_NO_FIELDS, "", tools=[tool])._coerce_tool_calls
+        typed = dict[str, Any](arguments)
+        for key, text in arguments.items():
+            call = {"function": {"name": name, "arguments": {key: text}}}
+            with contextlib.suppress(ValueError, RecursionError):
+                value = coerce(call)["function"]["arguments"][key]
+                is_text = isinstance(value, str) and key in known
+                value = known[key].trimmed(value) if is_text else value
+                _dumped(value)
+                typed[key] = value
+        return typed
 
 
 def _calls_in(
@@ -434,10 +549,12 @@ def _call_of(value: Any, *, is_bare: bool) -> tuple[str, str]:
     given = [value[key] for key in ("arguments", "parameters") if key in value]
     if is_bare and not given:
         raise ValueError("it may be an answer")
-    return name, _arguments_of(given[0] if given else {})
+    return _encodable(name), _arguments_of(given[0] if given else {})
 
 
 def _arguments_of(value: Any) -> str:
+    if value is None or value == "":
+        value = {}  # of a tool that takes none
     if isinstance(value, str):
         value = json.loads(value)  # some models write them as text
     if not isinstance(value, dict):
@@ -446,4 +563,15 @@ def _arguments_of(value: Any) -> str:
 
 
 def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Return a value as JSON.
+
+    Raises:
+        ValueError: it has what JSON cannot hold, such as NaN.
+        RecursionError: it is nested too deeply.
+    """
+    return _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with a replacement character for each lone surrogate, which has no bytes."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -4,7 +4,7 @@ This module only builds the JSON; it does not use sockets, requests or the engin
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Literal
 
 from tieredkv.engine.detokenizer import Detokenizer
@@ -138,11 +138,13 @@ class CompletionShape(Shape):
         """Return a `usage` object, in which each prompt counts once for all its answers."""
         prompts = [answer.usage for answer in answers[:: self._n]]  # the first answer's
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+        num_thoughts = sum(answer.num_thought_tokens for answer in answers)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
             "prompt_tokens_details": self.caching(prompts),
+            "completion_tokens_details": {"reasoning_tokens": num_thoughts},
         }
 
 
@@ -153,6 +155,7 @@ class ChatShape(CompletionShape):
         model, tokenization, form: as for `CompletionShape`.
         custom: names of the tools that take a text.
         has_functions: whether a call has the form that it had before there were tools.
+        left_out: the types of the tools that the model was not told of.
     """
 
     id_prefix = "chatcmpl-"
@@ -166,9 +169,11 @@ class ChatShape(CompletionShape):
         *,
         custom: frozenset[str] = frozenset(),
         has_functions: bool = False,
+        left_out: Collection[str] = (),
         **form: Any,
     ) -> None:
         super().__init__(model, tokenization, **form)
+        self._head |= {"tieredkv": {"left_out_tools": [*left_out]}} if left_out else {}
         self._custom, self._has_functions = custom, has_functions
         self._num_calls = Counter[int]()  # of each answer, so far
 

@@ -17,9 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams, several
-from tieredkv.errors import RequestError
+from tieredkv.errors import RequestError, invalid_value
 from tieredkv.fields import Object, TextOr, list_of, out_of_bounds, read
-from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Prompt, Tokenization
 from tieredkv.server.chat_template import RESERVED, Effort, thinking_arguments
 from tieredkv.server.histories import Mark
@@ -35,6 +35,7 @@ from tieredkv.server.openai_messages import (
     Ttl,
     custom_names,
     for_template,
+    left_out,
     offered,
     whole_turns,
 )
@@ -457,6 +458,11 @@ class ChatRequest(ConversationRequest):
         """The names of the tools that the model is told of."""
         return [tool[tool["type"]]["name"] for tool in offered(self.tools, self.functions)]
 
+    @cached_property
+    def left_out_choices(self) -> Collection[str]:
+        """The types of tools that may be chosen although the model is not told of them."""
+        return left_out(self.tools)
+
     @property
     def chosen_tool(self) -> Any:
         """Which tools may or must be called, as `choose_tools` takes it."""
@@ -487,6 +493,13 @@ class ChatRequest(ConversationRequest):
             text = "'best_of' is not supported."
             raise RequestError(text, param="best_of", code="unsupported_parameter")
         self._check_functions()
+        for i, tool in enumerate(self.tools):
+            if (kind := tool["type"]) not in self.left_out_choices:
+                rules.check_name(tool[kind]["name"], f"tools[{i}].{kind}.name")
+            elif rules.is_strict:
+                raise invalid_value(f"tools[{i}].type", kind, "'function' and 'custom'")
+        for i, function in enumerate(self.functions):
+            rules.check_name(function["name"], f"functions[{i}].name")
         continues, adds_prompt = self.continue_final_message, self.add_generation_prompt
         check_continuing(self.messages, continues=continues, adds_prompt=adds_prompt)
         if adds_prompt is False and not continues:
@@ -511,6 +524,7 @@ class ChatRequest(ConversationRequest):
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
+        tell_left_out(self.left_out_choices)
         thinking = thinking_of(self.reasoning_effort)
         tools = for_template(offered(self.tools, self.functions)) or None
         arguments = {"tools": tools, **thinking, **self.chat_template_kwargs}
@@ -519,6 +533,7 @@ class ChatRequest(ConversationRequest):
             tokenization,
             custom=custom_names(self.tools),
             has_functions=bool(self.functions),
+            left_out=self.left_out_choices,
             **self.form,
         )
         continues = self.continue_final_message

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     FailFast,
     Field,
     PlainValidator,
@@ -24,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, names_of, shape_of
 from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Text
-from tieredkv.server.known_fields import CHAT_MESSAGE
+from tieredkv.server.known_fields import CHAT_MESSAGE, UNMARKED
 
 MAX_ARGUMENT_CONTAINERS = 4096
 MAX_TOOLS = 1024
@@ -262,18 +263,34 @@ class ChatCustomTool(Object):
     custom: ChatCustomFunction
 
 
-def _read_tool(value: Any, info: ValidationInfo) -> Tool | ChatCustomTool:
-    is_custom = isinstance(value, dict) and value.get("type") == "custom"
-    kind: type[Any] = ChatCustomTool if is_custom else Tool
-    tool: Tool | ChatCustomTool = kind.model_validate(value, context=info.context)
+class HostedTool(Object):
+    """A tool that runs on a provider's servers, or of a type that is not known."""
+
+    model_config = ConfigDict(extra="allow")
+    takes_any = True
+    refused = UNMARKED
+
+    type: Text
+
+
+class _Typed(Object):
+    """The type of a tool, which decides how the tool is read."""
+
+    type: Text
+
+
+ChatTool = Tool | ChatCustomTool | HostedTool
+_KINDS: dict[str, type[Any]] = {"function": Tool, "custom": ChatCustomTool}
+
+
+def _read_tool(value: Any, info: ValidationInfo) -> ChatTool:
+    kind = _KINDS.get(_Typed.model_validate(value).type, HostedTool)
+    tool: ChatTool = kind.model_validate(value, context=info.context)
     return tool
 
 
 _TOOLS = TypeAdapter(
-    Annotated[
-        list[Annotated[Tool | ChatCustomTool, BeforeValidator(_read_tool)]],
-        Field(max_length=MAX_TOOLS),
-    ]
+    Annotated[list[Annotated[ChatTool, BeforeValidator(_read_tool)]], Field(max_length=MAX_TOOLS)]
 )
 _FUNCTIONS = TypeAdapter(Annotated[list[Function], Field(max_length=MAX_TOOLS)])
 
@@ -289,8 +306,7 @@ def _unchanged(adapter: TypeAdapter[Any]) -> Callable[[Any, ValidationInfo], Any
 
 
 Tools = Annotated[
-    list[dict[str, Any]],
-    PlainValidator(_unchanged(_TOOLS), json_schema_input_type=list[Tool | ChatCustomTool]),
+    list[dict[str, Any]], PlainValidator(_unchanged(_TOOLS), json_schema_input_type=list[ChatTool])
 ]
 Functions = Annotated[
     list[dict[str, Any]],
@@ -306,8 +322,14 @@ def custom_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
 def offered(
     tools: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any]]
 ) -> Sequence[dict[str, Any]]:
-    """Return the tools of a request; functions are the same in an older form."""
-    return tools or [{"type": "function", "function": each} for each in functions]
+    """Return the tools of a request that the client runs; functions are an older form of them."""
+    known = [tool for tool in tools if tool["type"] in _KINDS]
+    return known or [{"type": "function", "function": each} for each in functions]
+
+
+def left_out(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the types of the tools that the model is not told of."""
+    return sorted({tool["type"] for tool in tools} - _KINDS.keys())
 
 
 def for_template(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 This module knows neither HTTP nor the APIs.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,9 @@ class Reply(Answer):
         tokenizer: gives the tokens their text.
         reading: how the answer is read.
         continues_text: whether the answer goes on with the text of its prompt.
+
+    Attributes:
+        num_thought_tokens: how many tokens have shown thoughts, without the marks around these.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Reply(Answer):
         left_out = reading.left_out if reading else None
         super().__init__(request, tokenizer, left_out=left_out, continues_text=continues_text)
         self._deltas: list[Delta] = []
+        self.num_thought_tokens, self._num_quiet = 0, 0
         self._parser: MessageParser | None = None
         self._keep = reading.keep if reading else None
         if reading is not None and reading.family is not None:
@@ -73,10 +77,21 @@ class Reply(Answer):
             deltas = self._parser.feed(text)
             if self.finish_reason is not None:
                 deltas += self._parser.finish()
-        self._deltas += filter(any, deltas)
+        self._count_thoughts(len(output.token_ids), shown := [*filter(any, deltas)])
+        self._deltas += shown
         if self._keep and self.finish_reason == "stop" and self.stopped_by is None:
             self._keep(self)
         return text, deltas
+
+    def _count_thoughts(self, num_tokens: int, shown: Sequence[Delta]) -> None:
+        """Count tokens that show thoughts; tokens that show nothing count if thoughts go on."""
+        if not shown:
+            self._num_quiet += num_tokens
+            return
+        if any(delta.thoughts for delta in shown):
+            goes_on = bool(self._deltas) and bool(self._deltas[-1].thoughts)
+            self.num_thought_tokens += num_tokens + self._num_quiet * goes_on
+        self._num_quiet = 0
 
     @property
     def parts(self) -> list[Delta]:

@@ -17,6 +17,13 @@ from tieredkv.server.reply import Reply
 from tieredkv.server.response_tools import Offered, item_of_call
 from tieredkv.server.stored_responses import RESPONSE_ID, item_id
 
+QUIET_S = 10.0
+"""Seconds after which a stream that has nothing to show tells that it goes on.
+
+Nothing is shown while a call is written. Clients such as Codex end a stream in which no event has
+come for some minutes.
+"""
+
 _TEXTS = {
     "function_call": ("function_call_arguments", "arguments"),
     "custom_tool_call": ("custom_tool_call_input", "input"),
@@ -66,7 +73,11 @@ class ResponseShape(Shape):
         parts = answer.parts or [Delta()]
         if self._is_prewarm:
             parts = []
-        output = [self._item(i, part, status) for i, part in enumerate(parts)]
+        # Only the last part can be cut, and a call is whole or none.
+        whole = [part.call is not None or i < len(parts) - 1 for i, part in enumerate(parts)]
+        output = [
+            self._item(i, part, "completed" if whole[i] else status) for i, part in enumerate(parts)
+        ]
         response = {
             **self._response(status, output),
             "completed_at": None if is_cut else int(time.time()),
@@ -87,9 +98,15 @@ class ResponseShape(Shape):
         """
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress", []))
-        (answer,), num_items, last = answers, 0, None
+        (answer,), num_items, last, shown_at = answers, 0, None, time.monotonic()
         async for piece in pieces:
-            for delta in () if self._is_prewarm else filter(any, piece.deltas):
+            deltas = [] if self._is_prewarm else [*filter(any, piece.deltas)]
+            if deltas:
+                shown_at = time.monotonic()
+            elif time.monotonic() - shown_at >= QUIET_S:
+                shown_at = time.monotonic()
+                yield self._still(answer.parts[:num_items], last)
+            for delta in deltas:
                 if last is None or not delta.continues(last):
                     for event in self._item_end(num_items - 1, answer.parts):
                         yield event
@@ -133,6 +150,20 @@ class ResponseShape(Shape):
             yield self._event("reasoning_text.delta", **where, delta=delta.thoughts)
         else:
             yield self._event("output_text.delta", **where, delta=delta.text, logprobs=[])
+
+    def _still(self, parts: Sequence[Delta], last: Delta | None) -> Json:
+        """Return an event that adds nothing to the parts that the stream has so far.
+
+        Clients may replace what they have by the response of an event, so that this holds nothing
+        of a text that is not complete.
+        """
+        if last is None or last.call is not None:
+            output = [self._item(i, part, "completed") for i, part in enumerate(parts)]
+            return self._event("in_progress", response=self._response("in_progress", output))
+        where = self._where(len(parts) - 1, last)
+        if last.thoughts:
+            return self._event("reasoning_text.delta", **where, delta="")
+        return self._event("output_text.delta", **where, delta="", logprobs=[])
 
     def _item_end(
         self, index: int, parts: Sequence[Delta], output: Sequence[Json] = ()
@@ -211,7 +242,7 @@ class ResponseShape(Shape):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {**self.caching([usage]), "cache_write_tokens_details": by_ttl},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
             "total_tokens": usage.prompt_tokens + num_output,
         }
 

@@ -21,7 +21,13 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
 from tieredkv.server.known_fields import UNMARKED
-from tieredkv.server.openai_messages import Function, FunctionType, custom_text, function_of
+from tieredkv.server.openai_messages import (
+    Function,
+    FunctionType,
+    HostedTool,
+    custom_text,
+    function_of,
+)
 
 SEARCH = "tool_search"
 """The type of a search for tools, and the name by which the model knows one of the client."""
@@ -110,23 +116,13 @@ class SearchTool(Object):
     parameters: Json = Field({"type": "object"})
 
 
-class HostedTool(Object):
-    """A tool that runs on OpenAI's servers."""
-
-    model_config = pydantic.ConfigDict(extra="allow")
-    takes_any = True
-    refused = UNMARKED
-
-    type: Hosted
-
-
 Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | HostedTool
 
 
 class _Typed(Object):
     """The type of a tool, which decides how the tool is read."""
 
-    type: Literal["function", "custom", "namespace", ClientRun, Hosted]
+    type: Text
 
 
 _KINDS: dict[str, type[Any]] = {
@@ -235,7 +231,7 @@ def client_tools() -> Json:
 def item_of_call(name: str, arguments: str, offered: Mapping[str, Offered]) -> tuple[str, Json]:
     """Return the type of the item of a call, and its fields beside ids and status.
 
-    A call whose arguments do not fit the tool is passed on as the model wrote it.
+    A call whose arguments do not fit the tool is a function's, and passed on as the model wrote it.
 
     Args:
         name: by which the model knows the tool.
@@ -249,10 +245,19 @@ def item_of_call(name: str, arguments: str, offered: Mapping[str, Offered]) -> t
     if tool.kind == SEARCH:
         return "tool_search_call", {"arguments": json.loads(arguments), "execution": "client"}
     if (known := client_tools().get(tool.kind)) is not None:
-        given: Json = json.loads(arguments)
-        if given.keys() >= {*known["required"]}:
+        given = {name: it for name, it in json.loads(arguments).items() if it is not None}
+        if _validator(tool.kind).is_valid(given):
             return f"{tool.kind}_call", {known["field"]: {**known.get("constants", {}), **given}}
     return "function_call", {**named, "arguments": arguments}
+
+
+@cache
+def _validator(kind: str) -> Any:
+    """Return what tells whether the arguments of a call fit a tool that clients run."""
+    from jsonschema import Draft202012Validator  # imported here, as few requests have such tools
+
+    known = client_tools()[kind]
+    return Draft202012Validator({it: known[it] for it in ("properties", "required")})
 
 
 def called_with(kind: str, item: Json) -> Json:

@@ -44,7 +44,10 @@ from tieredkv.server.response_items import (
 )
 from tieredkv.server.response_tools import (
     HOSTED_CHOICES,
+    FunctionTool,
+    NamespaceTool,
     Offered,
+    TextTool,
     Tool,
     for_template,
     left_out,
@@ -261,6 +264,9 @@ class ResponsesRequest(openai.ConversationRequest):
             what = f"'{kinds[0]}' tools are not supported. Only tools that the client runs are."
             raise RequestError(what, param="tools", code="unsupported_parameter")
         _ = self.offered  # refuses two tools of one name
+        for i, tool in enumerate(self.tools):
+            if isinstance(tool, FunctionTool | NamespaceTool | TextTool):
+                rules.check_name(tool.name, f"tools[{i}].name")
         super().check(rules)
 
     @property

@@ -47,7 +47,7 @@ _BEYOND = 1 << 63
 """xgrammar's integers have 64 bits."""
 
 _UNKNOWN = names_of("""
-    not if then else dependentRequired dependentSchemas contains $dynamicRef
+    not if then else dependentRequired dependentSchemas dependencies contains $dynamicRef
     $recursiveRef
 """)
 """Keywords that are not enforced."""
@@ -113,6 +113,9 @@ _NARROWER = {
     "iri-reference": "uri-reference",
 }
 """Formats of which xgrammar knows only a part."""
+
+FORMATS = frozenset({*_FORMATS, *_KNOWN_FORMATS, *_NARROWER})
+"""All formats that texts are held to."""
 
 _ANY_NAME = {"", ".*", "^.*$", "^.*", ".*$", ".+", "^.+$"}
 """Patterns that fit all names of properties, or nearly all."""

@@ -5,15 +5,17 @@ all of it. Here a schema is checked; `schema_writer` finds those keywords and re
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 
 from tieredkv.errors import RequestError
+from tieredkv.server.schema_drafts import modern
 from tieredkv.server.schema_merge import EmptyError, Schema
-from tieredkv.server.schema_writer import TooLargeError, rewritten
+from tieredkv.server.schema_writer import FORMATS, TooLargeError, rewritten
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,19 @@ MAX_SCHEMA_BYTES = 128 << 10
 MAX_SCHEMA_DEPTH = 32
 MAX_PASSES = 64
 """Of the search for what can be written to its end: references may be chained about as often."""
+
+_JSON_TYPES: dict[str, Any] = {
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "string": str,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+_OF_TEXTS = frozenset({"pattern", "format", "maxLength", "enum", "const"})
+"""Keywords that say which texts are allowed."""
 
 Refuse = Callable[[str], RequestError]
 
@@ -79,6 +94,10 @@ def _rewritten(schema: Schema, refuse: Refuse) -> tuple[Schema, set[str]]:
         raise refuse(f"it has a text or a number that JSON cannot hold: {error}.") from None
     if num_bytes > MAX_SCHEMA_BYTES:
         raise refuse(f"it has {num_bytes} bytes, and at most {MAX_SCHEMA_BYTES} are allowed.")
+    try:
+        schema = modern(schema)
+    except RecursionError:
+        raise refuse("it is nested too deeply.") from None
     _check_is_schema(schema, refuse)
     try:
         made, left = rewritten(schema, lambda ref: _target(schema, ref))
@@ -157,6 +176,86 @@ def _parts(schema: Schema) -> Iterator[dict[str, Any]]:
         yield schema
         for each in _children(schema):
             yield from _parts(each)
+
+
+class Property(NamedTuple):
+    """A property of an object, as far as a text that is written for it can be read by it.
+
+    Attributes:
+        types: that its value may have.
+        parts: the schemas that describe its value.
+    """
+
+    types: list[str]
+    parts: list[dict[str, Any]]
+
+    def trimmed(self, text: str) -> str:
+        """Return a text without the white space at its ends that the property does not allow."""
+        bare, listed = text.strip(), [it for part in self.parts for it in _constants(part)]
+        if bare in listed:
+            return text if text in listed else bare
+        for part in self.parts:
+            types, is_bounded = [*_types(part)], bool(part.keys() & _OF_TEXTS)
+            if "string" not in types and (types or not is_bounded):
+                continue
+            if not is_bounded:
+                return text
+            pattern, most = str(part.get("pattern")), part.get("maxLength")
+            text = text.lstrip() if pattern.startswith("^") else text
+            text = text.rstrip() if pattern.endswith("$") else text
+            if str(part.get("format")) in FORMATS or (isinstance(most, int) and len(text) > most):
+                text = bare
+        return text
+
+
+def properties_of(schema: Schema) -> dict[str, Property]:
+    """Return the properties of an object, through references and choices.
+
+    The schema need not be valid: what is no schema has no types.
+    """
+    properties = dict[str, Schema]()
+    for part in _same_value(schema, schema):
+        if isinstance(found := part.get("properties"), dict):
+            properties |= found
+    made = dict[str, Property]()
+    for name, property in properties.items():
+        parts = [*_same_value(property, schema)]
+        types = [*dict.fromkeys(kind for part in parts for kind in _types(part))]
+        made[name] = Property(types, parts)
+    return made
+
+
+def _same_value(part: Schema, whole: Schema) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all others by which it describes the same value, each once."""
+    left, seen = deque([part]), set[int]()
+    while left:
+        part = left.popleft()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        left.append(_target(whole, part.get("$ref")))
+        for key in ("allOf", "anyOf", "oneOf"):
+            left.extend(part[key] if isinstance(part.get(key), list) else ())
+
+
+def _types(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the types that a schema names, or those of its constants."""
+    given = part.get("type")
+    yield from (it for it in (given if isinstance(given, list) else [given]) if isinstance(it, str))
+    if part.get("nullable") is True:
+        yield "null"
+    if given is None:
+        yield from map(_type_of, _constants(part))
+
+
+def _constants(part: dict[str, Any]) -> list[Any]:
+    values = part.get("enum", [part["const"]] if "const" in part else [])
+    return values if isinstance(values, list) else []
+
+
+def _type_of(value: Any) -> str:
+    return next(name for name, kind in _JSON_TYPES.items() if isinstance(value, kind))
 
 
 def _target(whole: Schema, ref: Any) -> Schema | None:
