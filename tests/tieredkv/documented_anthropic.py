@@ -123,10 +123,6 @@ SERVERS = [
          "allowed_domains": ["a.ch"], "user_location": {
              "type": "approximate", "city": "Bern", "timezone": "Europe/Zurich"}}]),
         (), ("web_search_20250305",)),
-    Example("web search is forced", turns(
-        tools=[{"type": "web_search_20250305", "name": "web_search"}, WEATHER],
-        tool_choice={"type": "tool", "name": "web_search"}),
-        ("get_weather",), ("web_search_20250305",)),
     Example("one at least, and all are hosted", turns(
         tools=[{"type": "web_search_20250305", "name": "web_search"}],
         tool_choice={"type": "any"}), (), ("web_search_20250305",)),

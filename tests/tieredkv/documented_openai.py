@@ -93,7 +93,7 @@ FUNCTIONS = [
             ("get_weather",), ("image_generation", "mcp")),
     Example("functions: only hosted ones are allowed",
             asks(tools=[WEATHER, SEARCH], tool_choice={
-                "type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}),
+                "type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}),
             ("get_weather",), ("web_search",)),
     Example("custom tools: a text", asks(
         {"type": "custom_tool_call", "id": "ctc_1", "call_id": "call_1", "name": "code_exec",
@@ -142,8 +142,6 @@ HOSTED = [
          "filters": {"allowed_domains": ["example.com"]},
          "user_location": {"type": "approximate", "country": "CH", "city": "Bern"}}],
         include=["web_search_call.action.sources"], tool_choice="auto"), (), ("web_search",)),
-    Example("web search is forced", asks(tools=[{"type": "web_search_preview"}],
-            tool_choice={"type": "web_search_preview"}), (), ("web_search_preview",)),
     Example("web search has found something", asks(
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {
             "type": "search", "query": "rain", "sources": [{"type": "url", "url": "https://a.ch"}]}},
@@ -199,8 +197,7 @@ HOSTED = [
         {"type": "image_generation_call", "id": "ig_1", "status": "completed",
          "result": "aGk=", "revised_prompt": "A tall cat."}, user("Now small."),
         tools=[{"type": "image_generation", "partial_images": 2, "quality": "low",
-                "input_image_mask": {"file_id": "f"}}],
-        tool_choice={"type": "image_generation"}), ("A tall cat.",), ("image_generation",)),
+                "input_image_mask": {"file_id": "f"}}]), ("A tall cat.",), ("image_generation",)),
     Example("an MCP server", asks(
         {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "dice", "tools": [
             {"name": "roll", "description": "Rolls.", "input_schema": schema(dice="string"),
@@ -211,8 +208,7 @@ HOSTED = [
         {"type": "mcp_call", "id": "mcp_1", "server_label": "dice", "name": "roll",
          "arguments": '{"dice":"2d4"}', "approval_request_id": "mcpr_1", "output": "seven"},
         tools=[{**MCP, "require_approval": {"never": {"tool_names": ["roll"]}},
-                "allowed_tools": ["roll"], "defer_loading": True, "headers": {"a": "b"}}],
-        tool_choice={"type": "mcp", "server_label": "dice", "name": "roll"}),
+                "allowed_tools": ["roll"], "defer_loading": True, "headers": {"a": "b"}}]),
         ("Rolls.", "2d4", '"approve":true', '"output":"seven"'), ("mcp",)),
     Example("a connector", asks(tools=[
         {"type": "mcp", "server_label": "Dropbox", "connector_id": "connector_dropbox",
@@ -221,8 +217,8 @@ HOSTED = [
         {"type": "shell", "environment": {
             "type": "container_auto", "network_policy": {
                 "type": "allowlist", "allowed_domains": ["example.com"]},
-            "skills": [{"type": "skill_reference", "skill_id": "skill_1"}, INLINE]}}],
-        tool_choice={"type": "shell"}), (), ("shell",)),
+            "skills": [{"type": "skill_reference", "skill_id": "skill_1"}, INLINE]}}]),
+        (), ("shell",)),
 ]
 
 CLIENT_RUN = [

@@ -19,7 +19,6 @@ from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
-from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.app import Api
 from tieredkv.server.asked import AUDIO_NOTE, Rules
 from tieredkv.server.openai_api import ChatRequest
@@ -137,7 +136,9 @@ def test_a_tool_that_chat_completions_do_not_have_is_left_out_unless_the_server_
     asked = [of_openai.user("a")]
     body: dict[str, Any] = {"messages": asked, "tools": [of_openai.OF_CHAT, of_openai.SEARCH]}
     alone = {"messages": asked, "tools": [of_openai.SEARCH], "tool_choice": "required"}
-    for each in (body, {**body, "tool_choice": {"type": "web_search"}}, alone):
+    forced = {**body, "tool_choice": {"type": "web_search"}}
+    assert served.send("/v1/chat/completions", forced).json()["error"]["param"] == "tool_choice"
+    for each in (body, alone):
         answer = served.ask("/v1/chat/completions", each)
         assert answer["tieredkv"] == {"left_out_tools": ["web_search"]}
         assert answer["choices"][0]["message"]["content"] == "Fine."
@@ -178,10 +179,11 @@ def test_what_is_left_out_is_named_in_streams_and_once_in_the_log(
 def test_a_tool_of_a_newer_type_is_left_out_unless_the_server_is_strict(served: Served) -> None:
     newer = {"type": "web_search_2030_01_01", "filters": None}
     body: dict[str, Any] = {"input": "Go on.", "tools": [of_openai.WEATHER, newer]}
-    for choice in ("auto", {"type": newer["type"]}):
-        answer = served.ask("/v1/responses", {**body, "tool_choice": choice})
-        assert answer["tieredkv"]["left_out_tools"] == [newer["type"]]
-        assert answer["output"][0]["content"][0]["text"] == "Fine."
+    answer = served.ask("/v1/responses", body)
+    assert answer["tieredkv"]["left_out_tools"] == [newer["type"]]
+    assert answer["output"][0]["content"][0]["text"] == "Fine."
+    refused = served.send("/v1/responses", {**body, "tool_choice": {"type": newer["type"]}})
+    assert refused.status_code == 400
     with pytest.raises(RequestError, match="'web_search_2030_01_01' tools are not supported"):
         read(ResponsesRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
 
@@ -216,21 +218,48 @@ def test_a_choice_of_what_is_neither_there_nor_left_out_is_refused(served: Serve
     assert answer.status_code == 400
 
 
-def test_a_choice_of_a_hosted_tool_is_left_out_and_one_call_at_a_time_stays_so() -> None:
+@pytest.mark.parametrize(
+    ("tool", "choice"),
+    [
+        ({"type": "web_search_preview"}, {"type": "web_search_preview"}),
+        ({"type": "web_search"}, {"type": "allowed_tools", "mode": "required"}),
+        ({"type": "image_generation"}, {"type": "image_generation"}),
+        (of_openai.MCP, {"type": "mcp", "server_label": "dice", "name": "roll"}),
+        ({"type": "shell", "environment": {"type": "container_auto"}}, {"type": "shell"}),
+        ({"type": "computer_use_preview"}, {"type": "computer_use"}),
+    ],
+)
+def test_a_choice_that_demands_a_hosted_tool_is_refused_by_its_name(
+    tool: dict[str, Any], choice: dict[str, Any], served: Served
+) -> None:
+    if choice["type"] == "allowed_tools":
+        choice = {**choice, "tools": [tool]}
+    body = {"input": "a", "tools": [of_openai.WEATHER, tool], "tool_choice": choice}
+    answer = served.send("/v1/responses", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tool_choice")
+    kind = choice["type"] if choice["type"] != "allowed_tools" else tool["type"]
+    assert f"'{kind}' tools are left out, since this server does not run them" in error["message"]
+
+
+def test_a_choice_that_demands_a_hosted_tool_of_messages_is_refused_by_its_name(
+    served: Served,
+) -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
-    body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [of_openai.user("a")]}
+    body: dict[str, Any] = {"max_tokens": 9, "messages": [of_openai.user("a")]}
     body["tools"] = [search, of_anthropic.WEATHER]
-    for is_alone in (True, False):
-        choice = {"name": "web_search", "disable_parallel_tool_use": is_alone}
-        body["tool_choice"] = {"type": "tool", **choice}
-        structure = read(MessagesRequest, body).cleaned(Rules(Settings())).structure
-        assert (structure.choice, structure.is_parallel) == ("auto", not is_alone)
+    choice = {"type": "tool", "name": "web_search"}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = served.send(path, {**body, "tool_choice": choice})
+        assert answer.status_code == 400
+        told = "tool_choice: 'web_search' is left out, since this server does not run it."
+        assert told in answer.json()["error"]["message"]
 
 
 def test_where_only_hosted_tools_are_allowed_no_other_is_called() -> None:
     engine = Engine('<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>')
     served = Served(engine)
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
     tools = [of_openai.WEATHER, of_openai.SEARCH]
     body = {"input": "a", "tools": tools, "tool_choice": choice}
     [item] = served.ask("/v1/responses", body)["output"]

@@ -254,7 +254,7 @@ class Conversation(ApiRequest, Marked):
         them.
 
         Raises:
-            RequestError: there are such tools and the server is strict.
+            RequestError: there are such tools and the server is strict, or one of them is forced.
         """
         hosted = {i: tool.type for i, tool in enumerate(self.tools) if tool.is_hosted}
         if hosted and rules.is_strict:
@@ -264,7 +264,12 @@ class Conversation(ApiRequest, Marked):
         kept: Json = {"tools": [tool for tool in self.tools if not tool.is_hosted]}
         if hosted and (chosen := self.tool_choice) is not None:
             names = {tool.name for tool in self.tools if tool.is_hosted}
-            if chosen.name in names or (chosen.type == "any" and not kept["tools"]):
+            if chosen.name in names:
+                why = f"'{chosen.name}' is left out, since this server does not run it"
+                raise RequestError(
+                    f"tool_choice: {why}. Choose a tool that the client runs, or auto."
+                )
+            if chosen.type == "any" and not kept["tools"]:
                 kept["tool_choice"] = chosen.model_copy(update={"type": "auto", "name": None})
         is_first = bool(self.system) and self.system[0].text.startswith(BILLING_HEADER)
         if is_first and rules.settings.drop_billing_header == "on":

@@ -45,10 +45,10 @@ IMAGE_NOTE = "[An image was here. This model reads text only.]"
 DOCUMENT_NOTE = "[A document was here. This model reads text only.]"
 AUDIO_NOTE = "[A recording was here. This model reads text only.]"
 ERROR_NOTE = "[The tool has failed.]"
+"""They stand in the prompt for what a conversation has beside texts."""
 
 TOOL_NAME = "[a-zA-Z0-9_-]+"
 """The names of tools that OpenAI's API allows; Anthropic's has the same letters."""
-"""They stand in the prompt for what a conversation has beside texts."""
 
 
 @dataclass(frozen=True)

@@ -346,8 +346,8 @@ class ConversationRequest(OpenAIRequest):
         return self.parallel_tool_calls
 
     @property
-    def left_out_choices(self) -> Collection[str]:
-        """The types of tools that may be chosen although the model is not told of them."""
+    def left_out_kinds(self) -> Collection[str]:
+        """The types of tools that the model is not told of."""
         return ()
 
     def render(
@@ -376,7 +376,7 @@ class ConversationRequest(OpenAIRequest):
             self.tool_names,
             is_parallel=self.may_call_several,
             text=self.text_format,
-            left_out=self.left_out_choices,
+            left_out=self.left_out_kinds,
         )
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
@@ -459,8 +459,8 @@ class ChatRequest(ConversationRequest):
         return [tool[tool["type"]]["name"] for tool in offered(self.tools, self.functions)]
 
     @cached_property
-    def left_out_choices(self) -> Collection[str]:
-        """The types of tools that may be chosen although the model is not told of them."""
+    def left_out_kinds(self) -> Collection[str]:
+        """The types of tools that the model is not told of."""
         return left_out(self.tools)
 
     @property
@@ -494,7 +494,7 @@ class ChatRequest(ConversationRequest):
             raise RequestError(text, param="best_of", code="unsupported_parameter")
         self._check_functions()
         for i, tool in enumerate(self.tools):
-            if (kind := tool["type"]) not in self.left_out_choices:
+            if (kind := tool["type"]) not in self.left_out_kinds:
                 rules.check_name(tool[kind]["name"], f"tools[{i}].{kind}.name")
             elif rules.is_strict:
                 raise invalid_value(f"tools[{i}].type", kind, "'function' and 'custom'")
@@ -524,7 +524,7 @@ class ChatRequest(ConversationRequest):
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        tell_left_out(self.left_out_choices)
+        tell_left_out(self.left_out_kinds)
         thinking = thinking_of(self.reasoning_effort)
         tools = for_template(offered(self.tools, self.functions)) or None
         arguments = {"tools": tools, **thinking, **self.chat_template_kwargs}
@@ -533,7 +533,7 @@ class ChatRequest(ConversationRequest):
             tokenization,
             custom=custom_names(self.tools),
             has_functions=bool(self.functions),
-            left_out=self.left_out_choices,
+            left_out=self.left_out_kinds,
             **self.form,
         )
         continues = self.continue_final_message

@@ -232,8 +232,8 @@ class ResponsesRequest(openai.ConversationRequest):
         return left_out(self.all_tools)
 
     @property
-    def left_out_choices(self) -> Collection[str]:
-        """The types of tools that may be chosen although the model is not told of them."""
+    def left_out_kinds(self) -> Collection[str]:
+        """The types of tools that the model is not told of, and of the choices that name them."""
         return {*self.left_out_tools, *HOSTED_CHOICES} if self.left_out_tools else ()
 
     @cached_property

@@ -162,8 +162,8 @@ def choose_tools(
 ) -> Structure:
     """Return what answers must be, by the tools and the choice among them.
 
-    Where only tools that are left out may be called, no tool is called. Where one of them must be
-    called, the answer is free.
+    Where only tools that are left out may be called, no tool is called. Where all are left out and
+    some tool must be called, the answer is free.
 
     Args:
         tool_choice: as the client sent it.
@@ -171,10 +171,10 @@ def choose_tools(
         names: of the tools, as the client knows them.
         is_parallel: whether several calls may be made at once.
         text: the format of an answer in text; None for any.
-        left_out: the types of tools that may be chosen although the model is not told of them.
+        left_out: the types of tools that the model is not told of.
 
     Raises:
-        RequestError: the choice names no tool that is there.
+        RequestError: the choice names no tool that is there, or demands one that is left out.
     """
     how: Json = {"tools": tools, "is_parallel": is_parallel, "text": text}
     by_name = dict(zip(reversed(names), reversed(tools), strict=True))  # the first of a name wins
@@ -201,6 +201,8 @@ def choose_tools(
             if not allowed:
                 raise _invalid("'tools' is empty")
             here = [each for each in allowed if not _is_left_out(each, left_out)]
+            if not here and mode == "required":
+                raise _left_out(allowed[0]["type"])
             if not here:
                 return Structure(**how, choice="none")
             how["tools"] = [by_name[it] for it in dict.fromkeys(_name(it, by_name) for it in here)]
@@ -212,7 +214,7 @@ def choose_tools(
             how |= {"tools": [by_name[kind]], "is_parallel": False}
             return Structure(**how, choice="required")
         case {"type": str() as kind} if kind in left_out:
-            return Structure(**how)
+            raise _left_out(kind)
         case {"type": str() as kind}:
             raise _invalid(f"'{kind[:64]}' tools are not offered by this server")
     raise _invalid("it is 'none', 'auto', 'required', or an object that names a tool")
@@ -232,6 +234,13 @@ def _name(chosen: Any, by_name: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or name not in by_name:
         raise _invalid(f"there is no tool {str(name)[:64]!r} in 'tools'")
     return name
+
+
+def _left_out(kind: str) -> RequestError:
+    hint = "Choose a tool that the client runs, or 'auto'"
+    return _invalid(
+        f"'{kind[:64]}' tools are left out, since this server does not run them. {hint}"
+    )
 
 
 def _invalid(why: str) -> RequestError:
