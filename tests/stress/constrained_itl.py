@@ -103,13 +103,15 @@ def gaps_ms(llm: LLM, grammars: Sequence[str | None], num_tokens: int, chance: i
     ]
 
 
-def measure(llm: LLM, sizes: Sequence[int], num_tokens: int, repeats: int) -> list[Row]:
-    """Measure the gaps of all arms at all sizes, in turns."""
+def measure(
+    llm: LLM, sizes: Sequence[int], arms: Sequence[str], num_tokens: int, repeats: int
+) -> list[Row]:
+    """Measure the gaps of all arms at all sizes, in turns; the arms in the given order."""
     grammar = grammar_of(ENDLESS)
     num_of: dict[str, Callable[[int], int]] = {"none": lambda _: 0, "one": lambda _: 1}
     num_of["all"] = lambda size: size
     gaps: dict[tuple[int, str], list[float]] = {}
-    turns = list(itertools.product(range(-1, repeats), sizes, ARMS))  # the first is not counted
+    turns = list(itertools.product(range(-1, repeats), sizes, arms))  # the first is not counted
     progress = bench_progress()
     for index, (repeat, size, arm) in enumerate(tracked(progress, "answering", turns)):
         num_constrained = num_of[arm](size)
@@ -155,6 +157,7 @@ def measure_grammars(compiler: Compiler) -> Row:
 @click.option("--model", default="random:llama-3.1-8b", show_default=True)
 @click.option("--vocabulary", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--batches", default="1,64", show_default=True, help="With commas.")
+@click.option("--order", default=",".join(ARMS), show_default=True, help="Of the arms.")
 @click.option("--tokens", default=128, show_default=True, help="Of each answer.")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--device-size", default="8GiB", show_default=True)
@@ -163,12 +166,17 @@ def main(
     model: str,
     vocabulary: Path | None,
     batches: str,
+    order: str,
     tokens: int,
     repeats: int,
     device_size: str,
     commit: str | None,
 ) -> None:
-    sizes = [int(size) for size in batches.split(",")]
+    sizes, arms = [int(size) for size in batches.split(",")], order.split(",")
+    if sorted(arms) != sorted(ARMS):
+        raise click.BadParameter(
+            f"it has all of {', '.join(ARMS)}, with commas", param_hint="--order"
+        )
     with LLM(model, device_size=device_size, progress=bench_progress()) as llm:
         core = llm.core
         compiler = core._make_compiler()
@@ -176,7 +184,7 @@ def main(
             told = core.model.vocab_size, sorted(core.model.eos_token_ids)
             compiler = FileCompiler(vocabulary, *told)
         core._grammars = Grammars(lambda: compiler, core.wake)
-        rows = measure(llm, sizes, tokens, repeats)
+        rows = measure(llm, sizes, arms, tokens, repeats)
         core._grammars.close()
     report = raw.head(commit, "python -m tests.stress.constrained_itl")
     report |= {"model": model, "vocabulary": vocabulary.name if vocabulary else None}
