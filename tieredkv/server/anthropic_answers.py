@@ -13,6 +13,8 @@ from tieredkv.server.generation import Piece
 from tieredkv.server.message_parser import Delta
 from tieredkv.server.reply import Reply
 
+PING: Json = {"type": "ping"}
+
 
 class MessageShape(Shape):
     """Answers of `/v1/messages`.
@@ -25,7 +27,6 @@ class MessageShape(Shape):
 
     id_prefix = "msg_"
     names_events = True
-    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, model: str, max_tokens: int, left_out: Sequence[str] = ()) -> None:
         super().__init__()
@@ -40,6 +41,10 @@ class MessageShape(Shape):
         body = {"content": content, **self._ending(answers[0]), "usage": self._usage(answers[0])}
         return {**self._head, **self._diagnostics(answers[0]), **body}
 
+    def waiting(self) -> Sequence[Json]:
+        """Return an event that says nothing."""
+        return [PING]
+
     async def events(
         self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
@@ -53,7 +58,7 @@ class MessageShape(Shape):
             if not deltas and last is not None and Delta().continues(last):
                 deltas = [Delta()]  # an event for every token
             elif not deltas:
-                yield {"type": "ping"}
+                yield PING
             for delta in deltas:
                 if last is None or not delta.continues(last):
                     for event in _block_end(last, num_blocks - 1):
@@ -61,7 +66,7 @@ class MessageShape(Shape):
                     start = {"type": "content_block_start", "index": num_blocks}
                     yield {**start, "content_block": _block(delta, is_start=True)}
                     if last is None:
-                        yield {"type": "ping"}
+                        yield PING
                     num_blocks, last = num_blocks + 1, delta
                 yield _block_delta(num_blocks - 1, **_added(delta))
         for event in _block_end(last, num_blocks - 1):

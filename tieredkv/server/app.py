@@ -468,7 +468,8 @@ async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[by
 
     try:
         while not await generation.has_begun(PING_S):
-            yield shape.ping
+            # No comment, since some clients that read lines would parse it as JSON.
+            yield b"".join(map(line, shape.waiting())) or b"\n\n"
         async for event in shape.events(generation.answers, generation.pieces()):
             yield line(event)
     except RequestError as error:

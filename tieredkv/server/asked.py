@@ -173,15 +173,12 @@ class Shape(Protocol):
         keep: takes the body of a finished answer, before its end is sent; None if nobody wants it.
         names_events: whether an `event:` line with its type precedes each event of a stream; if
             so, the stream does not end with `[DONE]`.
-        ping: the bytes that keep a stream alive. They are not an SSE comment, because some clients
-            that read lines would parse it as JSON.
     """
 
     id: str
     created: int
     id_prefix: ClassVar[str]
     names_events: ClassVar[bool] = False
-    ping: ClassVar[bytes] = b"\n\n"
     diagnosis: Diagnosis = NONE
     request_id: str | None = None
     keep: Callable[[Json], None] | None = None
@@ -194,6 +191,10 @@ class Shape(Protocol):
 
     def events(self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]) -> AsyncIterator[Json]:
         """Yield the events of a stream, at least one for every piece."""
+
+    def waiting(self) -> Sequence[Json]:
+        """Return the events that keep a stream alive before its first piece, if the API has any."""
+        return ()
 
     def failure(self, error: RequestError) -> Json:
         """Return the last event of a stream that failed."""

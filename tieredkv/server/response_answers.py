@@ -64,6 +64,7 @@ class ResponseShape(Shape):
         super().__init__()
         self._echo, self._offered, self._is_prewarm = echo, offered, is_prewarm
         self._numbers = itertools.count()
+        self._is_created = False  # whether the stream has told so
 
     def whole(self, answers: Sequence[Reply]) -> Json:
         """Return the answer with its items."""
@@ -89,6 +90,11 @@ class ResponseShape(Shape):
             self.keep(response)
         return response
 
+    def waiting(self) -> Sequence[Json]:
+        """Return the events that say that the response is in progress."""
+        names, self._is_created = ("created", "in_progress")[self._is_created :], True
+        return [self._event(name, response=self._response("in_progress", [])) for name in names]
+
     async def events(
         self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
@@ -96,8 +102,9 @@ class ResponseShape(Shape):
 
         The events of a part lie between those of its item, and these between those of the response.
         """
-        for name in ("created", "in_progress"):
-            yield self._event(name, response=self._response("in_progress", []))
+        if not self._is_created:
+            for event in self.waiting():
+                yield event
         (answer,), num_items, last, shown_at = answers, 0, None, time.monotonic()
         async for piece in pieces:
             deltas = [] if self._is_prewarm else [*filter(any, piece.deltas)]
