@@ -122,11 +122,11 @@ class Server:
 
     def kill(self) -> None:
         """Kill all processes of the server with SIGKILL, and wait until they are gone."""
-        pids = self.pids
-        for pid in pids.values():
+        pids = [pid for pid in self.pids.values() if pid]  # without a disk there is no worker
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        wait_until(lambda: not any(map(is_alive, pids.values())), "a process outlives kill -9")
+        wait_until(lambda: not any(map(is_alive, pids)), "a process outlives kill -9")
 
 
 @contextlib.contextmanager

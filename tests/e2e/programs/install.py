@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[2] / ".venv-clients"
 FAILED = ENVIRONMENTS / "failed.json"
@@ -33,6 +35,15 @@ def install_all() -> dict[str, str]:
         if why := _why_not([*NPM, "--prefix", str(folder)]):
             failed[name] = why
     return failed
+
+
+def path_of(program: Path, group: str = "node") -> str:
+    """Return the path of a program; if its group is not installed, skip the test and say why."""
+    failed = json.loads(FAILED.read_text()) if FAILED.exists() else {}
+    if group in failed or not program.exists():
+        why = failed.get(group, "`make test-clients` installs it")
+        pytest.skip(f"{program.name} of `{group}` is not installed: {why}")
+    return str(program)
 
 
 def _why_not(command: list[str]) -> str:

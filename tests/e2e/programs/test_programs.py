@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.programs.install import ENVIRONMENTS, FAILED, NODE
+from tests.e2e.programs.install import ENVIRONMENTS, NODE, path_of
 from tests.e2e.programs.recorder import Exchange, Recorder
 from tests.e2e.programs.scripted_model import SMILE, Script, call, write_checkpoint
 from tests.serving import ask_store, running
@@ -229,15 +229,6 @@ def test_anthropic_in_python(programs: Programs, kind: str) -> None:
     # It asks first for a conversation that the server keeps.
     run.check(num_answers=4, num_refused=1, is_found_to_marks=True)
     assert text == DONE
-
-
-def path_of(program: Path, group: str = "node") -> str:
-    """Return the path of a program; if its group is not installed, skip the test and say why."""
-    failed = json.loads(FAILED.read_text()) if FAILED.exists() else {}
-    if group in failed or not program.exists():
-        why = failed.get(group, "`make test-clients` installs it")
-        pytest.skip(f"{program.name} of `{group}` is not installed: {why}")
-    return str(program)
 
 
 def task(script: str) -> str:
