@@ -224,6 +224,23 @@ def test_a_load_that_takes_too_long_is_a_miss_once_the_worker_is_dead(setup: Set
     assert engine.hits(chain) == [True] * 4
 
 
+def test_lookups_of_a_stopped_worker_are_misses_and_the_worker_is_given_up(setup: Setup) -> None:
+    engine = setup.open(tier={"load_timeout": "1s"})
+    chain = engine.chain("a", 2)
+    engine.store(chain)
+    engine.forget()
+    pid = engine.pid
+    os.kill(pid, signal.SIGSTOP)
+    assert engine.hits(chain) == [False, False]
+
+    def is_given_up() -> bool:
+        engine.step()
+        return engine.pid != pid
+
+    wait_until(is_given_up, "the worker is not given up")
+    assert engine.hits(chain) == [True, True]
+
+
 def test_a_worker_that_is_stopped_in_the_middle_of_a_store_ends_it(setup: Setup) -> None:
     engine = setup.open(tier={"load_timeout": "2s"})
     pid = engine.pid

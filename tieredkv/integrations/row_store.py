@@ -4,8 +4,9 @@ This module knows rows, jobs and loans. It does not know the engine: that calls 
 never waits here except in `drain()` and `close()`. How old a chunk is, and what a request asked
 for, is decided by the caller, who puts it into the record.
 
-A job is any number of rows. It ends when the last of them is back, never by a timeout: if loads or
-the worker as a whole take too long, the worker is killed, and its rows come back once it is dead.
+A job is any number of rows. It ends when the last of them is back, never by a timeout: if loads
+stand still or the worker says nothing for too long, the worker is killed, and its rows come back
+once it is dead. A lookup lends no row, so that it is a miss as soon as it takes long.
 """
 
 import threading
@@ -32,6 +33,7 @@ from tieredkv.storage.worker_messages import (
 from tieredkv.types import BlockRecord
 
 _POLL_S = 0.05
+_LOOKUP_S = 2.0  # a lookup that takes longer is a miss
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +84,7 @@ class RowStore:
         policies: until when a claim keeps a block.
         max_stored_rows: how many rows are written at once; the chunks of others are not stored, so
             that a slow disk leaves the engine room.
-        load_timeout_s: the longest that a load may take, and a worker may be silent.
+        load_timeout_s: the longest that no load may come to its end, and a worker may be silent.
 
     Raises:
         StorageError, StoreBusyError, FormatVersionError, ConfigError: the store cannot be opened.
@@ -112,12 +114,13 @@ class RowStore:
         self._asked: dict[bytes, None] = {}  # blocks to be looked up by the next `flush()`
         self._touched: dict[bytes, TouchItem] = {}
         self._lookups: dict[int, tuple[float, list[bytes]]] = {}  # since when, blocks
+        self._late: set[int] = set()  # lookups that are misses by now, as no answer came
         self._answers: dict[bytes, BlockRecord | None] = {}
         self._jobs: dict[int, Job] = {}  # by their numbers
         self._lent: dict[int, _Loan] = {}  # by row
         self._unlent: dict[int, Job] = {}  # stores that wait for a lookup, by the lookup
         self._ended: list[Job] = []
-        self._last_event = time.monotonic()
+        self._last_event = self._last_load = time.monotonic()
         self._client: StoreClient | None = None
         self._client = StoreClient(options, arena, wake=self._hear)
         self._hear()
@@ -144,6 +147,8 @@ class RowStore:
         assert self._client is not None
         if self._asked:
             hashes, self._asked = [*self._asked], {}
+            if not self._is_awaited:
+                self._last_event = time.monotonic()
             self._lookups[self._client.lookup(hashes)] = (time.monotonic(), hashes)
         if self._touched:
             items, self._touched = [*self._touched.values()], {}
@@ -230,10 +235,12 @@ class RowStore:
     # --- inside --------------------------------------------------------------------------------
 
     def _begin(self, id: int, records: Mapping[int, BlockRecord], *, is_load: bool) -> Job:
-        job = self._jobs[id] = Job(id, records, is_load, self._num_purges)
-        if len(self._jobs) == 1:
+        if not self._is_awaited:
             self._last_event = time.monotonic()
-        return job
+        if is_load and not any(job.is_load for job in self._jobs.values()):
+            self._last_load = time.monotonic()
+        self._jobs[id] = Job(id, records, is_load, self._num_purges)
+        return self._jobs[id]
 
     def _lend(self, job: Job, rows: Mapping[int, BlockRecord]) -> None:
         job.open |= rows.keys()
@@ -252,7 +259,11 @@ class RowStore:
             case LookupDone(number, sealed) if number in self._lookups:
                 for block_hash in self._lookups.pop(number)[1]:
                     self._answers[block_hash] = _decoded(block_hash, sealed)
+            case LookupDone(number):
+                self._late.discard(number)
             case PageLoaded() | PageStored():
+                if isinstance(event, PageLoaded):
+                    self._last_load = self._last_event
                 self._num_stored_rows -= isinstance(event, PageStored)
                 for job in self._lent.pop(event.page_id).jobs:
                     job.open.discard(event.page_id)
@@ -292,18 +303,24 @@ class RowStore:
                 job.failed |= dict.fromkeys(unknown, "evicted")
         self._end_if_over(job)
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the worker has something to say."""
+        return bool(self._jobs or self._lookups or self._late)
+
     def _watch(self) -> None:
-        """Give up a worker that takes too long; answer lookups that wait too long as misses."""
+        """Give up a worker that stands still; answer lookups that wait too long as misses."""
         assert self._client is not None
         now = time.monotonic()
         for number, (since, hashes) in [*self._lookups.items()]:
-            if now - since > self._load_timeout_s:
+            if now - since > min(_LOOKUP_S, self._load_timeout_s):
                 del self._lookups[number]
+                self._late.add(number)
                 self._answers |= dict.fromkeys(hashes)
-        loads = (job.began_at for job in self._jobs.values() if job.is_load)
-        if now - min(loads, default=now) > self._load_timeout_s:
-            self._client.give_up(f"takes more than {self._load_timeout_s:g} s for a load")
-        elif self._jobs and now - self._last_event > self._silence_s:
+        is_loading = any(job.is_load for job in self._jobs.values())
+        if is_loading and now - self._last_load > self._load_timeout_s:
+            self._client.give_up(f"has ended no load for {self._load_timeout_s:g} s")
+        elif self._is_awaited and now - self._last_event > self._silence_s:
             self._client.give_up(f"has been silent for {self._silence_s:g} s")
 
     def _hear(self) -> None:

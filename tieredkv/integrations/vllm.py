@@ -64,8 +64,7 @@ _SETTINGS = (
 )
 """The settings of tieredkv that mean something here."""
 
-_OWN = ("config_file", "weights", "weights_id")
-_KNOWN_TO_VLLM = ("locality", "enable_kv_events", "backpressure")
+_OWN = ("config_file", "weights", "weights_id", "locality")
 _WORD = "tieredkv"
 _STORE_SHARE = 2  # writes hold at most this part of the rows, so that loads find room
 
@@ -76,8 +75,7 @@ class _Request:
 
     Attributes:
         retention: the policy that it asked for.
-        tenant: whose chunks it shares.
-        root: of the tenant's chunks.
+        root, namespace: of the tenant's chunks.
         asked: chunks that are being looked up.
         answers: what was found, by chunk; None for a miss.
         by_place: chunks by group and position, as far as the request has shown them.
@@ -85,8 +83,8 @@ class _Request:
     """
 
     retention: str
-    tenant: str
     root: bytes
+    namespace: bytes
     asked: set[bytes] = field(default_factory=set)
     answers: dict[bytes, BlockRecord | None] = field(default_factory=dict)
     by_place: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
@@ -102,7 +100,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         tier_type: what vLLM calls this tier.
         config: settings of tieredkv, and: `config_file`, a TOML file with more of them, such as
             retention policies; `weights`, the folder of the weights if that is not the model's;
-            `weights_id`, a text that changes with the weights, where there is no such folder.
+            `weights_id`, a text that changes with the weights, where there is no such folder;
+            `locality`, which vLLM knows from its own tiers.
             Arguments that are not known are named in the log and otherwise ignored.
 
     Raises:
@@ -119,6 +118,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         detector = {"backpressure_detector": config.pop("backpressure_detector", None)}
         detector = {name: value for name, value in detector.items() if name in taken}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
+        if "locality" in config and hasattr(vllm_base, "Locality"):
+            self.locality = vllm_base.Locality(config["locality"])
         settings = _load(config)
         assert settings.disk_dir is not None, "it was checked"
         num_rows, self._row_bytes = _shape(primary_kv_view)
@@ -177,7 +178,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def _request(self, req_context: Any) -> _Request:
         if (request := self._requests.get(req_context.req_id)) is None:
             retention, tenant = self._claim(req_context.kv_transfer_params)
-            request = _Request(retention, tenant, self._identity.root(tenant))
+            root, namespace = self._identity.root(tenant), namespace_digest(tenant)
+            request = _Request(retention, root, namespace)
             self._requests[req_context.req_id] = request
         return request
 
@@ -273,7 +275,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
                 block_hash=block_hash,
                 parent_hash=before or request.root,
                 root=request.root,
-                namespace=namespace_digest(request.tenant),
+                namespace=request.namespace,
                 position=position or 0,
                 size_bytes=self._row_bytes,
                 retention=request.retention,
@@ -386,7 +388,7 @@ def _load(config: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: one of them is malformed, or there is no folder.
     """
-    known = {*_SETTINGS, *_OWN, *_KNOWN_TO_VLLM}
+    known = {*_SETTINGS, *_OWN}
     if others := sorted(config.keys() - known):
         text = "arguments of the tier that tieredkv does not know are ignored: %s"
         logger.warning(text, ", ".join(others))
