@@ -10,10 +10,11 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CPU_TORCH := torch==2.13.0
 
 CLIENTS := .venv-clients
+VLLM := .venv-vllm
 # With a GPU, shapes and a length that leave something to save.
 DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --prefix-tokens 2048)
 
-.PHONY: help setup demo test test-full test-clients lint types cpu-tests format clean
+.PHONY: help setup demo test test-full test-clients test-vllm lint types cpu-tests format clean
 
 help:
 	@echo "make setup         virtual environment in $(VENV), the package and its development tools"
@@ -21,6 +22,7 @@ help:
 	@echo "make test          lint, types and the CPU tests"
 	@echo "make test-full     what make test leaves out: slow, stress and, with a GPU, gpu tests"
 	@echo "make test-clients  coding agents, frameworks and clients, from their registries, against a server"
+	@echo "make test-vllm     the disk tier behind vLLM's own tiering manager, without a GPU"
 
 setup: $(STAMP)
 
@@ -56,6 +58,10 @@ test-clients: setup
 		tests/e2e/test_clients.py
 	@$(BIN)/pytest -q -rsx tests/e2e/programs
 
+# vLLM's wheels are large, so that the environments are kept.
+test-vllm: setup
+	@$(BIN)/python -m tests.integrations.with_vllm
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -68,4 +74,4 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) tests/e2e/programs/node_modules tests/e2e/programs/older/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(VLLM) tests/e2e/programs/node_modules tests/e2e/programs/older/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,6 +35,9 @@ _OWN_CODE = "1"
 _PIECE_BYTES = 64 << 20
 _SAMPLE_BYTES = 64 << 10
 _NUM_SAMPLES = 64
+CACHE_DIR = Path("~/.cache/tieredkv")
+"""Where the digests of weight files are remembered."""
+
 _CACHE_FILE = "fingerprints.json"
 _NUM_CHECKSUM_WORDS = 1 << 24
 _SETTLED_NS = 2_000_000_000

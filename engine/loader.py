@@ -36,7 +36,12 @@ from tieredkv.engine.checkpoint import (
     read_generation_config,
     refused,
 )
-from tieredkv.engine.fingerprint import file_state, files_fingerprint, parameters_fingerprint
+from tieredkv.engine.fingerprint import (
+    CACHE_DIR,
+    file_state,
+    files_fingerprint,
+    parameters_fingerprint,
+)
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.engine.tiny import init_tiny_weights
@@ -48,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
-CACHE_DIR = Path("~/.cache/tieredkv")
-"""Where the digests of weight files are remembered."""
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 

@@ -148,13 +148,21 @@ class StoreClient:
         with self._lock:
             self._undeleted |= dict.fromkeys(hashes, (_UNSENT, reason))
             if self._accepts and self._is_stuck:
-                assert self._worker is not None
-                text = "store worker %d does not accept deletions and is killed"
-                logger.error(text, self._worker.pid)
-                self._is_given_up = True
-                self._worker.kill()
+                self._give_up("does not accept deletions")
             elif self._accepts:
                 self._send_deletion(list(hashes), reason)
+
+    def give_up(self, why: str) -> None:
+        """Kill a worker that takes too long; every loan ends once it is dead, with `worker_died`.
+
+        Until the next worker serves, nothing is accepted. Where none is up, this does nothing.
+
+        Args:
+            why: what the worker does wrong, for the log.
+        """
+        with self._lock:
+            if self._accepts:
+                self._give_up(why)
 
     def reply_control(self, id: int, body: dict[str, Any]) -> None:
         """Answer a `ControlRequest`; an answer that takes more than five seconds is dropped."""
@@ -249,6 +257,13 @@ class StoreClient:
         """Send without waiting, so that a stopped worker cannot stop the engine; under the lock."""
         assert self._worker is not None, "nothing is sent while no worker is up"
         self._worker.channel.send(message)
+
+    def _give_up(self, why: str) -> None:
+        """Kill the worker that is up; under the lock."""
+        assert self._worker is not None, "the worker is up"
+        logger.error("store worker %d %s and is killed", self._worker.pid, why)
+        self._is_given_up = True
+        self._worker.kill()
 
     def _send_deletion(self, hashes: list[bytes], reason: str) -> None:
         """Send a deletion and remember it until it is answered; under the lock."""

@@ -26,12 +26,17 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it 
 
 
 class HostArena:
-    """One sealed range of shared memory, cut into pages of equal size.
+    """One range of shared memory, cut into pages of equal size.
+
+    It is made here and sealed, or adopted from another program, whose file can be truncated.
 
     Invariants, verified by `check()`:
-    - the memory is exactly `num_pages * page_bytes` long and can neither shrink nor grow, so that
-      neither process can kill the other one by truncating it;
+    - the memory is exactly `num_pages * page_bytes` long, and its own can neither shrink nor grow,
+      so that neither process can kill the other one by truncating it;
     - every page starts on a multiple of 4 KiB, as O_DIRECT requires.
+
+    Attributes:
+        is_adopted: whether another program made the memory.
 
     Any thread may call `page()`; the bytes of a page belong to whoever holds it in the block pool,
     or to the store worker while it is on loan.
@@ -49,6 +54,7 @@ class HostArena:
         _check_sizes(num_pages, page_bytes)
         size_bytes = num_pages * page_bytes
         _check_memory(size_bytes)
+        self.is_adopted = False
         fd = os.memfd_create("tieredkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
@@ -62,17 +68,35 @@ class HostArena:
             raise
 
     @classmethod
-    def attach(cls, fd: int, num_pages: int, page_bytes: int) -> "HostArena":
-        """Map an arena that another process made, and take ownership of `fd`.
+    def attach(
+        cls, fd: int, num_pages: int, page_bytes: int, is_adopted: bool = False
+    ) -> "HostArena":
+        """Map an arena that another process made or adopted, and take ownership of `fd`.
 
         Raises:
             IntegrityError: the file behind `fd` is not a sealed arena of this size.
+            StorageError: the adopted memory has another size.
         """
         _check_sizes(num_pages, page_bytes)
         arena = cls.__new__(cls)
+        arena.is_adopted = is_adopted
+        if is_adopted:
+            _check_adopted(fd, num_pages * page_bytes)
         arena._map(fd, num_pages, page_bytes)
         arena.check()
         return arena
+
+    @classmethod
+    def adopt(cls, fd: int, num_pages: int, page_bytes: int) -> "HostArena":
+        """Use the shared memory of another program as pages, and take ownership of `fd`.
+
+        That program decides when the memory goes. If it truncates the file, what touches the lost
+        pages gets SIGBUS or EFAULT: that may end the store worker, and says nothing about the disk.
+
+        Raises:
+            StorageError: the file behind `fd` has another size.
+        """
+        return cls.attach(fd, num_pages, page_bytes, is_adopted=True)
 
     def _map(self, fd: int, num_pages: int, page_bytes: int) -> None:
         self.fd = fd
@@ -103,15 +127,24 @@ class HostArena:
         return self.fd < 0
 
     def page(self, page_id: int) -> memoryview:
-        """Return the writable bytes of one page; they are shared, not copied."""
+        """Return the writable bytes of one page; they are shared, not copied.
+
+        Raises:
+            StorageError: the adopted memory has shrunk.
+        """
         if not 0 <= page_id < self.num_pages:
             raise IndexError(f"page {page_id} is outside of the arena's {self.num_pages} pages")
+        if self.is_adopted:
+            self.check()
         start = page_id * self.page_bytes
         return self._view[start : start + self.page_bytes]
 
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
         if self.is_closed:
+            return
+        if self.is_adopted:
+            _check_adopted(self.fd, self.size_bytes)
             return
         size_bytes = os.fstat(self.fd).st_size
         if size_bytes != self.size_bytes:
@@ -142,6 +175,13 @@ def _check_sizes(num_pages: int, page_bytes: int) -> None:
     if page_bytes < 1 or page_bytes % PAGE_ALIGNMENT_BYTES:
         what = f"a page has {page_bytes} bytes"
         raise ConfigError(f"{what}, which must be a multiple of {PAGE_ALIGNMENT_BYTES}")
+
+
+def _check_adopted(fd: int, size_bytes: int) -> None:
+    """Raise StorageError with EFAULT unless the file of another program has this size."""
+    if (found := os.fstat(fd).st_size) != size_bytes:
+        what = f"the memory of another program has {found} bytes instead of {size_bytes}"
+        raise StorageError(errno.EFAULT, what)
 
 
 def _check_memory(size_bytes: int) -> None:

@@ -195,7 +195,7 @@ class BlockStore:
         reason = self._count_fault(error)
         if isinstance(error, CorruptBlockError):
             self.drop_bad(current)
-        else:
+        elif not _is_of_memory(error):
             self.allocator.faulty.add(current.extent)
         return reason
 
@@ -267,7 +267,7 @@ class BlockStore:
 
     def write_failed(self, extent: Extent, error: StorageError) -> None:
         """Count a failed write and take its extent back."""
-        if self._count_fault(error) == "io_error":
+        if self._count_fault(error) == "io_error" and not _is_of_memory(error):
             self.allocator.faulty.add(extent)
         self.abandon(extent)
 
@@ -535,6 +535,11 @@ class BlockStore:
         if is_new:
             logger.warning("disk tier: %s: %s (further ones are only counted)", reason, error)
         return reason
+
+
+def _is_of_memory(error: StorageError) -> bool:
+    """Return whether the page of the block could not be reached, which is no fault of the disk."""
+    return error.errno == errno.EFAULT
 
 
 def reason_of(error: BaseException) -> str:

@@ -7,7 +7,8 @@ The rule: **an index is condemned on evidence only.** Evidence is one of these, 
   decoded (`tieredkv.storage.index_pages`, `tieredkv.storage.index_entries`);
 - LMDB's own codes for that (`Meaning.DAMAGE` below);
 - SIGSEGV, SIGBUS or SIGABRT in a thread that was using the index, as the stack that the worker's
-  fault handler left with its parent says (`tieredkv.storage.worker_process`).
+  fault handler left with its parent says (`tieredkv.storage.worker_process`). SIGBUS in pages that
+  another program lends is none: that program can truncate its memory at any time.
 
 A condemned index is renamed and made again from the headers of the extents, once; the segments are
 never touched for it. An index that was made again and is condemned again before it has proved

@@ -63,8 +63,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
     """The first message to a worker, which tells what it serves.
 
     Attributes:
-        arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
-            line started on a stopped store, as no engine is there to ask or to lend pages.
+        arena: (fd, pages, bytes of a page, whether it is adopted) of the host arena; None for a
+            worker that the command line started on a stopped store, as no engine is there to ask
+            or to lend pages.
         parent_pid: the worker ends when this process is no longer its parent.
         index: what to do before the index is opened. `examined`, after an unexplained end: every
             page is read and checked. `set_aside`, after a verdict of damage: the index is renamed,
@@ -73,7 +74,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
     """
 
     options: StoreOptions
-    arena: tuple[int, int, int] | None
+    arena: tuple[int, int, int, bool] | None
     parent_pid: int
     index: IndexStart = "as_it_is"
     stack_fd: int

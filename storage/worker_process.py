@@ -63,6 +63,7 @@ class WorkerProcess:
     def __init__(
         self, options: StoreOptions, arena: HostArena | None, *, index: IndexStart = "as_it_is"
     ) -> None:
+        self._has_adopted = arena is not None and arena.is_adopted
         self._stack_fd = os.memfd_create("tieredkv-stack", os.MFD_CLOEXEC)
         try:
             fds = (self._stack_fd,) if arena is None else (self._stack_fd, arena.fd)
@@ -73,10 +74,13 @@ class WorkerProcess:
             os.close(self._stack_fd)
             raise
         self.channel = FrameChannel(sock, _decoder)
+        pages = None
+        if arena is not None:
+            pages = (arena.fd, arena.num_pages, arena.page_bytes, arena.is_adopted)
         self.channel.send(
             Launch(
                 options=options,
-                arena=None if arena is None else (arena.fd, arena.num_pages, arena.page_bytes),
+                arena=pages,
                 parent_pid=os.getpid(),
                 index=index,
                 stack_fd=self._stack_fd,
@@ -98,11 +102,18 @@ class WorkerProcess:
         self.channel.close()
         stack = os.pread(self._stack_fd, _MAX_STACK_BYTES, 0)
         os.close(self._stack_fd)
-        return judge_end(returncode, stack)
+        return judge_end(returncode, stack, has_adopted=self._has_adopted)
 
 
-def judge_end(returncode: int, stack: bytes) -> WorkerEnd:
-    """Judge the end of a worker by its exit code and by the stack that a crash left."""
+def judge_end(returncode: int, stack: bytes, *, has_adopted: bool = False) -> WorkerEnd:
+    """Judge the end of a worker by its exit code and by the stack that a crash left.
+
+    Args:
+        returncode: the exit code; negative for a signal.
+        stack: what the worker's fault handler wrote.
+        has_adopted: whether another program owns the worker's pages. A SIGBUS outside the index is
+            then explained: that program took its memory away.
+    """
     if returncode >= 0:
         known = (0, EXIT_FAILED, EXIT_REFUSED, EXIT_DAMAGED)
         is_damage = returncode == EXIT_DAMAGED
@@ -113,4 +124,7 @@ def judge_end(returncode: int, stack: bytes) -> WorkerEnd:
     file, line, function = found.groups()
     is_damage = -returncode in _EVIDENT_SIGNALS and file.endswith(_INDEX_MODULES)
     where = f"{os.path.basename(os.fsdecode(file))}:{int(line)}, {os.fsdecode(function)}"
+    if has_adopted and returncode == -signal.SIGBUS and not is_damage:
+        why = "the memory that another program lends is gone"
+        return WorkerEnd(False, False, f"{text} in {where}: {why}")
     return WorkerEnd(is_damage, not is_damage, f"{text} in {where}")

@@ -529,3 +529,25 @@ def test_blocks_larger_than_the_socket_and_the_threads_stream_in(tmp_path: Path)
     assert all(done.ok for done in mail.take(PageLoaded, 31))
     assert all(harness.arena.page(page_id) == page for page_id in range(32))
     harness.close()
+
+
+def test_a_worker_that_is_given_up_returns_every_page_only_once_it_is_dead(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 4)
+    assert all(done.ok for done in mail.store(chain))
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    client.load(lent_pages(chain))
+    time.sleep(0.1)
+    assert client.pending_pages == {0, 1, 2, 3}
+    client.give_up("is too slow for this test")
+    assert {done.reason for done in mail.take(PageLoaded, 4)} == {"worker_died"}
+    assert not is_alive(pid)
+    wait_until(lambda: client.pid not in (None, pid), "no worker serves the store again")
+    assert all(done.ok for done in mail.load(chain))
+    client.close()
+    client.give_up("is closed")

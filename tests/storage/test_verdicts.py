@@ -119,6 +119,23 @@ def test_a_crash_is_evidence_only_in_the_index(
     assert judge_end(returncode, stack)[:2] == wanted
 
 
+@pytest.mark.parametrize(
+    ("returncode", "frame", "wanted"),
+    [
+        (-signal.SIGBUS, "/x/storage/codec.py", (False, False)),
+        (-signal.SIGBUS, "/x/storage/index.py", (True, False)),
+        (-signal.SIGSEGV, "/x/storage/codec.py", (False, True)),
+        (-signal.SIGBUS, None, (False, True)),
+    ],
+)
+def test_a_bus_error_in_pages_of_another_program_is_explained(
+    returncode: int, frame: str | None, wanted: tuple[bool, bool]
+) -> None:
+    lines = f'Stack (most recent call first):\n  File "{frame}", line 7 in checksum\n'
+    stack = lines.encode() if frame else b""
+    assert judge_end(returncode, stack, has_adopted=True)[:2] == wanted
+
+
 # --- a worker that fails ------------------------------------------------------------------------
 
 

@@ -1,0 +1,350 @@
+"""Rows of another engine's memory, stored on disk and loaded from it by our store worker.
+
+This module knows rows, jobs and loans. It does not know the engine: that calls every method, but
+never waits here except in `drain()` and `close()`. How old a chunk is, and what a request asked
+for, is decided by the caller, who puts it into the record.
+
+A job is any number of rows. It ends when the last of them is back, never by a timeout: if loads
+stand still or the worker says nothing for too long, the worker is killed, and its rows come back
+once it is dead. A lookup lends no row, so that it is a miss as soon as it takes long.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tieredkv.errors import CorruptBlockError
+from tieredkv.retention import RetentionPolicies
+from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.codec import decode_record
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.worker_messages import (
+    ControlRequest,
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreOptions,
+)
+from tieredkv.types import BlockRecord
+
+_POLL_S = 0.05
+_LOOKUP_S = 2.0  # a lookup that takes longer is a miss
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Rows that the engine lent together.
+
+    Attributes:
+        id: the engine's number of the job.
+        records: what each row holds or is to hold, by the row's number.
+        is_load: whether rows are read from disk.
+        began_at: when the job was begun, in seconds of the monotonic clock.
+        open: rows that are not back yet.
+        failed: why rows were not stored or loaded, by the row's number.
+        loaded: the stored record of each row that was loaded.
+        purge: how many evictions there had been when the job was begun.
+        num_moved: rows that were read or written.
+        seconds: how long the job took, once it has ended.
+    """
+
+    id: int
+    records: Mapping[int, BlockRecord]
+    is_load: bool
+    purge: int
+    began_at: float = field(default_factory=time.monotonic)
+    open: set[int] = field(default_factory=set)
+    failed: dict[int, str] = field(default_factory=dict)
+    loaded: dict[int, BlockRecord] = field(default_factory=dict)
+    num_moved: int = 0
+    seconds: float = 0.0
+
+
+class _Loan(NamedTuple):
+    """A row that the worker has; more than one job may wait for it, as two may offer one chunk."""
+
+    block_hash: bytes
+    jobs: list[Job]
+
+
+class RowStore:
+    """The disk tier of an engine whose memory was adopted.
+
+    One thread at a time calls the methods. The store client's thread calls only `_hear`, which
+    answers the command line while the engine is idle, and keeps all else for `poll()`.
+
+    Args:
+        options: how the store is opened.
+        arena: the engine's rows; closed by `close()`.
+        policies: until when a claim keeps a block.
+        max_stored_rows: how many rows are written at once; the chunks of others are not stored, so
+            that a slow disk leaves the engine room.
+        load_timeout_s: the longest that no load may come to its end, and a worker may be silent.
+
+    Raises:
+        StorageError, StoreBusyError, FormatVersionError, ConfigError: the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        options: StoreOptions,
+        arena: HostArena,
+        policies: RetentionPolicies,
+        *,
+        max_stored_rows: int,
+        load_timeout_s: float,
+    ) -> None:
+        self._max_stored_rows = max_stored_rows
+        self._num_stored_rows = 0  # that are on loan
+        self._arena = arena
+        self._policies = policies
+        self._load_timeout_s = load_timeout_s
+        # A write limit makes the worker wait between two rows.
+        limit = options.write_limit
+        pause_s = 2 * arena.page_bytes / limit if limit else 0.0
+        self._silence_s = max(load_timeout_s, pause_s)
+        self._heard = threading.Condition()  # its lock guards what `_hear` uses
+        self._events: deque[Event] = deque()
+        self._num_purges = 0  # evictions by the operator
+        self._asked: dict[bytes, None] = {}  # blocks to be looked up by the next `flush()`
+        self._touched: dict[bytes, TouchItem] = {}
+        self._lookups: dict[int, tuple[float, list[bytes]]] = {}  # since when, blocks
+        self._late: set[int] = set()  # lookups that are misses by now, as no answer came
+        self._answers: dict[bytes, BlockRecord | None] = {}
+        self._jobs: dict[int, Job] = {}  # by their numbers
+        self._lent: dict[int, _Loan] = {}  # by row
+        self._unlent: dict[int, Job] = {}  # stores that wait for a lookup, by the lookup
+        self._ended: list[Job] = []
+        self._last_event = self._last_load = time.monotonic()
+        self._client: StoreClient | None = None
+        self._client = StoreClient(options, arena, wake=self._hear)
+        self._hear()
+
+    # --- lookups -------------------------------------------------------------------------------
+
+    def ask(self, block_hash: bytes) -> None:
+        """Have a block looked up by the next `flush()`, once for all who ask."""
+        self._asked[block_hash] = None
+
+    def touch(self, item: TouchItem) -> None:
+        """Note a use of a block; the next `flush()` tells the worker."""
+        self._touched[item.block_hash] = item
+
+    def claim(self, stored: BlockRecord, retention: str, now: float) -> TouchItem:
+        """Return the use of a stored block by a request of this retention."""
+        times = stored.computed_at, now
+        if (deadline := self._policies.disk_deadline((retention,), *times)) is None:
+            return TouchItem(stored.block_hash, now)
+        return TouchItem(stored.block_hash, now, deadline, retention)
+
+    def flush(self) -> None:
+        """Send all that was asked since the last call, in one message each."""
+        assert self._client is not None
+        if self._asked:
+            hashes, self._asked = [*self._asked], {}
+            if not self._is_awaited:
+                self._last_event = time.monotonic()
+            self._lookups[self._client.lookup(hashes)] = (time.monotonic(), hashes)
+        if self._touched:
+            items, self._touched = [*self._touched.values()], {}
+            self._client.touch(items)
+
+    def take_answers(self) -> dict[bytes, BlockRecord | None]:
+        """Return what became of lookups since the last call: a record, or None for a miss."""
+        answers, self._answers = self._answers, {}
+        return answers
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def load(self, id: int, records: Mapping[int, BlockRecord], lost: Collection[int] = ()) -> None:
+        """Read blocks into rows.
+
+        Args:
+            id: the engine's number of the job.
+            records: what `take_answers()` told of each block, by the row that it goes to.
+            lost: rows of the job whose blocks are not known any more.
+        """
+        assert self._client is not None
+        job = self._begin(id, records, is_load=True)
+        job.failed |= dict.fromkeys(lost, "missing")
+        self._lend(job, records)
+        self._client.load([LentPage(record, row) for row, record in records.items()])
+        self._end_if_over(job)
+
+    def store(self, id: int, records: Mapping[int, BlockRecord]) -> None:
+        """Write rows that hold blocks which are not stored yet; others are only claimed.
+
+        Args:
+            id: the engine's number of the job.
+            records: what each row holds, the head of a chain first.
+        """
+        assert self._client is not None
+        job = self._begin(id, records, is_load=False)
+        hashes = [record.block_hash for record in records.values()]
+        self._unlent[self._client.lookup(hashes)] = job
+
+    def poll(self) -> list[Job]:
+        """Return the jobs that have ended since the last call."""
+        with self._heard:
+            events = [*self._events]
+            self._events.clear()
+        for event in events:
+            self._take(event)
+        self._watch()
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any job or lookup has not ended."""
+        return bool(self._jobs or self._lookups or self._asked or self._ended)
+
+    def stats(self) -> StoreStats:
+        """Return the store's figures."""
+        assert self._client is not None
+        return self._client.stats()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, while one is up."""
+        return self._client.pid if self._client is not None else None
+
+    def drain(self, timeout_s: float | None = None) -> list[Job]:
+        """Wait until every job has ended, and return those that have; the worker may be killed."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        ended = self.poll()
+        while self._jobs and (deadline is None or time.monotonic() < deadline):
+            with self._heard:
+                if not self._events:
+                    self._heard.wait(_POLL_S)
+            ended += self.poll()
+        return ended
+
+    def close(self, drain_timeout_s: float) -> None:
+        """Write what was accepted, then let the worker end; no row is used any more after this."""
+        self.drain(drain_timeout_s)
+        assert self._client is not None
+        self._client.close(drain_timeout_s)
+        self._arena.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _begin(self, id: int, records: Mapping[int, BlockRecord], *, is_load: bool) -> Job:
+        if not self._is_awaited:
+            self._last_event = time.monotonic()
+        if is_load and not any(job.is_load for job in self._jobs.values()):
+            self._last_load = time.monotonic()
+        self._jobs[id] = Job(id, records, is_load, self._num_purges)
+        return self._jobs[id]
+
+    def _lend(self, job: Job, rows: Mapping[int, BlockRecord]) -> None:
+        job.open |= rows.keys()
+        self._lent |= {row: _Loan(each.block_hash, [job]) for row, each in rows.items()}
+
+    def _end_if_over(self, job: Job) -> None:
+        if not job.open and job.id in self._jobs:
+            job.seconds = time.monotonic() - job.began_at
+            self._ended.append(self._jobs.pop(job.id))
+
+    def _take(self, event: Event) -> None:
+        self._last_event = time.monotonic()
+        match event:
+            case LookupDone(number, sealed) if number in self._unlent:
+                self._store_unknown(self._unlent.pop(number), sealed)
+            case LookupDone(number, sealed) if number in self._lookups:
+                for block_hash in self._lookups.pop(number)[1]:
+                    self._answers[block_hash] = _decoded(block_hash, sealed)
+            case LookupDone(number):
+                self._late.discard(number)
+            case PageLoaded() | PageStored():
+                if isinstance(event, PageLoaded):
+                    self._last_load = self._last_event
+                self._num_stored_rows -= isinstance(event, PageStored)
+                for job in self._lent.pop(event.page_id).jobs:
+                    job.open.discard(event.page_id)
+                    job.num_moved += event.ok
+                    if not event.ok:
+                        job.failed[event.page_id] = event.reason
+                    elif isinstance(event, PageLoaded) and event.record is not None:
+                        job.loaded[event.page_id] = event.record
+                    self._end_if_over(job)
+
+    def _store_unknown(self, job: Job, sealed: Mapping[bytes, bytes]) -> None:
+        """Write those of a job's blocks that are not stored, and claim the others.
+
+        A stored block keeps its age, whenever its copies are offered again.
+        """
+        assert self._client is not None
+        unknown = dict[int, BlockRecord]()
+        for row, offered in job.records.items():
+            if (stored := _decoded(offered.block_hash, sealed)) is not None:
+                self.touch(self.claim(stored, offered.retention, offered.last_used))
+            elif (loan := self._lent.get(row)) is None:
+                unknown[row] = offered
+            elif loan.block_hash == offered.block_hash:
+                loan.jobs.append(job)
+                job.open.add(row)
+            else:  # of another tenant
+                job.failed[row] = "busy"
+        with self._heard:
+            if job.purge == self._num_purges:
+                room = max(0, self._max_stored_rows - self._num_stored_rows)
+                job.failed |= dict.fromkeys([*unknown][room:], "busy")
+                unknown = dict([*unknown.items()][:room])
+                self._num_stored_rows += len(unknown)
+                self._lend(job, unknown)
+                self._client.store([LentPage(record, row) for row, record in unknown.items()])
+            else:  # the operator has evicted blocks since, and these may be among them
+                job.failed |= dict.fromkeys(unknown, "evicted")
+        self._end_if_over(job)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the worker has something to say."""
+        return bool(self._jobs or self._lookups or self._late)
+
+    def _watch(self) -> None:
+        """Give up a worker that stands still; answer lookups that wait too long as misses."""
+        assert self._client is not None
+        now = time.monotonic()
+        for number, (since, hashes) in [*self._lookups.items()]:
+            if now - since > min(_LOOKUP_S, self._load_timeout_s):
+                del self._lookups[number]
+                self._late.add(number)
+                self._answers |= dict.fromkeys(hashes)
+        is_loading = any(job.is_load for job in self._jobs.values())
+        if is_loading and now - self._last_load > self._load_timeout_s:
+            self._client.give_up(f"has ended no load for {self._load_timeout_s:g} s")
+        elif self._is_awaited and now - self._last_event > self._silence_s:
+            self._client.give_up(f"has been silent for {self._silence_s:g} s")
+
+    def _hear(self) -> None:
+        """Take events from the client, on whatever thread it has them; answer the command line.
+
+        VRAM and host memory are the engine's own, of which the command line learns nothing here.
+        Stores that are not lent yet when blocks are evicted do not begin any more.
+        """
+        with self._heard:
+            if self._client is None:  # it is being made
+                return
+            for event in self._client.poll():
+                if isinstance(event, ControlRequest):
+                    self._num_purges += event.call.verb == "evict"
+                    self._client.reply_control(event.id, {})
+                else:
+                    self._events.append(event)
+            self._heard.notify_all()
+
+
+def _decoded(block_hash: bytes, sealed: Mapping[bytes, bytes]) -> BlockRecord | None:
+    if (data := sealed.get(block_hash)) is None:
+        return None
+    try:
+        return decode_record(block_hash, data).record
+    except CorruptBlockError:  # the load of it will say so, too
+        return None

@@ -1,0 +1,65 @@
+"""What a vLLM engine tells about itself to a tier, as plain values; it is read without vLLM.
+
+Attributes that a version of vLLM does not have count as not told.
+"""
+
+import os
+from typing import Any
+
+from tieredkv.errors import ConfigError
+
+_VARIABLES = ("PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT", "VLLM_USE_V2_MODEL_RUNNER")
+"""Environment that decides hashes or the layout where the config does not tell them."""
+
+_PARALLEL_SIZES = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+_LAYOUTS = ("kv_cache_layout", "replicated_layout", "canonical_layout", "worker_kv_bytes_per_block")
+
+
+def facts_of(config: Any, *, version: str, weights: str, row_bytes: int) -> dict[str, Any]:
+    """Return all that is known to decide the bytes of a chunk with a given key.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+        version: of vLLM.
+        weights: what identifies the weights.
+        row_bytes: bytes of a chunk of all ranks, padding included.
+    """
+    groups = [
+        {"tokens_per_block": group.tokens_per_block, "layer_names": [*group.layer_names]}
+        for group in config.groups
+    ]
+    return {
+        "vllm": version,
+        "weights": weights,
+        "dtype": config.model.dtype,
+        "groups": groups,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "row_bytes": row_bytes,
+        **{name: getattr(config, name, None) for name in _LAYOUTS},
+        **{name: getattr(config.parallel, name, None) for name in _PARALLEL_SIZES},
+        **{name: os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+def folder_of(disk_dir: str, parallel: Any) -> str:
+    """Return the folder of one data-parallel rank: a store has one writer.
+
+    Raises:
+        ConfigError: this version of vLLM does not tell how many ranks there are.
+    """
+    rank, size = parallel.data_parallel_index, getattr(parallel, "data_parallel_size", None)
+    if size is None and rank > 0:
+        raise ConfigError(
+            f"data-parallel rank {rank} needs a folder of its own, which this version of vLLM does "
+            "not let tieredkv choose: take vLLM 0.33 or newer, or one process for each rank"
+        )
+    return disk_dir if size in (None, 1) else os.path.join(disk_dir, f"dp{rank}")
+
+
+def group_spans(config: Any) -> dict[int, int]:
+    """Return how many tokens a chunk of each group has, by the group's number in a key."""
+    return {
+        getattr(group, "group_id", number): group.tokens_per_block * config.cache.blocks_per_chunk
+        for number, group in enumerate(config.groups)
+    }
