@@ -44,6 +44,7 @@ Images = Literal["note", "refuse"]
 Restore = Literal["auto", "load", "compute"]
 Switch = Literal["off", "on"]
 MetricsKey = Literal["auto", "always", "never"]
+EventNamespaces = Literal["open", "all"]
 _ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
 _AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -59,6 +60,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What these numbers may be; others must be above 0, or at least 0 if 0 is their default."""
 
 _HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
+_EVENTS = re.compile(r"tcp://([\w.-]+|\*|\[[0-9a-fA-F:.]+\]):(\d+|\*)|ipc:///.+")
 _ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
 
@@ -285,6 +287,36 @@ class Settings:
         "Fields of a request's `metadata` by which its metrics are labelled.",
     )
 
+    kv_events: Switch = _server(
+        "off",
+        "Whether KV cache events are published over ZeroMQ, as vLLM does: which blocks each tier "
+        "gets and loses, and their token ids. Routers use them.",
+    )
+    kv_events_endpoint: str = _server(
+        "tcp://127.0.0.1:5557",
+        "Address to publish events at, tcp://ADDRESS:PORT or ipc://PATH. Whoever reaches it can "
+        "read prompts.",
+    )
+    kv_events_replay_endpoint: str | None = _server(
+        None,
+        "Address at which subscribers ask for events that they missed, such as "
+        "tcp://127.0.0.1:5558. By default there is none.",
+    )
+    kv_events_topic: str = _server("", "Topic of the events, to which subscribers subscribe.")
+    kv_events_buffer_steps: int = _server(
+        10_000, "Most batches of events that are kept for replay. A step makes one batch."
+    )
+    kv_events_max_queue_size: int = _server(
+        10_000,
+        "Most batches that wait to be sent, in the engine and for each subscriber. Further ones "
+        "are dropped, which gaps in their numbers show.",
+    )
+    kv_events_namespaces: EventNamespaces = _server(
+        "open",
+        "Which blocks are announced: those of requests without API key, `cache_salt` or other "
+        "isolation (`open`), or `all`.",
+    )
+
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "Retention policies.")
     clock_offset_file: str | None = _setting("", None, "Turns the clock, for tests only.")
     tenant_shares: Mapping[str, float] = field(default_factory=dict, metadata={"section": ""})
@@ -310,6 +342,10 @@ class Settings:
             for value in getattr(self, name):
                 if value != "*" and not form.fullmatch(value):
                     raise ConfigError(f"`{name}`: `{value}` is not {what}")
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            if (value := getattr(self, name)) is not None and not _EVENTS.fullmatch(value):
+                what = "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv-events"
+                raise ConfigError(f"`{name}`: `{value}` is not {what}")
         shares = [*self.tenant_shares.values()]
         if not (sum(shares) <= 1 and min(shares, default=0) >= 0):
             what = "at least 0 each and at most 1 in all"
