@@ -300,6 +300,7 @@ class EngineCore:
             what = f"{num_lost} blocks that were promised to the disk are lost"
             lost = BlocksLostError(f"{what}, because storing failed: {why}")
         self.tiers.device_link.synchronize()
+        self.tiers.events.flush()
         self._stack.close()
         if lost is not None:
             raise lost
@@ -403,6 +404,8 @@ class EngineCore:
                 self._finish(request)
 
     def _take_outputs(self) -> list[TokenOutput]:
+        """Return the outputs of a step, and publish what it has changed in the tiers."""
+        self.tiers.events.flush()
         outputs, self._outputs = self._outputs, []
         return outputs
 

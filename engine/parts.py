@@ -23,6 +23,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
+from tieredkv.engine.event_publisher import EventPublisher
 from tieredkv.engine.first_rates import open_rate_file, time_link, time_steps
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner
@@ -123,6 +124,10 @@ def build_parts(
     device_blocks = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
     link = _make_link(spec, device_blocks, arena, stack, progress)
     tiers = make_tiers(settings, spec, link, store, num_blocks, num_pages, device.type)
+    if settings.kv_events == "on":
+        publisher = EventPublisher(settings)
+        stack.callback(publisher.close)
+        tiers.events.publish_to(publisher.publish)
     scheduler = make_scheduler(settings, tiers, device.type)
     timer = StepTimer(tiers.compute_rate, device)
     runner.warm_up(progress)
@@ -244,6 +249,7 @@ def _store_options(folder: str, settings: Settings, spec: KVSpec) -> StoreOption
         element_bytes=DTYPE_BYTES[spec.dtype],
         sweep_interval_s=settings.sweep_interval,
         clock_offset_file=settings.clock_offset_file,
+        tells_gone=settings.kv_events == "on",
     )
 
 

@@ -1,6 +1,7 @@
 """How a request's prompt is found in the cache and kept there: namespace, block hashes, claims."""
 
 import sys
+from array import array
 from collections.abc import Sequence
 
 from tieredkv.cache.prefix import BlockClaim, Prefix
@@ -35,6 +36,7 @@ class Prefixes:
         self._settings, self._spec = settings, spec
         self._fingerprint, self._clock = fingerprint, clock
         self._policies = settings.retention_policies()
+        self._open_namespace = namespace_digest("", algo=settings.hash_algo)
 
     def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
@@ -47,7 +49,23 @@ class Prefixes:
         ends = asked.read_ends
         read_ends = None if ends is None else [end // size for end in ends]
         hashes = chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo)
-        return Prefix(root, namespace, hashes, self._claims(asked), max_blocks, read_ends)
+        told = token_ids[: len(hashes) * size] if self._is_announced(asked, namespace) else None
+        return Prefix(
+            root,
+            namespace,
+            hashes,
+            self._claims(asked),
+            max_blocks,
+            told if told is None else array("I", told),
+            read_ends,
+        )
+
+    def _is_announced(self, asked: EngineRequest, namespace: bytes) -> bool:
+        """Return whether KV cache events may tell of a request's blocks and their tokens."""
+        settings = self._settings
+        if settings.kv_events == "off" or settings.kv_events_namespaces == "all":
+            return settings.kv_events == "on"
+        return not asked.tenant and asked.cache_salt is None and namespace == self._open_namespace
 
     def _claims(self, asked: EngineRequest) -> list[BlockClaim]:
         """Cut a request where its claims end; of overlapping claims the longest counts.

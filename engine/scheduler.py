@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import time
+from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -283,6 +284,8 @@ class Scheduler:
         if len(prefix.hashes) >= num_blocks:
             return []
         tokens = request.token_ids[len(prefix.hashes) * size : num_blocks * size]
+        if prefix.token_ids is not None:
+            prefix.token_ids[len(prefix.hashes) * size :] = array("I", tokens)
         parent = prefix.hashes[-1] if prefix.hashes else prefix.root
         return chain_hashes(parent, tokens, size, algo=self.hash_algo)
 

@@ -58,6 +58,8 @@ class ExtentAllocator:
             extent is erased before it is lent again; after the second time it is never lent again.
         has_no_file: whether the last request for extents failed because it needed a new file and
             the filesystem has no inode left.
+        gone: blocks that have left the index since they were taken from here; they may have come
+            back. None if nobody takes them.
     """
 
     folder: StoreFolder
@@ -74,6 +76,7 @@ class ExtentAllocator:
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
     has_no_file: bool = False
+    gone: list[bytes] | None = None
     _erase_errors: set[int | None] = field(default_factory=set)  # error codes already logged
     _lacks_room: bool = False  # whether the disk was too full for the last transaction
     _made: set[int] = field(default_factory=set)  # segments of the transaction under way
@@ -109,6 +112,8 @@ class ExtentAllocator:
             if is_short and type(error) is StorageError:  # a page written in part is EIO for LMDB
                 raise StoreFullError(errno.ENOSPC, space.lack) from error
             raise
+        if self.gone is not None:
+            self.gone += txn.gone
         self._lacks_room = False
         self._made.clear()
         self.space.measure()

@@ -36,7 +36,9 @@ _UNSENT = 0  # in the place of the number of a job
 
 
 Ending = PageLoaded | PageStored
-Event = messages.LookupDone | Ending | messages.WorkerUp | messages.ControlRequest
+Event = (
+    messages.LookupDone | Ending | messages.BlocksGone | messages.WorkerUp | messages.ControlRequest
+)
 
 
 class StoreClient:
@@ -394,7 +396,7 @@ class StoreClient:
                 if job in self._lookups:
                     self._lookups.remove(job)
                     self._events.append(message)
-            case messages.ControlRequest():
+            case messages.BlocksGone() | messages.ControlRequest():
                 self._events.append(message)
             case messages.DeleteDone(job):
                 for block_hash in self._deletions.pop(job, []):

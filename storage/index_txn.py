@@ -47,9 +47,14 @@ def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
 
 
 class IndexTxn:
-    """Reads and changes within one transaction; every change of a block updates the counters."""
+    """Reads and changes within one transaction; every change of a block updates the counters.
+
+    Attributes:
+        gone: blocks whose entries were dropped; they may have got new ones since.
+    """
 
     def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
+        self.gone: list[bytes] = []
         self._txn = txn
         self._dbs = dbs
         self._blocks = dbs["blocks"]
@@ -96,6 +101,7 @@ class IndexTxn:
     def remove(self, located: Located) -> None:
         """Drop a block's entry and list its extent as pending, to be erased or reused."""
         self._txn.delete(located.record.block_hash, db=self._blocks)
+        self.gone.append(located.record.block_hash)
         self._delete_keys(located)
         self._count(located, -1)
         self.add_extent("pending", located.extent)
@@ -103,6 +109,7 @@ class IndexTxn:
     def remove_damaged(self, block_hash: bytes) -> None:
         """Drop an entry whose fields cannot be trusted; a rebuild finds its extent and keys."""
         self._txn.delete(block_hash, db=self._blocks)
+        self.gone.append(block_hash)
         self.meta.needs_rebuild = True
 
     def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:

@@ -81,6 +81,8 @@ class BlockStore:
         self._num_stored, self._num_expired = 0, num_expired
         self._bytes_noted = 0  # the part of `bytes_written` that the index has counted
         self._block_bytes = self._payload_bytes = 0  # of the blocks stored since opening
+        if options.tells_gone:
+            allocator.gone = []
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -384,6 +386,17 @@ class BlockStore:
         if needs_rebuild or self._damaged:
             self.make_index_again()
 
+    def take_gone(self) -> list[bytes]:
+        """Return the blocks that have left the store since the last call, and are not back.
+
+        None are noted unless `StoreOptions.tells_gone`.
+        """
+        if not self.allocator.gone:
+            return []
+        gone, self.allocator.gone = self.allocator.gone, []
+        found = self.find(gone)
+        return [block_hash for block_hash in dict.fromkeys(gone) if block_hash not in found]
+
     # --- looking at it ------------------------------------------------------------------------
 
     def ask_for_rebuild(self) -> None:
@@ -430,6 +443,9 @@ class BlockStore:
 
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
+        if self.allocator.gone is not None:
+            with self.index.reading() as txn:
+                self.allocator.gone += txn.hashes_from(b"")  # not all of them may come back
         recovery.make_again(self.allocator)
         with self._counting:
             self._faults["index"] += 1

@@ -34,6 +34,7 @@ from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.deletions import Deletions
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.index_txn import batches
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
@@ -243,10 +244,17 @@ class StoreService:
         if self._touches.are_due:
             self._flush_touches()
         self._sweeper.step()
+        self._tell_gone()
 
     def _accept_stores(self, call: messages.StoreCall) -> None:
         self._store.keep_shares(call.shares)
         self._writes.add(call.pages)
+
+    def _tell_gone(self) -> None:
+        """Have the front thread tell which blocks have left, after it told what was stored."""
+        for hashes in batches(self._log.attempt("gone", self._store.take_gone) or []):
+            told = messages.BlocksGone([*hashes])
+            self._front.hand(partial(self._channel.send, told))
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""

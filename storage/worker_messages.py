@@ -34,6 +34,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         num_readers, num_writers: threads that move payloads.
         backoff_s, max_backoff_s: first and longest pause before a dead worker is started again;
             the pause doubles each time.
+        tells_gone: whether the worker tells which blocks have left the store.
         busy_patience_s: how long the first start waits for another writer to go, such as the worker
             of an engine that was killed a moment ago.
     """
@@ -53,6 +54,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
     busy_patience_s: float = 5.0
+    tells_gone: bool = False
 
 
 IndexStart = Literal["as_it_is", "examined", "set_aside"]
@@ -225,6 +227,12 @@ class DeleteDone(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
     job: int
 
 
+class BlocksGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Blocks that have left the store, for whatever reason, if `StoreOptions.tells_gone`."""
+
+    hashes: list[bytes]
+
+
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Pages whose loans have ended since the last message, and the store's figures after that."""
 
@@ -253,6 +261,7 @@ WorkerMessage = (
     | Refused
     | LookupDone
     | DeleteDone
+    | BlocksGone
     | Completions
     | ControlRequest
 )

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,14 @@ from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, 
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.results import NO_STATS, TouchItem
-from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.worker_messages import (
+    BlocksGone,
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    WorkerUp,
+)
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
 
 BLOCK_BYTES = 64
@@ -52,6 +60,11 @@ def chain_of(name: str, length: int) -> list[BlockHash]:
         parent = BlockHash(hashlib.sha256(parent).digest())
         hashes.append(parent)
     return hashes
+
+
+def tokens_of(block_hash: bytes, block_size: int) -> "array[int]":
+    """Return made-up tokens of a block."""
+    return array("I", hashlib.shake_128(b"tokens" + block_hash).digest(4 * block_size))
 
 
 def kept_by(retention: str) -> list[BlockClaim]:
@@ -82,9 +95,11 @@ class FakeStore(StoreClient):
 
     Attributes:
         blocks: The blocks on disk, each with its record and bytes.
+        told: What the next `poll` returns, besides jobs that it ends.
         is_held: Whether jobs stay open, as with a worker that was stopped by a signal.
         is_down: Whether lookups miss and jobs fail at once.
         reason: Why all jobs fail; empty while they succeed.
+        tells_gone: Whether it tells of blocks that leave it.
         asked, loaded, stored, touched, deleted: What the cache has asked for, in order.
     """
 
@@ -92,13 +107,14 @@ class FakeStore(StoreClient):
         self._memory = arena
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._done: list[Event] = []
+        self.told: list[Event] = []
         self.lookups: list[tuple[int, list[bytes]]] = []
         self.jobs: list[Job] = []
         self.blocks: dict[BlockHash, tuple[BlockRecord, bytes]] = {}
         self.is_held = False
         self.is_down = False
         self.reason = ""
+        self.tells_gone = False
         self.asked: list[bytes] = []
         self.shares: dict[bytes, float] = {}
         self.loaded: list[BlockHash] = []
@@ -129,7 +145,13 @@ class FakeStore(StoreClient):
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
         for block_hash in hashes:
             self.deleted.append(BlockHash(block_hash))
-            self.blocks.pop(BlockHash(block_hash), None)
+        self.lose(hashes)
+
+    def lose(self, hashes: Iterable[bytes]) -> None:
+        """Drop blocks, as an eviction for room does."""
+        gone = [each for each in map(BlockHash, hashes) if self.blocks.pop(each, None)]
+        if gone and self.tells_gone:
+            self.told.append(BlocksGone([*gone]))
 
     @property
     def pending_pages(self) -> frozenset[int]:
@@ -141,7 +163,7 @@ class FakeStore(StoreClient):
                 self.answer(0)
             while self.jobs:
                 self.complete(0)
-        done, self._done = self._done, []
+        done, self.told = self.told, []
         return done
 
     def answer(self, index: int) -> None:
@@ -153,7 +175,7 @@ class FakeStore(StoreClient):
             if record is not None and record.expires_at > self._clock.now() and not self.is_down:
                 located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
                 found[block_hash] = encode_record(located)
-        self._done.append(LookupDone(job, found))
+        self.told.append(LookupDone(job, found))
 
     def complete(
         self, index: int, *, reason: str = "", is_held_back: bool = False, written_at: float = 0.0
@@ -175,21 +197,21 @@ class FakeStore(StoreClient):
             assert payload == payload_of(block_hash), "a page on loan was reused"
             if not reason:
                 self.blocks[block_hash] = job.page.record, payload
-            self._done.append(PageStored(block_hash, page_id, reason, is_held_back, written_at))
+            self.told.append(PageStored(block_hash, page_id, reason, is_held_back, written_at))
             return
         record, payload = self.blocks.get(block_hash, (None, b""))
         if record is None:
             reason = reason or "missing"
         # A failed read may leave any bytes in the page.
         page[:] = POISON if reason else list(payload)
-        self._done.append(
+        self.told.append(
             PageLoaded(block_hash, page_id, reason, None if reason else record, time.monotonic())
         )
 
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""
         self.blocks.clear()
-        self._done.append(WorkerUp(NO_STATS))
+        self.told.append(WorkerUp(NO_STATS))
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
         """Put a chain on disk as if an earlier process had stored it."""
@@ -281,6 +303,7 @@ class Rig:
 
     Attributes:
         admitted: The running requests in the order of service.
+        announces: Whether the blocks of a chain are announced, by its name.
         busy_s: For how long the device is said to be busy.
     """
 
@@ -327,6 +350,7 @@ class Rig:
         self.admitted: list[Prefix] = []
         self.busy_s = 0.0
         self.num_computed = 0
+        self.announces: Callable[[str], bool] = lambda name: False
         self._fillers: dict[int, Prefix | None] = {}  # of device blocks; None is a link
         self._found: dict[Prefix, set[int]] = {}
         self.transfer.on_fill = lambda block_id: self._fillers.update({block_id: None})
@@ -339,7 +363,12 @@ class Rig:
         tenant, is_named, _ = name.partition("/")
         namespace = tenant.encode() if is_named else b"ns"
         hashes = chain_of(name, length)
-        return Prefix(root_of(name), namespace, hashes, claims=kept_by(retention))
+        prefix = Prefix(root_of(name), namespace, hashes, claims=kept_by(retention))
+        if self.announces(name):
+            prefix.token_ids = array("I")
+            for block_hash in hashes:
+                prefix.token_ids += tokens_of(block_hash, self.tiers.block_size)
+        return prefix
 
     def turn(self, count: int = 1) -> None:
         """Do what the engine does in a step, except computing."""

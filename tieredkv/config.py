@@ -6,7 +6,6 @@ is made. Values found at run time, such as the number of blocks, are kept elsewh
 """
 
 import difflib
-import json
 import math
 import os
 import re
@@ -15,21 +14,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
-
-import msgspec
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from tieredkv.errors import ConfigError
+from tieredkv.kinds import (
+    Bytes,
+    Seconds,
+    TemplateArguments,
+    kind_of,
+    parse_template_arguments,
+    plain,
+)
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import HashAlgo, Tier
-from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
+from tieredkv.units import format_duration, parse_duration
 
 ENVIRONMENT_PREFIX = "TIEREDKV_"
 CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
 
-Bytes = Annotated[int, "bytes"]
-Seconds = Annotated[float, "seconds"]
-TemplateArguments = Annotated[str, "arguments of a chat template, as a JSON object"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
@@ -42,6 +44,7 @@ Images = Literal["note", "refuse"]
 Restore = Literal["auto", "load", "compute"]
 Switch = Literal["off", "on"]
 MetricsKey = Literal["auto", "always", "never"]
+EventNamespaces = Literal["open", "all"]
 _ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
 _AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -57,6 +60,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What these numbers may be; others must be above 0, or at least 0 if 0 is their default."""
 
 _HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
+_EVENTS = re.compile(r"tcp://([\w.-]+|\*|\[[0-9a-fA-F:.]+\]):(\d+|\*)|ipc:///.+")
 _ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
 
@@ -283,6 +287,36 @@ class Settings:
         "Fields of a request's `metadata` by which its metrics are labelled.",
     )
 
+    kv_events: Switch = _server(
+        "off",
+        "Whether KV cache events are published over ZeroMQ, as vLLM does: which blocks each tier "
+        "gets and loses, and their token ids. Routers use them.",
+    )
+    kv_events_endpoint: str = _server(
+        "tcp://127.0.0.1:5557",
+        "Address to publish events at, tcp://ADDRESS:PORT or ipc://PATH. Whoever reaches it can "
+        "read prompts.",
+    )
+    kv_events_replay_endpoint: str | None = _server(
+        None,
+        "Address at which subscribers ask for events that they missed, such as "
+        "tcp://127.0.0.1:5558. By default there is none.",
+    )
+    kv_events_topic: str = _server("", "Topic of the events, to which subscribers subscribe.")
+    kv_events_buffer_steps: int = _server(
+        10_000, "Most batches of events that are kept for replay. A step makes one batch."
+    )
+    kv_events_max_queue_size: int = _server(
+        10_000,
+        "Most batches that wait to be sent, in the engine and for each subscriber. Further ones "
+        "are dropped, which gaps in their numbers show.",
+    )
+    kv_events_namespaces: EventNamespaces = _server(
+        "open",
+        "Which blocks are announced: those of requests without API key, `cache_salt` or other "
+        "isolation (`open`), or `all`.",
+    )
+
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "Retention policies.")
     clock_offset_file: str | None = _setting("", None, "Turns the clock, for tests only.")
     tenant_shares: Mapping[str, float] = field(default_factory=dict, metadata={"section": ""})
@@ -308,11 +342,15 @@ class Settings:
             for value in getattr(self, name):
                 if value != "*" and not form.fullmatch(value):
                     raise ConfigError(f"`{name}`: `{value}` is not {what}")
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            if (value := getattr(self, name)) is not None and not _EVENTS.fullmatch(value):
+                what = "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv-events"
+                raise ConfigError(f"`{name}`: `{value}` is not {what}")
         shares = [*self.tenant_shares.values()]
         if not (sum(shares) <= 1 and min(shares, default=0) >= 0):
             what = "at least 0 each and at most 1 in all"
             raise ConfigError(f"`tenant_shares` = {shares} must be {what}")
-        _parse_template_arguments(self.chat_template_kwargs)
+        parse_template_arguments(self.chat_template_kwargs)
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:
@@ -501,77 +539,12 @@ def _parse(parse: Callable[[Any], object], value: object, where: str) -> object:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _plain(kind: Any, what: str) -> Callable[[Any], Any]:
-    """Return a function that reads a value of a plain type, also from its text."""
-
-    def parse(value: object) -> Any:
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        text = value.strip() if isinstance(value, str) else None
-        try:
-            return msgspec.convert(text or value, kind, strict=text is None)
-        except msgspec.ValidationError:
-            raise ConfigError(f"`{value}` is not {what}") from None
-
-    return parse
-
-
-def _parse_texts(value: object) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(part.strip() for part in _plain(list[str], "a list of texts")(parts))
-
-
-def _parse_template_arguments(value: object) -> str:
-    """Return arguments for a chat template, from a table or JSON text, as JSON text."""
-    try:
-        table = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        table = None
-    if not isinstance(table, dict):
-        example = 'a table of names and values, such as {"enable_thinking": false}'
-        raise ConfigError(f"`{value}` is not {example}")
-    for name, each in table.items():
-        if not isinstance(each, str | int | float) or not math.isfinite(
-            0 if isinstance(each, str) else each
-        ):
-            raise ConfigError(f"the value of `{name}` must be a text, a number, true or false")
-    return json.dumps(table, ensure_ascii=False)
-
-
-class Kind(NamedTuple):
-    """How values of a setting are read, and how they are shown and described to people."""
-
-    parse: Callable[[Any], Any]
-    show: Callable[[Any], str]
-    metavar: str
-    example: str = ""
-
-
 _POLICY_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "idle": ("idle_s", parse_duration),
     "absolute": ("absolute_s", parse_duration),
-    "tiers": ("tiers", _plain(frozenset[Tier], f"a list of tiers, which are {', '.join(Tier)}")),
+    "tiers": ("tiers", plain(frozenset[Tier], f"a list of tiers, which are {', '.join(Tier)}")),
 }
 """The field of a retention policy, and the function that reads it, by its key in a file."""
-
-_SIZE = Kind(parse_bytes, format_bytes, "SIZE", "64GiB")
-_TEXT = Kind(_plain(str, "a text"), str, "TEXT")
-_INTEGER = Kind(_plain(int, "a whole number"), str, "NUMBER")
-_KINDS = {
-    TemplateArguments: Kind(_parse_template_arguments, str, "JSON", '{"enable_thinking": false}'),
-    Bytes: _SIZE,
-    Bytes | None: _SIZE,
-    Seconds: Kind(parse_duration, format_duration, "DURATION", "2m"),
-    int: _INTEGER,
-    int | None: _INTEGER,
-    float: Kind(_plain(float, "a number"), str, "NUMBER"),
-    str | None: _TEXT._replace(parse=lambda value: _TEXT.parse(value) or None),
-    tuple[str, ...]: Kind(_parse_texts, ", ".join, "TEXT"),
-}
-
-
-def kind_of(setting: Any) -> Kind:
-    """Return the kind of a field, which follows from its type."""
-    return _KINDS.get(setting.type, _TEXT)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -157,6 +157,13 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "admin_key": "c",
         "metrics_key": "always",
         "metric_labels": ("route",),
+        "kv_events": "on",
+        "kv_events_endpoint": "tcp://*:5559",
+        "kv_events_replay_endpoint": "ipc:///run/replay",
+        "kv_events_topic": "kv",
+        "kv_events_buffer_steps": 7,
+        "kv_events_max_queue_size": 8,
+        "kv_events_namespaces": "all",
     }
     rows = load_settings(environ={}).describe()
     plain = {name: section for section, name, *_ in rows if name != "policy"}
@@ -295,6 +302,11 @@ def test_the_clock_offset_file_comes_from_its_variable_only() -> None:
         ("fingerprint", "none", "`fingerprint` = `none` must be one of full, sample"),
         ("hash_algo", "md5", "`hash_algo` = `md5` must be one of sha256, xxh3_128"),
         ("isolate_by", "ip", "must be one of none, api_key, salt, prompt_cache_key"),
+        ("kv_events", "yes", "`kv_events` = `yes` must be one of off, on"),
+        ("kv_events_endpoint", "127.0.0.1:5557", "`kv_events_endpoint`: `127.0.0.1:5557` is not"),
+        ("kv_events_replay_endpoint", "udp://*:1", "`udp://*:1` is not an address such as tcp://"),
+        ("kv_events_buffer_steps", 0, "`kv_events_buffer_steps` = 0 must be above 0"),
+        ("kv_events_namespaces", "some", "must be one of open, all"),
         ("disk_write", "always", "must be one of on_evict, write_behind"),
         ("disk_sync", "always", "must be one of commit, none"),
         ("restore", "lod", "`restore` = `lod` must be one of auto, load, compute"),

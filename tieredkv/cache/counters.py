@@ -27,6 +27,8 @@ class CacheCounters:
         evictions: evicted copies in RAM by `tier,reason`.
         move_seconds: number of copies by `from,to`, and the sum of their durations in seconds. A
             copy between VRAM and host memory moves several blocks.
+        event_batches: steps whose changes were to be published, see `cache.events`.
+        dropped_event_batches: those of them for which there was no room.
     """
 
     promoted_host_blocks: int = 0
@@ -43,6 +45,8 @@ class CacheCounters:
     lost_blocks: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
     move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
+    event_batches: int = 0
+    dropped_event_batches: int = 0
 
     def note_move(self, between: str, began_at: float) -> None:
         """Count a copy that ends now and began at `began_at`, in `perf_counter` time."""

@@ -172,7 +172,7 @@ class Demoter:
         for block, page in pairs:
             block_hash = page.block_hash
             if block_hash is not None:  # if not, it expired or an operator evicted it
-                page.is_ready = True
+                tiers.host.fill(page)
                 tiers.counters.demoted_host_blocks += 1
                 if self._may_queue and tiers.is_owed_to_disk(block_hash):
                     self._to_write[block_hash] = None
@@ -197,6 +197,7 @@ class Demoter:
         else:
             tiers.counters.demoted_disk_blocks += 1
             catalog.note_on_disk(entry, record.expires_at)
+            tiers.events.note_written(entry.block_hash)
             now = tiers.clock.now()
             until = catalog.disk_deadline(entry, now) or 0.0
             if until > record.expires_at or entry.pinned_until != record.pinned_until:

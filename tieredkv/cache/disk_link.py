@@ -21,6 +21,7 @@ from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.worker_messages import (
+    BlocksGone,
     ControlRequest,
     LentPage,
     LookupDone,
@@ -88,7 +89,7 @@ class Write:
     reason: str = ""
 
 
-Told = Read | Write | LookupDone | WorkerUp | ControlRequest
+Told = Read | Write | LookupDone | BlocksGone | WorkerUp | ControlRequest
 """A read or a write that has ended, or something else that the store has told."""
 
 

@@ -45,6 +45,10 @@ class BlockPool:
         num_blocks: all blocks of the pool.
         most_pinned: how many blocks may be held back to be evicted last.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
+        on_filled: called with the hash of a block whose content is complete from now on; None if
+            nobody wants to know.
+        on_unindexed: called with a hash that has left the index, and whether the content of its
+            block was complete; None if nobody wants to know.
         is_duplicate: whether another tier keeps the content of a hash; None if none does. A change
             applies to a block from its next use on.
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
@@ -56,6 +60,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.most_pinned = num_blocks // 2
         self.on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None
+        self.on_filled: Callable[[BlockHash], object] | None = None
+        self.on_unindexed: Callable[[BlockHash, bool], object] | None = None
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = deque(self._blocks)
@@ -232,6 +238,13 @@ class BlockPool:
         self._index[block_hash] = block
         self._num_of[tenant] += 1
         return block
+
+    def fill(self, block: Block) -> None:
+        """Note that a block's content is complete, so that hits may use it."""
+        if not block.is_ready:
+            block.is_ready = True
+            if self.on_filled is not None and block.block_hash is not None:
+                self.on_filled(block.block_hash)
 
     def acquire(self, blocks: Iterable[Block]) -> None:
         """Add a user to blocks that are in the index or in use."""
@@ -472,10 +485,12 @@ class BlockPool:
         return self._duplicates if is_duplicate else self._first
 
     def _unindex(self, block: Block) -> None:
-        if block.block_hash is not None:
-            del self._index[block.block_hash]
+        if (block_hash := block.block_hash) is not None:
+            del self._index[block_hash]
             block.block_hash = None
             self._num_of[block.tenant] -= 1
+            if self.on_unindexed is not None:
+                self.on_unindexed(block_hash, block.is_ready)
 
 
 def _num_of(order: EvictionOrder, tenant: bytes) -> int:

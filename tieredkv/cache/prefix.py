@@ -34,6 +34,7 @@ class Prefix:
         hashes: block hashes of the full blocks of its tokens, head first.
         claims: the request's claims by ascending `end`; the last one also covers generated tokens.
         max_blocks: how many blocks are hashed at most.
+        token_ids: the tokens of `hashes`, packed as u32; None if its blocks are not announced.
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
@@ -62,6 +63,7 @@ class Prefix:
     hashes: list[BlockHash]
     claims: Sequence[BlockClaim]
     max_blocks: int = sys.maxsize
+    token_ids: "array[int] | None" = None
     read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))

@@ -340,7 +340,8 @@ class Promoter:
             reason = "expired"
         if record is not None and not reason:
             tiers.catalog.add(tiers.catalog.entry_of(record))
-            page.is_ready, page.source = True, Tier.DISK
+            page.source = Tier.DISK
+            tiers.host.fill(page)
             tiers.device.look_again(block_hash)
             block = tiers.device.lookup(block_hash)
             if self._copy_if_wanted(page, block_hash, Tier.DISK):
@@ -363,7 +364,8 @@ class Promoter:
             return
         tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
-            block.is_ready, block.is_loading = True, False
+            block.is_loading = False
+            tiers.device.fill(block)
         tiers.num_promoting -= len(copies)
         tiers.device.release(block for _, block in reversed(copies))
         tiers.host.release(page for page, _ in reversed(copies))
@@ -444,6 +446,7 @@ class Promoter:
             self._is_short = is_admitted
             return False
         host.insert(pages[0], block_hash, tenant)
+        self._tiers.events.learn(prefix, index, index + 1)
         self._disk_link.read(record, pages[0], now)
         if not is_admitted:
             prefix.prefetched.append(block_hash)

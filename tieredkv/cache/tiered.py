@@ -38,7 +38,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
-from tieredkv.storage.worker_messages import ControlRequest, LookupDone, WorkerUp
+from tieredkv.storage.worker_messages import BlocksGone, ControlRequest, LookupDone, WorkerUp
 from tieredkv.types import BlockHash, Tier
 
 MAX_EXPIRED = 64
@@ -82,6 +82,7 @@ class TieredCache:
             LookupDone: self._on_lookup_done,
             Read: self.promoter.on_read,
             Write: self.demoter.on_written,
+            BlocksGone: lambda gone: tiers.events.note_gone(gone.hashes),
             WorkerUp: lambda _: self._forget_disk(),
             ControlRequest: self.control_requests.append,
         }
@@ -180,6 +181,7 @@ class TieredCache:
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
         self.promoter.end_prefetch(prefix)
+        self.tiers.events.learn(prefix, 0, len(prefix.hashes))
         return True
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
@@ -231,7 +233,8 @@ class TieredCache:
             block.last_step = num_steps
             if block.source is not None:
                 prefix.overtaken.add(hashes[index])
-            block.is_ready, block.source = True, None
+            self.tiers.device.fill(block)
+            block.source = None
             prefix.sources[index] = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
         now = self.tiers.clock.now()
@@ -283,6 +286,7 @@ class TieredCache:
             device.release([block], after=self.tiers.device_link.num_steps)
             prefix.blocks[index] = known
             prefix.block_ids[index] = known.block_id
+        self.tiers.events.learn(prefix, index, index + 1)
 
     def release(self, prefix: Prefix) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
@@ -366,7 +370,7 @@ class TieredCache:
         tiers = self.tiers
         for _, copies in tiers.device_link.poll_usable() if may_start_early else ():
             for _, block in copies:
-                block.is_ready = True
+                tiers.device.fill(block)
         promoted, demoted = tiers.device_link.poll()
         for began_at, copies in promoted:
             self.promoter.on_copied(began_at, copies)
@@ -451,6 +455,7 @@ class TieredCache:
         tiers.disk_link.check()
         self.promoter.check()
         self.demoter.check()
+        tiers.events.check()
         for entry in tiers.catalog.entries():
             if not tiers.is_in_ram(entry.block_hash):
                 name = entry.block_hash.hex()[:12]
@@ -475,6 +480,7 @@ class TieredCache:
         prefix = self.lookups.take(event)
         if prefix is None or not event.found:
             return
+        self.tiers.events.note_found(prefix, event.found.keys())
         hashes = prefix.hashes if prefix.blocks else self._readable(prefix)
         on_disk = [index for index, each in enumerate(hashes) if each in event.found]
         if prefix.blocks:  # it did not wait for the answer
@@ -490,6 +496,7 @@ class TieredCache:
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
         self.tiers.catalog.forget_disk()
+        self.tiers.events.forget_disk()
         for pool in self.tiers.pools.values():
             pool.forget_looks()
         self.demoter.note_change()

@@ -11,6 +11,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
+from tieredkv.cache.events import BlockEvents
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
@@ -65,6 +66,7 @@ class Tiers:
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
             what is left; empty while there is only one tenant.
         pools: the pools of the two RAM tiers.
+        events: what appears in the tiers and leaves them, for followers outside.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
         to_write: blocks whose pages are written to disk next.
         num_promoting: blocks that are being copied to VRAM, or are next; their pages are duplicates
@@ -90,6 +92,7 @@ class Tiers:
     _given: Mapping[bytes, float] = field(default_factory=dict)
     disk_link: DiskLink = field(init=False)
     pools: dict[Tier, BlockPool] = field(init=False)
+    events: BlockEvents = field(init=False)
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
     num_promoting: int = 0
@@ -98,6 +101,7 @@ class Tiers:
     def __post_init__(self) -> None:
         self.disk_link = DiskLink(self.store, self.block_bytes, self.counters)
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
+        self.events = BlockEvents(self.device, self.host, self.block_size, self.counters)
         for tier, pool in self.pools.items():
             pool.pinned, pool.prefetched = self.catalog.pinned, self.prefetched
             pool.on_evict = partial(self._on_evict, tier)

@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from tieredkv.cli.output import Answer, Command, answering
-from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
+from tieredkv.config import LoadedSettings, Settings, load_settings
+from tieredkv.kinds import kind_of
 
 FILE = click.Path(dir_okay=False)
 _SPELLINGS = {

@@ -1,0 +1,82 @@
+"""The store tells which blocks have left it, for whatever reason, and of no others."""
+
+from pathlib import Path
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import evict, make_record, open_store, put, sweep
+from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
+from tests.waiting import wait_until
+from tieredkv.errors import CorruptBlockError
+from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.worker_messages import BlocksGone, PageStored
+
+
+def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks(tmp_path: Path) -> None:
+    clock = FakeClock()
+    records = [make_record(f"block {number}") for number in range(5)]
+    with open_store(tmp_path / "store", clock, tells_gone=True) as store:
+        put(store, *records)
+        assert store.take_gone() == []
+        first, second, *others = [record.block_hash for record in records]
+        store.delete([first, first, b"none" * 8], "test")
+        assert store.take_gone() == [first]
+        located = store.locate(second)
+        assert located is not None
+        store.read_failed(located, CorruptBlockError("bad", reason="checksum"))
+        assert store.take_gone() == [second]
+        clock.moment = records[0].expires_at
+        assert store.take_gone() == []
+        sweep(store)
+        assert sorted(store.take_gone()) == sorted(others)
+        put(store, make_record("new", now=clock.moment))
+        evict(store, EvictFilter(all=True))
+        assert len(store.take_gone()) == 1
+
+
+def test_a_block_that_came_back_is_not_gone(tmp_path: Path) -> None:
+    record = make_record("block")
+    with open_store(tmp_path / "store", tells_gone=True) as store:
+        put(store, record)
+        store.delete([record.block_hash], "test")
+        put(store, record)
+        assert store.take_gone() == []
+        store.delete([record.block_hash], "test")
+        store.make_index_again()
+        assert store.take_gone() == [record.block_hash]
+
+
+def test_a_store_notes_nothing_unless_it_is_asked_to(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        put(store, make_record("block"))
+        evict(store, EvictFilter(all=True))
+        assert store.allocator.gone is None
+        assert store.take_gone() == []
+
+
+def test_a_worker_tells_of_what_it_evicts_after_it_told_that_it_was_stored(
+    harness: Harness,
+) -> None:
+    client = harness.open(budget_bytes=2 << 20, tells_gone=True)
+    mail, held = Mailbox(client), set[bytes]()
+    for number in range(6):
+        chain = make_chain(f"chain {number}", 16)
+        mail.fill(chain)
+        client.store([*lent_pages(chain)])
+        num_ended = 0
+        while num_ended < len(chain):
+            for event in client.poll():
+                if isinstance(event, PageStored):
+                    num_ended += 1
+                    held |= {event.block_hash} if event.ok else set()
+                elif isinstance(event, BlocksGone):
+                    assert held.issuperset(event.hashes)
+                    held.difference_update(event.hashes)
+
+    def agrees() -> bool:
+        for event in client.poll():
+            if isinstance(event, BlocksGone):
+                held.difference_update(event.hashes)
+        return len(held) == client.stats().blocks
+
+    wait_until(agrees, "what it tells differs from what it has")
+    assert client.stats().num_evicted > 0

@@ -1,0 +1,85 @@
+"""Kinds of settings: how their values are read, shown and described to people.
+
+A kind follows from the type of a field. This module knows no setting by name.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from tieredkv.errors import ConfigError
+from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
+
+Bytes = Annotated[int, "bytes"]
+Seconds = Annotated[float, "seconds"]
+TemplateArguments = Annotated[str, "arguments of a chat template, as a JSON object"]
+
+
+def plain(kind: Any, what: str) -> Callable[[Any], Any]:
+    """Return a function that reads a value of a plain type, also from its text."""
+
+    def parse(value: object) -> Any:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        text = value.strip() if isinstance(value, str) else None
+        try:
+            return msgspec.convert(text or value, kind, strict=text is None)
+        except msgspec.ValidationError:
+            raise ConfigError(f"`{value}` is not {what}") from None
+
+    return parse
+
+
+def _parse_texts(value: object) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(part.strip() for part in plain(list[str], "a list of texts")(parts))
+
+
+def parse_template_arguments(value: object) -> str:
+    """Return arguments for a chat template, from a table or JSON text, as JSON text."""
+    try:
+        table = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        example = 'a table of names and values, such as {"enable_thinking": false}'
+        raise ConfigError(f"`{value}` is not {example}")
+    for name, each in table.items():
+        if not isinstance(each, str | int | float) or not math.isfinite(
+            0 if isinstance(each, str) else each
+        ):
+            raise ConfigError(f"the value of `{name}` must be a text, a number, true or false")
+    return json.dumps(table, ensure_ascii=False)
+
+
+class Kind(NamedTuple):
+    """How values of a setting are read, and how they are shown and described to people."""
+
+    parse: Callable[[Any], Any]
+    show: Callable[[Any], str]
+    metavar: str
+    example: str = ""
+
+
+_SIZE = Kind(parse_bytes, format_bytes, "SIZE", "64GiB")
+_TEXT = Kind(plain(str, "a text"), str, "TEXT")
+_INTEGER = Kind(plain(int, "a whole number"), str, "NUMBER")
+_KINDS = {
+    TemplateArguments: Kind(parse_template_arguments, str, "JSON", '{"enable_thinking": false}'),
+    Bytes: _SIZE,
+    Bytes | None: _SIZE,
+    Seconds: Kind(parse_duration, format_duration, "DURATION", "2m"),
+    int: _INTEGER,
+    int | None: _INTEGER,
+    float: Kind(plain(float, "a number"), str, "NUMBER"),
+    str | None: _TEXT._replace(parse=lambda value: _TEXT.parse(value) or None),
+    tuple[str, ...]: Kind(_parse_texts, ", ".join, "TEXT"),
+}
+
+
+def kind_of(setting: Any) -> Kind:
+    """Return the kind of a field, which follows from its type."""
+    return _KINDS.get(setting.type, _TEXT)
