@@ -1,6 +1,7 @@
-"""A router in front of two servers keeps conversations where their blocks are.
+"""Routers in front of two servers keep conversations where their blocks are.
 
-`make test-clients` installs the router first; without it these tests are skipped with the reason.
+`make test-clients` installs the routers first; without them these tests are skipped with the
+reason.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import random
 import socket
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -105,9 +107,10 @@ def talk(
                     by_server[server] += 1
                     sums["later"] += number in last
                     sums["kept"] += last.get(number) == server
-                    usage = told["usage"]
-                    sums["prompt"] += usage["prompt_tokens"]
-                    sums["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
+                    num_tokens = told["usage"]["prompt_tokens"]
+                    num_cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+                    sums["prompt"] += num_tokens
+                    sums["cached"] += num_cached
                 last[number] = server
                 talks[number] = [*messages, told["choices"][0]["message"]]
                 if len(talks[number]) > 2 * NUM_TURNS:
@@ -136,29 +139,38 @@ def sizes(device_mib: int, host_mib: int) -> Sequence[str]:
     return "--device-size", f"{device_mib}MiB", "--host-size", f"{host_mib}MiB"
 
 
-@contextlib.contextmanager
-def smg(folder: Path, servers: Sequence[Server]) -> Iterator[str]:
-    """Run the router in front of servers while the context lasts; yield its address."""
-    program = path_of(ENVIRONMENTS / "routers" / "bin" / "smg", "routers")
-    with socket.socket() as one, socket.socket() as other:
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        port, metrics_port = one.getsockname()[1], other.getsockname()[1]
-    command = [program, "launch", "--host", "127.0.0.1", "--port", str(port)]
-    command += [
-        "--prometheus-port",
-        str(metrics_port),
-        "--worker-urls",
-        *(it.root for it in servers),
-    ]
-    command += ["--policy", "cache_aware", *STICKY]
-    log, url = folder / "smg.log", f"http://127.0.0.1:{port}"
+        port: int = one.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def router(folder: Path, name: str, servers: Sequence[Server], *flags: str) -> Iterator[str]:
+    """Run a router in front of servers while the context lasts; yield its address.
+
+    Args:
+        folder: for the log.
+        name: of the program.
+        servers: in any order.
+        flags: beside those that all routers know.
+    """
+    program = path_of(ENVIRONMENTS / "routers" / "bin" / name, "routers")
+    port, log = free_port(), folder / f"{name}.log"
+    command = [program, *(["launch"] if name == "smg" else [])]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += [*flags, "--worker-urls", *(server.root for server in servers)]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
+    url = f"http://127.0.0.1:{port}"
     try:
 
         def is_ready() -> bool:
             with contextlib.suppress(httpx.HTTPError):
+                if name != "smg":
+                    return httpx.get(f"{url}/health").status_code == 200
                 workers = httpx.get(f"{url}/workers").json()["workers"]
                 return len(workers) == len(servers) and all(it["is_healthy"] for it in workers)
             return False
@@ -168,6 +180,51 @@ def smg(folder: Path, servers: Sequence[Server]) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def smg(folder: Path, servers: Sequence[Server]) -> contextlib.AbstractContextManager[str]:
+    """Run smg, which follows its own history."""
+    flags = "--policy", "cache_aware", *STICKY
+    return router(folder, "smg", servers, *flags)
+
+
+class Announced(NamedTuple):
+    """A server that publishes KV cache events, and the addresses of these."""
+
+    server: Server
+    events: str
+    replay: str
+
+
+@contextlib.contextmanager
+def announced(folder: Path, *flags: str) -> Iterator[Announced]:
+    """Run a server that publishes events while the context lasts."""
+    folder.mkdir()
+    events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    told = "--kv-events", "on", "--kv-events-endpoint", events
+    with running(folder, *flags, *told, "--kv-events-replay-endpoint", replay) as server:
+        yield Announced(server, events, replay)
+
+
+def vllm_router(
+    folder: Path, servers: Sequence[Announced]
+) -> contextlib.AbstractContextManager[str]:
+    """Run vllm-router, which follows the servers' events."""
+    flags = ["--policy", "kv_aware", "--kv-event-block-size", "16"]
+    flags += ["--kv-event-model", "tiny-random"]
+    for each in servers:
+        flags += ["--kv-event-source", f"{each.server.root}={each.events}"]
+        flags += ["--kv-event-replay-source", f"{each.server.root}={each.replay}"]
+    return router(folder, "vllm-router", [each.server for each in servers], *flags)
+
+
+def ask(url: str, system: str, text: str = "Go on.") -> dict[str, int]:
+    """Ask a question behind a system prompt; return the tokens found in each tier."""
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    body = {"model": "tiny-random", "messages": messages, "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S).json()
+    found: dict[str, int] = answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]
+    return found
 
 
 @pytest.fixture
@@ -202,3 +259,30 @@ def test_no_conversation_is_lost_with_a_server(pair: list[Server], tmp_path: Pat
         seen = talk(url, 40, at_half=pair[0].kill)
     assert seen.statuses.keys() == {200} and seen.ended == 40
     assert seen.by_server[pair[0].root] and seen.by_server[pair[1].root] > 60
+
+
+def test_a_prefix_goes_to_the_server_that_has_it_in_the_faster_tier(tmp_path: Path) -> None:
+    chance = random.Random(0)
+
+    def some() -> str:
+        return " ".join(f"{chance.random():.9f}" for _ in range(60))
+
+    with contextlib.ExitStack() as stack:
+        one, other = (
+            stack.enter_context(announced(tmp_path / name, *sizes(8, 8))) for name in "ab"
+        )
+        url = stack.enter_context(vllm_router(tmp_path, [one, other]))
+        pairs = {some(): (one.server, other.server), some(): (other.server, one.server)}
+        for system, (_, slower) in pairs.items():
+            ask(slower.root, system)
+        for _ in range(30):  # so that these have left VRAM and host memory
+            for each in (one, other):
+                ask(each.server.root, some())
+        for system, (faster, _) in pairs.items():
+            ask(faster.root, system)
+        time.sleep(1.0)  # the router has no sign of having taken in what it was told
+        for system in pairs:
+            assert ask(url, system, "Which way?")["device"] > 600
+        for system, (_, slower) in pairs.items():
+            found = ask(slower.root, system, "Which way?")
+            assert found["disk"] > 600 and not found["device"], found
