@@ -30,12 +30,12 @@ from tieredkv.engine.model_runner import ModelRunner
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import Scheduler, longest_chunk
 from tieredkv.engine.step_timer import StepTimer
+from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 
@@ -106,7 +106,13 @@ def build_parts(
     stack.callback(arena.close)
     store = None
     if settings.disk_dir is not None:
-        store = StoreClient(_store_options(settings.disk_dir, settings, spec), arena, wake=wake)
+        options = store_options(
+            settings.disk_dir,
+            settings,
+            element_bytes=DTYPE_BYTES[spec.dtype],
+            tells_gone=settings.kv_events == "on",
+        )
+        store = StoreClient(options, arena, wake=wake)
         stack.callback(store.close)
     model = found.load(progress=progress, fingerprint=settings.fingerprint)
     choice = _sampling_defaults(settings, found)
@@ -236,21 +242,6 @@ def _check_budget(field: str, size_bytes: int, least_bytes: int, holds: str) -> 
     if size_bytes < least_bytes:
         size, least = format_bytes(size_bytes), format_bytes(least_bytes)
         raise ConfigError(f"`{field}` = {size} holds {holds}; it must be at least {least}")
-
-
-def _store_options(folder: str, settings: Settings, spec: KVSpec) -> StoreOptions:
-    return StoreOptions(
-        path=folder,
-        disk_retentions=tuple(each.name for each in settings.policies if each.may_use_disk),
-        budget_bytes=settings.disk_size,
-        sync=settings.disk_sync,
-        write_limit=settings.disk_write_limit,
-        compression=settings.disk_compression,
-        element_bytes=DTYPE_BYTES[spec.dtype],
-        sweep_interval_s=settings.sweep_interval,
-        clock_offset_file=settings.clock_offset_file,
-        tells_gone=settings.kv_events == "on",
-    )
 
 
 def _sampling_defaults(settings: Settings, found: FoundModel) -> TokenChoice:

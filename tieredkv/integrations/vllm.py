@@ -38,6 +38,7 @@ except ImportError as problem:
 
 from tieredkv.clock import Clock
 from tieredkv.config import Settings, load_settings
+from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import namespace_digest
 from tieredkv.integrations.ages import Ages
@@ -47,7 +48,6 @@ from tieredkv.integrations.shared_rows import open_rows
 from tieredkv.integrations.vllm_spec import facts_of, folder_of, group_spans
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import DTYPE_BYTES, BlockRecord
 from tieredkv.units import format_bytes
 
@@ -142,7 +142,11 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         arena = HostArena.adopt(open_rows(primary_kv_view), num_rows, self._row_bytes)
         try:
             _check_budget(settings.disk_size, self._row_bytes)
-            options = _options(settings, folder_of(settings.disk_dir, told.parallel), told)
+            options = store_options(
+                folder_of(settings.disk_dir, told.parallel),
+                settings,
+                element_bytes=DTYPE_BYTES.get(told.model.dtype, 2),
+            )
             self._rows = RowStore(
                 options,
                 arena,
@@ -423,18 +427,3 @@ def _check_budget(size_bytes: int, row_bytes: int) -> None:
         what = f"`disk_size` = {format_bytes(size_bytes)} is too small for chunks of "
         least_text = f"it must be at least {format_bytes(least)}"
         raise ConfigError(f"{what}{format_bytes(row_bytes)}; {least_text}")
-
-
-def _options(settings: Settings, folder: str, told: Any) -> StoreOptions:
-    """Return how the store is opened."""
-    return StoreOptions(
-        path=folder,
-        disk_retentions=tuple(each.name for each in settings.policies if each.may_use_disk),
-        budget_bytes=settings.disk_size,
-        sync=settings.disk_sync,
-        write_limit=settings.disk_write_limit,
-        compression=settings.disk_compression,
-        element_bytes=DTYPE_BYTES.get(told.model.dtype, 2),
-        sweep_interval_s=settings.sweep_interval,
-        clock_offset_file=settings.clock_offset_file,
-    )

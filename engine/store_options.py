@@ -1,0 +1,29 @@
+"""How the settings say that the store is opened."""
+
+from tieredkv.config import Settings
+from tieredkv.storage.worker_messages import StoreOptions
+
+
+def store_options(
+    folder: str, settings: Settings, *, element_bytes: int, tells_gone: bool = False
+) -> StoreOptions:
+    """Return the options of the store in a folder.
+
+    Args:
+        folder: of the store.
+        settings: those of the disk tier.
+        element_bytes: of one number of keys and values.
+        tells_gone: whether the worker tells which blocks have left the store.
+    """
+    return StoreOptions(
+        path=folder,
+        disk_retentions=tuple(each.name for each in settings.policies if each.may_use_disk),
+        budget_bytes=settings.disk_size,
+        sync=settings.disk_sync,
+        write_limit=settings.disk_write_limit,
+        compression=settings.disk_compression,
+        element_bytes=element_bytes,
+        sweep_interval_s=settings.sweep_interval,
+        clock_offset_file=settings.clock_offset_file,
+        tells_gone=tells_gone,
+    )
