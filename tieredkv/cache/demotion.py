@@ -31,7 +31,7 @@ they are.
 LOOKS_PER_MOVE = 8
 """Queued blocks that a step may examine for each move; many of them need no move any more."""
 
-MAX_LATE = 1 / 16
+MAX_LATE = 1 / 64
 """Share of host memory for pages that should have been evicted but have to be written first.
 
 Younger pages, which the disk has already, made room instead. While blocks are computed faster than
