@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-vllm"
 VERSIONS = ("0.33.0", "0.26.0")
-TESTS = [HERE / name for name in ("test_vllm.py", "test_middleware.py", "test_vllm_requests.py")]
+NAMES = ("vllm", "vllm_policy", "middleware", "vllm_requests")
+TESTS = [HERE / f"test_{name}.py" for name in NAMES]
 REQUIREMENTS = HERE / "vllm.txt"
 
 
