@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
@@ -62,6 +62,7 @@ class ChatBody(BaseModel):
     input: Any = None
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
 class MessagesBody(BaseModel):
