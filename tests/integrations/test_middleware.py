@@ -543,6 +543,10 @@ def test_a_vllm_whose_endpoints_cannot_be_read_is_refused(monkeypatch: pytest.Mo
     (sent,) = lifespan(stand_in().app)
     assert "takes neither `cache_salt` nor `kv_transfer_params` on /v1/" in sent["message"]
     assert "0.26 and 0.33 are known to work" in sent["message"]
+    served = stand_in()
+    served.app.router.routes.clear()
+    (sent,) = lifespan(served.app)
+    assert "on any endpoint, as far as its middleware can see" in sent["message"]
 
 
 @pytest.mark.parametrize("setting", ["salt", "nonsense"])

@@ -53,10 +53,13 @@ def endpoints_of(app: Any) -> dict[str, Endpoint] | None:
             found[path] = Endpoint(fields, is_anthropic=path == "/v1/messages")
     if paths and takes_several:
         found[_SEVERAL] = Endpoint(_WRITTEN, is_open=True)
-    if missing := [path for path in _GENERATING if path in paths and path not in found]:
+    is_vllm = paths or hasattr(_arguments(app), "kv_transfer_config")
+    missing = [path for path in _GENERATING if path in paths and path not in found]
+    if is_vllm and (missing or not paths):
         raise ConfigError(
-            f"this version of vLLM takes neither `{SALT}` nor `{PARAMS}` on {missing[0]}, as far "
-            f"as its middleware can see; vLLM {KNOWN_TO_WORK} are known to work"
+            f"this version of vLLM takes neither `{SALT}` nor `{PARAMS}` on "
+            f"{missing[0] if missing else 'any endpoint'}, as far as its middleware can see; vLLM "
+            f"{KNOWN_TO_WORK} are known to work"
         )
     return found if paths else None
 
@@ -106,7 +109,7 @@ def settings_of(app: Any) -> tuple[Settings, bool]:
     Raises:
         ConfigError: a setting is malformed.
     """
-    arguments = getattr(getattr(app, "state", None), "args", None)
+    arguments = _arguments(app)
     config = getattr(arguments, "kv_transfer_config", None)
     held = dict(getattr(config, "__dict__", {})) if config is not None else {}
     tiers = [*_tiers(config if isinstance(config, Mapping) else held)]
@@ -115,6 +118,11 @@ def settings_of(app: Any) -> tuple[Settings, bool]:
     settings = load_settings(arguments=chosen, config_path=told.get("config_file")).settings
     settings.check_server()
     return settings, bool(tiers) or arguments is None
+
+
+def _arguments(app: Any) -> Any:
+    """Return the arguments of vLLM's command line; None if the application does not tell them."""
+    return getattr(getattr(app, "state", None), "args", None)
 
 
 def _tiers(config: Any) -> Iterator[Mapping[str, Any]]:
