@@ -299,6 +299,7 @@ class RealEngine(Engine):
             "cpu_bytes_to_use": NUM_ROWS * self.row_bytes,
             "blocks_per_chunk": self.blocks_per_chunk,
             "secondary_tiers": [{**where, **tier}],
+            **plain.pop("extra", {}),
         }
         built = config.OffloadingConfig(
             **_fitting(

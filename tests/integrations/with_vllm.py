@@ -18,18 +18,26 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-vllm"
 VERSIONS = ("0.33.0", "0.26.0")
-TESTS = HERE / "test_vllm.py"
+NAMES = ("vllm", "vllm_policy", "middleware", "vllm_requests")
+TESTS = [HERE / f"test_{name}.py" for name in NAMES]
+REQUIREMENTS = HERE / "vllm.txt"
 
 
 def install(version: str) -> str:
     """Make the environment of a version if there is none; return why it cannot be made."""
     folder = ENVIRONMENTS / version
-    if (folder / "complete").exists():
-        return ""
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    complete, wanted = folder / "complete", REQUIREMENTS.read_text()
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    packages = [*pip, "install", "--no-deps", "-r", str(REQUIREMENTS)]
+    if complete.exists():
+        if complete.read_text() == wanted:
+            return ""
+        if not (why := _why_not(packages)):
+            complete.write_text(wanted)
+        return why
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     where = ["-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
     site = Path(subprocess.check_output([str(python), *where], text=True).strip())
     with tempfile.TemporaryDirectory(dir=folder) as wheels:
@@ -41,11 +49,11 @@ def install(version: str) -> str:
             names = [each for each in archive.namelist() if each.endswith(".py")]
             names += [each for each in archive.namelist() if ".dist-info/" in each]
             archive.extractall(site, names)
-    if why := _why_not([*pip, "install", "--no-deps", "-r", str(HERE / "vllm.txt")]):
+    if why := _why_not(packages):
         return why
     ours = sysconfig.get_paths()["purelib"]
     (site / "tieredkv-environment.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    (folder / "complete").touch()
+    complete.write_text(wanted)
     return ""
 
 
@@ -61,7 +69,7 @@ def run(version: str) -> bool:
     options = ["-p", "no:cacheprovider", "-o", "filterwarnings=default", "--disable-warnings"]
     print(f"with vLLM {version}:", flush=True)  # noqa: T201
     environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
-    done = subprocess.run([*command, *options, str(TESTS)], cwd=ROOT, env=environment)
+    done = subprocess.run([*command, *options, *map(str, TESTS)], cwd=ROOT, env=environment)
     return done.returncode == 0
 
 

@@ -118,6 +118,11 @@ class Keys:
         return tenant in self._access.rules if self._access.rules else not tenant
 
     @property
+    def num_keys(self) -> int:
+        """How many keys there are; 0 if none is needed."""
+        return len(self._access.rules)
+
+    @property
     def shares(self) -> dict[str, float]:
         """The reserved fraction of every tier, for the tenants that have one."""
         return self._access.shares
@@ -224,19 +229,24 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _match(headers: Mapping[str, str], digests: Iterable[str]) -> str:
-    """Return the digest of the request's key, which must be one of `digests`."""
+def presented_key(headers: Mapping[str, str]) -> bytes:
+    """Return the API key in a request's headers as its client sent it; empty if there is none."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         given = headers.get("x-api-key", "")
-    if not given:
+    # Starlette decodes headers as Latin-1; this gets the bytes back, which may be UTF-8.
+    return given.strip().encode("latin-1", "replace")
+
+
+def _match(headers: Mapping[str, str], digests: Iterable[str]) -> str:
+    """Return the digest of the request's key, which must be one of `digests`."""
+    if not (given := presented_key(headers)):
         text = (
             "You didn't provide an API key. You need to provide your API key in an "
             "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
         )
         raise RequestError(text, code="invalid_api_key", status=401)
-    # Starlette decodes headers as Latin-1; this gets the bytes back, which may be UTF-8.
-    digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).hexdigest()
+    digest = hashlib.sha256(given).hexdigest()
     # Every key is compared, so that the time does not show which one is close.
     if not any([hmac.compare_digest(digest, each) for each in digests]):
         raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)
