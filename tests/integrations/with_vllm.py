@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-vllm"
 VERSIONS = ("0.33.0", "0.26.0")
-TESTS = HERE / "test_vllm.py"
+TESTS = sorted(HERE.glob("test_vllm*.py"))
 
 
 def install(version: str) -> str:
@@ -61,7 +61,7 @@ def run(version: str) -> bool:
     options = ["-p", "no:cacheprovider", "-o", "filterwarnings=default", "--disable-warnings"]
     print(f"with vLLM {version}:", flush=True)  # noqa: T201
     environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
-    done = subprocess.run([*command, *options, str(TESTS)], cwd=ROOT, env=environment)
+    done = subprocess.run([*command, *options, *map(str, TESTS)], cwd=ROOT, env=environment)
     return done.returncode == 0
 
 

@@ -89,6 +89,29 @@ def weights_identity(model: str, weights: str | None, how: Fingerprint) -> str:
         raise ConfigError(str(error)) from error
 
 
+def known_weights(model: str, weights: str | None, weights_id: str | None, how: Fingerprint) -> str:
+    """Return all that identifies a model's weights: their fingerprint and the operator's text.
+
+    Args:
+        model: as in `weights_identity`.
+        weights: as well.
+        how: as well.
+        weights_id: what the operator says; it stands alone where the model has no weights that can
+            be found.
+
+    Raises:
+        ConfigError: neither is known, or `weights` is wrong.
+    """
+    if not weights_id:
+        return weights_identity(model, weights, how)
+    try:
+        return f"{weights_identity(model, weights, how)}, {weights_id}"
+    except ConfigError:
+        if weights is not None:
+            raise
+        return weights_id
+
+
 def _folder(model: str) -> Path | None:
     """Return the folder of a model: its own, or the one snapshot of it in the hub's cache.
 
