@@ -24,7 +24,7 @@ from tieredkv.integrations.row_store import RowStore
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES_PER_S = 10e9
+COPY_BYTES_PER_S = 20e9
 """How fast the engine is taken to copy from its host memory to its device. It is not told of
 copies; one that is slower makes what is measured as `ProtocolTime` longer.
 """
