@@ -14,6 +14,7 @@ from tests.integrations.engines import ENGINES, Engine
 from tieredkv.config import CLOCK_OFFSET_VARIABLE
 from tieredkv.integrations import identity
 from tieredkv.storage.control import StoreControl
+from tieredkv.storage.results import EvictFilter
 
 
 class Setup:
@@ -27,6 +28,7 @@ class Setup:
         (self.model / "model.safetensors").write_bytes(b"weights")
         self.offset_file = path / "offset"
         self.kind = kind
+        self.everything = EvictFilter(all=True)
         self.engines: list[Engine] = []
 
     def open(self, *, tier: dict[str, Any] | None = None, **changes: Any) -> Engine:

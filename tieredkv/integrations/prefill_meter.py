@@ -13,22 +13,25 @@ by then. The time of a short step is taken off. Where the prompt was offered bef
 counts.
 
 All requests share the device. So what any of them has computed meanwhile counts as computed in
-that time, and offers that come late count for more tokens than the time had. What disturbs a
-measurement otherwise, such as answers that are generated beside or a first use of a kernel, makes
-it longer: of the last few measurements of prompts of about one length, the lower median counts, and
-the very first of all does not.
+that time, and offers that come late count for more tokens than the time had. The output of a step
+brings the offers of several requests one after another, so that they are looked at together. What
+disturbs a measurement otherwise, such as answers that are generated beside or a first use of a
+kernel, makes it longer: of the last few measurements of prompts of about one length, the lower
+median counts, and the very first of all does not.
 
 What the tier cannot see is missing: tokens behind the last whole chunk count as one chunk less a
 token.
 """
 
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tieredkv.cache.rates import FEW_TOKENS, ComputeRate, Step, pairs
+from tieredkv.cache.rates import FEW_TOKENS, ComputeRate, Step, StepTimes, pairs
+from tieredkv.integrations.restore_choice import ANY_LENGTH
 
 LEAST_MEASURED = 3
 """So many measurements are taken before any of them counts."""
@@ -43,12 +46,26 @@ _LEAST_S = 0.02
 """Offers that follow each other sooner are counted as one."""
 
 
+def fitted(steps: Sequence[Step]) -> StepTimes:
+    """Return the times that fit measured prompts, of devices of any speed.
+
+    `ComputeRate` fits well what is within some ten times of its first assumption. So it is given
+    the times in a unit in which they are.
+    """
+    first = ComputeRate(ANY_LENGTH)
+    ratios = [it.seconds / first.step_seconds(it.num_tokens, it.num_pairs) for it in steps]
+    unit_s = statistics.median(ratios)
+    first.assume(it._replace(seconds=it.seconds / unit_s) for it in steps)
+    return StepTimes(*(unit_s * each for each in first.times))
+
+
 @dataclass(slots=True)
 class _Prompt:
     """A prompt that is being computed.
 
     Attributes:
-        done: tokens before it are computed, or were there already.
+        begin: tokens before it were there already.
+        done: tokens before it are computed by now.
         end: number of its tokens.
         step: the number of the step that began it.
         began_at: when that step was scheduled.
@@ -57,6 +74,7 @@ class _Prompt:
         is_offered: whether there was an offer.
     """
 
+    begin: int
     done: int
     end: int
     step: int
@@ -64,13 +82,18 @@ class _Prompt:
     since: tuple[float, float, float]
     is_offered: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it is computed."""
+        return self.done >= self.end
+
 
 @dataclass(slots=True)
 class PrefillMeter:
     """Learns the time of prompts as a function of tokens and positions.
 
     Attributes:
-        compute: what is learnt.
+        compute: keeps what is learnt of each kind of prompt.
         chunk_tokens: tokens of a chunk.
         clock: monotonic time in seconds.
         predicted_s, measured_s: sums over all measurements for which there was a prediction.
@@ -85,23 +108,29 @@ class PrefillMeter:
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     _num_steps: int = 0
     _computed: tuple[float, float] = (0.0, 0.0)  # tokens and pairs, by all requests
+    _offered: dict[str, tuple[_Prompt, float]] = field(default_factory=dict)  # since the last step
     _measured: dict[tuple[int, int, int], deque[Step]] = field(default_factory=dict)
     _num_measured: int = 0
+    _times: StepTimes | None = None
 
     @property
-    def is_known(self) -> bool:
-        """Whether anything is known, from measurements or from an earlier run."""
-        return bool(self.compute.steps)
+    def times(self) -> StepTimes | None:
+        """How long prompts take; None while nothing is known, from this or from an earlier run."""
+        if self._times is None and (steps := self.compute.steps):
+            self._times = fitted(steps)
+        return self._times
 
     def note_step(self) -> None:
         """Note that a step has been scheduled; before the requests that it begins are noted."""
+        self._measure()
         self._num_steps += 1
         self._steps.append(self.clock())
 
     def begin(self, request: str, begin: int, end: int) -> None:
         """Note that the last step begins to compute the tokens `[begin, end)` of a request."""
         now = self._steps[-1]
-        self._prompts[request] = _Prompt(begin, end, self._num_steps, now, (now, *self._computed))
+        since = now, *self._computed
+        self._prompts[request] = _Prompt(begin, begin, end, self._num_steps, now, since)
 
     def forget(self, request: str) -> None:
         """Note that a request has ended, or has to begin anew."""
@@ -112,25 +141,32 @@ class PrefillMeter:
         prompt = self._prompts.get(request)
         if prompt is None or end <= prompt.done:
             return
-        end, now = min(end, prompt.end), self.clock()
+        end = min(end, prompt.end)
         tokens, num_pairs = self._computed
         self._computed = tokens + end - prompt.done, num_pairs + pairs(prompt.done, end)
-        prompt.done, was_offered, prompt.is_offered = end, prompt.is_offered, True
-        is_over = end >= prompt.end
-        if is_over:
-            del self._prompts[request]
-        at, tokens, num_pairs = prompt.since
-        seconds = now - at
-        if not was_offered:
+        prompt.done = end
+        self._offered.setdefault(request, (prompt, self.clock()))
+
+    def _measure(self) -> None:
+        """Learn from the offers since the last step, which a step's output has brought together."""
+        for request, (prompt, now) in self._offered.items():
+            is_over, was_offered, prompt.is_offered = prompt.is_over, prompt.is_offered, True
+            if is_over and self._prompts.get(request) is prompt:
+                del self._prompts[request]
+            at, tokens, num_pairs = prompt.since
+            seconds, num_tokens = now - at, self._computed[0] - tokens
+            if was_offered and seconds < _LEAST_S:
+                continue
             prompt.since = now, *self._computed
-            if not is_over:  # several steps, of which the first offer does not tell how many
-                return
-            seconds = self._step_end(prompt, now) - prompt.began_at - self._short_step_s()
-        elif seconds < _LEAST_S:
-            return
-        prompt.since = now, *self._computed
-        num_tokens = self._computed[0] - tokens + (self.chunk_tokens - 1 if is_over else 0)
-        self._learn(Step(num_tokens, self._computed[1] - num_pairs, seconds))
+            if not was_offered:
+                # Of several steps, the first offer does not tell how many they were; and in a step
+                # that others share, it does not tell what they have computed.
+                if not is_over or prompt.done - prompt.begin < num_tokens / 2:
+                    continue
+                seconds = self._step_end(prompt, now) - prompt.began_at - self._short_step_s()
+            num_tokens += self.chunk_tokens - 1 if is_over else 0
+            self._learn(Step(num_tokens, self._computed[1] - num_pairs, seconds))
+        self._offered.clear()
 
     def _step_end(self, prompt: _Prompt, now: float) -> float:
         """Return when the step that began a prompt had ended at the latest."""
@@ -149,21 +185,20 @@ class PrefillMeter:
         self._num_measured += 1
         if self._num_measured == 1:
             return
-        if self.is_known:
-            self.predicted_s += self._expected_s(step)
+        if (times := self.times) is not None:
+            self.predicted_s += times.step_seconds(step.num_tokens, step.num_pairs)
             self.measured_s += step.seconds
         measured = self._measured.setdefault(step.kind, deque(maxlen=_NUM_KEPT))
         measured.append(step)
         if self._num_measured == LEAST_MEASURED + 1:
             for each in self._measured.values():
-                self.compute.replace(self._typical(each))
+                self.compute.replace(_typical(each))
         elif self._num_measured > LEAST_MEASURED:
-            self.compute.replace(self._typical(measured))
+            self.compute.replace(_typical(measured))
+        self._times = None
 
-    def _typical(self, steps: deque[Step]) -> Step:
-        """Return the lower median of measurements by their length beside what is expected."""
-        by_length = sorted(steps, key=lambda it: it.seconds / self._expected_s(it))
-        return by_length[(len(by_length) - 1) // 2]
 
-    def _expected_s(self, step: Step) -> float:
-        return self.compute.step_seconds(step.num_tokens, step.num_pairs)
+def _typical(steps: Sequence[Step]) -> Step:
+    """Return the lower median of prompts of one kind, by the time of a token."""
+    by_length = sorted(steps, key=lambda it: it.seconds / it.num_tokens)
+    return by_length[(len(by_length) - 1) // 2]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
-from tieredkv.cache.rates import ComputeRate, LinkRate, Probes, Step, pairs
+from tieredkv.cache.rates import ComputeRate, LinkRate, Probes, Step, StepTimes, pairs
 from tieredkv.config import Restore
 from tieredkv.errors import ConfigError
-from tieredkv.integrations.prefill_meter import PrefillMeter
+from tieredkv.integrations.prefill_meter import PrefillMeter, fitted
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose
 from tieredkv.integrations.row_store import RowStore
 
@@ -93,7 +93,7 @@ class Restores:
 
     restore: Restore
     rows: RowStore
-    given: ComputeRate | None
+    given: StepTimes | None
     meter: PrefillMeter
     chunk_tokens: int
     row_bytes: int
@@ -105,9 +105,9 @@ class Restores:
     _loads: dict[str, _Load] = field(default_factory=dict)
 
     @property
-    def compute(self) -> ComputeRate | None:
+    def times(self) -> StepTimes | None:
         """How long prompts take, if that is known."""
-        return self.given or (self.meter.compute if self.meter.is_known else None)
+        return self.given or self.meter.times
 
     def choose(
         self, request: str, begin: int, end: int, num_tokens: int, hashes: Sequence[bytes], num: int
@@ -123,7 +123,6 @@ class Restores:
             num: chunks that would be read.
         """
         now, rate = self.clock(), self.rows.read_rate
-        compute = self.compute
         facts = Facts(
             restore=self.restore,
             chunk_tokens=self.chunk_tokens,
@@ -135,7 +134,7 @@ class Restores:
             read_busy_s=rate.busy_s(now),
             copy_bytes_per_s=COPY_BYTES_PER_S,
             protocol_s=self.protocol.seconds(now),
-            times=None if compute is None else compute.times,
+            times=self.times,
         )
         choice = choose(facts)
         logger.debug("choice: %s", LoggedChoice(request=request, facts=facts, choice=choice))
@@ -178,7 +177,7 @@ class Restores:
         self._loads.pop(request, None)
 
 
-def given_times(told: object) -> ComputeRate | None:
+def given_times(told: object) -> StepTimes | None:
     """Return how long prompts take by the operator's table, or None without one.
 
     Args:
@@ -196,9 +195,7 @@ def given_times(told: object) -> ComputeRate | None:
         what = "must tell the seconds of prompts by their tokens, such as"
         example = '{"8192": 0.21, "32768": 1.2}'
         raise ConfigError(f"`prefill_seconds` = {told!r} {what} {example}")
-    rate = ComputeRate(chunk=max(table))
-    rate.assume(Step(tokens, pairs(0, tokens), seconds) for tokens, seconds in table.items())
-    return rate
+    return fitted([Step(tokens, pairs(0, tokens), seconds) for tokens, seconds in table.items()])
 
 
 def rate_file(

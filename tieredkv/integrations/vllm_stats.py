@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.restores import Restores
 from tieredkv.integrations.row_store import RowStore
 
@@ -125,7 +126,8 @@ def gather(stats: TierStats, rows: RowStore, restores: Restores) -> None:
     stats.follow("tieredkv_load_seconds", restores.measured_s, "measured")
     stats.follow("tieredkv_prefill_seconds", meter.predicted_s, "predicted")
     stats.follow("tieredkv_prefill_seconds", meter.measured_s, "measured")
-    compute = restores.compute
+    times = restores.times
+    prefill_s = times.seconds(0, 8192, ANY_LENGTH, 0.0) if times is not None else float("inf")
     stats.show(
         {
             "tieredkv_disk_bytes": store.bytes_files,
@@ -133,7 +135,7 @@ def gather(stats: TierStats, rows: RowStore, restores: Restores) -> None:
             "tieredkv_disk_chunks": store.blocks,
             "tieredkv_disk_read_bytes_per_s": reads.bytes_per_s if reads.is_known else 0,
             "tieredkv_disk_write_bytes_per_s": writes.bytes_per_s if writes.is_known else 0,
-            "tieredkv_prefill_tokens_per_s": 8192 / compute.seconds(0, 8192) if compute else 0,
+            "tieredkv_prefill_tokens_per_s": 8192 / prefill_s,
             "tieredkv_protocol_seconds": restores.protocol.seconds(restores.clock()),
         }
     )
