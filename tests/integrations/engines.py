@@ -214,9 +214,13 @@ class Engine:
 class StandInEngine(Engine):
     """An engine without vLLM."""
 
+    version: str | None = None
+    """What it says that it is; None for the version that it stands for."""
+
     def _open(self, parts: dict[str, Any], plain: dict[str, Any], tier: dict[str, Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            self._vllm = vllm_standin.install(patch, is_older=self.is_older)
+            version = self.version
+            self._vllm = vllm_standin.install(patch, is_older=self.is_older, version=version)
             module = importlib.import_module("tieredkv.integrations.vllm")
         told = {
             name: types.SimpleNamespace(**parts[name]) for name in ("model", "cache", "parallel")

@@ -257,6 +257,27 @@ def test_a_text_stands_for_weights_that_are_in_no_folder(setup: Setup) -> None:
     assert engine.hits(chain) == [True]
 
 
+def test_a_text_about_the_weights_does_not_hide_that_they_changed(setup: Setup) -> None:
+    engine = setup.open(tier={"weights_id": "quantized"})
+    chain = engine.chain("a", 1)
+    engine.store(chain)
+    engine = setup.reopen(engine, tier={"weights_id": "quantized"})
+    assert engine.hits(chain) == [True]
+    setup.close(engine)
+    (setup.model / "model.safetensors").write_bytes(b"others!")
+    engine = setup.open(tier={"weights_id": "quantized"})
+    assert engine.hits(chain) == [False]
+    setup.close(engine)
+    (setup.model / "model.safetensors").unlink()
+    engine = setup.open(tier={"weights_id": "quantized"})
+    assert engine.hits(chain) == [False]
+
+
+def test_a_wrong_folder_of_weights_is_refused_whatever_text_there_is(setup: Setup) -> None:
+    with pytest.raises(ConfigError, match="`/none` are not found"):
+        setup.open(tier={"weights_id": "mine", "weights": "/none"})
+
+
 def test_weights_that_nobody_knows_are_refused(setup: Setup) -> None:
     (setup.model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="weights_id"):

@@ -121,9 +121,11 @@ class OlderTierManager:
         self._primary_kv_view = primary_kv_view
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, is_older: bool) -> types.SimpleNamespace:
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, is_older: bool, version: str | None = None
+) -> types.SimpleNamespace:
     """Let `import vllm…` find these classes; return those that a manager needs."""
-    base, tiering, version = (types.ModuleType(name) for name in ("base", "tiering", "version"))
+    base, tiering, versions = (types.ModuleType(name) for name in ("base", "tiering", "version"))
     context = OlderReqContext if is_older else ReqContext
     named: dict[str, Any] = {
         "LookupResult": LookupResult,
@@ -139,16 +141,16 @@ def install(monkeypatch: pytest.MonkeyPatch, *, is_older: bool) -> types.SimpleN
         SecondaryTierManager=OlderTierManager if is_older else SecondaryTierManager,
         JobResult=OlderJobResult if is_older else JobResult,
     )
-    vars(version)["__version__"] = "0.26.0" if is_older else "0.33.0"
+    vars(versions)["__version__"] = version or ("0.26.0" if is_older else "0.33.0")
     for name in ("vllm", "vllm.v1", "vllm.v1.kv_offload"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     packages = sys.modules["vllm"], sys.modules["vllm.v1"], sys.modules["vllm.v1.kv_offload"]
     tiers = types.ModuleType("vllm.v1.kv_offload.tiering")
-    vars(packages[0]).update(v1=packages[1], version=version)
+    vars(packages[0]).update(v1=packages[1], version=versions)
     vars(packages[1]).update(kv_offload=packages[2])
     vars(packages[2]).update(base=base, tiering=tiers)
     vars(tiers).update(base=tiering)
-    monkeypatch.setitem(sys.modules, "vllm.version", version)
+    monkeypatch.setitem(sys.modules, "vllm.version", versions)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.base", base)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering", tiers)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering.base", tiering)

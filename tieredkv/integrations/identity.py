@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 
 from tieredkv.config import Fingerprint
@@ -119,6 +120,9 @@ def _folder(model: str) -> Path | None:
     """
     if (folder := Path(model).expanduser()).is_dir():
         return folder
-    name = repo_folder_name(repo_id=model, repo_type="model")
+    try:
+        name = repo_folder_name(repo_id=model, repo_type="model")
+    except HFValidationError:  # a path, of which nothing is there
+        return None
     snapshots = [*(Path(HF_HUB_CACHE) / name / "snapshots").glob("*")]
     return snapshots[0] if len(snapshots) == 1 else None
