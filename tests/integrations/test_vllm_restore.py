@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.conftest import Setup
-from tests.integrations.engines import Engine, bytes_of
+from tests.integrations.engines import NUM_ROWS, Engine, bytes_of
 from tests.waiting import wait_until
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import ConfigError
@@ -152,6 +152,24 @@ def test_a_choice_waits_until_the_disk_has_told_of_all_that_was_asked(setup: Set
         engine.manager.lookup(key, context)
     engine.settle()
     assert [engine.manager.lookup(key, context).name for key in chain] == ["HIT"] * 4
+
+
+def test_no_more_is_loaded_than_vllms_memory_holds(setup: Setup) -> None:
+    engine = setup.open()
+    chain = engine.chain("a", NUM_ROWS + 4)
+    for keys in (chain[:8], chain[8:16], chain[16:]):
+        context = engine.request("24h")
+        engine.place(chain, context)
+        engine.compute(keys, context)
+        engine.settle()
+        engine.manager.on_request_finished(context)
+        engine.forget()
+    context = engine.request()
+    engine.place(chain, context)
+    assert {engine.tier.lookup(key, context).name for key in chain} == {"RETRY"}
+    engine.settle()
+    verdicts = [engine.tier.lookup(key, context).name for key in chain]
+    assert verdicts == ["HIT"] * NUM_ROWS + ["MISS"] * 4
 
 
 def test_what_is_computed_by_choice_is_not_written_again_and_gets_no_younger(setup: Setup) -> None:

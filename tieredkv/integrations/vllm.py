@@ -97,6 +97,7 @@ class _Request:
         shown: all that it asked for, by place.
         answers: what was found, by chunk; None for a miss.
         choice: whether its head is loaded, once that is known.
+        too_long: the group whose head is longer than vLLM's memory, and the place at which it ends.
         missed_at: the place of the chunk that it was last told to compute, in the first group.
         by_place: chunks by group and position, as far as the request has shown them.
         computes_from: the position from which on it computes its chunks itself, by group.
@@ -110,6 +111,7 @@ class _Request:
     asked: set[bytes] = field(default_factory=set)
     shown: Asked = field(default_factory=Asked)
     choice: Choice | None = None
+    too_long: tuple[int, int] | None = None
     missed_at: int | None = None
     answers: dict[bytes, BlockRecord | None] = field(default_factory=dict)
     by_place: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
@@ -306,9 +308,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         What is computed by choice keeps the age of the copy on disk, which stays. It is not found
         to be missing; what follows it is.
         """
+        group, place = _group(key), request.shown.place(block_hash)
+        assert place is not None, "it was asked for"
         if request.choice is None:
-            group, place = _group(key), request.shown.place(block_hash)
-            assert place is not None, "it was asked for"
             has = functools.partial(self._has, request)
             head = request.shown.head(group, place, has, self._windows, self._num_rows)
             span, num = self._spans[group], len(head.chunks) + head.num_others
@@ -321,6 +323,11 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             if not request.choice.should_load:
                 self._stats.count("tieredkv_recomputed_chunks", num)
                 self._note_computed(request, head, span * head.end)
+            elif len(head.chunks) == self._num_rows:
+                request.too_long = group, head.end
+        if request.too_long is not None and request.too_long[0] == group:
+            # What does not fit would take the rows of what was loaded before, again and again.
+            return request.choice.should_load and place < request.too_long[1]
         return request.choice.should_load
 
     def _note_computed(self, request: _Request, head: Head, end: int) -> None:
@@ -340,7 +347,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             meter.forget(id)
             self._restores.forget(id)
             if (request := self._requests.get(id)) is not None:
-                request.choice = request.missed_at = None
+                request.choice = request.too_long = request.missed_at = None
         for id in getattr(context, "new_req_ids", ()):
             self._restores.note_scheduled(id)
             request = self._requests.get(id)
