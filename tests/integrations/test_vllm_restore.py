@@ -20,6 +20,7 @@ from tests.waiting import wait_until
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import ConfigError
 from tieredkv.integrations.row_store import RowStore
+from tieredkv.storage.worker_messages import PageLoaded, PageStored
 
 DAY_S = 86_400.0
 SLOW = {"restore": "auto", "prefill_seconds": {"1024": 1000.0}}
@@ -308,6 +309,28 @@ def test_loads_of_a_worker_that_is_killed_teach_nothing(setup: Setup) -> None:
     assert figures["tieredkv_failed_loads", ("worker_died",)] == 4
     wait_for(engine, lambda: engine.tier._rows.num_restarts)
     assert engine.metrics()["tieredkv_worker_restarts", ()] == 1
+
+
+@pytest.mark.parametrize("reason", ["worker_died", "worker_down", "closing"])
+def test_what_a_dead_worker_left_does_not_make_the_disk_slow(setup: Setup, reason: str) -> None:
+    engine = setup.open()
+    rows: RowStore = engine.tier._rows
+    began = time.monotonic() - 10.0
+    rows.read_rate.begin(2 * engine.row_bytes, began)
+    rows._measure(PageLoaded(b"", 0, "", None, began + 0.03))
+    rows._measure(PageLoaded(b"", 1, reason))  # ten seconds later
+    assert not rows.read_rate.is_known
+    assert rows.read_rate.num_bytes == 0
+
+
+def test_writes_that_were_held_back_do_not_make_the_disk_slow(setup: Setup) -> None:
+    engine = setup.open()
+    rows: RowStore = engine.tier._rows
+    began = time.monotonic() - 10.0
+    rows.write_rate.begin(2 * engine.row_bytes, began)
+    rows._measure(PageStored(b"", 0, "", False, began + 0.03))
+    rows._measure(PageStored(b"", 1, "", True, began + 9.0))
+    assert not rows.write_rate.is_known
 
 
 def test_figures_tell_what_was_stored_found_and_loaded(setup: Setup) -> None:
