@@ -37,7 +37,12 @@ _UNSENT = 0  # in the place of the number of a job
 
 Ending = PageLoaded | PageStored
 Event = (
-    messages.LookupDone | Ending | messages.BlocksGone | messages.WorkerUp | messages.ControlRequest
+    messages.LookupDone
+    | messages.ProbeDone
+    | Ending
+    | messages.BlocksGone
+    | messages.WorkerUp
+    | messages.ControlRequest
 )
 
 
@@ -53,7 +58,7 @@ class StoreClient:
     - a loan ends by the worker's completion, or after the worker was waited for as a child: never
       by a timeout;
     - while no worker is up, no new loan begins; once the last one is reaped, none is left;
-    - every lookup gets its answer;
+    - every lookup and every probe gets its answer;
     - a deletion is repeated to each new worker until one has answered it.
 
     What waits for a worker that does not read is bounded: pages are, by the arena; beyond
@@ -82,6 +87,7 @@ class StoreClient:
         self._jobs = itertools.count(1)
         self._events: deque[Event] = deque()
         self._lookups: set[int] = set()  # jobs not answered yet
+        self._probes: set[int] = set()  # jobs not answered yet
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._serves_since: float | None = None  # while the worker serves
@@ -133,6 +139,18 @@ class StoreClient:
     def store(self, pages: Sequence[LentPage]) -> None:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
         self._lend(messages.StoreCall(list(pages), self.shares), PageStored)
+
+    def probe(self, hashes: Sequence[bytes]) -> int:
+        """Have blocks read into memory of the worker's own; answered by `ProbeDone`."""
+        with self._lock:
+            job = next(self._jobs)
+            if self._accepts and not self._is_stuck:
+                self._probes.add(job)
+                self._send(messages.ProbeCall(job, list(hashes)))
+                return job
+            self._events.append(messages.ProbeDone(job, []))
+        self._wake()
+        return job
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -396,6 +414,10 @@ class StoreClient:
                 if job in self._lookups:
                     self._lookups.remove(job)
                     self._events.append(message)
+            case messages.ProbeDone(job):
+                if job in self._probes:
+                    self._probes.remove(job)
+                    self._events.append(message)
             case messages.BlocksGone() | messages.ControlRequest():
                 self._events.append(message)
             case messages.DeleteDone(job):
@@ -456,7 +478,9 @@ class StoreClient:
             self._worker = None
             self._events += self._loans.values()
             self._events += [messages.LookupDone(job, {}) for job in sorted(self._lookups)]
+            self._events += [messages.ProbeDone(job, []) for job in sorted(self._probes)]
             self._loans.clear()
             self._lookups.clear()
+            self._probes.clear()
             self._deletions.clear()
         self._wake()

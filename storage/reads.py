@@ -2,6 +2,9 @@
 
 A load waits, is located together with others, is read by a thread and ends. If reading fails, the
 load ends once the index thread has found out why.
+
+A probe reads blocks into memory that nobody looks at, since only its time is of interest. Its reads
+start while no load waits.
 """
 
 import time
@@ -11,10 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.codec import Located, corrupt, decode_record
+from tieredkv.storage.codec import Located, corrupt, decode_record, padded_bytes
+from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
-from tieredkv.storage.worker_messages import LentPage, PageLoaded
+from tieredkv.storage.worker_messages import LentPage, PageLoaded, ProbeDone
 from tieredkv.storage.write_share import WriteShare
 from tieredkv.types import BlockRecord
 
@@ -25,9 +29,19 @@ Find = Callable[[list[bytes]], dict[bytes, bytes]]
 Judge = Callable[[Located, StorageError, Callable[[str], None]], None]
 
 
+@dataclass(eq=False, slots=True)
+class _Probe:
+    """A probe that has not ended: blocks that were not read yet, and when others had been."""
+
+    job: int
+    waiting: deque[bytes]
+    num_reading: int = 0
+    ended_at: list[float] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Reads:
-    """The loads that one worker was asked for; only the front thread uses them.
+    """The loads and probes that one worker was asked for; only the front thread uses them.
 
     Args:
         store: where blocks are stored.
@@ -47,13 +61,21 @@ class Reads:
     _waiting: deque[LentPage] = field(default_factory=deque)
     _num_reading: int = 0
     _ended: list[PageLoaded] = field(default_factory=list)
+    _probes: deque[_Probe] = field(default_factory=deque)
+    _ended_probes: list[ProbeDone] = field(default_factory=list)
 
     def add(self, pages: Iterable[LentPage]) -> None:
         """Have blocks read into these pages, after those that wait already."""
         self._waiting += pages
 
+    def probe(self, job: int, hashes: Iterable[bytes]) -> None:
+        """Have blocks read for nothing but the time that it takes."""
+        self._probes.append(_Probe(job, deque(hashes)))
+
     def refuse_waiting(self) -> None:
-        """End the loads that have not been started, because the store closes."""
+        """End the loads and probes that have not been started, because the store closes."""
+        for probe in self._probes:
+            probe.waiting.clear()
         for page in self._waiting:
             self._answer(page, "closing")
         self._waiting.clear()
@@ -63,10 +85,15 @@ class Reads:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_ended_probes(self) -> list[ProbeDone]:
+        """Return the probes that have ended since the last call."""
+        ended, self._ended_probes = self._ended_probes, []
+        return ended
+
     @property
     def are_under_way(self) -> bool:
-        """Whether any load has not ended."""
-        return bool(self._waiting or self._num_reading)
+        """Whether any load or probe has not ended."""
+        return bool(self._waiting or self._num_reading or self._probes)
 
     @property
     def can_start(self) -> bool:
@@ -79,7 +106,7 @@ class Reads:
         Lookups are made first, because busy readers slow them down.
         """
         if not self.can_start:
-            return
+            return self._start_probes()
         pages: list[LentPage] = []
         while self.can_start and len(pages) < _MAX_LOCATES_A_TURN:
             pages.append(self._waiting.popleft())
@@ -87,6 +114,40 @@ class Reads:
         found = self.find([page.record.block_hash for page in pages])
         for page in pages:
             self._start(page, found.get(page.record.block_hash))
+        return None
+
+    def _start_probes(self) -> None:
+        """Start reads of the first probe while no load waits, and end those that have been read."""
+        while self._probes:
+            probe = self._probes[0]
+            while probe.waiting and not self._waiting and probe.num_reading < self.num_readers:
+                self._start_probing(probe, probe.waiting.popleft())
+            if probe.waiting or probe.num_reading:
+                return
+            self._ended_probes.append(ProbeDone(probe.job, probe.ended_at))
+            self._probes.popleft()
+
+    def _start_probing(self, probe: _Probe, block_hash: bytes) -> None:
+        if (sealed := self.find([block_hash]).get(block_hash)) is None:
+            return
+        try:
+            located = decode_record(block_hash, sealed)
+        except CorruptBlockError:  # whoever loads the block has it dropped
+            return
+
+        def read(_: memoryview) -> None:
+            size_bytes = padded_bytes(located.record.size_bytes)
+            self.store.read_payload(located, aligned_buffer(size_bytes))
+
+        def end(error: StorageError | None) -> None:
+            probe.num_reading -= 1
+            if error is None:
+                probe.ended_at.append(time.monotonic())
+                self.share.note_read(located.record.size_bytes)
+
+        probe.num_reading += 1
+        self.share.note_read(0)
+        self.mover.start(0, read, end)
 
     def _start(self, page: LentPage, sealed: bytes | None) -> None:
         wanted = page.record

@@ -173,6 +173,8 @@ class StoreService:
                 num_touches_dropped=self._touches.num_dropped,
             )
             self._channel.send(messages.Completions([*loaded], stats))
+        for probed in self._reads.take_ended_probes():
+            self._channel.send(probed)
         is_forgotten = self._arena is None and self._verbs.idle_s > _FORGOTTEN_S
         if is_forgotten or os.getppid() != self._launch.parent_pid:
             raise EOFError
@@ -187,6 +189,8 @@ class StoreService:
                 self._channel.send(messages.LookupDone(job, self._find("lookup", hashes)))
             case messages.LoadCall(pages):
                 self._reads.add(pages)
+            case messages.ProbeCall(job, hashes):
+                self._reads.probe(job, hashes)
             case messages.StoreCall():
                 self._changes.hand(partial(self._accept_stores, message))
             case messages.TouchCall(touches):

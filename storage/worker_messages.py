@@ -164,6 +164,13 @@ class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     shares: dict[bytes, float] = {}  # parts of the budget, by tenant; see `ExtentAllocator`
 
 
+class ProbeCall(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """Read blocks only to find out how fast the disk is; answered by `ProbeDone`."""
+
+    job: int
+    hashes: list[bytes]
+
+
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
     items: list[TouchItem]
 
@@ -187,7 +194,7 @@ class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Finish the writes in hand, close the store and exit."""
 
 
-_StoreCalls = LookupCall | LoadCall | StoreCall | TouchCall | DeleteCall
+_StoreCalls = LookupCall | LoadCall | StoreCall | ProbeCall | TouchCall | DeleteCall
 EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------
@@ -221,6 +228,19 @@ class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
 
     job: int
     found: dict[bytes, bytes]
+
+
+class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
+    """The end of a probe.
+
+    Attributes:
+        job: of the `ProbeCall`.
+        ended_at: when each block had been read, ascending, in seconds of the system's monotonic
+            clock. Blocks that could not be read have none.
+    """
+
+    job: int
+    ended_at: list[float]
 
 
 class DeleteDone(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
@@ -260,6 +280,7 @@ WorkerMessage = (
     | IndexSetAside
     | Refused
     | LookupDone
+    | ProbeDone
     | DeleteDone
     | BlocksGone
     | Completions

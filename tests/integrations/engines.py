@@ -177,8 +177,15 @@ class Engine:
         """Look chunks up as `load` does; return which are found."""
         return [each is not None for each in self.load(keys, retention, **params)]
 
-    def step(self) -> None:
+    def step(self, begun: Sequence[Any] = (), preempted: Sequence[Any] = ()) -> None:
+        """End a step that schedules requests for the first time, and preempts others."""
         raise NotImplementedError
+
+    def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """Return the tier's figures since the last call, by name and labels."""
+        self.tier._told_at = float("-inf")
+        values = self.tier.get_stats().data["data"]
+        return {(name, labels): it for name in values for labels, it in values[name].items()}
 
     def read(self, key: bytes, context: Any) -> bytes:
         raise NotImplementedError
@@ -207,15 +214,21 @@ class Engine:
 class StandInEngine(Engine):
     """An engine without vLLM."""
 
+    version: str | None = None
+    """What it says that it is; None for the version that it stands for."""
+
     def _open(self, parts: dict[str, Any], plain: dict[str, Any], tier: dict[str, Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            self._vllm = vllm_standin.install(patch, is_older=self.is_older)
+            version = self.version
+            self._vllm = vllm_standin.install(patch, is_older=self.is_older, version=version)
             module = importlib.import_module("tieredkv.integrations.vllm")
         told = {
             name: types.SimpleNamespace(**parts[name]) for name in ("model", "cache", "parallel")
         }
         groups = [types.SimpleNamespace(**group) for group in parts["groups"]]
-        spec = types.SimpleNamespace(config=types.SimpleNamespace(**plain, **told, groups=groups))
+        events = types.SimpleNamespace(enable_kv_cache_events=plain["enable_kv_cache_events"])
+        config = types.SimpleNamespace(**plain, **told, groups=groups)
+        spec = types.SimpleNamespace(config=config, kv_events_config=events)
         if self.is_older:
             del spec.config.kv_cache_layout, told["parallel"].data_parallel_size
         fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -248,8 +261,10 @@ class StandInEngine(Engine):
             self._memory[start : start + self.row_bytes] = bytes_of(key, self.row_bytes)
         self.manager.offer(keys, context)
 
-    def step(self) -> None:
-        self.manager.step()
+    def step(self, begun: Sequence[Any] = (), preempted: Sequence[Any] = ()) -> None:
+        told = {"new_req_ids": begun, "preempted_req_ids": preempted}
+        ids = {name: [each.req_id for each in contexts] for name, contexts in told.items()}
+        self.manager.step(types.SimpleNamespace(**ids))
         time.sleep(0.001)
 
     def read(self, key: bytes, context: Any) -> bytes:
@@ -340,9 +355,10 @@ class RealEngine(Engine):
             if output.keys_to_store:
                 self.manager.complete_store(output.keys_to_store, context, True)
 
-    def step(self) -> None:
+    def step(self, begun: Sequence[Any] = (), preempted: Sequence[Any] = ()) -> None:
+        ids = [[each.req_id for each in contexts] for contexts in (begun, preempted)]
         with self._locked():
-            self.manager.on_schedule_end(self._base.ScheduleEndContext([], []))
+            self.manager.on_schedule_end(self._base.ScheduleEndContext(*ids))
         time.sleep(0.001)
 
     def read(self, key: bytes, context: Any) -> bytes:

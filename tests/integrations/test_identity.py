@@ -48,6 +48,11 @@ def test_weights_of_other_formats_count_as_well(tmp_path: Path) -> None:
     assert weights_identity(str(one), None, "full") != weights_identity(str(two), None, "full")
 
 
+def test_a_path_at_which_nothing_is_gives_the_same_answer() -> None:
+    with pytest.raises(ConfigError, match="`/no/such/folder` are not found"):
+        weights_identity("/no/such/folder", None, "full")
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", b"one")
     (folder / "config.json").unlink()

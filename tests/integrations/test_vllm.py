@@ -3,7 +3,6 @@
 Without vLLM the tests run against a stand-in of its classes; `make test-vllm` runs them with vLLM.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -11,85 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.engines import ENGINES, HAS_VLLM, NUM_ROWS, Engine, bytes_of
+from tests.integrations.conftest import Setup
+from tests.integrations.engines import HAS_VLLM, NUM_ROWS, Engine, bytes_of
 from tests.waiting import is_alive, wait_until
-from tieredkv.config import CLOCK_OFFSET_VARIABLE
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
-from tieredkv.integrations import identity
-from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 
 DAY_S = 86_400.0
 Open = Callable[..., Engine]
-
-
-class Setup:
-    """A folder for the store, a model and the engines that a test opens."""
-
-    def __init__(self, path: Path, kind: type[Engine]) -> None:
-        self.folder = path / "store"
-        self.model = path / "model"
-        self.model.mkdir()
-        (self.model / "config.json").write_text('{"model_type": "llama"}')
-        (self.model / "model.safetensors").write_bytes(b"weights")
-        self.offset_file = path / "offset"
-        self.kind = kind
-        self.engines: list[Engine] = []
-
-    def open(self, *, tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
-        """Start an engine on the folder; unless `close` is called, the test's end closes it."""
-        defaults = {"disk_dir": str(self.folder), "disk_size": "16MiB", "sweep_interval": "200ms"}
-        given = {name: each for name, each in (defaults | (tier or {})).items() if each is not None}
-        engine = self.kind(self.model, given, **changes)
-        self.engines.append(engine)
-        return engine
-
-    def close(self, engine: Engine) -> None:
-        self.engines.remove(engine)
-        engine.close()
-
-    def reopen(self, engine: Engine, **changes: Any) -> Engine:
-        """Stop an engine, and start another one in its place."""
-        self.close(engine)
-        return self.open(**changes)
-
-    def set_clock(self, offset_s: float) -> None:
-        """Set how many seconds all clocks are ahead."""
-        self.offset_file.write_text(str(offset_s))
-        time.sleep(0.05)
-
-    def holds(self, data: bytes) -> bool:
-        """Return whether any file of the store has these bytes."""
-        files = [path for path in self.folder.rglob("*") if path.is_file()]
-        for path in files:
-            with contextlib.suppress(FileNotFoundError):
-                if data in path.read_bytes():
-                    return True
-        return False
-
-    @property
-    def control(self) -> StoreControl:
-        return StoreControl(str(self.folder), clock_offset_file=str(self.offset_file))
-
-
-@pytest.fixture(params=ENGINES, ids=lambda kind: kind.__name__)
-def setup(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Setup]:
-    setup = Setup(tmp_path, request.param)
-    monkeypatch.setenv(CLOCK_OFFSET_VARIABLE, str(setup.offset_file))
-    monkeypatch.setattr(identity, "CACHE_DIR", tmp_path / "digests")
-    yield setup
-    for engine in setup.engines:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(engine.pid, signal.SIGCONT)
-        engine.close()
 
 
 def test_what_was_asked_to_be_kept_comes_back_bit_for_bit(setup: Setup) -> None:
@@ -321,6 +255,27 @@ def test_a_text_stands_for_weights_that_are_in_no_folder(setup: Setup) -> None:
     assert engine.hits(chain) == [False]
     engine = setup.reopen(engine, tier={"weights_id": "first"})
     assert engine.hits(chain) == [True]
+
+
+def test_a_text_about_the_weights_does_not_hide_that_they_changed(setup: Setup) -> None:
+    engine = setup.open(tier={"weights_id": "quantized"})
+    chain = engine.chain("a", 1)
+    engine.store(chain)
+    engine = setup.reopen(engine, tier={"weights_id": "quantized"})
+    assert engine.hits(chain) == [True]
+    setup.close(engine)
+    (setup.model / "model.safetensors").write_bytes(b"others!")
+    engine = setup.open(tier={"weights_id": "quantized"})
+    assert engine.hits(chain) == [False]
+    setup.close(engine)
+    (setup.model / "model.safetensors").unlink()
+    engine = setup.open(tier={"weights_id": "quantized"})
+    assert engine.hits(chain) == [False]
+
+
+def test_a_wrong_folder_of_weights_is_refused_whatever_text_there_is(setup: Setup) -> None:
+    with pytest.raises(ConfigError, match="`/none` are not found"):
+        setup.open(tier={"weights_id": "mine", "weights": "/none"})
 
 
 def test_weights_that_nobody_knows_are_refused(setup: Setup) -> None:

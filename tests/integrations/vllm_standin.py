@@ -54,6 +54,41 @@ class JobResult:
     transfer_bytes: int | None = None
 
 
+@dataclass
+class OlderOffloadingEvent:
+    keys: list[bytes]
+    medium: Any
+    removed: bool
+    locality: Any = None
+
+
+@dataclass
+class OffloadingEvent(OlderOffloadingEvent):
+    ownership: str | None = None
+    removal_expected: bool = False
+    metadata_only: bool = False
+
+
+@dataclass
+class MetricMetadata:
+    documentation: str
+    labelnames: tuple[str, ...] = ()
+
+
+class Stats:
+    """Sums of counters and last figures of gauges, by name and labels."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, dict[str, dict[tuple[str, ...], float]]] = {"data": {}}
+
+    def increase_counter(self, name: str, amount: float = 1, labels: tuple[str, ...] = ()) -> None:
+        known = self.data["data"].setdefault(name, {})
+        known[labels] = known.get(labels, 0) + amount
+
+    def set_gauge(self, name: str, figure: float, labels: tuple[str, ...] = ()) -> None:
+        self.data["data"].setdefault(name, {})[labels] = figure
+
+
 class SecondaryTierManager:
     def __init__(
         self,
@@ -86,36 +121,55 @@ class OlderTierManager:
         self._primary_kv_view = primary_kv_view
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, is_older: bool) -> types.SimpleNamespace:
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, is_older: bool, version: str | None = None
+) -> types.SimpleNamespace:
     """Let `import vllm…` find these classes; return those that a manager needs."""
-    base, tiering, version = (types.ModuleType(name) for name in ("base", "tiering", "version"))
+    base, tiering, versions = (types.ModuleType(name) for name in ("base", "tiering", "version"))
     context = OlderReqContext if is_older else ReqContext
     named: dict[str, Any] = {
         "LookupResult": LookupResult,
         "OffloadPolicy": OffloadPolicy,
         "RequestOffloadingContext": RequestOffloadingContext,
         "ReqContext": context,
+        "OffloadingEvent": OlderOffloadingEvent if is_older else OffloadingEvent,
+        "OffloadingCounterMetadata": MetricMetadata,
+        "OffloadingGaugeMetadata": MetricMetadata,
     }
     vars(base).update(named if is_older else named | {"Medium": Medium})
     vars(tiering).update(
         SecondaryTierManager=OlderTierManager if is_older else SecondaryTierManager,
         JobResult=OlderJobResult if is_older else JobResult,
     )
-    vars(version)["__version__"] = "0.26.0" if is_older else "0.33.0"
+    vars(versions)["__version__"] = version or ("0.26.0" if is_older else "0.33.0")
     for name in ("vllm", "vllm.v1", "vllm.v1.kv_offload"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     packages = sys.modules["vllm"], sys.modules["vllm.v1"], sys.modules["vllm.v1.kv_offload"]
     tiers = types.ModuleType("vllm.v1.kv_offload.tiering")
-    vars(packages[0]).update(v1=packages[1], version=version)
+    vars(packages[0]).update(v1=packages[1], version=versions)
     vars(packages[1]).update(kv_offload=packages[2])
     vars(packages[2]).update(base=base, tiering=tiers)
     vars(tiers).update(base=tiering)
-    monkeypatch.setitem(sys.modules, "vllm.version", version)
+    monkeypatch.setitem(sys.modules, "vllm.version", versions)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.base", base)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering", tiers)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering.base", tiering)
+    _install_metrics(monkeypatch)
     monkeypatch.delitem(sys.modules, "tieredkv.integrations.vllm", raising=False)
     return types.SimpleNamespace(**named)
+
+
+def _install_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `from vllm.distributed… import metrics` find the class of statistics."""
+    parent, name = sys.modules["vllm"], "vllm"
+    parts = ("distributed", "kv_transfer", "kv_connector", "v1", "offloading", "metrics")
+    for part in parts:
+        name = f"{name}.{part}"
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        setattr(parent, part, module)
+        parent = module
+    vars(parent)["OffloadingConnectorStats"] = Stats
 
 
 @dataclass
@@ -183,12 +237,15 @@ class Manager:
             return LookupResult.HIT_PENDING
         return verdict
 
-    def step(self) -> None:
+    def take_events(self) -> Iterable[Any]:
+        yield from self.tier.take_events()
+
+    def step(self, context: Any) -> None:
         self._finish(self.tier.get_finished_jobs())
         for context, keys in self._to_promote.values():
             self._submit(keys, [self._coming[key] for key in keys], context, is_promotion=True)
         self._to_promote.clear()
-        self.tier.on_schedule_end(None)
+        self.tier.on_schedule_end(context)
 
     def clear(self) -> None:
         """Evict all, as vLLM's own reset does: after the tier was drained."""

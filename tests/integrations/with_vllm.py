@@ -18,8 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".venv-vllm"
 VERSIONS = ("0.33.0", "0.26.0")
-NAMES = ("vllm", "vllm_policy", "middleware", "vllm_requests")
-TESTS = [HERE / f"test_{name}.py" for name in NAMES]
+TESTS = sorted(HERE.glob("test_vllm*.py"))
 REQUIREMENTS = HERE / "vllm.txt"
 
 

@@ -77,7 +77,7 @@ class CheckedClient(StoreClient):
         with self._lock:
             if any(not 0 <= page < self.arena.num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
-            if self._worker is None and (self._loans or self._lookups):
+            if self._worker is None and (self._loans or self._lookups or self._probes):
                 raise IntegrityError("jobs are open though no worker process exists")
 
     @property

@@ -551,3 +551,18 @@ def test_a_worker_that_is_given_up_returns_every_page_only_once_it_is_dead(
     assert all(done.ok for done in mail.load(chain))
     client.close()
     client.give_up("is closed")
+
+
+def test_a_worker_that_served_for_a_while_is_started_again_at_once(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tieredkv.storage.client._HEALTHY_S", 0.5)
+    client = harness.open(backoff_s=0.1, max_backoff_s=60.0)
+    mail = Mailbox(client)
+    for serves_s in (0.0, 0.0, 0.0, 0.7, 0.7, 0.7):  # killed soon, and then now and then
+        time.sleep(serves_s)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        mail.take(WorkerUp)
+    pauses = [text.rpartition("again in ")[2] for text in caplog.messages if "again in" in text]
+    assert pauses == ["0.1 s", "0.2 s", "0.4 s", "0.1 s", "0.1 s", "0.1 s"]

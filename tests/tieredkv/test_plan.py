@@ -361,6 +361,18 @@ def test_the_outlook_of_a_request_is_the_plan_beside_computing_all_and_loading_a
     assert split.done_s <= min(compute_s, load_s)
 
 
+def test_the_outlook_leaves_out_what_is_there_already() -> None:
+    link = LinkState(2e9)
+    whole = outlook(planner(link), 512 * SIZE, 512 * SIZE + 64)
+    rest = outlook(planner(link), 512 * SIZE, 512 * SIZE + 64, begin=256 * SIZE)
+    compute = planner(link).compute
+    num_tokens = 512 * SIZE + 64
+    assert rest.compute_s == pytest.approx(compute(256 * SIZE, num_tokens))
+    moved_s = 256 * planner(link).block_bytes / 2e9
+    assert whole.load_s - rest.load_s == pytest.approx(moved_s)
+    assert rest.split.block >= 256
+
+
 def test_what_is_computed_in_any_case_is_no_reason_to_compute_the_prefix_too() -> None:
     demand = on_disk(1024)._replace(end=8 * 1024 * SIZE)
     for busy_s in (0.0, 100.0):

@@ -363,6 +363,22 @@ def test_steps_of_made_up_tokens_predict_until_real_ones_are_measured() -> None:
         assert rate.seconds(0, count) == pytest.approx(true_s(count, pairs(0, count)), rel=0.03)
 
 
+def test_a_step_can_stand_for_all_of_its_kind() -> None:
+    rate = ComputeRate(8192)
+    for seconds in (0.5, 0.2, 0.3):
+        rate.replace(Step(8192, pairs(0, 8192), seconds))
+    assert rate.steps == [Step(8192, pairs(0, 8192), 0.3)]
+    assert rate.seconds(0, 8192) == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_rate_is_known_once_this_or_an_earlier_run_has_measured_it() -> None:
+    earlier, now = LinkRate(2e9), LinkRate(2e9)
+    assert not earlier.is_known
+    earlier.assume(1e9)
+    now.learn(1 << 30, 1.0, 5.0)
+    assert earlier.is_known and now.is_known
+
+
 @pytest.mark.parametrize("factor", [0.01, 10.0, 1000.0])
 def test_steps_that_are_far_from_what_was_measured_are_not_believed(factor: float) -> None:
     rate = ComputeRate(8192)

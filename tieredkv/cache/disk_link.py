@@ -27,6 +27,7 @@ from tieredkv.storage.worker_messages import (
     LookupDone,
     PageLoaded,
     PageStored,
+    ProbeDone,
     WorkerUp,
 )
 from tieredkv.types import BlockHash, BlockRecord
@@ -89,7 +90,7 @@ class Write:
     reason: str = ""
 
 
-Told = Read | Write | LookupDone | BlocksGone | WorkerUp | ControlRequest
+Told = Read | Write | LookupDone | ProbeDone | BlocksGone | WorkerUp | ControlRequest
 """A read or a write that has ended, or something else that the store has told."""
 
 

@@ -190,10 +190,16 @@ class Planner:
             return False
         split = max(begin, load.indices[-num_loaded] * self.block_size)
         least_s = self._compute_s(demand, begin, split) + self._rest_s(demand)
-        return all_s - least_s > self._least_gain_s(demand, begin, last)
+        return all_s - least_s > self.least_gain_s(demand, begin, last)
 
-    def _least_gain_s(self, demand: Demand, begin: int, last: int) -> float:
-        """Return what loading the blocks before `last` from a link that varies has to save."""
+    def least_gain_s(self, demand: Demand, begin: int, last: int) -> float:
+        """Return what loading the blocks before `last` from a link that varies has to save.
+
+        Args:
+            demand: of the request.
+            begin: first token that is neither computed nor ready.
+            last: index behind the last of the blocks.
+        """
         blocks_s = self._compute_s(demand, begin, last * self.block_size)
         all_s = self._compute_s(demand, begin, demand.end)
         step_s = self.compute(demand.end - 1, demand.end)
@@ -300,7 +306,7 @@ class Planner:
             simple = first if only_steady else last
             least_gain_s = self.compute(end - 1, end)
             if varies:
-                least_gain_s = self._least_gain_s(demand, begin, last)
+                least_gain_s = self.least_gain_s(demand, begin, last)
             if done_s(simple) - min(map(done_s, candidates)) <= least_gain_s:
                 candidates = {simple}
                 if only_steady and done_s(last) < (1 - MIN_GAIN) * done_s(first):
@@ -370,19 +376,23 @@ class Outlook(NamedTuple):
     load_s: float
 
 
-def outlook(planner: Planner, num_cached_tokens: int, num_tokens: int) -> Outlook:
+def outlook(
+    planner: Planner, num_cached_tokens: int, num_tokens: int, *, begin: int = 0
+) -> Outlook:
     """Compare the plan for one request with computing and with loading all of its prefix.
 
     Args:
         planner: a new one, whose first link has the prefix.
         num_cached_tokens: length of the prefix, in whole blocks.
         num_tokens: of the request.
+        begin: the tokens before it, in whole blocks, are there already.
     """
-    blocks, link = range(num_cached_tokens // planner.block_size), planner.links[0]
+    size, link = planner.block_size, planner.links[0]
+    blocks = range(begin // size, num_cached_tokens // size)
     move_s = len(blocks) * planner.block_bytes / link.bytes_per_s
     load_s = link.busy_s + move_s + link.latency_s + planner.compute(num_cached_tokens, num_tokens)
-    compute_s = planner.busy_s + planner.compute(0, num_tokens)
-    split = planner.split(Demand(0, num_tokens, [LinkLoad(0, blocks)]))
+    compute_s = planner.busy_s + planner.compute(begin, num_tokens)
+    split = planner.split(Demand(begin, num_tokens, [LinkLoad(0, blocks)]))
     return Outlook(split, compute_s, load_s)
 
 

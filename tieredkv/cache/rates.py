@@ -97,6 +97,7 @@ class LinkRate:
     _allowed: float = 0.0
     _allowed_at: float = -math.inf
     _far: int = 0  # whether the last measurement was far above the rate or far below it
+    _is_taken_over: bool = False
 
     def begin(self, num_bytes: int, now: float) -> None:
         """Note that a move of so many bytes was handed to the link; it counts for the limit."""
@@ -188,7 +189,7 @@ class LinkRate:
 
     def assume(self, bytes_per_s: float) -> None:
         """Take over the rate of an earlier run, until it is measured."""
-        self.bytes_per_s, self._learnt_s = bytes_per_s, STALE_S
+        self.bytes_per_s, self._learnt_s, self._is_taken_over = bytes_per_s, STALE_S, True
 
     def doubt(self) -> None:
         """Have the next measurement replace the rate."""
@@ -219,6 +220,11 @@ class LinkRate:
     def is_learnt(self) -> bool:
         """Whether the rate was measured, so that it is no assumption any more."""
         return self.learnt_at > -math.inf
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the rate was measured, now or in an earlier run."""
+        return self.is_learnt or self._is_taken_over
 
     def is_stale(self, now: float) -> bool:
         """Whether the rate was not measured for `PROBE_S`."""
@@ -424,6 +430,12 @@ class ComputeRate:
             self._fitted = None
         if len(self._recent) == _NUM_RECENT:
             self._follow_change()
+
+    def replace(self, step: Step) -> None:
+        """Have a step stand for all of its kind; the caller knows better than their mean."""
+        self._num_learnt += not step.has_few
+        self._kinds[step.kind] = _Kind(step, self._num_learnt)
+        self._fitted = None
 
     def _follow_change(self) -> None:
         """Scale what is known of all kinds if the recent steps say that the device has changed."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 
 from tieredkv.config import Fingerprint
@@ -89,6 +90,29 @@ def weights_identity(model: str, weights: str | None, how: Fingerprint) -> str:
         raise ConfigError(str(error)) from error
 
 
+def known_weights(model: str, weights: str | None, weights_id: str | None, how: Fingerprint) -> str:
+    """Return all that identifies a model's weights: their fingerprint and the operator's text.
+
+    Args:
+        model: as in `weights_identity`.
+        weights: as well.
+        how: as well.
+        weights_id: what the operator says; it stands alone where the model has no weights that can
+            be found.
+
+    Raises:
+        ConfigError: neither is known, or `weights` is wrong.
+    """
+    if not weights_id:
+        return weights_identity(model, weights, how)
+    try:
+        return f"{weights_identity(model, weights, how)}, {weights_id}"
+    except ConfigError:
+        if weights is not None:
+            raise
+        return weights_id
+
+
 def _folder(model: str) -> Path | None:
     """Return the folder of a model: its own, or the one snapshot of it in the hub's cache.
 
@@ -96,6 +120,9 @@ def _folder(model: str) -> Path | None:
     """
     if (folder := Path(model).expanduser()).is_dir():
         return folder
-    name = repo_folder_name(repo_id=model, repo_type="model")
+    try:
+        name = repo_folder_name(repo_id=model, repo_type="model")
+    except HFValidationError:  # a path, of which nothing is there
+        return None
     snapshots = [*(Path(HF_HUB_CACHE) / name / "snapshots").glob("*")]
     return snapshots[0] if len(snapshots) == 1 else None

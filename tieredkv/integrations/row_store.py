@@ -12,10 +12,11 @@ once it is dead. A lookup lends no row, so that it is a miss as soon as it takes
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import CorruptBlockError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
@@ -23,17 +24,21 @@ from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.worker_messages import (
+    BlocksGone,
     ControlRequest,
     LentPage,
     LookupDone,
     PageLoaded,
     PageStored,
+    ProbeDone,
     StoreOptions,
+    WorkerUp,
 )
 from tieredkv.types import BlockRecord
 
 _POLL_S = 0.05
 _LOOKUP_S = 2.0  # a lookup that takes longer is a miss
+_UNMEASURED = ("worker_died", "worker_down", "closing")  # moves that say nothing about the disk
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +54,7 @@ class Job:
         failed: why rows were not stored or loaded, by the row's number.
         loaded: the stored record of each row that was loaded.
         purge: how many evictions there had been when the job was begun.
+        ended_at: when the last byte had been read, in seconds of the monotonic clock.
         num_moved: rows that were read or written.
         seconds: how long the job took, once it has ended.
     """
@@ -61,6 +67,7 @@ class Job:
     open: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
     loaded: dict[int, BlockRecord] = field(default_factory=dict)
+    ended_at: float = 0.0
     num_moved: int = 0
     seconds: float = 0.0
 
@@ -72,11 +79,28 @@ class _Loan(NamedTuple):
     jobs: list[Job]
 
 
+class Left(NamedTuple):
+    """What has left the disk.
+
+    Attributes:
+        hashes: of blocks.
+        is_unknown: whether another worker has started, so that other blocks may have left as well.
+    """
+
+    hashes: list[bytes]
+    is_unknown: bool
+
+
 class RowStore:
     """The disk tier of an engine whose memory was adopted.
 
     One thread at a time calls the methods. The store client's thread calls only `_hear`, which
     answers the command line while the engine is idle, and keeps all else for `poll()`.
+
+    Attributes:
+        read_rate, write_rate: of the disk, while there is something to read or to write. Moves that
+            were held back or that a dead worker left teach nothing.
+        num_restarts: how often another worker has started.
 
     Args:
         options: how the store is opened.
@@ -101,6 +125,11 @@ class RowStore:
     ) -> None:
         self._max_stored_rows = max_stored_rows
         self._num_stored_rows = 0  # that are on loan
+        self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
+        self.num_restarts = 0
+        self._probe: tuple[int, int] | None = None  # the job, and how many blocks are read
+        self._left: list[bytes] = []
+        self._has_restarted = False
         self._arena = arena
         self._policies = policies
         self._load_timeout_s = load_timeout_s
@@ -159,6 +188,24 @@ class RowStore:
         answers, self._answers = self._answers, {}
         return answers
 
+    def take_left(self) -> Left:
+        """Return what has left the disk since the last call, if the store's options ask for it."""
+        left = Left(self._left, self._has_restarted)
+        self._left, self._has_restarted = [], False
+        return left
+
+    def probe(self, hashes: Sequence[bytes]) -> bool:
+        """Measure the disk with these blocks; return whether that has begun.
+
+        One probe is under way at a time. Its bytes reach no row.
+        """
+        assert self._client is not None
+        if self._probe is not None:
+            return False
+        self.read_rate.begin(len(hashes) * self._arena.page_bytes, time.monotonic())
+        self._probe = self._client.probe(hashes), len(hashes)
+        return True
+
     # --- jobs ----------------------------------------------------------------------------------
 
     def load(self, id: int, records: Mapping[int, BlockRecord], lost: Collection[int] = ()) -> None:
@@ -173,6 +220,7 @@ class RowStore:
         job = self._begin(id, records, is_load=True)
         job.failed |= dict.fromkeys(lost, "missing")
         self._lend(job, records)
+        self.read_rate.begin(len(records) * self._arena.page_bytes, time.monotonic())
         self._client.load([LentPage(record, row) for row, record in records.items()])
         self._end_if_over(job)
 
@@ -265,14 +313,38 @@ class RowStore:
                 if isinstance(event, PageLoaded):
                     self._last_load = self._last_event
                 self._num_stored_rows -= isinstance(event, PageStored)
+                self._measure(event)
                 for job in self._lent.pop(event.page_id).jobs:
                     job.open.discard(event.page_id)
                     job.num_moved += event.ok
+                    job.ended_at = max(job.ended_at, event.ended_at)
                     if not event.ok:
                         job.failed[event.page_id] = event.reason
                     elif isinstance(event, PageLoaded) and event.record is not None:
                         job.loaded[event.page_id] = event.record
                     self._end_if_over(job)
+            case ProbeDone(number, ended_at) if self._probe is not None:
+                assert self._probe[0] == number, "one probe is under way at a time"
+                for moment in ended_at:
+                    self.read_rate.end(self._arena.page_bytes, moment)
+                num_lost, self._probe = self._probe[1] - len(ended_at), None
+                if num_lost:
+                    self.read_rate.skip(num_lost * self._arena.page_bytes, time.monotonic())
+            case BlocksGone(hashes):
+                self._left += hashes
+            case WorkerUp():
+                self.num_restarts += 1
+                self._has_restarted = True
+
+    def _measure(self, event: PageLoaded | PageStored) -> None:
+        """Learn how fast the disk is from a move that has ended."""
+        num_bytes, now = self._arena.page_bytes, event.ended_at or time.monotonic()
+        rate = self.read_rate if isinstance(event, PageLoaded) else self.write_rate
+        is_held_back = isinstance(event, PageStored) and event.is_held_back
+        if is_held_back or event.reason in _UNMEASURED:
+            rate.skip(num_bytes, now)
+        else:
+            rate.end(num_bytes, now, teaches=event.ok and event.ended_at > 0)
 
     def _store_unknown(self, job: Job, sealed: Mapping[bytes, bytes]) -> None:
         """Write those of a job's blocks that are not stored, and claim the others.
@@ -298,6 +370,8 @@ class RowStore:
                 unknown = dict([*unknown.items()][:room])
                 self._num_stored_rows += len(unknown)
                 self._lend(job, unknown)
+                num_bytes = len(unknown) * self._arena.page_bytes
+                self.write_rate.begin(num_bytes, time.monotonic())
                 self._client.store([LentPage(record, row) for row, record in unknown.items()])
             else:  # the operator has evicted blocks since, and these may be among them
                 job.failed |= dict.fromkeys(unknown, "evicted")

@@ -17,11 +17,16 @@ A request says how long its chunks are kept by `kv_transfer_params`, such as `{"
 {"retention": "24h", "tenant": "a"}}`. What tells nothing gets the settings' `default_retention`;
 what tells something that is not known here is kept in memory only. vLLM itself shares its memory
 among all who send the same tokens and the same `cache_salt`, whatever tenant they name here.
+
+vLLM loads the head of a prompt or none of it. `restores` chooses for each request, once the disk
+has told how much of it is there; a chunk that is computed by choice is a miss for vLLM.
 """
 
 import dataclasses
+import functools
 import inspect
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,43 +35,53 @@ try:
     import vllm.v1.kv_offload.base as vllm_base
     import vllm.v1.kv_offload.tiering.base as vllm_tiering
     from vllm.version import __version__ as vllm_version
-except ImportError as problem:
+
+    _Base: Any = vllm_tiering.SecondaryTierManager
+    _Verdict: Any = vllm_base.LookupResult
+    _JobResult: Any = vllm_tiering.JobResult
+    _OffloadPolicy: Any = vllm_base.OffloadPolicy
+    _RequestContext: Any = vllm_base.RequestOffloadingContext
+except (ImportError, AttributeError) as problem:
     raise ImportError(
-        "tieredkv.integrations.vllm needs vLLM 0.26 or newer, with its tiering connector, in the "
-        f"same environment: install `vllm`, or leave this module out ({problem})"
+        "tieredkv.integrations.vllm needs vLLM 0.26 or newer in the same environment, with the "
+        "tiering connector as in 0.26 or 0.33: install `vllm` in one of these versions, or leave "
+        f"this module out ({problem})"
     ) from problem
 
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics as vllm_metrics
+
+    _Stats: Any = vllm_metrics.OffloadingConnectorStats
+except (ImportError, AttributeError):  # figures are logged instead
+    _Stats = None
+
+from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
-from tieredkv.config import Settings, load_settings
 from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import namespace_digest
+from tieredkv.integrations import restores, vllm_settings
 from tieredkv.integrations.ages import Ages
-from tieredkv.integrations.identity import Identity, weights_identity
+from tieredkv.integrations.announced import Announced
+from tieredkv.integrations.heads import Asked, Head
+from tieredkv.integrations.identity import Identity, known_weights
+from tieredkv.integrations.prefill_meter import PrefillMeter
+from tieredkv.integrations.restore_choice import ANY_LENGTH, Choice
 from tieredkv.integrations.row_store import Job, RowStore
 from tieredkv.integrations.shared_rows import open_rows
-from tieredkv.integrations.vllm_spec import facts_of, folder_of, group_spans
+from tieredkv.integrations.vllm_spec import facts_of, folder_of, group_spans, group_windows
+from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.types import DTYPE_BYTES, BlockRecord
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_Base: Any = vllm_tiering.SecondaryTierManager
-_Verdict: Any = vllm_base.LookupResult
-_JobResult: Any = vllm_tiering.JobResult
 _RESULT_FIELDS = {each.name for each in dataclasses.fields(_JobResult)}
-
-_SETTINGS = (
-    *("disk_dir", "disk_size", "disk_sync", "disk_compression", "disk_write_limit"),
-    *("sweep_interval", "load_timeout", "drain_timeout", "default_retention", "fingerprint"),
-)
-"""The settings of tieredkv that mean something here."""
-
-_OWN = ("config_file", "weights", "weights_id", "locality")
 _WORD = "tieredkv"
 _STORE_SHARE = 2  # writes hold at most this part of the rows, so that loads find room
+_TELL_S = 1.0  # figures are told to vLLM so often
+_LOG_S = 60.0  # or logged, where vLLM takes none
 
 
 @dataclass(eq=False, slots=True)
@@ -74,18 +89,30 @@ class _Request:
     """What the tier knows of one request.
 
     Attributes:
+        id: its name.
         retention: the policy that it asked for.
         root, namespace: of the tenant's chunks.
+        is_announced: whether its chunks are announced to routers.
         asked: chunks that are being looked up.
+        shown: all that it asked for, by place.
         answers: what was found, by chunk; None for a miss.
+        choice: whether its head is loaded, once that is known.
+        too_long: the group whose head is longer than vLLM's memory, and the place at which it ends.
+        missed_at: the place of the chunk that it was last told to compute, in the first group.
         by_place: chunks by group and position, as far as the request has shown them.
         computes_from: the position from which on it computes its chunks itself, by group.
     """
 
+    id: str
     retention: str
     root: bytes
     namespace: bytes
+    is_announced: bool
     asked: set[bytes] = field(default_factory=set)
+    shown: Asked = field(default_factory=Asked)
+    choice: Choice | None = None
+    too_long: tuple[int, int] | None = None
+    missed_at: int | None = None
     answers: dict[bytes, BlockRecord | None] = field(default_factory=dict)
     by_place: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
     computes_from: dict[bytes, int] = field(default_factory=dict)
@@ -100,8 +127,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         tier_type: what vLLM calls this tier.
         config: settings of tieredkv, and: `config_file`, a TOML file with more of them, such as
             retention policies; `weights`, the folder of the weights if that is not the model's;
-            `weights_id`, a text that changes with the weights, where there is no such folder;
-            `locality`, which vLLM knows from its own tiers.
+            `weights_id`, a text that changes with the weights, where there is no such folder or
+            something changes them while they are loaded; `prefill_seconds`, how long prompts take
+            to compute; `locality`, which vLLM knows from its own tiers.
             Arguments that are not known are named in the log and otherwise ignored.
 
     Raises:
@@ -110,6 +138,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     if hasattr(vllm_base, "Medium"):
         medium = vllm_base.Medium.STORAGE
+    _tells_positions = hasattr(vllm_base.ReqContext, "get_offload_key_position")
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any
@@ -120,16 +149,30 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
         if "locality" in config and hasattr(vllm_base, "Locality"):
             self.locality = vllm_base.Locality(config["locality"])
-        settings = _load(config)
+        vllm_settings.warn_if_untried(vllm_version)
+        settings = vllm_settings.load(config)
         assert settings.disk_dir is not None, "it was checked"
-        num_rows, self._row_bytes = _shape(primary_kv_view)
-        told = offloading_spec.config
-        weights = config.get("weights_id") or weights_identity(
-            told.model.name, config.get("weights"), settings.fingerprint
-        )
-        facts = facts_of(told, version=vllm_version, weights=weights, row_bytes=self._row_bytes)
+        given_times = restores.given_times(config.get("prefill_seconds"))
+        num_rows, self._row_bytes = vllm_settings.shape_of(primary_kv_view)
+        self._num_rows = num_rows
+        try:
+            told = offloading_spec.config
+            weights = known_weights(
+                told.model.name,
+                config.get("weights"),
+                config.get("weights_id"),
+                settings.fingerprint,
+            )
+            facts = facts_of(told, version=vllm_version, weights=weights, row_bytes=self._row_bytes)
+            self._spans, self._windows = group_spans(told), group_windows(told)
+            full = [group for group, window in self._windows.items() if window is None]
+            self._first_group = next(iter(full or self._spans))
+            folder = folder_of(settings.disk_dir, told.parallel)
+        except AttributeError as problem:
+            tried = " and ".join(vllm_settings.TRIED)
+            what = f"vLLM {vllm_version} does not tell what its chunks are, as {tried} do"
+            raise ConfigError(f"{what}: {problem}") from problem
         self._identity = Identity("vllm", facts)
-        self._spans = group_spans(told)
         self._settings = settings
         self._policies = settings.retention_policies()
         self._clock = Clock(settings.clock_offset_file)
@@ -139,13 +182,19 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._asking: dict[bytes, list[_Request]] = {}
         self._finished: list[Any] = []
         self._is_told_of_words = False
+        self._stats, self._told_at = TierStats(), float("-inf")
+        events = getattr(offloading_spec, "kv_events_config", None)
+        is_announcing = bool(getattr(events, "enable_kv_cache_events", False))
+        most = max(1024, 2 * settings.disk_size // self._row_bytes)
+        self._announced = Announced(most) if is_announcing else None
         arena = HostArena.adopt(open_rows(primary_kv_view), num_rows, self._row_bytes)
         try:
-            _check_budget(settings.disk_size, self._row_bytes)
+            vllm_settings.check_budget(settings.disk_size, self._row_bytes)
             options = store_options(
-                folder_of(settings.disk_dir, told.parallel),
+                folder,
                 settings,
                 element_bytes=DTYPE_BYTES.get(told.model.dtype, 2),
+                tells_gone=is_announcing,
             )
             self._rows = RowStore(
                 options,
@@ -157,6 +206,19 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         except BaseException:
             arena.close()
             raise
+        span = self._spans[self._first_group]
+        meter = PrefillMeter(ComputeRate(chunk=ANY_LENGTH), span)
+        self._restores = restores.Restores(
+            settings.restore, self._rows, given_times, meter, span, self._row_bytes
+        )
+        self._rates = restores.rate_file(
+            folder,
+            self._rows,
+            meter.compute,
+            model=told.model.name,
+            identity=self._identity.root("").hex(),
+            row_bytes=self._row_bytes,
+        )
         text = "disk tier of vLLM %s in `%s`: %d rows of %s, weights %s"
         size = format_bytes(self._row_bytes)
         logger.info(text, vllm_version, options.path, num_rows, size, weights[:12])
@@ -171,19 +233,21 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         """
         request = self._request(req_context)
         if self._policies.get(request.retention, is_any=True).may_use_disk:
-            policy = vllm_base.OffloadPolicy.REQUEST_LEVEL
-            return vllm_base.RequestOffloadingContext(policy=policy)
-        return vllm_base.RequestOffloadingContext()
+            return _RequestContext(policy=_OffloadPolicy.REQUEST_LEVEL)
+        return _RequestContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request."""
         self._requests.pop(req_context.req_id, None)
+        self._restores.forget(req_context.req_id)
+        self._restores.meter.forget(req_context.req_id)
 
     def _request(self, req_context: Any) -> _Request:
         if (request := self._requests.get(req_context.req_id)) is None:
             retention, tenant = self._claim(req_context.kv_transfer_params)
             root, namespace = self._identity.root(tenant), namespace_digest(tenant)
-            request = _Request(retention, root, namespace)
+            is_open = not tenant or self._settings.kv_events_namespaces == "all"
+            request = _Request(req_context.req_id, retention, root, namespace, is_open)
             self._requests[req_context.req_id] = request
         return request
 
@@ -217,18 +281,85 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         if block_hash not in request.answers:
             if block_hash not in request.asked:
                 request.asked.add(block_hash)
+                place = self._position(key, req_context)
+                request.shown.note(_group(key), place, key, block_hash)
                 self._asking.setdefault(block_hash, []).append(request)
                 self._rows.ask(block_hash)
             return _Verdict.RETRY
-        record = request.answers[block_hash]
-        if record is not None and self._clock.now() < record.expires_at:
+        if not self._has(request, block_hash):
+            self._note_miss(request, key, req_context)
+        elif request.choice is None and request.asked:
+            return _Verdict.RETRY  # the head may be longer than is known
+        elif self._should_load(request, key, block_hash):
+            self._announce(request, {block_hash: key})
             return _Verdict.HIT
-        self._note_miss(request, key, req_context)
+        if _group(key) == self._first_group:
+            request.missed_at = request.shown.place(block_hash)
         return _Verdict.MISS
 
+    def _has(self, request: _Request, block_hash: bytes) -> bool:
+        """Return whether the disk has a chunk, as far as it has told."""
+        record = request.answers.get(block_hash)
+        return record is not None and self._clock.now() < record.expires_at
+
+    def _should_load(self, request: _Request, key: bytes, block_hash: bytes) -> bool:
+        """Return whether the head of a request is loaded; choose at its first chunk.
+
+        What is computed by choice keeps the age of the copy on disk, which stays. It is not found
+        to be missing; what follows it is.
+        """
+        group, place = _group(key), request.shown.place(block_hash)
+        assert place is not None, "it was asked for"
+        if request.choice is None:
+            has = functools.partial(self._has, request)
+            head = request.shown.head(group, place, has, self._windows, self._num_rows)
+            span, num = self._spans[group], len(head.chunks) + head.num_others
+            num_tokens = span * max(head.end, request.shown.end(group))
+            request.choice = self._restores.choose(
+                request.id, span * head.begin, span * head.end, num_tokens, [*head.chunks], num
+            )
+            what = "load" if request.choice.should_load else "compute"
+            self._stats.count("tieredkv_restores", 1, what, request.choice.reason)
+            if not request.choice.should_load:
+                self._stats.count("tieredkv_recomputed_chunks", num)
+                self._note_computed(request, head, span * head.end)
+            elif len(head.chunks) == self._num_rows:
+                request.too_long = group, head.end
+        if request.too_long is not None and request.too_long[0] == group:
+            # What does not fit would take the rows of what was loaded before, again and again.
+            return request.choice.should_load and place < request.too_long[1]
+        return request.choice.should_load
+
+    def _note_computed(self, request: _Request, head: Head, end: int) -> None:
+        """Note that a head is computed by choice, and all behind token `end` as it is missing."""
+        for block_hash, key in head.chunks.items():
+            if (record := request.answers[block_hash]) is not None:
+                self._ages.note(key, record.computed_at)
+        if self._tells_positions:
+            for group, span in self._spans.items():
+                self._note_computes_from(request, group.to_bytes(4, "big"), -(-end // span))
+
     def on_schedule_end(self, context: Any) -> None:
-        """Send the questions of this step, all in one message."""
+        """Send the questions of this step, all in one message, and note what it began."""
+        meter = self._restores.meter
+        meter.note_step()
+        for id in getattr(context, "preempted_req_ids", ()):
+            meter.forget(id)
+            self._restores.forget(id)
+            if (request := self._requests.get(id)) is not None:
+                request.choice = request.too_long = request.missed_at = None
+        for id in getattr(context, "new_req_ids", ()):
+            self._restores.note_scheduled(id)
+            request = self._requests.get(id)
+            if request is not None and request.missed_at is not None:
+                span, end = meter.chunk_tokens, request.shown.end(self._first_group)
+                meter.begin(id, span * request.missed_at, span * end)
         self._rows.flush()
+        self._rates.keep()
+        if _Stats is None and time.monotonic() - self._told_at > _LOG_S:
+            self._told_at = time.monotonic()
+            gather(self._stats, self._rows, self._restores)
+            logger.info("disk tier: %s", self._stats)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Refresh chunks, in the store's order of eviction and by the request's claim."""
@@ -245,9 +376,11 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         """
         self._ages.forget(key)
         if (position := self._position(key, req_context)) is not None:
-            group = key[-4:]
-            first = request.computes_from.get(group, position)
-            request.computes_from[group] = min(first, position)
+            self._note_computes_from(request, key[-4:], position)
+
+    def _note_computes_from(self, request: _Request, group: bytes, position: int) -> None:
+        first = request.computes_from.get(group, position)
+        request.computes_from[group] = min(first, position)
 
     # --- jobs ----------------------------------------------------------------------------------
 
@@ -264,6 +397,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to write chunks from rows, if the request asked for the disk."""
         request, keys = self._begin(job_metadata)
+        self._note_offer(request, keys.values())
         now = self._clock.now()
         records = dict[int, BlockRecord]()
         for row, key in keys.items():
@@ -308,6 +442,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Write what is still to be written, let the worker end and give the rows back."""
+        self._rates.close()
         self._rows.close(self._settings.drain_timeout)
 
     def _begin(self, job: Any) -> tuple[_Request, dict[int, bytes]]:
@@ -317,23 +452,53 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._keys[job.job_id] = request, keys
         return request, keys
 
+    def _note_offer(self, request: _Request, keys: Iterable[bytes]) -> None:
+        """Note which of the chunks that a request was told to compute are there now."""
+        firsts = (key for key in keys if _group(key) == self._first_group)
+        hashes = (self._identity.block_hash(request.root, key) for key in firsts)
+        places = [it for each in hashes if (it := request.shown.place(each)) is not None]
+        if places:
+            meter = self._restores.meter
+            meter.note_offer(request.id, meter.chunk_tokens * (max(places) + 1))
+
     def _take(self, jobs: Iterable[Job]) -> None:
         for block_hash, record in self._rows.take_answers().items():
             for request in self._asking.pop(block_hash, ()):
                 request.asked.discard(block_hash)
                 request.answers[block_hash] = record
+                self._stats.count("tieredkv_lookups", 1, "miss" if record is None else "hit")
         for job in jobs:
             request, keys = self._keys[job.id]
-            for row in job.failed:
-                if job.is_load:
-                    request.answers[self._identity.block_hash(request.root, keys[row])] = None
-            for row, record in job.loaded.items():
-                self._ages.note(keys[row], record.computed_at)
-                self._rows.touch(self._rows.claim(record, request.retention, self._clock.now()))
-            if not job.is_load:
-                for record in job.records.values():
+            for reason in job.failed.values():
+                name = "tieredkv_failed_loads" if job.is_load else "tieredkv_failed_stores"
+                self._stats.count(name, 1, reason)
+            num_bytes = job.num_moved * self._row_bytes
+            if job.is_load:
+                self._take_load(job, request, keys)
+                self._stats.count("tieredkv_loaded_bytes", num_bytes)
+            else:
+                self._stats.count("tieredkv_stored_bytes", num_bytes)
+                for row, record in job.records.items():
                     request.answers.pop(record.block_hash, None)
+                    if row not in job.failed:
+                        self._announce(request, {record.block_hash: keys[row]})
             self._end(job.id, job)
+        left = self._rows.take_left()
+        if self._announced is not None:
+            self._announced.remove(left.hashes)
+            if left.is_unknown:
+                self._announced.remove_all()
+
+    def _take_load(self, job: Job, request: _Request, keys: Mapping[int, bytes]) -> None:
+        lost = [self._identity.block_hash(request.root, keys[row]) for row in job.failed]
+        request.answers.update(dict.fromkeys(lost))
+        if self._announced is not None:
+            self._announced.remove(lost)
+        for row, record in job.loaded.items():
+            self._ages.note(keys[row], record.computed_at)
+            self._rows.touch(self._rows.claim(record, request.retention, self._clock.now()))
+        num_bytes = len(job.loaded) * self._row_bytes
+        self._restores.note_read(request.id, num_bytes, job.ended_at, ok=not job.failed)
 
     def _end(self, id: int, job: Job | None = None) -> None:
         """Report the end of a job, with all that this version of vLLM wants to know."""
@@ -346,6 +511,48 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             told["transfer_bytes"] = job.num_moved * self._row_bytes
         told = {name: value for name, value in told.items() if name in _RESULT_FIELDS}
         self._finished.append(_JobResult(**told))
+
+    # --- what is told --------------------------------------------------------------------------
+
+    def _announce(self, request: _Request, chunks: Mapping[bytes, bytes]) -> None:
+        """Announce chunks that the disk has, unless they are a tenant's."""
+        if self._announced is not None and request.is_announced:
+            for block_hash, key in chunks.items():
+                self._announced.add(block_hash, key)
+
+    def take_events(self) -> Iterable[Any]:
+        """Yield what the disk has got and lost, if vLLM publishes KV cache events."""
+        for keys, is_removed in [] if self._announced is None else self._announced.take():
+            told: dict[str, Any] = {
+                "keys": keys,
+                "medium": getattr(self, "medium", "STORAGE"),
+                "removed": is_removed,
+                "locality": getattr(self, "locality", None),
+                "ownership": _WORD,
+                "removal_expected": True,
+            }
+            fields = {each.name for each in dataclasses.fields(vllm_base.OffloadingEvent)}
+            yield vllm_base.OffloadingEvent(**{name: told[name] for name in told.keys() & fields})
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tier's metrics, as vLLM describes metrics."""
+        kinds: dict[str, Any] = {
+            "counter": vllm_base.OffloadingCounterMetadata,
+            "gauge": vllm_base.OffloadingGaugeMetadata,
+        }
+        return {
+            name: kinds[metric.kind](documentation=metric.text, labelnames=metric.labels)
+            for name, metric in METRICS.items()
+        }
+
+    def get_stats(self) -> Any:
+        """Return what was counted since the last call, once a second."""
+        if _Stats is None or time.monotonic() - self._told_at < _TELL_S:
+            return None
+        self._told_at = time.monotonic()
+        gather(self._stats, self._rows, self._restores)
+        return self._stats.tell(_Stats())
 
     # --- what a chunk is -----------------------------------------------------------------------
 
@@ -361,10 +568,10 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
         Such a chunk is stored as a chain of its own.
         """
-        if not hasattr(req_context, "get_offload_key_position"):
+        if not self._tells_positions:
             return None
         end = req_context.get_offload_key_position(key)
-        span = self._spans.get(int.from_bytes(key[-4:], "big"))
+        span = self._spans.get(_group(key))
         return None if end is None or span is None else max(0, -(-end // span) - 1)
 
     def _computed_at(
@@ -386,44 +593,6 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         return first
 
 
-def _load(config: Mapping[str, Any]) -> Settings:
-    """Return the settings in the arguments of a tier.
-
-    Raises:
-        ConfigError: one of them is malformed, or there is no folder.
-    """
-    known = {*_SETTINGS, *_OWN}
-    if others := sorted(config.keys() - known):
-        text = "arguments of the tier that tieredkv does not know are ignored: %s"
-        logger.warning(text, ", ".join(others))
-    arguments = {name: config[name] for name in _SETTINGS if name in config}
-    file = config.get("config_file")
-    settings = load_settings(arguments=arguments, config_path=file).settings
-    if settings.disk_dir is None:
-        raise ConfigError("the tier needs `disk_dir`, the folder of its store on disk")
-    return settings
-
-
-def _shape(view: memoryview) -> tuple[int, int]:
-    """Return the number of rows and the bytes of each.
-
-    Raises:
-        ConfigError: there is not even one.
-    """
-    num_rows, row_bytes = view.shape if view.ndim == 2 and view.shape else (0, 0)
-    if not num_rows or not row_bytes:
-        what = "`cpu_bytes_to_use` does not hold one chunk of vLLM's KV cache"
-        raise ConfigError(f"{what}; make it larger, or `blocks_per_chunk` smaller")
-    return num_rows, row_bytes
-
-
-def _check_budget(size_bytes: int, row_bytes: int) -> None:
-    """Refuse a budget in which no chunk can be stored and replaced.
-
-    Raises:
-        ConfigError: it is too small.
-    """
-    if size_bytes < (least := minimum_budget_bytes(row_bytes)):
-        what = f"`disk_size` = {format_bytes(size_bytes)} is too small for chunks of "
-        least_text = f"it must be at least {format_bytes(least)}"
-        raise ConfigError(f"{what}{format_bytes(row_bytes)}; {least_text}")
+def _group(key: bytes) -> int:
+    """Return the number of the group that a key names."""
+    return int.from_bytes(key[-4:], "big")

@@ -57,6 +57,17 @@ def folder_of(disk_dir: str, parallel: Any) -> str:
     return disk_dir if size in (None, 1) else os.path.join(disk_dir, f"dp{rank}")
 
 
+def group_windows(config: Any) -> dict[int, int | None]:
+    """Return of how many chunks the sliding window of each group is; None if it has none.
+
+    What a version of vLLM does not tell counts as none.
+    """
+    return {
+        getattr(group, "group_id", number): getattr(group, "sliding_window_size_in_chunks", None)
+        for number, group in enumerate(config.groups)
+    }
+
+
 def group_spans(config: Any) -> dict[int, int]:
     """Return how many tokens a chunk of each group has, by the group's number in a key."""
     return {
