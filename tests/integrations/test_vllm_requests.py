@@ -9,7 +9,7 @@ import pytest
 
 from tests.integrations.apps import make
 from tests.integrations.engines import HAS_VLLM, RealEngine
-from tests.integrations.test_middleware import CHAT, KEY, MESSAGES, TEXTS, digest, marked, post
+from tests.integrations.test_vllm_middleware import CHAT, KEY, MESSAGES, TEXTS, digest, marked, post
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not here")
 
