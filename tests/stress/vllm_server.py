@@ -46,11 +46,12 @@ def make_model(name: str, folder: Path) -> None:
     config = drawn_config(name)
     assert config is not None, f"`{name}` names no shape"
     words = Tokenizer(WordLevel({f"t{each}": each for each in range(config.vocab_size)}, "t0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1")
-    tokenizer.save_pretrained(folder)
+    made: Any = PreTrainedTokenizerFast
+    made(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model_class: Any = AutoModelForCausalLM
+        model = model_class.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
     (folder / "complete").touch()
 
@@ -178,20 +179,25 @@ def serving(
     """Run a server until the block ends; its log is appended to `log`.
 
     Args:
+        model: folder of the checkpoint.
         tier: as `tier_config` returns it; None for none.
         memory_bytes: of vLLM's memory behind VRAM; 0 for a server without a connector.
+        port: on which it listens.
+        log: file to which its output is appended.
         flags: further ones of `vllm serve`.
         connector: further entries of `kv_connector_extra_config`.
+        environment: further variables.
+        vllm: command that runs vLLM.
 
     Raises:
         TieredKVError: it has not started.
     """
     words = [*shlex.split(vllm), "serve", str(model), "--port", str(port), *shlex.split(flags)]
     if memory_bytes:
-        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": memory_bytes}
+        extra: Row = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": memory_bytes}
         extra |= {"offload_prompt_only": False, **(connector or {})}
         extra["secondary_tiers"] = [] if tier is None else [tier]
-        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        transfer: Row = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         transfer |= {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
         words += ["--kv-transfer-config", json.dumps(transfer)]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0", **(environment or {})}

@@ -1,13 +1,14 @@
 """Stands in for `vllm serve` where there is no GPU: answers at once, and counts what it would hold.
 
-Its memory and its VRAM are sets of prompts, and its disk is one file for each. `TIEREDKV_FAULT` makes
-it wrong: `tokens`, another answer from the disk; `miss`, nothing found there.
+Its memory and its VRAM are sets of prompts, and its disk is one file for each. `TIEREDKV_FAULT`
+makes it wrong: `tokens`, another answer from the disk; `miss`, nothing found there.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -44,8 +45,8 @@ async def complete(request: Request) -> Response:
     host.add(name)
     first = sum(prompt) + (on_disk and fault == "tokens")
 
-    def lines() -> "list[str]":
-        events = []
+    def lines() -> list[str]:
+        events = list[dict[str, Any]]()
         for place in range(body["max_tokens"]):
             best = {f"t{first + place}": -0.1, "t0": -3.0}
             logprobs = {"tokens": [f"t{first + place}"], "top_logprobs": [best]}

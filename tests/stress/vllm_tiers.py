@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import click
 import httpx
 
-from tests.stress.client import Prompt, prompts_of, served_by
+from tests.stress.client import Prompt, difference, prompts_of, served_by
 from tests.stress.vllm_server import (
     VLLM,
     Server,
@@ -98,14 +98,6 @@ def ask(server: Server, model: str, prompt: Prompt) -> Answer:
     return Answer(first_ms, tokens, gaps, cached, server.bytes_from_disk() - before)
 
 
-def difference(cold: Answer, other: Answer, tie: float) -> str:
-    """Return `equal`, `tie` if they part where two tokens were nearly as likely, or `wrong`."""
-    for place, (one, two) in enumerate(zip(cold.tokens, other.tokens, strict=True)):
-        if one != two:
-            return "tie" if cold.gaps[place] < tie else "wrong"
-    return "equal"
-
-
 class Measuring:
     """What one server with one tier gives.
 
@@ -160,7 +152,9 @@ class Measuring:
 
     def _note(self, arm: str, length: int, answer: Answer, cold: Answer | None) -> Answer:
         self.answers.setdefault((arm, length), []).append(answer)
-        text = "equal" if cold is None else difference(cold, answer, self.tie)
+        text = "equal"
+        if cold is not None:
+            text, _ = difference(cold.tokens, cold.gaps, answer.tokens, self.tie)
         self.texts.setdefault((arm, length), []).append(text)
         name = f"{self.tier} {arm} {length}"
         click.echo(
