@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -138,3 +139,11 @@ def running(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
     finally:
         server.process.kill()
         server.process.wait()
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port

@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -66,3 +66,20 @@ async def stream_one(url: str, requests: Iterable[bytes]) -> list[float]:
                 assert line and b'"error"' not in line, line
             await reader.readline()
     return firsts
+
+
+def difference(
+    tokens: Sequence[str], gaps: Sequence[float], others: Sequence[str], tie: float
+) -> tuple[str, int]:
+    """Return whether two answers are `equal`, part at a `tie`, or one is `wrong`, and where.
+
+    Args:
+        tokens: of the answer that is right.
+        gaps: by how much the log-probability of each was above that of the second best.
+        others: tokens of the other answer.
+        tie: gap up to which both were nearly as likely.
+    """
+    for place, (one, two) in enumerate(zip(tokens, others, strict=True)):
+        if one != two:
+            return ("tie" if gaps[place] < tie else "wrong"), place
+    return "equal", 0

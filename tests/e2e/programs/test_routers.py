@@ -7,7 +7,6 @@ reason.
 import contextlib
 import itertools
 import random
-import socket
 import subprocess
 import threading
 import time
@@ -20,7 +19,7 @@ import httpx
 import pytest
 
 from tests.e2e.programs.install import ENVIRONMENTS, path_of
-from tests.serving import Server, running
+from tests.serving import Server, free_port, running
 from tests.waiting import HANG_S, wait_until
 
 WORKER = "x-smg-routed-worker-id"
@@ -137,14 +136,6 @@ def talk(
 
 def sizes(device_mib: int, host_mib: int) -> Sequence[str]:
     return "--device-size", f"{device_mib}MiB", "--host-size", f"{host_mib}MiB"
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager

@@ -1,0 +1,53 @@
+"""What the measurement of vLLM's tiers reports, with a stand-in for vLLM."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.serving import free_port
+from tests.stress import vllm_stand_in, vllm_tiers
+
+STAND_IN = f"{sys.executable} {vllm_stand_in.__file__}"
+
+
+def measure(tmp_path: Path, *more: str) -> dict[str, Any]:
+    """Run the measurement with prompts of 64 and 128 tokens; return its report."""
+    words = ["--folder", str(tmp_path / "kv"), "--model-dir", str(tmp_path / "model")]
+    words += ["--shape", "tiny-random", "--prefix-tokens", "64,128", "--repeats", "2"]
+    words += ["--vllm", STAND_IN, "--port", str(free_port()), "--log", str(tmp_path / "log")]
+    result = CliRunner().invoke(
+        vllm_tiers.main, [*words, "--commit", "abc", *more], catch_exceptions=False
+    )
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == bool(report["problems"]), result.output
+    return report
+
+
+def test_each_arm_of_each_tier_has_figures(tmp_path: Path) -> None:
+    report = measure(tmp_path, "--tiers", "ram,fs")
+    measured = [(row["tier"], row["arm"], row["prefix_tokens"]) for row in report["rows"]]
+    arms = {"ram": ("cold", "device", "host"), "fs": vllm_tiers.ARMS}
+    assert sorted(measured) == sorted(
+        (tier, arm, length) for tier, some in arms.items() for arm in some for length in (64, 128)
+    )
+    assert all(row["tokens"] == ["equal", "equal"] for row in report["rows"])
+    assert {row["arm"] for row in report["rows"] if "GBps" in row} == {"disk", "restart"}
+    assert report["metrics"]["fs"] == {"vllm:kv_offload_load_bytes": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("tokens", "other tokens than computed"), ("miss", "only 0 tokens were cached")],
+)
+def test_what_is_wrong_from_disk_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, told: str
+) -> None:
+    monkeypatch.setenv("TIEREDKV_FAULT", fault)
+    problems = measure(tmp_path, "--tiers", "fs")["problems"]
+    for arm in ("disk", "restart"):
+        for length in (64, 128):
+            assert any(f"fs {arm} {length}: {told}" in each for each in problems), problems

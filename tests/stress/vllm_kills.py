@@ -1,0 +1,225 @@
+"""Lets agents take turns on vLLM while the worker of tieredkv's tier is killed again and again.
+
+    python -m tests.stress.vllm_kills --folder /nvme/kv --model-dir /dev/shm/model --minutes 8
+
+Sessions of `tieredkv bench sessions` take turns on a `vllm serve` with our tier, whose worker gets
+SIGKILL every `--kill-every` seconds; when all sessions have ended, those of the next seed begin.
+Then a server without tiers answers the same prompts. A request without an answer is lost. An answer
+whose tokens differ from those of the second server is wrong, unless the two best tokens were nearly
+as likely where it first differs (`--tie`): those are counted apart, since in bfloat16 the order of
+computing decides them.
+
+The exit code is 1 if a request was lost, a token was wrong, or no worker was killed.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import httpx
+
+from tests.stress.client import difference, served_by
+from tests.stress.vllm_server import VLLM, Server, make_model, serving, tier_config, worker_of
+from tieredkv.bench import raw
+from tieredkv.bench.sessions import Shape, Turn, write_script
+from tieredkv.units import parse_bytes
+
+TIMEOUT_S = 300.0
+AT_ONCE = 16
+Row = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """The tokens of an answer, and by how much the best of each beat the second."""
+
+    tokens: list[str]
+    gaps: list[float]
+    cached_tokens: int
+
+
+async def ask(http: httpx.AsyncClient, model: str, turn: Turn) -> Answer:
+    """Send a request for a completion.
+
+    Raises:
+        httpx.HTTPError: it was refused, or broke off.
+    """
+    body: Row = {"model": model, "prompt": list(turn.prompt), "max_tokens": turn.answer_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 2}
+    response = await http.post("/v1/completions", json=body)
+    response.raise_for_status()
+    answer = response.json()
+    logprobs = answer["choices"][0]["logprobs"]
+    gaps = [best[0] - best[-1] for best in map(_sorted, logprobs["top_logprobs"])]
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return Answer(logprobs["tokens"], gaps, details.get("cached_tokens") or 0)
+
+
+def _sorted(top: dict[str, float]) -> list[float]:
+    return sorted(top.values(), reverse=True)
+
+
+class Crowd:
+    """Sessions that take turns on a server for some time.
+
+    Attributes:
+        asked: all turns that were answered, with their answers.
+        lost: what happened to those that were not.
+    """
+
+    def __init__(self, url: str, shape: Shape, vocab_size: int) -> None:
+        self.asked = list[tuple[Turn, Answer]]()
+        self.lost = list[str]()
+        self._url, self._shape, self._vocab_size = url, shape, vocab_size
+        self._model = served_by(url)
+
+    async def run(self, sessions: int, minutes: float) -> None:
+        """Run sessions, seed after seed, until the time is over."""
+        until = time.monotonic() + 60 * minutes
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, limits=limits) as http:
+            for seed in itertools.count():
+                if time.monotonic() >= until:
+                    return
+                await asyncio.gather(
+                    *(self._hold(http, seed, session, until) for session in range(sessions))
+                )
+
+    async def _hold(self, http: httpx.AsyncClient, seed: int, session: int, until: float) -> None:
+        for turn in write_script(seed, session, self._shape, self._vocab_size):
+            if time.monotonic() >= until:
+                return
+            await asyncio.sleep(turn.think_s)
+            try:
+                self.asked.append((turn, await ask(http, self._model, turn)))
+            except httpx.HTTPError as error:
+                self.lost.append(f"{type(error).__name__}: {error}")
+
+
+async def kill_now_and_then(server: Server, every_s: float, killed: list[int]) -> None:
+    """Kill the store's worker at equal times, until cancelled."""
+    while True:
+        await asyncio.sleep(every_s)
+        if (pid := worker_of(server)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+
+async def take_turns(
+    server: Server, crowd: Crowd, sessions: int, minutes: float, every_s: float
+) -> list[int]:
+    """Run a crowd while workers are killed; return which ones were."""
+    killed = list[int]()
+    killing = asyncio.create_task(kill_now_and_then(server, every_s, killed))
+    try:
+        await crowd.run(sessions, minutes)
+    finally:
+        killing.cancel()
+    return killed
+
+
+async def compare(
+    url: str, asked: Sequence[tuple[Turn, Answer]], tie: float
+) -> tuple[dict[str, int], list[str]]:
+    """Ask a server the same again; return how many answers are equal, ties and wrong."""
+    counts, wrong = {"equal": 0, "tie": 0, "wrong": 0}, list[str]()
+    model, slots = served_by(url), asyncio.Semaphore(AT_ONCE)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+
+        async def one(number: int, turn: Turn, answer: Answer) -> None:
+            async with slots:
+                expected = await ask(http, model, turn)
+            kind, place = difference(expected.tokens, expected.gaps, answer.tokens, tie)
+            counts[kind] += 1
+            if kind == "wrong":
+                where = f"token {place} of answer {number}, {len(turn.prompt)} tokens asked"
+                found = f"{answer.cached_tokens} found, {expected.gaps[place]:.3f} apart"
+                wrong.append(f"{where}, {found}")
+
+        await asyncio.gather(*(one(it, *each) for it, each in enumerate(asked)))
+    return counts, wrong
+
+
+@click.command(help=__doc__)
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="On the disk.")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of the checkpoint; if it has none, one of --shape is written.",
+)
+@click.option("--shape", default="random:llama-3.1-8b", show_default=True, help="Of the model.")
+@click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
+@click.option("--minutes", default=8.0, show_default=True, help="For which they take turns.")
+@click.option("--kill-every", default=30.0, show_default=True, help="Seconds between kills.")
+@click.option("--scale", default=1.0, show_default=True, help="Prompts are shorter by it.")
+@click.option("--memory-size", default="16GiB", show_default=True, help="vLLM's memory.")
+@click.option("--disk-size", default="40GiB", show_default=True, help="Budget of tieredkv.")
+@click.option("--tier-options", default="{}", help="Further arguments of tieredkv's tier, as JSON.")
+@click.option("--connector", default="{}", help="Further `kv_connector_extra_config`, as JSON.")
+@click.option("--flags", default="", help="Further flags of `vllm serve`.")
+@click.option("--vllm", default=VLLM, help="Command that runs vLLM.")
+@click.option("--port", default=8123, show_default=True)
+@click.option("--tie", default=0.05, show_default=True, help="See above.")
+@click.option("--log", type=click.Path(path_type=Path), default=Path("vllm.log"))
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
+def main(
+    folder: Path,
+    model_dir: Path,
+    shape: str,
+    sessions: int,
+    minutes: float,
+    kill_every: float,
+    scale: float,
+    memory_size: str,
+    disk_size: str,
+    tier_options: str,
+    connector: str,
+    flags: str,
+    vllm: str,
+    port: int,
+    tie: float,
+    log: Path,
+    commit: str | None,
+) -> None:
+    make_model(shape, model_dir)
+    vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    ours = {"default_retention": "24h", "restore": "load"} | json.loads(tier_options)
+    entry = tier_config("tieredkv", folder, disk_size, ours)
+    common: Row = {"port": port, "log": log, "flags": flags, "vllm": vllm}
+    memory_bytes, extra = parse_bytes(memory_size), json.loads(connector)
+    with serving(model_dir, entry, memory_bytes=memory_bytes, connector=extra, **common) as server:
+        crowd = Crowd(server.url, Shape(turns=15, scale=scale, trace=None), vocab_size)
+        killed = asyncio.run(take_turns(server, crowd, sessions, minutes, kill_every))
+        metrics = {name: it for name, it in server.metrics().items() if "kv_offload" in name}
+        from_disk = server.bytes_from_disk()
+    click.echo(f"{len(crowd.asked)} answers, {len(crowd.lost)} lost, {len(killed)} kills", err=True)
+    with serving(model_dir, None, memory_bytes=0, **common) as server:
+        counts, wrong = asyncio.run(compare(server.url, crowd.asked, tie))
+    shutil.rmtree(folder, ignore_errors=True)
+    problems = [*crowd.lost, *wrong]
+    problems += [] if killed else ["no worker was killed"]
+    report = raw.head(commit, "python -m tests.stress.vllm_kills")
+    report |= {"answers": len(crowd.asked), "lost": len(crowd.lost), "kills": len(killed)}
+    report |= {"tokens": counts, "bytes_from_disk_by_last_worker": from_disk}
+    cached = sum(answer.cached_tokens for _, answer in crowd.asked)
+    report |= {"hit_rate": cached / max(1, sum(len(turn.prompt) for turn, _ in crowd.asked))}
+    told = {name: it for name, it in metrics.items() if "bucket" not in name}
+    click.echo(json.dumps(report | {"metrics": told, "problems": problems}))
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Stands in for `vllm serve` where there is no GPU: answers at once, and counts what it would hold.
+
+Its memory and its VRAM are sets of prompts, and its disk is one file for each. `TIEREDKV_FAULT`
+makes it wrong: `tokens`, another answer from the disk; `miss`, nothing found there.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+FILE_BYTES = 1 << 20
+device, host = set[str](), set[str]()
+fault = os.environ.get("TIEREDKV_FAULT", "")
+
+
+def folder() -> Path | None:
+    """Return the folder of the disk tier that the command line asks for."""
+    told = json.loads(sys.argv[sys.argv.index("--kv-transfer-config") + 1])
+    tiers = told["kv_connector_extra_config"]["secondary_tiers"]
+    return Path(tiers[0]["root_dir"]) if tiers else None
+
+
+async def complete(request: Request) -> Response:
+    """Answer with tokens that depend on the prompt alone, and note where it was found."""
+    body = await request.json()
+    prompt, disk = body["prompt"], folder()
+    name = f"{hash(tuple(prompt)):x}"
+    file = None if disk is None else disk / f"{name}.bin"
+    on_disk = name not in device | host and file is not None and file.exists()
+    found = name in device | host or (on_disk and fault != "miss")
+    if on_disk and file is not None:
+        read(file)
+    elif file is not None:
+        file.write_bytes(bytes(FILE_BYTES))
+        os.sync()
+    device.add(name)
+    host.add(name)
+    first = sum(prompt) + (on_disk and fault == "tokens")
+
+    def lines() -> list[str]:
+        events = list[dict[str, Any]]()
+        for place in range(body["max_tokens"]):
+            best = {f"t{first + place}": -0.1, "t0": -3.0}
+            logprobs = {"tokens": [f"t{first + place}"], "top_logprobs": [best]}
+            events.append({"choices": [{"text": "", "logprobs": logprobs}]})
+        details = {"cached_tokens": len(prompt) if found else 0}
+        events.append({"choices": [], "usage": {"prompt_tokens_details": details}})
+        return [f"data: {json.dumps(each)}\n\n" for each in events] + ["data: [DONE]\n\n"]
+
+    return StreamingResponse(iter(lines()), media_type="text/event-stream")
+
+
+def read(file: Path) -> None:
+    """Read a file past the page cache where the filesystem can."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.read(fd, FILE_BYTES)
+    finally:
+        os.close(fd)
+
+
+async def reset(request: Request) -> Response:
+    """Empty VRAM, and memory if asked."""
+    device.clear()
+    if request.query_params["reset_external"] == "true":
+        host.clear()
+    return JSONResponse({"success": True})
+
+
+async def models(_: Request) -> Response:
+    """Name the model."""
+    return JSONResponse({"data": [{"id": "model"}]})
+
+
+async def health(_: Request) -> Response:
+    """Tell that it serves."""
+    return Response()
+
+
+async def metrics(_: Request) -> Response:
+    """Tell one figure for each of two labels."""
+    name = "vllm:kv_offload_load_bytes"
+    return PlainTextResponse(
+        f'# HELP {name} x\n{name}{{a="1"}} 2.0\n{name}{{a="2"}} 3.0\nother 1\n'
+    )
+
+
+app = Starlette(
+    routes=[
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/reset_prefix_cache", reset, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+)
+
+if __name__ == "__main__":
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")

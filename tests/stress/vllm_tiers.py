@@ -1,0 +1,276 @@
+"""Measures vLLM's time to the first token by the tier that a prefix comes from.
+
+\b
+    python -m tests.stress.vllm_tiers --folder /nvme/kv --model-dir /dev/shm/model
+
+It runs `vllm serve` for each of `--tiers`, which are `ram`, vLLM's own memory behind VRAM and
+nothing else; `fs`, vLLM's own disk tier; and `tieredkv`. Prompts are random token ids, one request
+at a time. The arms take turns, for each prompt in this order:
+
+\b
+    cold     the prompt was never sent before
+    device   it was sent a moment ago
+    host     VRAM's prefix cache was emptied
+    disk     vLLM's memory was emptied too
+    restart  the server was stopped and started again; once for each prompt
+
+`bytes_from_disk` are those that the kernel read from storage for the server's processes during the
+request, and `GBps` what they come to over the time in which the first token came. `raw_GBps`, the
+rate of the disk with O_DIRECT (the best of 4, 16 and 32 threads), is measured before each server is
+started. The tokens of each arm are compared with the cold ones of the same prompt; where they
+differ although the cold logits of the two were more than `--tie` apart, it is a problem.
+
+The exit code is 1 if there are problems, such as a hit that was none.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import click
+import httpx
+
+from tests.stress.client import Prompt, difference, prompts_of, served_by
+from tests.stress.vllm_server import (
+    VLLM,
+    Server,
+    make_model,
+    serving,
+    stored_bytes,
+    tier_config,
+    wait_until_stored,
+)
+from tieredkv.bench import raw
+from tieredkv.cli.bench_options import several
+from tieredkv.units import parse_bytes
+
+ARMS = ("cold", "device", "host", "disk", "restart")
+DISK_ARMS = ("disk", "restart")
+ANSWER_TOKENS = 8
+RAW_BYTES = 1 << 30
+MIN_HIT = 0.9  # of a prompt
+MIN_STORED = 0.98
+Row = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """An answer: its tokens, the log-probabilities of the two best of each, and its usage."""
+
+    ttft_ms: float
+    tokens: list[str]
+    gaps: list[float]
+    cached_tokens: int
+    bytes_from_disk: int
+
+
+def ask(server: Server, model: str, prompt: Prompt) -> Answer:
+    """Send a request for a streamed completion, and read its answer to the end."""
+    body: Row = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "logprobs": 2}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    data, before = json.dumps(body).encode(), server.bytes_from_disk()
+    headers = {"Content-Type": "application/json"}
+    tokens, gaps, usage = list[str](), list[float](), dict[str, Any]()
+    start, first_ms = perf_counter(), 0.0
+    with (
+        httpx.Client(base_url=server.url, timeout=300) as http,
+        http.stream("POST", "/v1/completions", content=data, headers=headers) as response,
+    ):
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                first_ms = first_ms or 1e3 * (perf_counter() - start)
+                logprobs = choice.get("logprobs") or {}
+                tokens += logprobs.get("tokens", [])
+                for each in logprobs.get("top_logprobs", []):
+                    best = sorted(each.values(), reverse=True)
+                    gaps.append(best[0] - best[1] if len(best) > 1 else 0.0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(first_ms, tokens, gaps, cached, server.bytes_from_disk() - before)
+
+
+class Measuring:
+    """What one server with one tier gives.
+
+    Args:
+        tier, folder: see `tier_config`; the folder must not exist yet.
+        kv_bytes: that a token has on disk.
+        tie: difference of log-probabilities up to which two tokens count as equally likely.
+    """
+
+    def __init__(self, tier: str, folder: Path, kv_bytes: int, tie: float) -> None:
+        self.tier, self.folder, self.kv_bytes, self.tie = tier, folder, kv_bytes, tie
+        self.answers: dict[tuple[str, int], list[Answer]] = {}
+        self.texts: dict[tuple[str, int], list[str]] = {}
+        self.problems = list[str]()
+        self._colds: list[tuple[int, Prompt, Answer]] = []
+
+    def run(self, server: Server, lengths: list[int], repeats: int, vocab_size: int) -> None:
+        """Measure all arms but `restart`."""
+        model = served_by(server.url)
+        for length in lengths:  # the first of its length may compile kernels
+            [prompt] = prompts_of(1, length, vocab_size, ("warm", length))
+            ask(server, model, prompt)
+        for repeat in range(repeats):
+            for length in lengths:
+                [prompt] = prompts_of(1, length, vocab_size, (self.tier, length, repeat))
+                self._take_turns(server, model, length, prompt)
+
+    def _take_turns(self, server: Server, model: str, length: int, prompt: Prompt) -> None:
+        stored = 0 if self.tier == "ram" else stored_bytes(self.tier, self.folder)
+        cold = self._note("cold", length, ask(server, model, prompt), None)
+        self._note("device", length, ask(server, model, prompt), cold)
+        server.reset(memory=False)
+        self._note("host", length, ask(server, model, prompt), cold)
+        if self.tier == "ram":
+            return
+        wanted = stored + int(MIN_STORED * self.kv_bytes * length)
+        if not wait_until_stored(self.tier, self.folder, wanted):
+            self.problems.append(f"{self.tier} {length}: the prompt was not stored")
+        server.reset(memory=True)
+        self._note("disk", length, ask(server, model, prompt), cold)
+        self._colds.append((length, prompt, cold))
+
+    def restarted(self, server: Server) -> None:
+        """Measure the arm `restart`."""
+        model = served_by(server.url)
+        warm = {length for length, *_ in self._colds}
+        for length in sorted(warm):
+            [prompt] = prompts_of(1, length, 100, ("warm again", length))
+            ask(server, model, prompt)
+        for length, prompt, cold in self._colds:
+            self._note("restart", length, ask(server, model, prompt), cold)
+
+    def _note(self, arm: str, length: int, answer: Answer, cold: Answer | None) -> Answer:
+        self.answers.setdefault((arm, length), []).append(answer)
+        text = "equal"
+        if cold is not None:
+            text, _ = difference(cold.tokens, cold.gaps, answer.tokens, self.tie)
+        self.texts.setdefault((arm, length), []).append(text)
+        name = f"{self.tier} {arm} {length}"
+        click.echo(
+            f"{name:<24} {answer.ttft_ms:8.1f} ms  cached {answer.cached_tokens:>6}  "
+            f"from disk {answer.bytes_from_disk / 1e9:6.3f} GB  tokens {text}"
+        )
+        if arm != "cold" and answer.cached_tokens < MIN_HIT * length:
+            self.problems.append(f"{name}: only {answer.cached_tokens} tokens were cached")
+        if arm == "cold" and answer.cached_tokens:
+            self.problems.append(f"{name}: {answer.cached_tokens} tokens were cached")
+        if text == "wrong":
+            self.problems.append(f"{name}: other tokens than computed")
+        if arm in DISK_ARMS and answer.bytes_from_disk < 0.95 * self.kv_bytes * MIN_HIT * length:
+            self.problems.append(f"{name}: only {answer.bytes_from_disk} bytes came from the disk")
+        return answer
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the figures of each arm and length."""
+        for (arm, length), some in self.answers.items():
+            all_ms = [it.ttft_ms for it in some]
+            row: Row = {"tier": self.tier, "arm": arm, "prefix_tokens": length}
+            row["ttft_ms"] = {"p50": statistics.median(all_ms), "min": min(all_ms), "all": all_ms}
+            row["cached_tokens"] = [it.cached_tokens for it in some]
+            row["bytes_from_disk"] = [it.bytes_from_disk for it in some]
+            if arm in DISK_ARMS:
+                rates = [it.bytes_from_disk / it.ttft_ms / 1e6 for it in some]
+                row["GBps"] = statistics.median(rates)
+            yield row | {"tokens": self.texts[arm, length]}
+
+
+@click.command(help=__doc__)
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="On the disk.")
+@click.option(
+    "--model-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of the checkpoint; if it has none, one of --shape is written.",
+)
+@click.option("--shape", default="random:llama-3.1-8b", show_default=True, help="Of the model.")
+@several("--tiers", str, default="ram,fs,tieredkv", help="Tiers to measure, with commas between.")
+@several("--prefix-tokens", int, default="2048,8192,32768,65536", help="Lengths of the prompts.")
+@click.option("--repeats", default=3, show_default=True, help="Prompts of each length.")
+@click.option("--memory-size", default="24GiB", show_default=True, help="vLLM's memory.")
+@click.option("--disk-size", default="40GiB", show_default=True, help="Budget of tieredkv.")
+@click.option("--tier-options", default="{}", help="Further arguments of tieredkv's tier, as JSON.")
+@click.option("--connector", default="{}", help="Further `kv_connector_extra_config`, as JSON.")
+@click.option("--flags", default="", help="Further flags of `vllm serve`.")
+@click.option("--layout", help="VLLM_KV_CACHE_LAYOUT, such as BLHNC.")
+@click.option("--vllm", default=VLLM, help="Command that runs vLLM.")
+@click.option("--port", default=8123, show_default=True)
+@click.option("--tie", default=0.05, show_default=True, help="See above.")
+@click.option("--log", type=click.Path(path_type=Path), default=Path("vllm.log"))
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
+def main(
+    folder: Path,
+    model_dir: Path,
+    shape: str,
+    tiers: list[str],
+    prefix_tokens: list[int],
+    repeats: int,
+    memory_size: str,
+    disk_size: str,
+    tier_options: str,
+    connector: str,
+    flags: str,
+    layout: str | None,
+    vllm: str,
+    port: int,
+    tie: float,
+    log: Path,
+    commit: str | None,
+) -> None:
+    make_model(shape, model_dir)
+    config = json.loads((model_dir / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kv_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    longest = max(prefix_tokens) + 2 * ANSWER_TOKENS
+    options = {
+        "memory_bytes": parse_bytes(memory_size),
+        "port": port,
+        "log": log,
+        "flags": f"--max-model-len {longest} {flags}",
+        "connector": json.loads(connector),
+        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
+        "vllm": vllm,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, problems, facts = list[Row](), list[str](), dict[str, Any]()
+    for tier in tiers:
+        own = folder / tier
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        raw_GBps = raw.disk_read_GBps(folder, num_bytes=RAW_BYTES, threads=raw.BEST_THREADS)
+        ours = json.loads(tier_options) | {"default_retention": "24h"}
+        entry = tier_config(tier, own, disk_size, ours if tier == "tieredkv" else {})
+        it = Measuring(tier, own, kv_bytes, tie)
+        start = perf_counter()
+        with serving(model_dir, entry, **options) as server:
+            click.echo(f"{tier}: started in {perf_counter() - start:.0f} s, raw {raw_GBps} GB/s")
+            it.run(server, prefix_tokens, repeats, config["vocab_size"])
+            facts[tier] = {name: value for name, value in server.metrics().items() if is_told(name)}
+        if tier != "ram":
+            with serving(model_dir, entry, **options) as server:
+                it.restarted(server)
+        shutil.rmtree(own, ignore_errors=True)
+        rows += [row | {"raw_GBps": raw_GBps} for row in it.rows()]
+        problems += it.problems
+    report = raw.head(commit, "python -m tests.stress.vllm_tiers") | {"layout": layout}
+    click.echo(json.dumps(report | {"rows": rows, "metrics": facts, "problems": problems}))
+    sys.exit(1 if problems else 0)
+
+
+def is_told(name: str) -> bool:
+    """Whether a metric of vLLM belongs to the report."""
+    return name.startswith("vllm:kv_offload") and "bucket" not in name and "created" not in name
+
+
+if __name__ == "__main__":
+    main()
