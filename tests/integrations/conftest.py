@@ -1,6 +1,7 @@
 """A folder for a store, a model, and the engines that a test opens on them."""
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -15,6 +16,15 @@ from tieredkv.config import CLOCK_OFFSET_VARIABLE
 from tieredkv.integrations import identity
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
+
+
+@pytest.fixture(autouse=True)
+def log_of_ours() -> Iterator[None]:
+    """Have what tieredkv logs reach the test, whatever vLLM and its libraries have configured."""
+    ours = logging.getLogger("tieredkv")
+    ours.setLevel(logging.INFO)
+    yield
+    ours.setLevel(logging.NOTSET)
 
 
 class Setup:

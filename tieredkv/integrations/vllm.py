@@ -69,6 +69,7 @@ from tieredkv.integrations.prefill_meter import PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH, Choice
 from tieredkv.integrations.row_store import Job, RowStore
 from tieredkv.integrations.shared_rows import open_rows
+from tieredkv.integrations.vllm_logging import join_log
 from tieredkv.integrations.vllm_spec import facts_of, folder_of, group_spans, group_windows
 from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
 from tieredkv.storage.host import HostArena
@@ -143,6 +144,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any
     ) -> None:
+        join_log()
         taken = inspect.signature(_Base.__init__).parameters
         detector = {"backpressure_detector": config.pop("backpressure_detector", None)}
         detector = {name: value for name, value in detector.items() if name in taken}

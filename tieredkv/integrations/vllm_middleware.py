@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.integrations.vllm_app import endpoints_of, guard_of, settings_of
 from tieredkv.integrations.vllm_bodies import SALT, Endpoint, Rewriter, Tenant
+from tieredkv.integrations.vllm_logging import join_log
 from tieredkv.server.anthropic_answers import anthropic_body
 from tieredkv.server.keys import Keys, presented_key
 from tieredkv.server.limits import check_size
@@ -102,6 +103,7 @@ class RetentionMiddleware:
     def _prepare(self, scope: Scope) -> None:
         """Find out what the server is, with its first message."""
         self._is_planned = True
+        join_log()
         app = scope.get("app")
         try:
             if (endpoints := endpoints_of(app)) is None:
@@ -127,8 +129,8 @@ class RetentionMiddleware:
             max_body_bytes=settings.max_body_size or MAX_BODY_BYTES,
             has_one_tenant=num_keys == 1 or settings.isolate_by == "none",
         )
-        if not has_tier:  # libraries of vLLM's server silence the warnings of others
-            logger.error("vLLM has no tier of tieredkv: requests are salted, but nothing else")
+        if not has_tier:
+            logger.warning("vLLM has no tier of tieredkv: requests are salted, but nothing else")
 
     async def _rewrite(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request whose key vLLM accepts."""
