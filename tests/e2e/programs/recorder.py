@@ -91,11 +91,13 @@ class Recorder:
         root: URL of the server, without `/v1`.
 
     Attributes:
+        added: headers that all answers get.
         exchanges: all requests so far, in the order in which their answers ended.
         refused: the other hosts that programs asked for.
     """
 
     def __init__(self, root: str) -> None:
+        self.added: dict[str, str] = {}
         self.exchanges: list[Exchange] = []
         self.refused: list[str] = []
         self._client = httpx.Client(base_url=root, timeout=HANG_S, trust_env=False)
@@ -108,9 +110,13 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._client.close()
+
+    def stop(self) -> None:
+        """Refuse connections from now on."""
         self._server.shutdown()
         self._server.server_close()
-        self._client.close()
 
     def take(self) -> list[Exchange]:
         """Return the answers of the model since the last call, and forget them."""
@@ -160,7 +166,7 @@ class Recorder:
 
             def _pass_on(self, answer: httpx.Response) -> Iterator[bytes]:
                 self.send_response_only(answer.status_code)
-                for name, value in answer.headers.items():
+                for name, value in [*answer.headers.items(), *recorder.added.items()]:
                     if name not in NOT_FORWARDED:
                         self.send_header(name, value)
                 self.send_header("connection", "close")
