@@ -19,12 +19,10 @@ from tieredkv.storage.results import EvictFilter
 
 
 @pytest.fixture(autouse=True)
-def log_of_ours() -> Iterator[None]:
+def log_of_ours(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Have what tieredkv logs reach the test, whatever vLLM and its libraries have configured."""
-    ours = logging.getLogger("tieredkv")
-    ours.setLevel(logging.INFO)
-    yield
-    ours.setLevel(logging.NOTSET)
+    with caplog.at_level(logging.INFO, "tieredkv"):
+        yield
 
 
 class Setup:
