@@ -1,12 +1,16 @@
 """Stands in for `vllm serve` where there is no GPU: answers at once, and counts what it would hold.
 
-Its memory and its VRAM are sets of prompts, and its disk is one file for each. `TIEREDKV_FAULT`
-makes it wrong: `tokens`, another answer from the disk; `miss`, nothing found there.
+Its memory and its VRAM are sets of prompts, and its disk is one file for each. If it has a tier of
+tieredkv, it has a process that looks like its worker, and another one when that dies.
+`TIEREDKV_FAULT` makes it wrong: `tokens`, another answer from the disk; `miss`, nothing found
+there; `refusal`, an error instead of an answer once a worker has died.
 """
 
 import json
 import os
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,42 @@ device, host = set[str](), set[str]()
 fault = os.environ.get("TIEREDKV_FAULT", "")
 
 
-def folder() -> Path | None:
-    """Return the folder of the disk tier that the command line asks for."""
+def tier() -> dict[str, Any] | None:
+    """Return the disk tier that the command line asks for."""
+    if "--kv-transfer-config" not in sys.argv:
+        return None
     told = json.loads(sys.argv[sys.argv.index("--kv-transfer-config") + 1])
-    tiers = told["kv_connector_extra_config"]["secondary_tiers"]
-    return Path(tiers[0]["root_dir"]) if tiers else None
+    tiers: list[dict[str, Any]] = told["kv_connector_extra_config"]["secondary_tiers"]
+    return tiers[0] if tiers else None
+
+
+def folder() -> Path | None:
+    """Return the folder of the disk tier."""
+    told = tier()
+    return None if told is None else Path(told.get("root_dir") or told["disk_dir"])
+
+
+class Worker:
+    """A process that is started again whenever it dies, as long as this one lives."""
+
+    def __init__(self) -> None:
+        self.num_deaths = 0
+        self._process = self._start()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        sleep = "import sys; sys.stdin.read()"  # until this process ends
+        words = [sys.executable, "-c", sleep, "tieredkv.storage.worker"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE)
+
+    def _run(self) -> None:
+        while True:
+            self._process.wait()
+            self.num_deaths += 1
+            self._process = self._start()
+
+
+workers = list[Worker]()
 
 
 async def complete(request: Request) -> Response:
@@ -43,19 +78,22 @@ async def complete(request: Request) -> Response:
         os.sync()
     device.add(name)
     host.add(name)
+    if fault == "refusal" and any(each.num_deaths for each in workers):
+        return JSONResponse({"error": "a worker has died"}, 500)
     first = sum(prompt) + (on_disk and fault == "tokens")
 
-    def lines() -> list[str]:
-        events = list[dict[str, Any]]()
-        for place in range(body["max_tokens"]):
-            best = {f"t{first + place}": -0.1, "t0": -3.0}
-            logprobs = {"tokens": [f"t{first + place}"], "top_logprobs": [best]}
-            events.append({"choices": [{"text": "", "logprobs": logprobs}]})
-        details = {"cached_tokens": len(prompt) if found else 0}
-        events.append({"choices": [], "usage": {"prompt_tokens_details": details}})
-        return [f"data: {json.dumps(each)}\n\n" for each in events] + ["data: [DONE]\n\n"]
-
-    return StreamingResponse(iter(lines()), media_type="text/event-stream")
+    words = [f"t{first + place}" for place in range(body["max_tokens"])]
+    bests = [{word: -0.1, "t0": -3.0} for word in words]
+    usage = {"prompt_tokens_details": {"cached_tokens": len(prompt) if found else 0}}
+    if not body.get("stream"):
+        logprobs = {"tokens": words, "top_logprobs": bests}
+        return JSONResponse({"choices": [{"text": "", "logprobs": logprobs}], "usage": usage})
+    events = [
+        {"choices": [{"text": "", "logprobs": {"tokens": [word], "top_logprobs": [best]}}]}
+        for word, best in zip(words, bests, strict=True)
+    ]
+    lines = [f"data: {json.dumps(it)}\n\n" for it in [*events, {"choices": [], "usage": usage}]]
+    return StreamingResponse(iter([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")
 
 
 def read(file: Path) -> None:
@@ -105,5 +143,7 @@ app = Starlette(
 )
 
 if __name__ == "__main__":
+    if (tier() or {}).get("type") == "TieredKVTier":
+        workers.append(Worker())
     port = int(sys.argv[sys.argv.index("--port") + 1])
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
