@@ -81,11 +81,16 @@ class Rig:
         disk = self.core.disk
         assert disk is not None
         rate, disk.GBps = disk.GBps, 100.0
+        self._come_to_rest()  # the late layers of some blocks may still be on their way to VRAM
         assert self.core.cache.drainer.flush(tier, deadline=self.time.now + 60)
+        self._come_to_rest()
+        disk.GBps = rate
+        assert not self.tiers.device.num_cached
+
+    def _come_to_rest(self) -> None:
         while self.core.has_work:
             self.core.step()
             self.core.wait(0.01)
-        disk.GBps = rate
 
     def serve(
         self,
