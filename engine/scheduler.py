@@ -425,12 +425,11 @@ class Scheduler:
                 break
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
                 break
-            if not self._try(request):
-                if only_brief or self.cache.room.is_coming(request.prefix):
+            if not self._try(request, is_alone=not self.running):
+                if only_brief or not self.running or self.cache.room.is_coming(request.prefix):
                     break
-                may_pass = others if self.running else [request]
-                passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
-                if passing is None or not self._try(passing, is_alone=not self.running):
+                passing = next((r for r in others if self._num_blocks(r) <= num_free), None)
+                if passing is None or not self._try(passing):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens

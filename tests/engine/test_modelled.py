@@ -81,11 +81,16 @@ class Rig:
         disk = self.core.disk
         assert disk is not None
         rate, disk.GBps = disk.GBps, 100.0
+        self._come_to_rest()  # the late layers of some blocks may still be on their way to VRAM
         assert self.core.cache.drainer.flush(tier, deadline=self.time.now + 60)
+        self._come_to_rest()
+        disk.GBps = rate
+        assert not self.tiers.device.num_cached
+
+    def _come_to_rest(self) -> None:
         while self.core.has_work:
             self.core.step()
             self.core.wait(0.01)
-        disk.GBps = rate
 
     def serve(
         self,
@@ -394,21 +399,40 @@ def test_a_rate_of_pcie_that_is_too_low_is_corrected_if_only_the_disk_has_blocks
     assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
 
 
-@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("factor", [10.0, 3.0, 1 / 3, 0.1, 0.01])
 def test_step_times_that_were_learnt_wrong_delay_few_requests(
-    make_rig: MakeRig, factor: float
+    make_rig: MakeRig, factor: float, length: int
 ) -> None:
     rig = make_rig()
-    prompt, rate = rig.prompt(LENGTHS[-1]), rig.tiers.compute_rate
+    prompt, rate = rig.prompt(length), rig.tiers.compute_rate
     rig.serve(prompt)
     rig.demote()
-    right_s = rate.seconds(0, LENGTHS[-1])
+    right_s = rate.seconds(0, length)
     steps = [step._replace(seconds=factor * step.seconds) for step in rate.steps]
     for step in [*steps] * 20:
         rate.learn(int(step.num_tokens), step.num_pairs, step.seconds)
-    assert rate.seconds(0, LENGTHS[-1]) == pytest.approx(factor * right_s, rel=0.1)
-    assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD
-    assert rate.seconds(0, LENGTHS[-1]) == pytest.approx(right_s, rel=0.2)
+    assert rate.seconds(0, length) == pytest.approx(factor * right_s, rel=0.2)
+    assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD + 1
+    assert rate.seconds(0, length) == pytest.approx(right_s, rel=0.2)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("factor", [2.0, 3.0, 10.0])
+def test_a_device_that_becomes_slow_and_fast_again_delays_few_requests(
+    make_rig: MakeRig, factor: float, length: int
+) -> None:
+    rig = make_rig()
+    prompt, fast = rig.prompt(length), rig.core.machine
+    in_vram_s = rig.in_vram_s
+    rig.serve(prompt)
+    rig.demote()
+    for times in (factor, 1.0):
+        rig.core.machine = rig.core.device.machine = fast._replace(
+            step_s=times * fast.step_s, token_s=times * fast.token_s, pair_s=times * fast.pair_s
+        )
+        rig.in_vram_s = times * in_vram_s
+        assert rig.num_bad(prompt, right_after_s=10.0) <= MOST_BAD
 
 
 @pytest.mark.parametrize("jump_s", [-3_600.0, 3_600.0, 48 * 3_600.0])

@@ -7,7 +7,7 @@ import pytest
 from tests.fake_store import BLOCK_BYTES, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import room
-from tieredkv.cache.demotion import MAX_LATE, MAX_MOVES
+from tieredkv.cache.demotion import MAX_MOVES, most_late
 from tieredkv.cache.disk_link import MIN_WRITES
 from tieredkv.cache.tiers import Tiers
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
@@ -362,11 +362,19 @@ def test_no_more_blocks_are_given_up_than_others_take_the_room_of() -> None:
         rig.run_without_disk(f"other {number}", 4, "in_memory")
         rig.turn()
         num_evicted = counters.evictions["host,capacity"]
-        assert counters.demotions_dropped <= max(0, num_evicted - max(1, int(64 * MAX_LATE)))
+        assert counters.demotions_dropped <= max(0, num_evicted - 64 // 16)
     assert 0 < counters.demotions_dropped < 40 - 16
     rig.check_nothing_is_held()
     num_on_disk = sum(len(rig.on_disk(f"promised {number}", 4)) for number in range(10))
     assert num_on_disk == 40 - counters.demotions_dropped
+
+
+def test_a_64th_of_host_memory_may_be_late_and_more_of_a_small_one() -> None:
+    block_bytes = 2 << 20
+    assert most_late((16 << 30) // block_bytes, block_bytes) == 128
+    assert most_late((1 << 30) // block_bytes, block_bytes) == 32
+    assert most_late((64 << 20) // block_bytes, block_bytes) == 2
+    assert most_late(2, block_bytes) == 1
 
 
 def test_late_blocks_within_the_floor_of_a_tenant_are_not_given_up_for_others() -> None:

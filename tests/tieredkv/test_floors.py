@@ -5,6 +5,7 @@ import pytest
 from tests.engine.test_scheduler import SIZE, Loop
 from tests.fake_store import Rig
 from tests.waiting import deadline, wait_until
+from tieredkv.cache import lookups, room
 from tieredkv.cache.tiers import SEEN_S
 from tieredkv.types import Tier
 
@@ -140,4 +141,24 @@ def test_answers_that_outgrow_what_floors_leave_are_given_all_the_same() -> None
         loop.add(f"quiet {index}", 8, seed=index, max_tokens=50, tenant="quiet")
     loop.run(steps=3000)
     assert len(loop.finished) == 7
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_request_larger_than_what_floors_leave_waits_no_longer_than_others_for_a_stopped_disk(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    monkeypatch.setattr(room, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.0)
+    loop = Loop(rig := Rig(num_blocks=16, num_pages=4))
+    rig.store.is_held = is_stopped
+    for name in ("quiet", "flood"):
+        for seed in range(2):
+            loop.add(f"{name} {seed}", 16, seed=seed, tenant=name)
+            loop.run(steps=20_000)
+    num_waits = rig.tiers.counters.allocation_waits
+    loop.add("large", 55, seed=5, tenant="flood")
+    loop.run(steps=20_000)
+    assert loop.finished[-1] == "large"
+    assert rig.tiers.counters.allocation_waits <= num_waits + 1
     rig.check_nothing_is_held()

@@ -406,3 +406,29 @@ def test_a_device_that_becomes_slower_is_known_to_be_after_a_few_steps_of_some_k
     for num_tokens in (512, 2_048) * 3:
         rate.learn(num_tokens, 0.0, 3 * 2.4e-5 * num_tokens)
     assert rate.step_seconds(8_192, 0.0) == pytest.approx(3 * 2.4e-5 * 8_192, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_a_device_that_has_changed_is_noticed_though_one_kind_of_step_is_seen(
+    factor: float,
+) -> None:
+    """The kinds that come for the first time after the change are right already."""
+    rate = ComputeRate(8_192)
+    for num_tokens in (512, 1_024, 4_096, 8_192) * 10:
+        rate.learn(num_tokens, 0.0, 2.4e-5 * num_tokens)
+    for num_tokens in (512, 2_048, 512, 512, 512):
+        rate.learn(num_tokens, 0.0, factor * 2.4e-5 * num_tokens)
+    for num_tokens in (512, 2_048, 8_192):
+        expected = pytest.approx(factor * 2.4e-5 * num_tokens, rel=0.1)
+        assert rate.step_seconds(num_tokens, 0.0) == expected
+
+
+def test_a_few_steps_that_take_longer_are_no_change_of_the_device() -> None:
+    rate = ComputeRate(8_192)
+    for num_tokens in (512, 2_048, 8_192) * 10:
+        rate.learn(num_tokens, 0.0, 2.4e-5 * num_tokens)
+    for _ in range(5):
+        for factor in (3.0, 3.0, 3.0, 1.0):
+            rate.learn(512, 0.0, factor * 2.4e-5 * 512)
+    steps = {step.num_tokens: step.seconds for step in rate.steps}
+    assert steps[8_192] == pytest.approx(2.4e-5 * 8_192)

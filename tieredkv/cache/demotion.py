@@ -38,8 +38,19 @@ Younger pages, which the disk has already, made room instead. While blocks are c
 the disk takes them, such pages would fill all of host memory, so the oldest are given up.
 """
 
+LEAST_LATE_BYTES = 64 << 20
+"""So much may be late in any case, up to a sixteenth of host memory: what a disk writes in the time
+for which it may well pause.
+"""
+
 EARLY_SHARE = 0.5
 """Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
+
+
+def most_late(num_pages: int, block_bytes: int) -> int:
+    """Return how many of the pages of host memory may be late; see `MAX_LATE`."""
+    least = min(LEAST_LATE_BYTES // block_bytes, num_pages // 16)
+    return max(1, least, int(num_pages * MAX_LATE))
 
 
 class Demoter:
@@ -63,7 +74,7 @@ class Demoter:
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._most_late = max(1, int(tiers.host.num_blocks * MAX_LATE))
+        self._most_late = most_late(tiers.host.num_blocks, tiers.block_bytes)
         self._behind: Waiting = OrderedDict()  # owed to the disk
         self._to_write = tiers.to_write
         self._fresh: Waiting = OrderedDict()  # owed to host memory

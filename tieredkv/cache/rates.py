@@ -7,7 +7,6 @@ Called by the engine's thread only.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -299,9 +298,14 @@ _LONG_AGO = -5 * _HALF_LIFE
 _NEAR_LEAST = 1.1
 """A step that took no more than so many times the least one says nothing about its tokens."""
 
-_NUM_RECENT = 6
 _CHANGED = 1.5
-"""If so many steps in turn take so many times what is expected, the device itself has changed."""
+_NUM_CHANGED = 6
+"""If so many steps in turn take so many times what was expected before the first of them, the
+device itself has changed. Fewer steps are enough if they take more.
+"""
+
+_LEAST_CHANGED = 4
+"""The least number of such steps."""
 
 _FAR = 3.0
 """A step of an earlier run is not believed if it took so many times what is expected of it."""
@@ -371,6 +375,35 @@ class StepTimes(NamedTuple):
         return seconds + self.c * pairs(begin, end)
 
 
+class _Streak(NamedTuple):
+    """Steps in turn that took far more than was expected before the first of them, or far less.
+
+    Attributes:
+        before: the times of steps, as they were known then.
+        ratios: how many times what was expected each of them took.
+        seen: the last step of each kind that was measured since, also of kinds that were not known.
+    """
+
+    before: StepTimes
+    ratios: list[float]
+    seen: dict[tuple[int, int, int], Step]
+
+    def ratio(self, step: Step) -> float:
+        """Return how many times what was expected a step took."""
+        expected_s = self.before.step_seconds(step.num_tokens, step.num_pairs, step.num_read)
+        return step.seconds / expected_s
+
+    def is_ended_by(self, step: Step) -> bool:
+        """Return whether a step is off in the other direction."""
+        return bool(self.ratios) and (self.ratio(step) > 1) != (self.ratios[0] > 1)
+
+    @property
+    def says_changed(self) -> bool:
+        """Whether they are so many, and so far off, that the device itself has changed."""
+        change = abs(sum(map(math.log, self.ratios)))
+        return len(self.ratios) >= _LEAST_CHANGED and change >= _NUM_CHANGED * math.log(_CHANGED)
+
+
 class ComputeRate:
     """Learns how long the device takes for a prompt's tokens, as a function of their positions.
 
@@ -390,7 +423,7 @@ class ComputeRate:
         self.num_read_beside = 0.0
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
         self._num_learnt = self._num_few = 0
-        self._recent: deque[tuple[Step, float]] = deque(maxlen=_NUM_RECENT)
+        self._streak: _Streak | None = None
         self._least_s = 0.0
         self._fitted: StepTimes | None = None
 
@@ -420,16 +453,17 @@ class ComputeRate:
         known = self._kinds.get(new.kind)
         self._num_learnt += not new.has_few
         if known is not None and not new.has_few:
-            expected_s = self.step_seconds(num_tokens, num_pairs, num_read)
-            self._recent.append((new, new.seconds / expected_s))
+            self._note_change(new)
         before = new if known is None or known.last < 0 else known.mean
         mean = Step(*(was + _NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
         self._kinds[new.kind] = _Kind(mean, self._num_learnt)
         self._num_few += new.has_few
         if known is None or not new.has_few or self._num_few % _FEW_STEPS == 0:
             self._fitted = None
-        if len(self._recent) == _NUM_RECENT:
-            self._follow_change()
+        if self._streak is not None:
+            self._streak.seen[new.kind] = new
+            if self._streak.says_changed:
+                self._follow_change(self._streak)
 
     def replace(self, step: Step) -> None:
         """Have a step stand for all of its kind; the caller knows better than their mean."""
@@ -437,17 +471,25 @@ class ComputeRate:
         self._kinds[step.kind] = _Kind(step, self._num_learnt)
         self._fitted = None
 
-    def _follow_change(self) -> None:
-        """Scale what is known of all kinds if the recent steps say that the device has changed."""
-        ratios = sorted(ratio for _, ratio in self._recent)
-        if ratios[0] < _CHANGED and ratios[-1] > 1 / _CHANGED:
+    def _note_change(self, step: Step) -> None:
+        """Note whether a step is one of a streak, and follow a change of the device."""
+        streak = self._streak
+        if streak is None or streak.is_ended_by(step):
+            streak = _Streak(self.times, [], {})
+        ratio = streak.ratio(step)
+        if 1 / _CHANGED < ratio < _CHANGED:
+            self._streak = None
             return
-        ratio = ratios[_NUM_RECENT // 2]
+        self._streak = streak
+        streak.ratios.append(ratio)
+
+    def _follow_change(self, streak: _Streak) -> None:
+        """Scale what is known of the kinds that were not seen since the device has changed."""
+        ratio = sorted(streak.ratios)[len(streak.ratios) // 2]
         for kind, (mean, last) in self._kinds.items():
-            self._kinds[kind] = _Kind(mean._replace(seconds=ratio * mean.seconds), last)
-        for step, _ in self._recent:
-            self._kinds[step.kind] = _Kind(step, self._num_learnt)
-        self._recent.clear()
+            step = streak.seen.get(kind) or mean._replace(seconds=ratio * mean.seconds)
+            self._kinds[kind] = _Kind(step, last)
+        self._fitted = self._streak = None
 
     @property
     def steps(self) -> list[Step]:
