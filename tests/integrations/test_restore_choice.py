@@ -44,7 +44,7 @@ def in_seconds(it: Facts) -> tuple[float, float]:
         times = it.times
         assert times is not None
         step_s = max(times.least_s, times.a + times.b * (end - first))
-        if end - first < 64:
+        if end - first < 64 and times.least_s:
             step_s = times.least_s
         return step_s + times.c * pairs(first, end)
 
