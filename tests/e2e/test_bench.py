@@ -407,6 +407,7 @@ def test_bench_returns_does_not_run_an_arm_beyond_the_rate_that_it_cannot_hold(
     assert report["capacity_is"] == {"no_disk": "below the lowest rate"}
 
 
+@pytest.mark.slow
 def test_bench_sessions_does_the_same_turns_in_all_arms(
     tmp_path: Path, run_bench: Bench, in_this_process: None
 ) -> None:
@@ -461,6 +462,7 @@ def test_bench_sessions_goes_on_from_the_runs_that_a_file_has(
     assert "`runs.jsonl`: no_disk with 1 sessions, seed 0 was run with device_size = " in stderr
 
 
+@pytest.mark.slow
 def test_bench_sessions_that_is_stopped_reports_the_runs_that_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "sessions", "--turns", "4"]
     command += ["--model", "tiny-random", "--scale", "60", "--sessions", "2", "--arms", "load"]
@@ -543,6 +545,7 @@ def stop(command: list[str], wait: Callable[[subprocess.Popen[str]], None]) -> d
     return report
 
 
+@pytest.mark.slow
 def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "restore", "--model", "tiny-random"]
     command += ["--prefix-tokens", "128,256", "--repeats", "100000", "--disk-dir", str(tmp_path)]
@@ -562,6 +565,7 @@ def test_bench_restore_that_is_stopped_reports_the_cases_that_ended(tmp_path: Pa
     assert not list(tmp_path.iterdir()), "the bench leaves its store behind"
 
 
+@pytest.mark.slow
 def test_a_crowd_bench_that_is_stopped_reports_the_arms_that_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "returns", "--model", "tiny-random"]
     command += ["--prefix-tokens", "160-320", "--new-tokens", "20", "--answers", "4", "--rates"]

@@ -304,6 +304,7 @@ def test_pcie_that_becomes_busy_and_free_again_delays_few_requests(
         assert rig.num_bad(prompt, Tier.HOST, right_after_s=5.0) <= MOST_BAD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("GBps", [0.5, 5.0, 50.0])
 def test_a_request_that_waits_for_room_begins_no_copies_that_hold_it_up(
     make_rig: MakeRig, GBps: float

@@ -98,6 +98,7 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
     return counted
 
 
+@pytest.mark.slow
 def test_a_worker_killed_sixty_times_loses_nothing_acknowledged(harness: Harness) -> None:
     counted = survive_kills(harness, 60, seed=7)
     assert counted["stores cut off"] and counted["blocks acknowledged"] > 60, "they hit nothing"

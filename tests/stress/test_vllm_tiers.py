@@ -39,6 +39,7 @@ def test_each_arm_of_each_tier_has_figures(tmp_path: Path) -> None:
     assert report["metrics"]["fs"] == {"vllm:kv_offload_load_bytes": 5.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"),
     [("tokens", "other tokens than computed"), ("miss", "only 0 tokens were cached")],

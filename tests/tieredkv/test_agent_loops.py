@@ -88,7 +88,9 @@ def measured(family: str, **how: Any) -> list[int]:
 
 
 @of_families
-@pytest.mark.parametrize("result", ["It rains.", "It rains. " * 300])
+@pytest.mark.parametrize(
+    "result", ["It rains.", pytest.param("It rains. " * 300, marks=pytest.mark.slow)]
+)
 def test_a_turn_computes_what_is_new_and_less_than_a_block(family: str, result: str) -> None:
     *loop, question = measured(family, result=result)
     assert len(loop) == NUM_CALLS and max(loop) < BLOCK
