@@ -1,0 +1,631 @@
+"""vLLM's engine without a model and a GPU: its scheduler, its connector and our tier are the real ones.
+
+vLLM's scheduler decides what is computed, loaded and stored, and both halves of its connector carry
+that out. What is made here stands for the GPU: `Device` has the blocks of one rank, and computing a
+token writes bytes that follow from all tokens up to it, from the salt, the group and the rank. So
+before anything is computed, all that it would attend to is compared with what it must be, whether
+it was computed or loaded. Copies between the device and vLLM's memory are made as late as vLLM can
+bear it, at the end of their jobs.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.config as vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tieredkv.integrations.vllm_plugin import register
+
+TOKENS = 16
+"""Tokens of a block."""
+
+SLOT_BYTES = 256
+"""Bytes of a token in one group of one rank."""
+
+BLOCK_BYTES = TOKENS * SLOT_BYTES
+VOCABULARY = 1000
+
+IS_OLDER = tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 33)
+"""Whether it is vLLM 0.26."""
+
+
+class _Model(torch.nn.Module):
+    """What vLLM's config looks at, since it wants to know the model's class."""
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+
+    def embed_input_ids(self, input_ids: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, input_ids: Any, positions: Any) -> Any:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Any) -> Any:
+        raise NotImplementedError
+
+
+ModelRegistry.register_model("TieredKVTestModel", _Model)
+MODEL = {
+    **{"model_type": "llama", "architectures": ["TieredKVTestModel"], "torch_dtype": "bfloat16"},
+    **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 1000},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096},
+}
+
+
+# --- what is right ------------------------------------------------------------------------------
+
+
+class Text:
+    """Tokens of a request, and the state of a model that has read them."""
+
+    def __init__(self, tokens: Sequence[int], salt: str | None) -> None:
+        self._salt = salt
+        self.tokens = list[int]()
+        self._states = list[bytes]()
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        before = self._states[-1] if self._states else (self._salt or "").encode()
+        self._states.append(hashlib.blake2b(before + token.to_bytes(4), digest_size=32).digest())
+        self.tokens.append(token)
+
+    def slots(self, begin: int, end: int, group: int, rank: int) -> np.ndarray:
+        """Return the right bytes of tokens, [end - begin, SLOT_BYTES]."""
+        states = np.frombuffer(b"".join(self._states[begin:end]), np.uint8).reshape(-1, 32)
+        return np.tile(states, SLOT_BYTES // 32) ^ np.uint8(16 * group + rank)
+
+    def next_token(self, length: int) -> int:
+        """Return what the model says after the first tokens."""
+        return int.from_bytes(self._states[length - 1][:4]) % VOCABULARY
+
+
+def answer_to(prompt: Sequence[int], length: int, salt: str | None = None) -> list[int]:
+    """Return the right answer."""
+    text = Text(prompt, salt)
+    for _ in range(length):
+        text.append(text.next_token(len(text.tokens)))
+    return text.tokens[len(prompt) :]
+
+
+# --- the GPU ------------------------------------------------------------------------------------
+
+
+class Device(OffloadingWorker):
+    """The blocks of one rank, and its copies to and from vLLM's memory.
+
+    Args:
+        rank: number of the rank.
+        num_blocks: blocks.
+        rows: vLLM's memory, [chunks, bytes of a chunk of all ranks].
+        blocks_per_chunk: blocks of a chunk.
+        delay: tells for how many steps a copy takes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_blocks: int,
+        rows: np.ndarray,
+        blocks_per_chunk: int,
+        delay: Callable[[], int],
+    ) -> None:
+        self.rank = rank
+        self.blocks = np.zeros((num_blocks, TOKENS, SLOT_BYTES), np.uint8)
+        width = BLOCK_BYTES * blocks_per_chunk
+        part = rows[:, rank * width : (rank + 1) * width]
+        self._chunks = [
+            part[:, at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] for at in range(blocks_per_chunk)
+        ]
+        self._delay = delay
+        self._jobs = deque[tuple[int, bool, Any, Any]]()
+        self._ended = list[TransferResult]()
+        self._wait = 0
+        self.num_loaded = self.num_stored = 0
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._submit(job_id, False, src_spec, dst_spec)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        self._submit(job_id, True, dst_spec, src_spec)
+        return True
+
+    def _submit(self, id: int, is_load: bool, device: Any, host: Any) -> None:
+        if not self._jobs:
+            self._wait = self._delay()
+        self._jobs.append((id, is_load, device, host))
+
+    def get_finished(self) -> list[TransferResult]:
+        while self._jobs and self._wait <= 0:
+            self._end_first()
+        self._wait -= 1
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        while any(job[0] in job_ids for job in self._jobs):
+            self._end_first()
+
+    def _end_first(self) -> None:
+        id, is_load, device, host = self._jobs.popleft()
+        pairs = self._pairs(device, [*map(int, host.block_ids)])
+        for block, (chunk, part) in pairs:
+            here, there = self.blocks[block].reshape(-1), self._chunks[part][chunk]
+            if is_load:
+                here[:] = there
+            else:
+                there[:] = here
+        self.num_loaded += is_load * len(pairs)
+        self.num_stored += (not is_load) * len(pairs)
+        self._ended.append(TransferResult(id, True, len(pairs) * BLOCK_BYTES, 1e-3))
+        self._wait = self._delay()
+
+    def _pairs(self, device: Any, chunks: list[int]) -> list[tuple[int, tuple[int, int]]]:
+        """Return which block of the device is which part of a chunk."""
+        pairs, span, begin = list[tuple[int, tuple[int, int]]](), len(self._chunks), 0
+        blocks = iter(map(int, device.block_ids))
+        for size, first in zip(device.group_sizes, device.block_indices, strict=True):
+            if not size:
+                continue
+            skipped = first % span
+            places = range(skipped, skipped + size)
+            pairs += [(next(blocks), (chunks[begin + at // span], at % span)) for at in places]
+            begin += -(-(skipped + size) // span)
+        assert begin == len(chunks)
+        return pairs
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """What a worker knows of a request."""
+
+    text: Text
+    tables: list[list[int]]
+    num_prompt: int
+
+
+class Worker:
+    """Carries out what the scheduler decides, on all ranks.
+
+    Args:
+        connectors: the worker's half of the connector of each rank.
+        devices: of each rank.
+        windows: how many tokens each group attends to; None for all.
+    """
+
+    def __init__(
+        self, connectors: list[Any], devices: list[Device], windows: Sequence[int | None]
+    ) -> None:
+        self._connectors, self._devices, self._windows = connectors, devices, windows
+        self._aggregator = KVOutputAggregator(len(devices))
+        self._running = dict[str, _Running]()
+        self.num_checked = 0
+
+    def execute(self, scheduled: Any) -> Any:
+        """Execute one step."""
+        for each in self._connectors:
+            each.handle_preemptions(scheduled.kv_connector_metadata)
+            each.bind_connector_metadata(scheduled.kv_connector_metadata)
+        is_sync = getattr(scheduled, "has_sync_kv_loads", False)
+        if is_sync or IS_OLDER:
+            self._start_copies()
+        ids, tokens = self._compute(scheduled)
+        if not (is_sync or IS_OLDER):
+            self._start_copies()
+        outputs = list[Any]()
+        for each in self._connectors:
+            each.wait_for_save()
+            _, received = each.get_finished(scheduled.finished_req_ids)
+            told = KVConnectorOutput(
+                finished_recving=received,
+                kv_connector_worker_meta=each.build_connector_worker_meta(),
+            )
+            each.clear_connector_metadata()
+            places = {id: at for at, id in enumerate(ids)}
+            outputs.append(
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index=places,
+                    sampled_token_ids=tokens,
+                    kv_connector_output=told,
+                )
+            )
+        return self._aggregator.aggregate(outputs)
+
+    def _start_copies(self) -> None:
+        for each in self._connectors:
+            each.start_load_kv(None)
+
+    def _compute(self, scheduled: Any) -> tuple[list[str], list[list[int]]]:
+        for id in scheduled.finished_req_ids:
+            self._running.pop(id, None)
+        begins = dict[str, int]()
+        for new in scheduled.scheduled_new_reqs:
+            salt = (new.sampling_params.extra_args or {}).get("test_salt")
+            tables = [[*table] for table in new.block_ids]
+            text = Text(new.prompt_token_ids, salt)
+            self._running[new.req_id] = _Running(text, tables, len(text.tokens))
+            begins[new.req_id] = new.num_computed_tokens
+        told = scheduled.scheduled_cached_reqs
+        for id, blocks, begin in zip(
+            told.req_ids, told.new_block_ids, told.num_computed_tokens, strict=True
+        ):
+            running, begins[id] = self._running[id], begin
+            if id in told.resumed_req_ids:
+                running.tables = [[*table] for table in blocks]
+                continue
+            for table, added in zip(running.tables, blocks or (), strict=bool(blocks)):
+                table += added
+        sampled = list[list[int]]()
+        for id, begin in begins.items():
+            running, end = self._running[id], begin + scheduled.num_scheduled_tokens[id]
+            assert begin < end <= len(running.text.tokens), f"{id} has no token {end}"
+            self._attend(running, begin, end)
+            sampled.append([])
+            if end == len(running.text.tokens):
+                sampled[-1].append(running.text.next_token(end))
+                running.text.append(sampled[-1][0])
+        return [*begins], sampled
+
+    def _attend(self, running: _Running, begin: int, end: int) -> None:
+        """Compare all that is attended to with what it must be, and write new tokens."""
+        for group, window in enumerate(self._windows):
+            table = np.array(running.tables[group])
+            first = 0 if window is None else max(0, begin + 1 - window)
+            for device in self._devices:
+                if first < begin:
+                    right = running.text.slots(first, begin, group, device.rank)
+                    at = np.arange(first, begin)
+                    held = device.blocks[table[at // TOKENS], at % TOKENS]
+                    if not np.array_equal(held, right):
+                        wrong = [*map(int, at[(held != right).any(1)])]
+                        raise AssertionError(f"wrong bytes at tokens {wrong}, group {group}")
+                    self.num_checked += len(at)
+                at = np.arange(begin, end)
+                new = running.text.slots(begin, end, group, device.rank)
+                device.blocks[table[at // TOKENS], at % TOKENS] = new
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Asked:
+    """A request, as a client and the worker see it.
+
+    Attributes:
+        prompt, length, salt: what is asked for.
+        answer: tokens that came.
+        cached: tokens that were not computed when it was first scheduled.
+        loaded: those of them that were copied from vLLM's memory, if `serve` was called.
+        is_over: whether it has ended.
+    """
+
+    id: str
+    prompt: list[int]
+    length: int
+    salt: str | None
+    answer: list[int] = dataclasses.field(default_factory=list)
+    cached: int = -1
+    loaded: int = 0
+    is_over: bool = False
+    is_aborted: bool = False
+
+
+class VllmEngine:
+    """One engine; its store survives it.
+
+    Args:
+        model: folder of the weights, with `MODEL` as its config.
+        tier: arguments of the tier.
+        num_blocks: blocks of the device.
+        num_rows: chunks that vLLM's memory holds.
+        windows: of each group how many tokens it attends to; None for all.
+        is_async: whether a step is scheduled while the one before is executed.
+        seed: of how long copies take.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        tier: dict[str, Any],
+        *,
+        num_blocks: int = 64,
+        num_rows: int = 64,
+        ranks: int = 1,
+        blocks_per_chunk: int = 1,
+        windows: Sequence[int | None] = (None,),
+        is_async: bool = False,
+        has_events: bool = False,
+        max_delay: int = 0,
+        seed: int = 0,
+        max_num_seqs: int = 8,
+        **extra: Any,
+    ) -> None:
+        self.id = f"test-{uuid.uuid4().hex}"
+        self.random = random.Random(seed)
+        row_bytes = BLOCK_BYTES * ranks * blocks_per_chunk
+        register()
+        where = {} if IS_OLDER else {"module_path": "tieredkv.integrations.vllm"}
+        configs = [
+            self._config(
+                model,
+                {
+                    **{"spec_name": "TieringOffloadingSpec", "offload_prompt_only": False},
+                    **{"cpu_bytes_to_use": num_rows * row_bytes},
+                    **{"blocks_per_chunk": blocks_per_chunk, **extra},
+                    "secondary_tiers": [{"type": "TieredKVTier", **where, **tier}],
+                },
+                (num_blocks, ranks, rank, is_async, has_events, max_num_seqs),
+            )
+            for rank in range(ranks)
+        ]
+        cache = _cache_config(num_blocks, windows)
+        block_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(cache, configs[0])
+        hash_of = get_hash_fn_by_name(configs[0].cache_config.prefix_caching_hash_algo)
+        kv_cache_utils.init_none_hash(hash_of)
+        self._hasher = kv_cache_utils.get_request_block_hasher(hash_size, hash_of)
+        kind = AsyncScheduler if is_async else Scheduler
+        self.scheduler: Any = kind(
+            vllm_config=configs[0],
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(configs[0]),
+            block_size=block_size,
+            hash_block_size=hash_size,
+            log_stats=True,
+        )
+        connector: Any = self.scheduler.connector
+        self.manager = connector.connector_scheduler.manager
+        (self.tier,) = self.manager.secondary_tiers
+        self.num_rows = self.tier._num_rows
+        self._view = np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), np.uint8)
+        rows = self._view.reshape(self.num_rows, -1)
+        halves = list[Any]()
+        self.devices = list[Device]()
+        for rank, config in enumerate(configs):
+            half: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            delay = lambda: self.random.randint(0, max_delay)  # noqa: E731
+            self.devices.append(Device(rank, num_blocks, rows, blocks_per_chunk, delay))
+            half.connector_worker.worker = self.devices[-1]
+            halves.append(half)
+        self.worker = Worker(halves, self.devices, windows)
+        self.events = list[Any]()
+        if has_events:
+            self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(
+                batch.events
+            )
+        self.stats = list[Any]()
+        self.asked = dict[str, Asked]()
+        self._depth = 2 if is_async else 1
+        self._batches = deque[tuple[Any, Any]]()
+
+    def _config(self, model: Path, extra: dict[str, Any], sizes: tuple[Any, ...]) -> Any:
+        num_blocks, ranks, rank, is_async, has_events, max_num_seqs = sizes
+        cache = vllm_config.CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
+        config = vllm_config.VllmConfig(
+            model_config=vllm_config.ModelConfig(
+                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096
+            ),
+            cache_config=cache,
+            scheduler_config=vllm_config.SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=64,
+                max_model_len=4096,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=is_async,
+            ),
+            kv_transfer_config=vllm_config.KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                engine_id=self.id,
+                kv_connector_extra_config=extra,
+            ),
+            kv_events_config=vllm_config.KVEventsConfig(
+                enable_kv_cache_events=has_events, publisher="null"
+            ),
+            parallel_config=vllm_config.ParallelConfig(
+                tensor_parallel_size=ranks, distributed_executor_backend="mp"
+            ),
+            device_config=vllm_config.DeviceConfig("cpu"),
+        )
+        cache.num_gpu_blocks = num_blocks
+        config.parallel_config.rank = rank
+        return config
+
+    # --- what clients do -----------------------------------------------------------------------
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        retention: str | None = None,
+        *,
+        length: int = 1,
+        salt: str | None = None,
+        **params: Any,
+    ) -> Asked:
+        """Send a request."""
+        told = {**({"retention": retention} if retention else {}), **params}
+        given: dict[str, Any] = {"kv_transfer_params": {"tieredkv": told}} if told else {}
+        asked = Asked(f"request-{len(self.asked)}", [*prompt], length, salt)
+        request = Request(
+            request_id=asked.id,
+            prompt_token_ids=[*prompt],
+            sampling_params=SamplingParams(
+                max_tokens=length, ignore_eos=True, extra_args={**given, "test_salt": salt}
+            ),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.asked[asked.id] = asked
+        self.scheduler.add_request(request)
+        return asked
+
+    def abort(self, asked: Asked) -> None:
+        asked.is_aborted = asked.is_over = True
+        self.scheduler.finish_requests([asked.id], RequestStatus.FINISHED_ABORTED)
+
+    def serve(
+        self, prompt: Sequence[int], retention: str | None = None, *, length: int = 1, **more: Any
+    ) -> Asked:
+        """Send a request, and go on until everything that follows from it has ended."""
+        before = self.devices[0].num_loaded
+        asked = self.ask(prompt, retention, length=length, **more)
+        self.settle()
+        asked.loaded = TOKENS * (self.devices[0].num_loaded - before)
+        assert asked.answer == answer_to(asked.prompt, length, asked.salt)
+        return asked
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._batches) or self.scheduler.has_requests()
+
+    def step(self) -> None:
+        """Do as the loop of vLLM's engine core does."""
+        is_executed = False
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self._note(scheduled)
+            self._batches.append((scheduled, self.worker.execute(scheduled)))
+            is_executed = scheduled.total_num_scheduled_tokens > 0
+            may_go_on = is_executed or self.scheduler.has_requests()
+            if len(self._batches) < self._depth and may_go_on:
+                return
+        if self._batches:
+            outputs = self.scheduler.update_from_output(*self._batches.popleft())
+            for each in outputs.values():
+                self.stats.append(each.scheduler_stats)
+                for told in each.outputs:
+                    asked = self.asked[told.request_id]
+                    asked.answer += told.new_token_ids
+                    asked.is_over |= told.finish_reason is not None
+        if not is_executed:
+            time.sleep(0.001)
+
+    def _note(self, scheduled: Any) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            self.asked[new.req_id].cached = new.num_computed_tokens
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Go on until vLLM itself sees nothing to do any more."""
+        deadline = time.monotonic() + timeout_s
+        while self.has_work:
+            assert time.monotonic() < deadline, f"the engine does not come to rest: {self.state()}"
+            self.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return what is still under way."""
+        return {
+            "requests": {id: each.status.name for id, each in self.scheduler.requests.items()},
+            "tier": [*self.tier._rows._jobs, *self.tier._rows._lookups],
+            "connector": [*self.scheduler.connector.connector_scheduler._jobs],
+        }
+
+    def check_at_rest(self) -> None:
+        """Assert that nothing is held any more: no request, no block, no row."""
+        assert not self.has_work and not self.scheduler.requests
+        for asked in self.asked.values():
+            right = answer_to(asked.prompt, asked.length, asked.salt)
+            assert asked.is_over and asked.answer == right[: len(asked.answer)]
+            assert asked.is_aborted or asked.answer == right, f"{asked.id} is not complete"
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == len(self.devices[0].blocks) - 1, "blocks of the device are held"
+        primary = self.manager.primary_tier
+        held = [key for key, each in _chunks(primary._policy) if each.ref_cnt != 0]
+        assert not held, f"{len(held)} rows are held"
+        connector, tier = self.scheduler.connector.connector_scheduler, self.tier
+        for whole, names in {
+            connector: ("_jobs", "_req_status", "_block_id_to_pending_jobs"),
+            self.manager: ("_transfer_jobs", "_req_state", "_pending_load_submissions"),
+            tier: ("_requests", "_keys", "_asking", "_finished"),
+            tier._rows: ("_jobs", "_lent", "_unlent", "_lookups"),
+        }.items():
+            for name in names:
+                assert not getattr(whole, name), f"{name} of {whole} is not empty"
+        assert not tier._restores._loads and not tier._rows._num_stored_rows
+
+    # --- memories ------------------------------------------------------------------------------
+
+    def forget_device(self) -> None:
+        """Have the device's prefix cache forget all."""
+        assert self.scheduler.reset_prefix_cache()
+        for device in self.devices:
+            device.blocks[:] = 255
+
+    def forget(self) -> None:
+        """Have the device and vLLM's memory forget all."""
+        assert self.scheduler.reset_prefix_cache(reset_connector=True)
+        self.settle()
+        for device in self.devices:
+            device.blocks[:] = 255
+        self._view[:] = 255
+
+    def close(self) -> None:
+        """Stop, whatever is under way."""
+        del self._view
+        for device in self.devices:
+            del device._chunks
+        self.scheduler.shutdown()
+        assert not Path(f"/dev/shm/vllm_offload_{self.id}.mmap").exists()
+
+
+def _cache_config(num_blocks: int, windows: Sequence[int | None]) -> Any:
+    """Return one layer for each group; all groups share the blocks."""
+    shape: Any = {"block_size": TOKENS, "num_kv_heads": 4, "head_size": 16, "dtype": torch.bfloat16}
+    specs = [
+        FullAttentionSpec(**shape)
+        if window is None
+        else SlidingWindowSpec(**shape, sliding_window=window)
+        for window in windows
+    ]
+    names = [f"layers.{at}" for at in range(len(windows))]
+    assert {each.page_size_bytes for each in specs} == {BLOCK_BYTES}
+    size = num_blocks * BLOCK_BYTES
+    if IS_OLDER:
+        tensors = [KVCacheTensor(size=size, shared_by=names)]
+    else:
+        strides = {"layer_stride": size, "block_stride": BLOCK_BYTES}
+        tensors = [KVCacheTensor(size=size, layers=[name], **strides) for name in names]
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def _chunks(policy: Any) -> list[tuple[Any, Any]]:
+    """Return what vLLM's memory holds, by key."""
+    return [*(policy.blocks if IS_OLDER else policy.chunks).items()]
