@@ -8,6 +8,7 @@ it was computed or loaded. Copies between the device and vLLM's memory are made 
 bear it, at the end of their jobs.
 """
 
+import copy
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -76,9 +77,16 @@ class _Model(torch.nn.Module):
 
 ModelRegistry.register_model("TieredKVTestModel", _Model)
 MODEL = {
-    **{"model_type": "llama", "architectures": ["TieredKVTestModel"], "torch_dtype": "bfloat16"},
-    **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 1000},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096},
+    "model_type": "llama",
+    "architectures": ["TieredKVTestModel"],
+    "torch_dtype": "bfloat16",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": 1000,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
 }
 
 
@@ -237,8 +245,9 @@ class Worker:
     def execute(self, scheduled: Any) -> Any:
         """Execute one step."""
         for each in self._connectors:
-            each.handle_preemptions(scheduled.kv_connector_metadata)
-            each.bind_connector_metadata(scheduled.kv_connector_metadata)
+            told = copy.deepcopy(scheduled.kv_connector_metadata)  # each rank changes its own
+            each.handle_preemptions(told)
+            each.bind_connector_metadata(told)
         is_sync = getattr(scheduled, "has_sync_kv_loads", False)
         if is_sync or IS_OLDER:
             self._start_copies()
@@ -249,7 +258,7 @@ class Worker:
         for each in self._connectors:
             each.wait_for_save()
             _, received = each.get_finished(scheduled.finished_req_ids)
-            told = KVConnectorOutput(
+            output = KVConnectorOutput(
                 finished_recving=received,
                 kv_connector_worker_meta=each.build_connector_worker_meta(),
             )
@@ -260,7 +269,7 @@ class Worker:
                     req_ids=ids,
                     req_id_to_index=places,
                     sampled_token_ids=tokens,
-                    kv_connector_output=told,
+                    kv_connector_output=output,
                 )
             )
         return self._aggregator.aggregate(outputs)
@@ -289,34 +298,44 @@ class Worker:
                 continue
             for table, added in zip(running.tables, blocks or (), strict=bool(blocks)):
                 table += added
+        spans = {
+            id: (begin, begin + scheduled.num_scheduled_tokens[id]) for id, begin in begins.items()
+        }
+        # In a step all new tokens are written first: another request of it may share their blocks.
+        for id, span in spans.items():
+            self._write(self._running[id], *span)
         sampled = list[list[int]]()
-        for id, begin in begins.items():
-            running, end = self._running[id], begin + scheduled.num_scheduled_tokens[id]
-            assert begin < end <= len(running.text.tokens), f"{id} has no token {end}"
-            self._attend(running, begin, end)
+        for id, (begin, end) in spans.items():
+            running = self._running[id]
+            self._check(running, begin)
             sampled.append([])
             if end == len(running.text.tokens):
                 sampled[-1].append(running.text.next_token(end))
                 running.text.append(sampled[-1][0])
         return [*begins], sampled
 
-    def _attend(self, running: _Running, begin: int, end: int) -> None:
-        """Compare all that is attended to with what it must be, and write new tokens."""
-        for group, window in enumerate(self._windows):
-            table = np.array(running.tables[group])
-            first = 0 if window is None else max(0, begin + 1 - window)
+    def _write(self, running: _Running, begin: int, end: int) -> None:
+        assert begin < end <= len(running.text.tokens)
+        at = np.arange(begin, end)
+        for group, table in enumerate(map(np.array, running.tables)):
             for device in self._devices:
-                if first < begin:
-                    right = running.text.slots(first, begin, group, device.rank)
-                    at = np.arange(first, begin)
-                    held = device.blocks[table[at // TOKENS], at % TOKENS]
-                    if not np.array_equal(held, right):
-                        wrong = [*map(int, at[(held != right).any(1)])]
-                        raise AssertionError(f"wrong bytes at tokens {wrong}, group {group}")
-                    self.num_checked += len(at)
-                at = np.arange(begin, end)
                 new = running.text.slots(begin, end, group, device.rank)
                 device.blocks[table[at // TOKENS], at % TOKENS] = new
+
+    def _check(self, running: _Running, end: int) -> None:
+        """Compare all that is attended to, before a token, with what it must be."""
+        for group, table in enumerate(map(np.array, running.tables)):
+            window = self._windows[group]
+            first = 0 if window is None else max(0, end + 1 - window)
+            if first >= end:
+                continue
+            at = np.arange(first, end)
+            for device in self._devices:
+                right = running.text.slots(first, end, group, device.rank)
+                is_wrong = (device.blocks[table[at // TOKENS], at % TOKENS] != right).any(1)
+                wrong = [*map(int, at[is_wrong])]
+                assert not wrong, f"wrong bytes at tokens {wrong}, group {group}"
+                self.num_checked += len(at)
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -350,7 +369,7 @@ class VllmEngine:
 
     Args:
         model: folder of the weights, with `MODEL` as its config.
-        tier: arguments of the tier.
+        tier: arguments of the tier; None for vLLM alone, which tells whose a fault is.
         num_blocks: blocks of the device.
         num_rows: chunks that vLLM's memory holds.
         windows: of each group how many tokens it attends to; None for all.
@@ -361,7 +380,7 @@ class VllmEngine:
     def __init__(
         self,
         model: Path,
-        tier: dict[str, Any],
+        tier: dict[str, Any] | None,
         *,
         num_blocks: int = 64,
         num_rows: int = 64,
@@ -380,14 +399,17 @@ class VllmEngine:
         row_bytes = BLOCK_BYTES * ranks * blocks_per_chunk
         register()
         where = {} if IS_OLDER else {"module_path": "tieredkv.integrations.vllm"}
+        tiers = [] if tier is None else [{"type": "TieredKVTier", **where, **tier}]
         configs = [
             self._config(
                 model,
                 {
-                    **{"spec_name": "TieringOffloadingSpec", "offload_prompt_only": False},
-                    **{"cpu_bytes_to_use": num_rows * row_bytes},
-                    **{"blocks_per_chunk": blocks_per_chunk, **extra},
-                    "secondary_tiers": [{"type": "TieredKVTier", **where, **tier}],
+                    "spec_name": "TieringOffloadingSpec",
+                    "offload_prompt_only": False,
+                    "cpu_bytes_to_use": num_rows * row_bytes,
+                    "blocks_per_chunk": blocks_per_chunk,
+                    **extra,
+                    "secondary_tiers": tiers,
                 },
                 (num_blocks, ranks, rank, is_async, has_events, max_num_seqs),
             )
@@ -409,10 +431,10 @@ class VllmEngine:
         )
         connector: Any = self.scheduler.connector
         self.manager = connector.connector_scheduler.manager
-        (self.tier,) = self.manager.secondary_tiers
-        self.num_rows = self.tier._num_rows
-        self._view = np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), np.uint8)
-        rows = self._view.reshape(self.num_rows, -1)
+        self.tier = next(iter(self.manager.secondary_tiers), None)
+        view = self.manager.primary_tier.get_kv_memoryview()
+        self._view = np.frombuffer(view, np.uint8)
+        rows = self._view.reshape(view.shape)
         halves = list[Any]()
         self.devices = list[Device]()
         for rank, config in enumerate(configs):
@@ -553,7 +575,7 @@ class VllmEngine:
         """Return what is still under way."""
         return {
             "requests": {id: each.status.name for id, each in self.scheduler.requests.items()},
-            "tier": [*self.tier._rows._jobs, *self.tier._rows._lookups],
+            "tier": self.tier and [*self.tier._rows._jobs, *self.tier._rows._lookups],
             "connector": [*self.scheduler.connector.connector_scheduler._jobs],
         }
 
@@ -570,15 +592,20 @@ class VllmEngine:
         held = [key for key, each in _chunks(primary._policy) if each.ref_cnt != 0]
         assert not held, f"{len(held)} rows are held"
         connector, tier = self.scheduler.connector.connector_scheduler, self.tier
-        for whole, names in {
-            connector: ("_jobs", "_req_status", "_block_id_to_pending_jobs"),
-            self.manager: ("_transfer_jobs", "_req_state", "_pending_load_submissions"),
-            tier: ("_requests", "_keys", "_asking", "_finished"),
-            tier._rows: ("_jobs", "_lent", "_unlent", "_lookups"),
-        }.items():
+        empty: list[tuple[Any, tuple[str, ...]]] = [
+            (connector, ("_jobs", "_req_status", "_block_id_to_pending_jobs")),
+            (self.manager, ("_transfer_jobs", "_req_state", "_pending_load_submissions")),
+        ]
+        if tier is not None:
+            empty += [
+                (tier, ("_requests", "_keys", "_asking", "_finished")),
+                (tier._rows, ("_jobs", "_lent", "_unlent", "_lookups", "_num_stored_rows")),
+                (tier._restores, ("_loads",)),
+                (tier._restores.meter, ("_prompts",)),
+            ]
+        for whole, names in empty:
             for name in names:
-                assert not getattr(whole, name), f"{name} of {whole} is not empty"
-        assert not tier._restores._loads and not tier._rows._num_stored_rows
+                assert not getattr(whole, name), f"{name} of {type(whole).__name__} is not empty"
 
     # --- memories ------------------------------------------------------------------------------
 
