@@ -1,7 +1,7 @@
-"""Our tier inside vLLM's engine: the real scheduler and connector, with memory in place of a GPU.
+"""Our tier inside vLLM's engine: the real scheduler and connector, memory in place of a GPU.
 
-Whatever happens to the tier, every request gets all its tokens, nothing is computed from wrong bytes,
-and nothing is held at the end. Needs vLLM's sources: `make test-vllm` runs it.
+Whatever happens to the tier, every request gets all its tokens, nothing is computed from wrong
+bytes, and nothing is held at the end. Needs vLLM's sources: `make test-vllm` runs it.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import pytest
 from tests.integrations.engines import HAS_VLLM
 from tieredkv.errors import StorageError
 from tieredkv.integrations import identity
+from tieredkv.integrations.vllm_stats import METRICS
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 
@@ -26,7 +27,8 @@ if not HAS_VLLM:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from tests.integrations import vllm_engine
-from tests.integrations.vllm_engine import TOKENS, Asked, VllmEngine
+from tests.integrations.vllm_engine import IS_OLDER, TOKENS, Asked, VllmEngine
+from tests.waiting import wait_until
 
 
 class Setup:
@@ -52,6 +54,19 @@ class Setup:
     def close(self, engine: VllmEngine) -> None:
         self.engines.remove(engine)
         engine.close()
+
+    def figures(self, engine: VllmEngine) -> dict[str, float]:
+        """Have the engine tell its figures, and return the sums of all that it told."""
+        engine.tier._told_at = float("-inf")
+        engine.serve([1])
+        sums = dict[str, float]()
+        for stats in engine.stats:
+            for name, told in ((stats and stats.kv_connector_stats) or {}).get("data", {}).items():
+                for amount in told.values() if isinstance(told, dict) else ():
+                    if isinstance(amount, int | float):
+                        is_sum = METRICS[name].kind == "counter" if name in METRICS else False
+                        sums[name] = amount + (sums.get(name, 0.0) if is_sum else 0.0)
+        return sums
 
     @property
     def control(self) -> StoreControl:
@@ -100,8 +115,217 @@ def test_a_prompt_is_found_in_each_memory_and_after_a_restart(setup: Setup, is_a
     assert engine.worker.num_checked >= whole
 
 
+# --- memories -----------------------------------------------------------------------------------
+
+
+def test_in_memory_never_reaches_the_disk(setup: Setup) -> None:
+    engine = setup.open()
+    prompt = prompt_of("a", 6 * TOKENS + 1)
+    engine.serve(prompt, "in_memory")
+    engine.serve(prompt)  # the default
+    engine.forget_device()
+    assert engine.serve(prompt).cached == 6 * TOKENS
+    assert engine.tier._rows.stats().blocks == 0
+    engine.forget()
+    assert engine.serve(prompt).cached == 0
+    # A request for the disk wants what the others computed, too.
+    engine.serve(prompt, "24h")
+    engine.forget()
+    assert engine.serve(prompt).cached == 6 * TOKENS
+    engine.check_at_rest()
+
+
+def test_tenants_with_salts_share_nothing(setup: Setup) -> None:
+    engine = setup.open()
+    prompt = prompt_of("a", 6 * TOKENS + 1)
+    engine.serve(prompt, "24h", salt="one", tenant="one")
+    engine.forget()
+    assert engine.serve(prompt, "24h", salt="two", tenant="two").cached == 0
+    engine.forget()
+    assert engine.serve(prompt, "24h", salt="two", tenant="two").cached == 6 * TOKENS
+    assert engine.serve(prompt, "24h", salt="one", tenant="one").cached == 6 * TOKENS
+    engine.check_at_rest()
+
+
+@pytest.mark.skipif(IS_OLDER, reason="vLLM 0.26 fails at the end of answers by itself")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_next_turn_finds_the_answers_of_the_one_before(setup: Setup, is_async: bool) -> None:
+    engine = setup.open(is_async=is_async)
+    history = prompt_of("system", 3 * TOKENS)
+    for turn in range(4):
+        asked = engine.serve([*history, *prompt_of(f"turn {turn}", 9)], "24h", length=31)
+        assert asked.cached == max(0, (len(history) - 1) // TOKENS * TOKENS) * (turn > 0)
+        history = [*asked.prompt, *asked.answer]
+        engine.forget()
+    engine.check_at_rest()
+
+
+def test_a_prompt_that_is_longer_than_vllms_memory_is_served(setup: Setup) -> None:
+    engine = setup.open(num_rows=8, num_blocks=64)
+    prompt = prompt_of("a", 30 * TOKENS)
+    for _ in range(3):
+        cached = engine.serve(prompt, "24h").cached
+        engine.forget()
+    assert 0 < cached <= 8 * TOKENS
+    engine.check_at_rest()
+
+
+def test_two_requests_that_share_a_prefix_on_disk_both_load_it(setup: Setup) -> None:
+    engine = setup.open(max_delay=2)
+    prefix = prompt_of("a", 8 * TOKENS)
+    engine.serve(prefix, "24h")
+    engine.forget()
+    before = setup.figures(engine)["tieredkv_loaded_bytes"]
+    asked = [engine.ask([*prefix, at], "24h", length=4) for at in range(3)]
+    engine.settle()
+    assert [each.cached for each in asked] == [8 * TOKENS] * 3
+    read = setup.figures(engine)["tieredkv_loaded_bytes"] - before
+    assert read == 8 * vllm_engine.BLOCK_BYTES, "each chunk is read once"
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("windows", "cached"), [((None, 40), 12 * TOKENS), ((40, None), 12 * TOKENS)], ids=str
+)
+def test_a_group_with_a_sliding_window_comes_back_too(
+    setup: Setup, windows: tuple[int | None, ...], cached: int
+) -> None:
+    engine = setup.open(windows=windows, num_blocks=128)
+    prompt = prompt_of("a", 12 * TOKENS + 3)
+    engine.serve(prompt, "24h", length=5)
+    engine.forget_device()
+    assert engine.serve(prompt, "24h", length=5).cached == cached, "vLLM's memory has it"
+    engine.forget()
+    assert engine.serve(prompt, "24h", length=5).cached == cached, "the disk has it"
+    engine.check_at_rest()
+
+
+def test_two_ranks_get_back_what_is_theirs(setup: Setup) -> None:
+    engine = setup.open(ranks=2, blocks_per_chunk=2, max_delay=2)
+    prompt = prompt_of("a", 9 * TOKENS + 3)
+    engine.serve(prompt, "24h")
+    setup.close(engine)
+    engine = setup.open(ranks=2, blocks_per_chunk=2, max_delay=2)
+    assert engine.serve(prompt, "24h").cached == 8 * TOKENS
+    assert [each.num_loaded for each in engine.devices] == [8, 8]
+    engine.check_at_rest()
+
+
+# --- choices ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cached"), [(None, 0), ({"1024": 100.0}, 10), ({"1024": 1e-6}, 0)], ids=str
+)
+def test_a_head_is_loaded_in_whole_or_not_at_all(
+    setup: Setup, seconds: dict[str, float] | None, cached: int
+) -> None:
+    tier = {"restore": "auto", **({"prefill_seconds": seconds} if seconds else {})}
+    engine = setup.open(tier=tier)
+    prompt = prompt_of("a", 10 * TOKENS + 5)
+    for at in range(4):  # the disk is measured while the first ones are computed
+        asked = engine.serve([*prompt, at], "24h")
+        engine.forget()
+        wait_until(lambda: not engine.tier._rows._probe or engine.tier._take(engine.tier._rows.poll()))
+    assert asked.cached == cached * TOKENS
+    engine.check_at_rest()
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(IS_OLDER, reason="vLLM 0.26 does not survive aborts by itself")
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_request_is_aborted_at_each_step_of_its_load(setup: Setup, num_steps: int) -> None:
+    engine = setup.open(max_delay=2)
+    prompt = prompt_of("a", 10 * TOKENS + 5)
+    engine.serve(prompt, "24h")
+    engine.forget()
+    pid = engine.tier._rows.pid
+    asked = engine.ask(prompt, "24h", length=8)
+    for at in range(num_steps):
+        if at == 2:
+            os.kill(pid, signal.SIGSTOP)
+        engine.step()
+    engine.abort(asked)
+    for _ in range(5):
+        engine.step()
+    os.kill(pid, signal.SIGCONT)
+    engine.settle()
+    engine.check_at_rest()
+    assert engine.serve(prompt, "24h").cached == 10 * TOKENS
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5, 8])
+def test_a_stop_in_the_middle_loses_nothing_that_was_stored(setup: Setup, num_steps: int) -> None:
+    engine = setup.open(max_delay=2, num_blocks=128)
+    prompt = prompt_of("a", 10 * TOKENS + 5)
+    engine.serve(prompt, "24h")
+    engine.forget()
+    engine.ask(prompt, "24h", length=8)
+    engine.ask(prompt_of("b", 10 * TOKENS), "24h", length=8)
+    for _ in range(num_steps):
+        engine.step()
+    setup.close(engine)
+    engine = setup.open()
+    assert engine.serve(prompt, "24h").cached == 10 * TOKENS
+    engine.check_at_rest()
+
+
+@pytest.mark.skipif(IS_OLDER, reason="vLLM 0.26 does not survive it by itself")
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_vllm_forgets_all_in_the_middle(setup: Setup, num_steps: int) -> None:
+    engine = setup.open(max_delay=2, num_blocks=128)
+    prompt = prompt_of("a", 10 * TOKENS + 5)
+    engine.serve(prompt, "24h")
+    engine.forget()
+    engine.ask(prompt, "24h", length=8)
+    engine.ask(prompt_of("b", 10 * TOKENS), "24h", length=8)
+    for _ in range(num_steps):
+        engine.step()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.settle()
+    engine.check_at_rest()
+    engine.forget()
+    assert engine.serve(prompt, "24h").cached == 10 * TOKENS
+
+
+# --- what is told -------------------------------------------------------------------------------
+
+
+def test_events_tell_what_the_disk_gets_and_loses(setup: Setup) -> None:
+    engine = setup.open(has_events=True)
+    engine.serve(prompt_of("a", 4 * TOKENS + 1), "24h")
+    told = [each for each in engine.events if getattr(each, "medium", None) == "STORAGE"]
+    stored = {hash for each in told for hash in each.block_hashes}
+    assert len(stored) == 4 and {type(each).__name__ for each in told} == {"BlockStored"}
+    engine.events.clear()
+    setup.control.evict(EvictFilter(all=True))
+    engine.serve(prompt_of("b", 4 * TOKENS + 1))
+    told = [each for each in engine.events if type(each).__name__ == "BlockRemoved"]
+    assert {hash for each in told for hash in each.block_hashes if each.medium == "STORAGE"} == stored
+
+
+def test_the_figures_reach_the_schedulers_statistics(setup: Setup) -> None:
+    engine = setup.open()
+    prompt = prompt_of("a", 4 * TOKENS + 1)
+    engine.serve(prompt, "24h")
+    engine.forget()
+    engine.serve(prompt, "24h")
+    figures = setup.figures(engine)
+    size = 4 * vllm_engine.BLOCK_BYTES
+    assert figures["tieredkv_stored_bytes"] == figures["tieredkv_loaded_bytes"] == size
+    assert figures["tieredkv_disk_chunks"] == 4
+
+
+# --- crowds -------------------------------------------------------------------------------------
+
+
 class Storm:
-    """Requests that arrive, are aborted and meet faults at random."""
+    """Requests that arrive, are aborted and meet faults at random.
+
+    vLLM 0.26 is spared what it does not survive without a tier either: see docs/vllm.md.
+    """
 
     def __init__(self, setup: Setup, engine: VllmEngine, seed: int) -> None:
         self._setup, self._engine, self._random = setup, engine, random.Random(seed)
@@ -118,8 +342,7 @@ class Storm:
             self._open = [each for each in self._open if not each.is_over]
             if self._random.random() < 0.2 and len(self._open) < 12:
                 self._open.append(self._ask())
-            may_abort = not vllm_engine.IS_OLDER  # which does not survive it
-            if may_abort and self._open and self._random.random() < 0.02:
+            if not IS_OLDER and self._open and self._random.random() < 0.02:
                 self._engine.abort(self._random.choice(self._open))
             if self._random.random() < 0.01:
                 self._fault()
@@ -139,7 +362,7 @@ class Storm:
     def _fault(self) -> None:
         """Stop or kill the store's worker, evict what is on disk, or have vLLM forget."""
         self.num_faults += 1
-        pid = self._engine.tier._rows.pid
+        pid = None if self._engine.tier is None else self._engine.tier._rows.pid
         kind = self._random.choice(["kill", "stop", "evict", "forget", "go on"])
         with contextlib.suppress(ProcessLookupError, StorageError):
             if kind == "kill" and pid is not None:
@@ -147,9 +370,11 @@ class Storm:
             elif kind == "stop" and pid is not None and not self._stopped:
                 os.kill(pid, signal.SIGSTOP)
                 self._stopped = pid
-            elif kind == "evict" and not self._stopped:
+            elif kind == "evict" and pid is not None and not self._stopped:
                 self._setup.control.evict(EvictFilter(all=True))
-            elif kind == "forget" and not vllm_engine.IS_OLDER:
+            elif kind == "forget":
+                if IS_OLDER:
+                    self._engine.settle()
                 self._engine.scheduler.reset_prefix_cache(reset_connector=True)
             elif kind == "go on":
                 self._go_on()
@@ -162,20 +387,24 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TIEREDKV_TEST_STORMS", "2"))))
+@pytest.mark.parametrize("is_alone", [False, True], ids=["with the tier", "vLLM alone"])
 def test_a_crowd_in_little_memory_gets_all_its_tokens_whatever_fails(
-    setup: Setup, seed: int
+    setup: Setup, seed: int, is_alone: bool
 ) -> None:
+    if is_alone and seed:
+        pytest.skip("one crowd tells whether a fault is vLLM's own")
     chance = random.Random(seed)
     engine = setup.open(
         tier={"load_timeout": "500ms", "disk_size": "2MiB"},
+        is_alone=is_alone,
         is_async=bool(seed % 2),
-        num_blocks=chance.choice([30, 45, 90]),
-        num_rows=chance.choice([8, 24, 60]),
+        num_blocks=400 if IS_OLDER else chance.choice([30, 45, 90]),
+        num_rows=400 if IS_OLDER else chance.choice([8, 24, 60]),
         ranks=chance.choice([1, 2]),
         blocks_per_chunk=chance.choice([1, 2]),
         max_delay=3,
         seed=seed,
-        offload_prompt_only=vllm_engine.IS_OLDER,
+        offload_prompt_only=IS_OLDER,
     )
     storm = Storm(setup, engine, seed)
     storm.run(80)

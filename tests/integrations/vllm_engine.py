@@ -1,4 +1,4 @@
-"""vLLM's engine without a model and a GPU: its scheduler, its connector and our tier are the real ones.
+"""vLLM's engine without a model and a GPU: scheduler, connector and our tier are the real ones.
 
 vLLM's scheduler decides what is computed, loaded and stored, and both halves of its connector carry
 that out. What is made here stands for the GPU: `Device` has the blocks of one rank, and computing a
