@@ -232,6 +232,11 @@ class Worker:
         connectors: the worker's half of the connector of each rank.
         devices: of each rank.
         windows: how many tokens each group attends to; None for all.
+
+    Attributes:
+        num_checked: tokens of which the bytes were compared.
+        pace: how many seconds it takes to compute tokens, by the first one and the one behind them;
+            None for as fast as it goes.
     """
 
     def __init__(
@@ -241,6 +246,7 @@ class Worker:
         self._aggregator = KVOutputAggregator(len(devices))
         self._running = dict[str, _Running]()
         self.num_checked = 0
+        self.pace: Callable[[int, int], float] | None = None
 
     def execute(self, scheduled: Any) -> Any:
         """Execute one step."""
@@ -304,6 +310,8 @@ class Worker:
         # In a step all new tokens are written first: another request of it may share their blocks.
         for id, span in spans.items():
             self._write(self._running[id], *span)
+        if self.pace is not None:
+            time.sleep(sum(self.pace(*span) for span in spans.values()))
         sampled = list[list[int]]()
         for id, (begin, end) in spans.items():
             running = self._running[id]
@@ -372,9 +380,16 @@ class VllmEngine:
         tier: arguments of the tier; None for vLLM alone, which tells whose a fault is.
         num_blocks: blocks of the device.
         num_rows: chunks that vLLM's memory holds.
+        ranks: tensor-parallel ranks.
+        blocks_per_chunk: blocks of a chunk.
         windows: of each group how many tokens it attends to; None for all.
         is_async: whether a step is scheduled while the one before is executed.
+        has_events: whether vLLM publishes its KV cache events.
+        max_delay: of how many steps a copy takes at most.
         seed: of how long copies take.
+        max_num_seqs: requests that are computed at once.
+        step_tokens: tokens that are computed in a step at most.
+        extra: more settings of the connector.
     """
 
     def __init__(
@@ -392,6 +407,7 @@ class VllmEngine:
         max_delay: int = 0,
         seed: int = 0,
         max_num_seqs: int = 8,
+        step_tokens: int = 64,
         **extra: Any,
     ) -> None:
         self.id = f"test-{uuid.uuid4().hex}"
@@ -411,7 +427,7 @@ class VllmEngine:
                     **extra,
                     "secondary_tiers": tiers,
                 },
-                (num_blocks, ranks, rank, is_async, has_events, max_num_seqs),
+                (num_blocks, ranks, rank, is_async, has_events, max_num_seqs, step_tokens),
             )
             for rank in range(ranks)
         ]
@@ -455,7 +471,7 @@ class VllmEngine:
         self._batches = deque[tuple[Any, Any]]()
 
     def _config(self, model: Path, extra: dict[str, Any], sizes: tuple[Any, ...]) -> Any:
-        num_blocks, ranks, rank, is_async, has_events, max_num_seqs = sizes
+        num_blocks, ranks, rank, is_async, has_events, max_num_seqs, step_tokens = sizes
         cache = vllm_config.CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
         config = vllm_config.VllmConfig(
             model_config=vllm_config.ModelConfig(
@@ -464,7 +480,7 @@ class VllmEngine:
             cache_config=cache,
             scheduler_config=vllm_config.SchedulerConfig(
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=64,
+                max_num_batched_tokens=step_tokens,
                 max_model_len=4096,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
@@ -655,4 +671,5 @@ def _cache_config(num_blocks: int, windows: Sequence[int | None]) -> Any:
 
 def _chunks(policy: Any) -> list[tuple[Any, Any]]:
     """Return what vLLM's memory holds, by key."""
-    return [*(policy.blocks if IS_OLDER else policy.chunks).items()]
+    names = [name for name in ("blocks", "chunks", "_chunks") if hasattr(policy, name)]
+    return [*getattr(policy, names[0]).items()]
