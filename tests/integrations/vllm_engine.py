@@ -54,6 +54,7 @@ SLOT_BYTES = 256
 
 BLOCK_BYTES = TOKENS * SLOT_BYTES
 VOCABULARY = 1000
+MAX_LENGTH = 4096
 
 IS_OLDER = tuple(map(int, importlib.metadata.version("vllm").split(".")[:2])) < (0, 33)
 """Whether it is vLLM 0.26."""
@@ -86,7 +87,7 @@ MODEL = {
     "vocab_size": 1000,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": MAX_LENGTH,
 }
 
 
@@ -475,13 +476,13 @@ class VllmEngine:
         cache = vllm_config.CacheConfig(block_size=TOKENS, enable_prefix_caching=True)
         config = vllm_config.VllmConfig(
             model_config=vllm_config.ModelConfig(
-                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096
+                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_LENGTH
             ),
             cache_config=cache,
             scheduler_config=vllm_config.SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=step_tokens,
-                max_model_len=4096,
+                max_model_len=MAX_LENGTH,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 async_scheduling=is_async,
