@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.engines import HAS_VLLM
+from tests.waiting import wait_until
 from tieredkv.errors import StorageError
 from tieredkv.integrations import identity
 from tieredkv.integrations.restore_choice import ANY_LENGTH
@@ -28,7 +29,8 @@ if not HAS_VLLM:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from tests.integrations import vllm_engine
-from tests.integrations.vllm_engine import IS_OLDER, TOKENS, Asked, VllmEngine
+from tests.integrations.vllm_device import BLOCK_BYTES, IS_OLDER, TOKENS, VOCABULARY, Text
+from tests.integrations.vllm_engine import Asked, VllmEngine
 
 
 class Setup:
@@ -86,7 +88,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
 def prompt_of(name: str, length: int) -> list[int]:
     """Return the tokens of a prompt."""
     tokens = random.Random(name)
-    return [tokens.randrange(vllm_engine.VOCABULARY) for _ in range(length)]
+    return [tokens.randrange(VOCABULARY) for _ in range(length)]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -179,7 +181,7 @@ def test_two_requests_that_share_a_prefix_on_disk_both_load_it(setup: Setup) -> 
     asked = [engine.ask([*prefix, at], "24h", length=4) for at in range(3)]
     engine.settle()
     assert [each.cached for each in asked] == [8 * TOKENS] * 3
-    assert setup.figures(engine)["tieredkv_loaded_bytes"] == 8 * vllm_engine.BLOCK_BYTES, (
+    assert setup.figures(engine)["tieredkv_loaded_bytes"] == 8 * BLOCK_BYTES, (
         "each chunk is read once"
     )
     engine.check_at_rest()
@@ -212,6 +214,49 @@ def test_two_ranks_get_back_what_is_theirs(setup: Setup) -> None:
     engine.check_at_rest()
 
 
+# --- faults -------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_is_broken_on_disk_is_computed(setup: Setup) -> None:
+    engine = setup.open()
+    prompt = prompt_of("a", 10 * TOKENS + 5)
+    engine.serve(prompt, "24h")
+    setup.close(engine)
+    chunk = Text(prompt, None).slots(5 * TOKENS, 6 * TOKENS, 0, 0).tobytes()
+    for path in setup.folder.rglob("*.seg"):
+        data = bytearray(path.read_bytes())
+        if (at := data.find(chunk)) >= 0:
+            data[at + 100] ^= 1
+            path.write_bytes(data)
+    engine = setup.open()
+    assert engine.serve(prompt, "24h").cached == 5 * TOKENS
+    figures = setup.figures(engine)
+    assert figures["tieredkv_failed_loads"] == 1
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("has_loaded", [False, True])
+def test_a_worker_that_dies_while_requests_wait_for_it(setup: Setup, has_loaded: bool) -> None:
+    engine = setup.open()
+    prompt = prompt_of("a", 10 * TOKENS + 5)
+    engine.serve(prompt, "24h")
+    engine.forget()
+    pid = engine.tier._rows.pid
+    if not has_loaded:
+        os.kill(pid, signal.SIGSTOP)
+    asked = [engine.ask([*prompt, at], "24h", length=3) for at in range(3)]
+    while not (engine.tier._rows._jobs or engine.tier._rows._lookups):
+        engine.step()
+    engine.step()
+    os.kill(pid, signal.SIGKILL)
+    engine.settle()
+    assert all(each.is_over for each in asked)
+    engine.check_at_rest()
+    wait_until(lambda: engine.tier._rows.pid not in (None, pid), "no other worker is up")
+    engine.forget()
+    assert engine.serve(prompt, "24h").cached == 10 * TOKENS
+
+
 # --- choices ------------------------------------------------------------------------------------
 
 
@@ -235,14 +280,17 @@ def test_a_head_is_loaded_in_whole_or_not_at_all(
 def test_what_prompts_take_is_learnt_from_the_schedulers_steps(
     setup: Setup, is_async: bool
 ) -> None:
-    engine = setup.open(num_blocks=400, num_rows=400, is_async=is_async, step_tokens=1024)
+    engine = setup.open(
+        num_blocks=400, num_rows=400, is_async=is_async, step_tokens=1024, offload_prompt_only=True
+    )
 
     def pace(begin: int, end: int) -> float:
         return (end - begin) * (2e-4 + 1e-9 * (begin + end) / 2)
 
     engine.worker.pace = pace
     for at, length in enumerate([300, 900, 3900, 500, 2100, 1300]):
-        engine.serve(prompt_of(f"{at}", length), "in_memory")
+        # Most steps are short, as with people who read answers.
+        engine.serve(prompt_of(f"{at}", length), "in_memory", length=20)
     times = engine.tier._restores.times
     assert times is not None
     for length in (640, 1280, 3000):
@@ -293,9 +341,10 @@ def test_a_stop_in_the_middle_loses_nothing_that_was_stored(setup: Setup, num_st
 
 
 @pytest.mark.skipif(IS_OLDER, reason="vLLM 0.26 does not survive it by itself")
-@pytest.mark.parametrize("num_steps", range(1, 8))
-def test_vllm_forgets_all_in_the_middle(setup: Setup, num_steps: int) -> None:
-    engine = setup.open(max_delay=2, num_blocks=128)
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_vllm_forgets_all_in_the_middle(setup: Setup, num_steps: int, is_forced: bool) -> None:
+    engine = setup.open(max_delay=2, num_blocks=128, is_async=bool(num_steps % 2))
     prompt = prompt_of("a", 10 * TOKENS + 5)
     engine.serve(prompt, "24h")
     engine.forget()
@@ -303,7 +352,8 @@ def test_vllm_forgets_all_in_the_middle(setup: Setup, num_steps: int) -> None:
     engine.ask(prompt_of("b", 10 * TOKENS), "24h", length=8)
     for _ in range(num_steps):
         engine.step()
-    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    with contextlib.suppress(RuntimeError):  # vLLM cannot force it while a request loads
+        engine.scheduler.reset_prefix_cache(reset_running_requests=is_forced, reset_connector=True)
     engine.settle()
     engine.check_at_rest()
     engine.forget()
@@ -335,9 +385,33 @@ def test_the_figures_reach_the_schedulers_statistics(setup: Setup) -> None:
     engine.forget()
     engine.serve(prompt, "24h")
     figures = setup.figures(engine)
-    size = 4 * vllm_engine.BLOCK_BYTES
+    size = 4 * BLOCK_BYTES
     assert figures["tieredkv_stored_bytes"] == figures["tieredkv_loaded_bytes"] == size
     assert figures["tieredkv_disk_chunks"] == 4
+
+
+# --- vLLM alone ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not IS_OLDER, reason="vLLM 0.33 survives it")
+@pytest.mark.parametrize("offload_prompt_only", [False, True])
+def test_vllm_0_26_fails_by_itself_when_a_prompt_is_aborted(
+    setup: Setup, offload_prompt_only: bool
+) -> None:
+    engine = setup.open(is_alone=True, offload_prompt_only=offload_prompt_only)
+    asked = engine.ask(prompt_of("a", 20 * TOKENS))
+    engine.step()
+    engine.step()
+    engine.abort(asked)
+    with pytest.raises(AssertionError, match="len|^$"):
+        engine.step()
+
+
+@pytest.mark.skipif(not IS_OLDER, reason="vLLM 0.33 survives it")
+def test_vllm_0_26_fails_by_itself_when_an_answer_fills_a_block(setup: Setup) -> None:
+    engine = setup.open(is_alone=True)
+    with pytest.raises(KeyError, match="request-0"):
+        engine.serve(prompt_of("a", TOKENS + 8), length=8)
 
 
 # --- crowds -------------------------------------------------------------------------------------
