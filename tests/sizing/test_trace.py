@@ -34,7 +34,7 @@ def test_a_trace_is_read_from_stdin(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = write(tmp_path / name, [GOOD]).read_bytes()
-    stdin = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))  # type: ignore[arg-type]
+    stdin = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
     monkeypatch.setattr(sys, "stdin", stdin)
     assert len(read_trace(STDIN, ignore_progress).requests) == 1
 

@@ -68,8 +68,8 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config, sizing.replay]
-for command in (*verbs, store.df, store.ls, store.evict, store.verify):
+verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config]
+for command in (*verbs, sizing.replay, sizing.size, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
 
 

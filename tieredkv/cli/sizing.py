@@ -1,22 +1,24 @@
-"""`tieredkv replay`: what a cache would have found in a recorded trace."""
+"""`tieredkv replay` and `tieredkv size`: what caches would have found in a recorded trace."""
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.bench_options import with_options
+from tieredkv.cli.bench_options import COMMIT, PLOT, with_options
 from tieredkv.cli.output import Answer, answering
 from tieredkv.errors import ConfigError
 from tieredkv.units import parse_bytes, parse_duration
 
 DEFAULT_TOKEN_BYTES = 131_072
 NO_LIMIT = "unlimited"
+TEXT_COLUMNS = 60
 
 
-class SizeOption(click.ParamType):
+class SizeOption(click.ParamType[float]):
     """A size such as 110GiB, 0 or `unlimited`."""
 
     name = "size"
@@ -31,7 +33,7 @@ class SizeOption(click.ParamType):
             self.fail(f"`{value}` is not a size; write one such as 110GiB, 0 or {NO_LIMIT}")
 
 
-class DurationOption(click.ParamType):
+class DurationOption(click.ParamType[float]):
     """A duration such as 24h or `unlimited`."""
 
     name = "duration"
@@ -53,6 +55,13 @@ def _size(name: str, default: str, what: str) -> Any:
     return click.option(f"--{name}", type=SizeOption(), default=default, metavar="SIZE", help=what)
 
 
+MODEL = click.option("--model", help="Model whose tokens are meant, as for `serve`.")
+BLOCK_TOKENS = click.option(
+    "--block-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    help="Tokens of one of the trace's `hash_ids`.",
+)
 TRACE = click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
 SIZES = (
     _size("vram", NO_LIMIT, "KV budget of VRAM: a size such as 110GiB, 0 or unlimited."),
@@ -79,18 +88,13 @@ SIZES = (
         " Llama-3.1-8B has.",
         show_default=False,
     ),
-    click.option("--model", help="Model whose tokens are meant, as for `serve`."),
+    MODEL,
     click.option(
         "--rates",
         type=click.Path(exists=True, path_type=Path),
         help="Folder of a store in which a server has left its rates, or a copy of rates.json.",
     ),
-    click.option(
-        "--block-tokens",
-        type=click.IntRange(min=1),
-        default=512,
-        help="Tokens of one of the trace's `hash_ids`.",
-    ),
+    BLOCK_TOKENS,
 )
 
 
@@ -133,6 +137,58 @@ def replay(trace: Path, block_tokens: int, rates: Path | None, **options: Any) -
     document = replaying.replay(read, sizes, progress, rates=known_rates)
     lines = replaying.described(document)
     return Answer(document, lines=lines, is_problem=document["interrupted"])
+
+
+@click.command()
+@TRACE
+@with_options([*SIZES[:-3], MODEL, BLOCK_TOKENS])
+@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Parallel processes.")
+@PLOT
+@COMMIT
+@answering
+def size(
+    trace: Path, block_tokens: int, jobs: int, plot: Path | None, commit: str | None, **options: Any
+) -> Answer:
+    """Replay a trace with less and with more of each tier, and with other retentions.
+
+    Each tier is tried with 0 to 4 times the size that is given, and without a limit, while all
+    else stays as given; then retentions from a minute to a day are tried. A sentence tells what the
+    next gigabyte of each tier would buy, measured over a tenth of its size, and over 10 GiB at
+    least. `replay --help` describes the trace and what a replay leaves out.
+
+    \b
+    Examples:
+      tieredkv size trace.jsonl.gz --vram 40GiB --host 100GiB --disk 1TiB
+      tieredkv size trace.jsonl.gz --vram 40GiB --disk 1TiB --jobs 8 --plot sizes.png
+
+    With --plot sizes.png the curves of the tiers are drawn there, and those of the retentions in
+    sizes-retention.png. Ctrl-C ends the sweep with the replays that have ended, and exit code 1.
+    """
+    from tieredkv.bench import plots, raw
+    from tieredkv.sizing import sweep as sweeping
+    from tieredkv.sizing.trace import read_trace
+
+    plots.check(plot)
+    progress = terminal_progress(lambda line: click.echo(line, err=True))
+    sizes = _sizes(options)
+    read = read_trace(trace, progress, block_tokens=block_tokens)
+    found = sweeping.sweep(read, sizes, progress, num_jobs=jobs)
+    told = sweeping.sentence(found.gains)
+    if plot is not None and found.rows:
+        by_size, by_time = sweeping.curves(found.rows)
+        panels = [["hit_rate_percent"]]
+        plots.draw(plot, by_size, "tier", "GiB", panels, {})
+        beside = plot.with_name(f"{plot.stem}-retention{plot.suffix}")
+        plots.draw(beside, by_time, "tier", "retention_min", panels, {})
+    document = raw.head(commit) | {"trace": read.name, **sizes.described()}
+    document |= {"next_GiB": found.gains, "sentence": told, "rows": found.rows}
+    document["interrupted"] = found.is_interrupted
+    lines = ["", *textwrap.wrap(told, TEXT_COLUMNS)]
+    if found.is_interrupted:
+        lines.append("It was interrupted: some replays are missing.")
+    return Answer(
+        document, sweeping.table(found.rows), lines, texts=2, is_problem=found.is_interrupted
+    )
 
 
 def _sizes(options: dict[str, Any]) -> Any:
