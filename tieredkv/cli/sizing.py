@@ -176,10 +176,10 @@ def size(
     told = sweeping.sentence(found.gains)
     if plot is not None and found.rows:
         by_size, by_time = sweeping.curves(found.rows)
-        panels = [["hit_rate_percent"]]
-        plots.draw(plot, by_size, "tier", "GiB", panels, {})
+        panels = sweeping.PANELS
+        plots.draw(plot, by_size, "tier", "times_its_size", panels, {})
         beside = plot.with_name(f"{plot.stem}-retention{plot.suffix}")
-        plots.draw(beside, by_time, "tier", "retention_min", panels, {})
+        plots.draw(beside, by_time, "tier", "retention_in_minutes", panels, {})
     document = raw.head(commit) | {"trace": read.name, **sizes.described()}
     document |= {"next_GiB": found.gains, "sentence": told, "rows": found.rows}
     document["interrupted"] = found.is_interrupted

@@ -166,12 +166,14 @@ def _gains(rows: Sequence[Json]) -> list[Json]:
         added_GiB = (row[f"{option}_bytes"] - base[f"{option}_bytes"]) / GIB
         per_hour = (row["cached_tokens_per_hour"] - base["cached_tokens_per_hour"]) / added_GiB
         points = 100 * (row["hit_rate"] - base["hit_rate"]) / added_GiB
+        ram_rates = [each["device_rate"] + each["host_rate"] for each in (row, base)]
         gains.append(
             {
                 "tier": option,
                 "measured_over_GiB": added_GiB,
                 "tokens_per_hour_per_GiB": round(per_hour),
                 "points_per_GiB": round(points, 4),
+                "ram_points_per_GiB": round(100 * (ram_rates[0] - ram_rates[1]) / added_GiB, 4),
             }
         )
     return gains
@@ -181,11 +183,13 @@ def sentence(gains: Sequence[Json]) -> str:
     """Say what the next GiB of each tier would buy."""
     if not gains:
         return "No tier has a limit, so that more of it would buy nothing."
-    parts = [
-        f"{NAMES[each['tier']]} {each['tokens_per_hour_per_GiB']:,} tokens of computing an hour"
-        f" ({each['points_per_GiB']:.3g} percentage points)"
-        for each in gains
-    ]
+    parts = []
+    for each in gains:
+        what = f"{each['points_per_GiB']:.3g} percentage points"
+        if each["points_per_GiB"] < each["ram_points_per_GiB"]:
+            what += f", and {each['ram_points_per_GiB']:.3g} found in RAM rather than on disk"
+        tokens = f"{each['tokens_per_hour_per_GiB']:,} tokens of computing an hour"
+        parts.append(f"{NAMES[each['tier']]} {tokens} ({what})")
     *rest, last = parts
     joined = f"{', of '.join(rest)}, and of {last}" if rest else last
     return f"The next GiB would save, of {joined}."
@@ -217,19 +221,33 @@ def _value(row: Json) -> str:
 
 
 def curves(rows: Sequence[Json]) -> tuple[list[Json], list[Json]]:
-    """Return the points of the plot over the tiers' sizes, and of the one over retentions."""
+    """Return the points of the plot over the tiers' sizes, and of the one over retentions.
+
+    Sizes are told as multiples of the given one, so that all tiers share an axis.
+    """
+    base = next((row for row in rows if row["swept"] == "given"), None)
     by_size, by_time = list[Json](), list[Json]()
+    if base is None:
+        return by_size, by_time
     for row in rows:
-        if row["hit_rate"] is None:
+        if row["hit_rate"] is None or row["is_step"]:
             continue
-        percent: dict[str, Any] = {"hit_rate_percent": 100 * row["hit_rate"]}
-        for option in TIERS if row["swept"] == "given" else {row["swept"]} & TIERS.keys():
-            size = row[f"{option}_bytes"]
+        percent = {
+            "found_percent": round(100 * row["hit_rate"], 4),
+            "found_in_RAM_percent": round(100 * (row["device_rate"] + row["host_rate"]), 4),
+        }
+        for option in TIERS if row is base else {row["swept"]} & TIERS.keys():
+            size, unit = row[f"{option}_bytes"], base[f"{option}_bytes"] or SMALL_BYTES
             if size:  # the axis is logarithmic
-                by_size.append({"tier": NAMES[option], "GiB": round(size / GIB, 2), **percent})
+                name = f"{NAMES[option]} (1 is {format_bytes(int(unit))})"
+                by_size.append({"tier": name, "times_its_size": size / unit, **percent})
         if row["swept"] in ("given", "retention") and row["retention_s"]:
             minutes = round(row["retention_s"] / 60, 2)
-            by_time.append({"tier": "all tiers", "retention_min": minutes, **percent})
-    by_size.sort(key=lambda each: each["GiB"])
-    by_time.sort(key=lambda each: each["retention_min"])
+            by_time.append({"tier": "all tiers", "retention_in_minutes": minutes, **percent})
+    by_size.sort(key=lambda each: each["times_its_size"])
+    by_time.sort(key=lambda each: each["retention_in_minutes"])
     return by_size, by_time
+
+
+PANELS = (("found_percent",), ("found_in_RAM_percent",))
+"""What both plots show."""
