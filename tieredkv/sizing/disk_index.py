@@ -33,7 +33,7 @@ class Life(msgspec.Struct, gc=False):
         position: index of the block in its prompt.
         computed_at, last_used: as of a `catalog.Entry`.
         expires_at: when the block becomes unreachable.
-        is_on_disk: whether the index has it.
+        queued: number of its entry in the index's heaps; 0 while it is not on disk.
     """
 
     block_hash: BlockHash
@@ -41,7 +41,12 @@ class Life(msgspec.Struct, gc=False):
     computed_at: float
     last_used: float
     expires_at: float
-    is_on_disk: bool = False
+    queued: int = 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the index has it."""
+        return self.queued > 0
 
 
 class DiskIndex:
@@ -65,8 +70,7 @@ class DiskIndex:
         # those that it had before.
         self._unused: list[_Queued] = []
         self._expiry: list[tuple[int, int, Life]] = []
-        self._numbers = itertools.count()
-        self._number_of: dict[BlockHash, int] = {}
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -93,8 +97,7 @@ class DiskIndex:
         if old is not None and old.is_on_disk:
             self.drop(old)
         self._lives[life.block_hash] = life
-        self._number_of[life.block_hash] = number = next(self._numbers)
-        life.is_on_disk = True
+        life.queued = number = next(self._numbers)
         heapq.heappush(self._unused, _queued(life, number))
         if life.expires_at < math.inf:
             heapq.heappush(self._expiry, (to_us(life.expires_at), number, life))
@@ -102,15 +105,15 @@ class DiskIndex:
 
     def drop(self, life: Life) -> None:
         """Drop a block that is stored."""
-        del self._lives[life.block_hash], self._number_of[life.block_hash]
-        life.is_on_disk = False
+        del self._lives[life.block_hash]
+        life.queued = 0
 
     def sweep(self, now: float) -> list[Life]:
         """Drop what has expired, and return it."""
         heap, due, dropped = self._expiry, to_us(now), list[Life]()
         while heap and heap[0][0] <= due:
             _, number, life = heapq.heappop(heap)
-            if self._number_of.get(life.block_hash) != number:
+            if life.queued != number:
                 continue
             if (expires_us := to_us(life.expires_at)) > due:
                 heapq.heappush(heap, (expires_us, number, life))
@@ -121,10 +124,10 @@ class DiskIndex:
 
     def _make_room(self) -> None:
         """Evict what was unused for longest until one more block fits."""
-        heap, number_of = self._unused, self._number_of
+        heap = self._unused
         while heap and len(self._lives) >= self.num_blocks:
-            used_us, _, block_hash, number, life = heap[0]
-            if number_of.get(block_hash) != number:
+            used_us, _, _, number, life = heap[0]
+            if life.queued != number:
                 heapq.heappop(heap)
             elif used_us != int(life.last_used * 1e6):
                 heapq.heapreplace(heap, _queued(life, number))
@@ -137,8 +140,8 @@ class DiskIndex:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         if len(self._lives) > self.num_blocks:
             raise IntegrityError(f"{len(self._lives)} blocks on disk, room for {self.num_blocks}")
-        unused = [each for each in self._unused if self._is_valid(*each[3:])]
-        expiry = [life for _, number, life in self._expiry if self._is_valid(number, life)]
+        unused = [each for each in self._unused if each[4].queued == each[3]]
+        expiry = [life for _, number, life in self._expiry if life.queued == number]
         may_expire = [it for it in self._lives.values() if it.expires_at < math.inf]
         for lives, queued in (self._lives.values(), [it[4] for it in unused]), (may_expire, expiry):
             if sorted(it.block_hash for it in lives) != sorted(it.block_hash for it in queued):
@@ -147,9 +150,6 @@ class DiskIndex:
             raise IntegrityError("a block on disk is queued behind its place")
         if not all(life.is_on_disk for life in self._lives.values()):
             raise IntegrityError("a block does not know that it is on disk")
-
-    def _is_valid(self, number: int, life: Life) -> bool:
-        return self._number_of.get(life.block_hash) == number
 
 
 def _queued(life: Life, number: int) -> _Queued:

@@ -14,7 +14,7 @@ from tieredkv.cache.rate_file import SavedRates
 from tieredkv.errors import ConfigError
 from tieredkv.retention import RetentionPolicy
 from tieredkv.sizing.estimate import Estimate
-from tieredkv.sizing.tiers import Departed, Room, Source, Tiers
+from tieredkv.sizing.tiers import Room, Source, Tiers
 from tieredkv.sizing.trace import Trace
 from tieredkv.types import BlockHash, Progress, Tier
 from tieredkv.units import format_bytes, format_duration
@@ -207,10 +207,8 @@ class _Run:
             "bytes_written": written,
             "wear_bytes_per_day": round(written[str(Tier.DISK)] / days) if days else None,
             "expired_blocks": tiers.num_expired,
-            "age_at_eviction_s": _spread(tiers.departed[None], "ages")
-            | {str(tier): _spread(tiers.departed[tier], "ages") for tier in Tier},
-            "idle_at_eviction_s": _spread(tiers.departed[None], "idle")
-            | {str(tier): _spread(tiers.departed[tier], "idle") for tier in Tier},
+            "age_at_eviction_s": _spread(tiers.ages[None])
+            | {str(tier): _spread(tiers.ages[tier]) for tier in Tier},
             "ttft_ms": estimate and estimate.ttft_ms(),
         }
         if estimate is not None:
@@ -227,9 +225,8 @@ class _Run:
         }
 
 
-def _spread(departed: Departed, name: str) -> Json:
+def _spread(values: Sequence[float]) -> Json:
     """Return percentiles of ages; None if nothing was evicted."""
-    values = getattr(departed, name)
     if not values:
         return {"p1": None, "p50": None}
     p1, p50 = np.percentile(np.array(values), (1, 50))

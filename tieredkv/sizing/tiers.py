@@ -63,22 +63,6 @@ Source = Tier | None
 """The tier that has a block; None if it has to be computed."""
 
 
-class Departed:
-    """Blocks that a tier evicted for want of room.
-
-    Attributes:
-        ages, idle: of each block, seconds since it was computed, and since it was last used.
-    """
-
-    def __init__(self) -> None:
-        self.ages, self.idle = array("d"), array("d")
-
-    def note(self, life: Life, now: float) -> None:
-        """Note a block."""
-        self.ages.append(now - life.computed_at)
-        self.idle.append(now - life.last_used)
-
-
 class Tiers:
     """The tiers of a replay.
 
@@ -91,8 +75,8 @@ class Tiers:
         moved: blocks by the link that they were moved over, such as `device_host`.
         written: blocks written to VRAM and host memory.
         num_stored: blocks written to disk.
-        departed: the blocks that each tier evicted for want of room; under None those that are in
-            no tier then.
+        ages: seconds since they were computed, of the blocks that each tier evicted for want of
+            room; under None of those that were in no tier then.
         num_expired: blocks that have expired.
     """
 
@@ -117,8 +101,7 @@ class Tiers:
         """
         self._policy, self._lives = policy, dict[BlockHash, Life]()
         self.moved, self.written = Counter[str](), Counter[Tier]()
-        self.departed = {each: Departed() for each in (*Tier, None)}
-        self._left_device, self._left_host, self._left_disk, self._left_all = self.departed.values()
+        self.ages: dict[Source, array[float]] = {each: array("d") for each in (*Tier, None)}
         self.num_stored = 0
         self.num_expired, self._now = 0, 0.0
         enough = num_distinct + most_blocks
@@ -132,7 +115,7 @@ class Tiers:
             self.host.on_evict = self._on_host_evict
             self.host.is_duplicate = self.device.holds_young
         self.index = DiskIndex(room.disk, self._on_disk_evict) if room.disk > 0 else None
-        self._evicted = list[BlockHash]()  # from VRAM, and not copied to host memory yet
+        self._evicted = list[BlockHash]()  # by the pool that was last asked for blocks
         self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
         # What may expire: blocks by the time at which they do if they are not used again, and at
         # which they do in any case.
@@ -190,9 +173,9 @@ class Tiers:
         num_from = {Tier.DISK: 0, None: 0}
         computed = list[BlockHash]()
         deadline = self._policy.deadline(now, now) if self._has_expiry else math.inf
-        for i in missing:
-            block_hash = hashes[i]
-            page = host.lookup(block_hash) if host is not None else None
+        wanted = [hashes[i] for i in missing]
+        known = host.find(wanted) if host is not None else [None] * len(wanted)
+        for i, block_hash, page in zip(missing, wanted, known, strict=True):
             if page is not None:
                 pages.append(page)
                 sources[i] = Tier.HOST
@@ -251,16 +234,15 @@ class Tiers:
         evicted, self._evicted = self._evicted, []
         if not evicted:
             return
-        host, lives, note, now = self.host, self._lives, self._left_device.note, self._now
-        for block_hash in evicted:
-            note(lives[block_hash], now)
+        host, lives, now = self.host, self._lives, self._now
+        self.ages[Tier.DEVICE].extend([now - lives[each].computed_at for each in evicted])
         if host is None:
             for block_hash in evicted:
                 self._leave_ram(lives[block_hash])
             return
         absent = list[BlockHash]()
-        for block_hash in evicted:
-            if host.lookup(block_hash) is None:
+        for block_hash, page in zip(evicted, host.find(evicted), strict=True):
+            if page is None:
                 absent.append(block_hash)
             else:
                 host.end_duplicate(block_hash)
@@ -271,39 +253,50 @@ class Tiers:
                 self._leave_ram(lives[block_hash])
 
     def _on_host_evict(self, _page: Block, block_hash: BlockHash) -> None:
-        life = self._lives[block_hash]
-        self._left_host.note(life, self._now)
-        if self.device.lookup(block_hash) is None:
-            self._leave_ram(life)
+        self._evicted.append(block_hash)
+
+    def _leave_host(self) -> None:
+        """Keep what host memory has evicted on disk, unless VRAM has it."""
+        evicted, self._evicted = self._evicted, []
+        now, some = self._now, list(map(self._lives.__getitem__, evicted))
+        self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
+        for life, block in zip(some, self.device.find(evicted), strict=True):
+            if block is None and not life.queued:
+                self._leave_ram(life)
 
     def _leave_ram(self, life: Life) -> None:
         """Keep a block that has left VRAM and host memory on disk, if there is one."""
-        if not life.is_on_disk:
+        if not life.queued:
             if self.index is not None:
                 self._owed.pop(life.block_hash, None)
                 self.num_stored += self.index.store(life, self._now)
-            if not life.is_on_disk:
+            if not life.queued:
                 self._forget(life)
 
     def _write_owed(self) -> None:
         """Write the oldest blocks that are owed to the disk, if more are than may wait.
 
-        What has no page yet gets one, since a write begins in host memory.
+        What has no page yet is copied to one first, which is then the next to be evicted.
         """
-        owed, host, index = self._owed, self.host, self.index
+        owed, index, now = self._owed, self.index, self._now
         assert index is not None
         some = [owed.popitem(last=False) for _ in range(len(owed) - self._most_owed)]
-        if host is not None:
-            hashes = [block_hash for block_hash, _ in some]
-            self._copy_down(host.missing(hashes))
+        num_copied = 0
+        if self.host is not None:
+            num_copied = len(self.host.missing(block_hash for block_hash, _ in some))
         for _, life in some:
-            self.num_stored += not life.is_on_disk and index.store(life, self._now)
+            if not life.queued:
+                self.num_stored += index.store(life, now)
+        self.moved["device_host"] += num_copied
+        self.written[Tier.HOST] += num_copied
 
     def _copy_down(self, hashes: Hashes) -> int:
         """Copy blocks to pages as far as there are pages; return how many were copied."""
         host = self.host
         assert host is not None
         pages = host.allocate(len(hashes), is_partial=True) or []
+        if self._evicted:
+            self._leave_host()
         for block_hash, page in zip(hashes, pages, strict=False):
             host.insert(page, block_hash)
             page.is_ready = True  # as `fill`, but faster
@@ -313,14 +306,16 @@ class Tiers:
         return len(pages)
 
     def _on_disk_evict(self, life: Life) -> None:
-        self._left_disk.note(life, self._now)
-        if not self._is_in_ram(life.block_hash):
+        self.ages[Tier.DISK].append(self._now - life.computed_at)
+        if self.device.lookup(life.block_hash) is None and (
+            self.host is None or self.host.lookup(life.block_hash) is None
+        ):
             self._forget(life)
 
     def _forget(self, life: Life) -> None:
         """Note that no tier has a block any more, for want of room."""
         if self._lives.get(life.block_hash) is life:
-            self._left_all.note(life, self._now)
+            self.ages[None].append(self._now - life.computed_at)
             del self._lives[life.block_hash]
 
     def _is_in_ram(self, block_hash: BlockHash) -> bool:
@@ -362,7 +357,7 @@ class Tiers:
         if self.index is not None:
             self.index.check()
         for block_hash, life in self._lives.items():
-            if not (self._is_in_ram(block_hash) or life.is_on_disk):
+            if not (self._is_in_ram(block_hash) or life.queued):
                 raise IntegrityError(f"block {block_hash!r} has a life, but is in no tier")
         for pool in self.device, self.host:
             for block in pool.evictable() if pool is not None else ():
