@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.sizing.traces import random_lines, write
+from tests.sizing.traces import line, random_lines, write
 from tieredkv.cli.main import main
 from tieredkv.sizing.replay import Sizes
-from tieredkv.sizing.sweep import cases, sentence, sweep
+from tieredkv.sizing.sweep import cases, sweep
 from tieredkv.sizing.trace import Trace, read_trace
 from tieredkv.types import ignore_progress
 
@@ -37,7 +37,7 @@ def test_a_larger_tier_never_finds_less_and_the_gain_is_told(trace: Trace) -> No
         assert rates == sorted(rates), tier
     assert [each["tier"] for each in found.gains] == ["vram", "host", "disk"]
     assert all(each["tokens_per_hour_per_GiB"] > 0 for each in found.gains)
-    assert sentence(found.gains).startswith("The next GiB would save, of VRAM ")
+    assert found.sentence.startswith("The next GiB would save, of VRAM ")
 
 
 def test_parallel_processes_find_the_same(trace: Trace) -> None:
@@ -46,10 +46,18 @@ def test_parallel_processes_find_the_same(trace: Trace) -> None:
     assert sweep(trace, sizes, ignore_progress, num_jobs=2) == alone
 
 
-def test_without_limits_more_buys_nothing() -> None:
+def test_without_limits_more_buys_nothing(trace: Trace) -> None:
     unlimited = Sizes(device=math.inf, host=math.inf, disk=math.inf)
     assert not any(case.is_step for case in cases(unlimited))
-    assert "would buy nothing" in sentence([])
+    assert "would buy nothing" in sweep(trace, unlimited, ignore_progress).sentence
+
+
+def test_a_trace_without_time_or_tokens_has_no_gain(tmp_path: Path) -> None:
+    for number, only in enumerate((line(0, [1]), line(0, []))):
+        few = read_trace(write(tmp_path / f"{number}.jsonl", [only]), ignore_progress)
+        found = sweep(few, Sizes(device=GIB), ignore_progress)
+        assert found.gains == []
+        assert "is not known" in found.sentence
 
 
 def test_an_interrupted_sweep_tells_what_it_knows(trace: Trace) -> None:

@@ -110,19 +110,28 @@ def replay(trace: Path, block_tokens: int, rates: Path | None, **options: Any) -
     eviction and the retention are the server's own. With --rates it also estimates the time to
     first token, by the planner's own function.
 
-    \b
     TRACE is a file of Mooncake's format, gzipped or not, or `-` for stdin. Each line is a request:
-      {"timestamp": 27482, "input_length": 1030, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+    \b
+      {"timestamp": 27482, "input_length": 1030,
+       "output_length": 52, "hash_ids": [46, 47, 2353]}
+
     The time is in ms, the lengths are in tokens, and there is one id for each 512 tokens of the
     prompt. Equal ids mean equal tokens, up to the end of that block.
 
     \b
     Examples:
-      tieredkv replay trace.jsonl.gz                       what unlimited memory would find
-      tieredkv replay trace.jsonl.gz --idle 5m             and if blocks are kept for 5 minutes
-      tieredkv replay trace.jsonl.gz --vram 40GiB --host 100GiB --disk 1TiB --retention 24h
-      tieredkv replay trace.jsonl.gz --vram 40GiB --disk 1TiB --rates /nvme/kv
-      zcat trace.jsonl.gz | tieredkv replay - --vram 40GiB --json
+    What unlimited memory would find, in all and within 5 minutes:
+      tieredkv replay trace.jsonl.gz
+      tieredkv replay trace.jsonl.gz --idle 5m
+    What these sizes would find:
+      tieredkv replay trace.jsonl.gz --vram 40GiB --host 100GiB \\
+        --disk 1TiB --retention 24h
+    How long requests would wait, by the rates of a server:
+      tieredkv replay trace.jsonl.gz --vram 40GiB --disk 1TiB \\
+        --rates /nvme/kv
+    For programs:
+      zcat trace.jsonl.gz | tieredkv replay - --json
 
     Requests are served at the times of the trace, and moving a block takes no time. What they
     generate is not cached. Ctrl-C ends the replay with the figures so far, and exit code 1.
@@ -158,8 +167,9 @@ def size(
 
     \b
     Examples:
-      tieredkv size trace.jsonl.gz --vram 40GiB --host 100GiB --disk 1TiB
-      tieredkv size trace.jsonl.gz --vram 40GiB --disk 1TiB --jobs 8 --plot sizes.png
+      tieredkv size trace.jsonl.gz --vram 40GiB --disk 1TiB
+      tieredkv size trace.jsonl.gz --vram 40GiB --host 100GiB \\
+        --disk 1TiB --jobs 8 --plot sizes.png
 
     With --plot sizes.png the curves of the tiers are drawn there, and those of the retentions in
     sizes-retention.png. Ctrl-C ends the sweep with the replays that have ended, and exit code 1.
@@ -173,7 +183,7 @@ def size(
     sizes = _sizes(options)
     read = read_trace(trace, progress, block_tokens=block_tokens)
     found = sweeping.sweep(read, sizes, progress, num_jobs=jobs)
-    told = sweeping.sentence(found.gains)
+    told = found.sentence
     if plot is not None and found.rows:
         by_size, by_time = sweeping.curves(found.rows)
         panels = sweeping.PANELS

@@ -198,7 +198,7 @@ class _Run:
             "requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": cached,
-            "hit_rate": round(cached / self.prompt_tokens, 6) if self.prompt_tokens else None,
+            "hit_rate": round(cached / max(self.prompt_tokens, 1), 6),
             "contiguous_tokens": self.contiguous_tokens,
             "by_tier": {str(tier): self.found[tier] for tier in Tier},
             "prefilled_tokens": self.prompt_tokens - cached,

@@ -51,11 +51,13 @@ class Sweep(NamedTuple):
     Attributes:
         rows: the figures of each case.
         gains: what the next GiB of each tier would buy.
+        sentence: the same for people.
         is_interrupted: whether some cases were left out.
     """
 
     rows: list[Json]
     gains: list[Json]
+    sentence: str
     is_interrupted: bool
 
 
@@ -100,7 +102,11 @@ def sweep(trace: Trace, sizes: Sizes, progress: Progress, *, num_jobs: int = 1) 
     finally:
         progress("replaying", 1, 1)
     rows = [_row(made[number], found[number]) for number in sorted(found)]
-    return Sweep(rows, _gains(rows), is_interrupted)
+    gains = _gains(rows)
+    told = sentence(gains)
+    if not any(case.is_step for case in made):
+        told = "No tier has a limit, so that more of it would buy nothing."
+    return Sweep(rows, gains, told, is_interrupted)
 
 
 def _replayed(trace: Trace, made: Sequence[Case], num_jobs: int) -> Iterable[tuple[int, Json]]:
@@ -182,7 +188,7 @@ def _gains(rows: Sequence[Json]) -> list[Json]:
 def sentence(gains: Sequence[Json]) -> str:
     """Say what the next GiB of each tier would buy."""
     if not gains:
-        return "No tier has a limit, so that more of it would buy nothing."
+        return "What the next GiB would buy is not known."
     parts = []
     for each in gains:
         what = f"{each['points_per_GiB']:.3g} percentage points"

@@ -85,7 +85,8 @@ def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKE
     Raises:
         ConfigError: it cannot be read or is no such trace; names the line and the field.
     """
-    name, requests = "stdin" if path == STDIN else path.name, list[Request]()
+    name, where = ("stdin", "stdin") if path == STDIN else (path.name, f"`{path}`")
+    requests = list[Request]()
     decode, before, stage = msgspec.json.Decoder(Request).decode, 0.0, "reading the trace"
     number = 0
     try:
@@ -101,15 +102,15 @@ def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKE
                 requests.append(request)
     except (OSError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"the trace `{path}` cannot be read: {why}") from error
+        raise ConfigError(f"the trace {where} cannot be read: {why}") from error
     except EOFError as error:
-        raise ConfigError(f"the trace `{path}` is cut short after line {number}") from error
+        raise ConfigError(f"the trace {where} is cut short after line {number}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(f"`{path}`, line {number}: {_told(error)}\n{_HINT}") from error
+        raise ConfigError(f"{where}, line {number}: {_told(error)}\n{_HINT}") from error
     finally:
         progress(stage, 1, 1)
     if not requests:
-        raise ConfigError(f"the trace `{path}` has no requests\n{_HINT}")
+        raise ConfigError(f"the trace {where} has no requests\n{_HINT}")
     return Trace(name, requests, block_tokens)
 
 
