@@ -133,7 +133,8 @@ class DiskIndex:
                 heapq.heapreplace(heap, _queued(life, number))
             else:
                 heapq.heappop(heap)
-                self.drop(life)
+                del self._lives[life.block_hash]  # as `drop`, but faster
+                life.queued = 0
                 self.on_evict(life)
 
     def check(self) -> None:

@@ -114,7 +114,8 @@ class Tiers:
             self.host = BlockPool(max(1, int(min(room.host, enough)) - self._reserve(room, kept)))
             self.host.on_evict = self._on_host_evict
             self.host.is_duplicate = self.device.holds_young
-        self.index = DiskIndex(room.disk, self._on_disk_evict) if room.disk > 0 else None
+        self._off_disk = list[Life]()  # evicted from disk by this request
+        self.index = DiskIndex(room.disk, self._off_disk.append) if room.disk > 0 else None
         self._evicted = list[BlockHash]()  # by the pool that was last asked for blocks
         self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
         # What may expire: blocks by the time at which they do if they are not used again, and at
@@ -159,6 +160,8 @@ class Tiers:
             self._move_down()
         if self.index is not None:
             self._write_owed()
+            if self._off_disk:
+                self._leave_disk()
         return sources
 
     def _fill(
@@ -305,12 +308,20 @@ class Tiers:
         self.written[Tier.HOST] += len(pages)
         return len(pages)
 
-    def _on_disk_evict(self, life: Life) -> None:
-        self.ages[Tier.DISK].append(self._now - life.computed_at)
-        if self.device.lookup(life.block_hash) is None and (
-            self.host is None or self.host.lookup(life.block_hash) is None
-        ):
-            self._forget(life)
+    def _leave_disk(self) -> None:
+        """Forget what the disk has evicted, unless another tier has it."""
+        evicted, now = self._off_disk.copy(), self._now
+        self._off_disk.clear()
+        self.ages[Tier.DISK].extend([now - life.computed_at for life in evicted])
+        hashes = [life.block_hash for life in evicted]
+        if self.host is not None:
+            kept = zip(self.device.find(hashes), self.host.find(hashes), strict=True)
+            in_ram = [block is not None or page is not None for block, page in kept]
+        else:
+            in_ram = [block is not None for block in self.device.find(hashes)]
+        for life, is_in_ram in zip(evicted, in_ram, strict=True):
+            if not (is_in_ram or life.queued):
+                self._forget(life)
 
     def _forget(self, life: Life) -> None:
         """Note that no tier has a block any more, for want of room."""
