@@ -111,6 +111,15 @@ def read_rates(folder: str) -> SavedRates | None:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("it is no regular file")
         text = file.read(MOST_BYTES + 1)
+    return parse_rates(text)
+
+
+def parse_rates(text: bytes) -> SavedRates:
+    """Read the content of such a file.
+
+    Raises:
+        ValueError: it is damaged or absurd.
+    """
     if len(text) > MOST_BYTES:
         raise ValueError("it is too long")
     try:

@@ -14,7 +14,7 @@ import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, doctor, serve, settings, store
+from tieredkv.cli import bench, doctor, serve, settings, sizing, store
 from tieredkv.errors import StoreUnreachableError, TieredKVError
 
 EXIT_PROBLEM = 1
@@ -57,6 +57,7 @@ def cli(context: click.Context) -> None:
     Measure and check:
       tieredkv bench disk --dir /nvme                      measure the disk tier beside the disk
       tieredkv doctor --disk-dir ./kv                      check what this machine can do
+      tieredkv replay trace.jsonl.gz --host 100GiB         tell what a cache would have found
       tieredkv config show                                 show every setting and its source
 
     \b
@@ -68,7 +69,7 @@ def cli(context: click.Context) -> None:
 
 
 verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config]
-for command in (*verbs, store.df, store.ls, store.evict, store.verify):
+for command in (*verbs, sizing.replay, sizing.size, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
 
 

@@ -1,0 +1,100 @@
+"""Traces are read as they are, and what is wrong with one is named by line and field."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.sizing.traces import line, random_lines, write
+from tieredkv.errors import ConfigError
+from tieredkv.sizing.trace import STDIN, read_trace
+from tieredkv.types import ignore_progress
+
+GOOD = line(1.0, [1, 2], last=5)
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz", "gzipped-without-its-ending"])
+def test_a_trace_is_read_gzipped_or_not(name: str, tmp_path: Path) -> None:
+    lines = random_lines(0)
+    path = tmp_path / name
+    write(path if "." in name else tmp_path / "x.gz", lines)
+    if "." not in name:
+        (tmp_path / "x.gz").rename(path)
+    trace = read_trace(path, ignore_progress)
+    assert [each.hash_ids for each in trace.requests] == [each["hash_ids"] for each in lines]
+    assert trace.span_s == (lines[-1]["timestamp"] - lines[0]["timestamp"]) / 1e3
+    assert trace.most_blocks == max(len(each["hash_ids"]) for each in lines)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+def test_a_trace_is_read_from_stdin(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = write(tmp_path / name, [GOOD]).read_bytes()
+    stdin = SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert len(read_trace(STDIN, ignore_progress).requests) == 1
+
+
+def test_fields_of_others_and_empty_lines_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD | {"session": "a", "turn": 3}) + "\n\n")
+    assert len(read_trace(path, ignore_progress).requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"hash_ids": None}, "`hash_ids`"),
+        ({"hash_ids": [1, -2]}, "`hash_ids"),
+        ({"hash_ids": [1, "2"]}, "`hash_ids"),
+        ({"hash_ids": [1]}, "`hash_ids` has 1 ids, but `input_length` = 517 needs 2"),
+        ({"hash_ids": [1, 1]}, "`hash_ids` has an id twice"),
+        ({"input_length": -1}, "`input_length`: expected `int` >= 0"),
+        ({"input_length": 1.5}, "`input_length`: expected `int`, got `float`"),
+        ({"input_length": True}, "`input_length`"),
+        ({"output_length": "9"}, "`output_length`: expected `int`, got `str`"),
+        ({"timestamp": -5}, "`timestamp`: expected `float` >= 0"),
+        ({"timestamp": 999}, "`timestamp` is 999, before the 1000 of an earlier line"),
+        ({"timestamp": ...}, "`timestamp`"),
+        ({"input_length": ...}, "`input_length`"),
+        ({"output_length": ...}, "`output_length`"),
+        ({"hash_ids": ...}, "`hash_ids`"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_field(
+    bad: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    broken = {name: value for name, value in (GOOD | bad).items() if value is not ...}
+    path = write(tmp_path / "trace.jsonl", [GOOD, broken])
+    with pytest.raises(ConfigError) as error:
+        read_trace(path, ignore_progress)
+    assert f"`{path}`, line 2: " in str(error.value)
+    assert told in str(error.value)
+    assert "hint: each line is a request such as" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "has no requests"),
+        (b"nonsense\n", "line 1: is not JSON"),
+        (b"[1]\n", "line 1: expected `object`, got `array`"),
+        (b"\x1f\x8b\x08\x00cut", "cut short after line 0"),
+        (b"\x1f\x8b" + 20 * b"x", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_trace(path, ignore_progress)
+    assert told in str(error.value)
+
+
+def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "absent", ignore_progress)

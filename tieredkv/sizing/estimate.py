@@ -1,0 +1,99 @@
+"""Estimates the time to first token of replayed requests, by the planner and by measured rates.
+
+One device computes the requests one after another, as they come; each is divided between computing
+and loading by the planner's own function. Answers take no time, so that what is estimated is the
+least that a server of these rates would need.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from tieredkv.cache.disk_link import READ_LATENCY_S
+from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner
+from tieredkv.cache.rate_file import SavedRates
+from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.stretches import stretches
+from tieredkv.errors import ConfigError
+from tieredkv.sizing.tiers import Source
+from tieredkv.types import Tier
+
+CHUNK_TOKENS = 16_384
+"""The most tokens of one step of a request that runs alone, as on a GPU."""
+
+UP, READ = 0, 1
+"""The links, as the planner numbers them."""
+
+
+class Estimate:
+    """What the requests so far would have waited for.
+
+    Attributes:
+        computed_sooner_tokens: tokens that a slower tier had and that would be computed, since that
+            is faster.
+        busy_s: for how long the device would have computed.
+    """
+
+    def __init__(self, rates: SavedRates, *, block_tokens: int, block_bytes: int) -> None:
+        """Take the rates.
+
+        Raises:
+            ConfigError: one of them was never measured.
+        """
+        up, read = rates.up_bytes_per_s, rates.read_bytes_per_s
+        if not (up and read and rates.steps):
+            what = {"copies to VRAM": up, "reads from disk": read, "steps": rates.steps}
+            missing = " and ".join(name for name, value in what.items() if not value)
+            hint = "hint: let a server of this model with a disk tier serve some long prompts"
+            raise ConfigError(f"the rates do not tell how fast {missing} are\n{hint}")
+        self._block_tokens, self._block_bytes = block_tokens, block_bytes
+        self._compute = ComputeRate(CHUNK_TOKENS)
+        self._compute.assume(rates.known_steps)
+        self._bytes_per_s = up, min(read, up)  # what is read passes through the other link
+        self._free_at = [0.0, 0.0]
+        self._device_free_at = 0.0
+        self._ttft_s = array("d")
+        self.computed_sooner_tokens = 0
+        self.busy_s = 0.0
+
+    def add(self, sources: Sequence[Source], num_tokens: int, now: float) -> None:
+        """Estimate a request that comes now."""
+        if not num_tokens:
+            return
+        of: dict[Source, list[int]] = {tier: [] for tier in Tier}
+        for index, source in enumerate(sources):
+            if source is not None:
+                of[source].append(index)
+        free = [max(0.0, at - now) for at in self._free_at]
+        up = LinkState(self._bytes_per_s[UP], free[UP], is_steady=True)
+        read = LinkState(self._bytes_per_s[READ], free[READ], READ_LATENCY_S, through=UP)
+        planner = Planner(
+            [up, read],
+            self._compute.seconds,
+            block_size=self._block_tokens,
+            block_bytes=self._block_bytes,
+            busy_s=max(0.0, self._device_free_at - now),
+            least_tokens=self._compute.least_tokens,
+        )
+        in_host, on_disk = of[Tier.HOST], of[Tier.DISK]
+        loads = [LinkLoad(UP, in_host), LinkLoad(READ, on_disk)]
+        begin_s = planner.busy_s
+        split = planner.split(Demand(0, num_tokens, loads, ready=stretches(of[Tier.DEVICE])))
+        self._ttft_s.append(split.done_s)
+        self._device_free_at = now + planner.busy_s
+        self.busy_s += planner.busy_s - begin_s
+        num_copied = sum(1 for index in in_host if index >= split.steady_block)
+        num_read = sum(1 for index in on_disk if index >= split.block)
+        num_sooner = len(in_host) + len(on_disk) - num_copied - num_read
+        self.computed_sooner_tokens += num_sooner * self._block_tokens
+        for link, count in (UP, num_copied + num_read), (READ, num_read):
+            seconds = count * self._block_bytes / self._bytes_per_s[link]
+            self._free_at[link] = now + free[link] + seconds
+
+    def ttft_ms(self) -> dict[str, float] | None:
+        """Return percentiles of the times; None before the first request."""
+        if not self._ttft_s:
+            return None
+        values = 1e3 * np.percentile(np.array(self._ttft_s), (50, 90))
+        return {"p50": round(float(values[0]), 2), "p90": round(float(values[1]), 2)}

@@ -1,0 +1,376 @@
+"""VRAM, host memory and disk whose moves take no time, so that deciding is all that is done.
+
+The pools, the order of eviction and the retention policy are those of a server, and the disk's
+index decides as the store's does (`disk_index`). What a server's links and queues add is when bytes
+arrive. Here they have arrived at once:
+
+- a block that VRAM evicts is copied to host memory, unless it has a page there already;
+- VRAM and host memory add up, since pages whose blocks VRAM keeps are evicted first;
+- a block that host memory evicts is written to disk, and so is the oldest block that the disk lacks
+  once more are owed to it than a stop would have time to write;
+- a block that is used is the youngest in each tier that has it, its prompt's head last.
+
+`tests/sizing/test_whole_cache.py` compares this with the whole `TieredCache` on the same requests.
+"""
+
+import math
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.errors import IntegrityError
+from tieredkv.retention import RetentionPolicy
+from tieredkv.sizing.disk_index import DiskIndex, Life
+from tieredkv.types import BlockHash, Tier
+
+SWEEP_S = 10.0
+"""How often expired blocks leave the disk, as the setting `sweep_interval` has it."""
+
+Hashes = Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How many blocks each tier holds, infinite without a limit.
+
+    Attributes:
+        reserve: blocks of VRAM that are copied to host memory ahead of need, so that they take room
+            twice.
+        most_owed: how many blocks may wait to be written to disk until host memory evicts them.
+    """
+
+    device: float = math.inf
+    host: float = 0.0
+    disk: float = 0.0
+    reserve: int = 0
+    most_owed: int = 0
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """The tiers that blocks may be in."""
+        tiers = {Tier.DEVICE}
+        if self.host or self.disk:
+            tiers.add(Tier.HOST)
+        if self.disk:
+            tiers.add(Tier.DISK)
+        return frozenset(tiers)
+
+
+Source = Tier | None
+"""The tier that has a block; None if it has to be computed."""
+
+
+class Tiers:
+    """The tiers of a replay.
+
+    Invariants (`check`): those of the pools and of the index; a block has a life if, and only if,
+    it is in a tier.
+
+    Attributes:
+        device, host: pools of VRAM and of host memory; the latter is None without host memory.
+        index: of the disk; None without a disk.
+        moved: blocks by the link that they were moved over, such as `device_host`.
+        written: blocks written to VRAM and host memory.
+        num_stored: blocks written to disk.
+        ages: seconds since they were computed, of the blocks that each tier evicted for want of
+            room; under None of those that were in no tier then.
+        num_expired: blocks that have expired.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        policy: RetentionPolicy,
+        *,
+        num_distinct: int,
+        most_blocks: int,
+        until: float = math.inf,
+    ) -> None:
+        """Make empty tiers.
+
+        Args:
+            room: how many blocks they hold.
+            policy: how long they keep blocks.
+            num_distinct: how many different blocks there are at most.
+            most_blocks: blocks of the longest prompt. It is computed in room beside that of VRAM if
+                VRAM is smaller.
+            until: time of the last request.
+        """
+        self._policy, self._lives = policy, dict[BlockHash, Life]()
+        self.moved, self.written = Counter[str](), Counter[Tier]()
+        self.ages: dict[Source, array[float]] = {each: array("d") for each in (*Tier, None)}
+        self.num_stored = 0
+        self.num_expired, self._now = 0, 0.0
+        enough = num_distinct + most_blocks
+        kept = int(min(room.device, enough))
+        self.device = BlockPool(max(kept, most_blocks))
+        self.device.on_evict = self._on_device_evict
+        self._num_beside, self._beside = self.device.num_blocks - kept, list[Block]()
+        self.host = None
+        if room.host > 0:
+            self.host = BlockPool(max(1, int(min(room.host, enough)) - self._reserve(room, kept)))
+            self.host.on_evict = self._on_host_evict
+            self.host.is_duplicate = self.device.holds_young
+        self._off_disk = list[Life]()  # evicted from disk by this request
+        self.index = DiskIndex(room.disk, self._off_disk.append) if room.disk > 0 else None
+        self._evicted = list[BlockHash]()  # by the pool that was last asked for blocks
+        self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
+        # What may expire: blocks by the time at which they do if they are not used again, and at
+        # which they do in any case.
+        self._unused, self._old = deque[tuple[float, Hashes]](), deque[tuple[float, Hashes]]()
+        self._has_expiry = min(policy.idle_s, policy.absolute_s) <= until
+        self._next_sweep = 0.0
+
+    @staticmethod
+    def _reserve(room: Room, kept: int) -> int:
+        """Return how many pages hold what VRAM evicts next, as `Demoter` does."""
+        if room.host == math.inf or room.device == math.inf:
+            return 0
+        return min(room.reserve, kept // 4, int(room.host) // 2)
+
+    def serve(self, hashes: Hashes, now: float) -> list[Source]:
+        """Serve a request: find its blocks, and compute and keep the others.
+
+        Returns:
+            Where each block was.
+        """
+        self._now, device = now, self.device
+        if self._beside:
+            device.release(self._beside)
+            self._beside = []
+        if self._has_expiry:
+            self._expire()
+        table = device.find(hashes)
+        sources: list[Source] = [Tier.DEVICE] * len(hashes)
+        missing = [i for i, block in enumerate(table) if block is None]
+        if missing:
+            device.acquire([block for block in table if block is not None])
+            self._fill(hashes, table, missing, sources)
+        else:
+            device.acquire(cast(list[Block], table))
+        self._note_use(hashes)
+        if self.host is not None and self.host.num_cached:
+            self.host.touch(hashes)
+        device.release(cast(list[Block], table)[::-1])
+        if self._num_beside:
+            self._beside = device.allocate(self._num_beside) or []
+            self._move_down()
+        if self.index is not None:
+            self._write_owed()
+            if self._off_disk:
+                self._leave_disk()
+        return sources
+
+    def _fill(
+        self, hashes: Hashes, table: list[Block | None], missing: list[int], sources: list[Source]
+    ) -> None:
+        """Put the blocks that VRAM lacks into it: from the fastest tier that has them, or computed.
+
+        Pages are held until their blocks are in VRAM, and make room for what VRAM evicts then.
+        """
+        now, device, host, index, lives = self._now, self.device, self.host, self.index, self._lives
+        pages = list[Block]()
+        num_from = {Tier.DISK: 0, None: 0}
+        computed = list[BlockHash]()
+        deadline = self._policy.deadline(now, now) if self._has_expiry else math.inf
+        wanted = [hashes[i] for i in missing]
+        known = host.find(wanted) if host is not None else [None] * len(wanted)
+        for i, block_hash, page in zip(missing, wanted, known, strict=True):
+            if page is not None:
+                pages.append(page)
+                sources[i] = Tier.HOST
+            elif index is not None and index.get(block_hash, now) is not None:
+                sources[i] = Tier.DISK
+                num_from[Tier.DISK] += 1
+            else:
+                sources[i] = None
+                lives[block_hash] = life = Life(block_hash, i, now, now, deadline)
+                computed.append(block_hash)
+                if index is not None:
+                    self._owed[block_hash] = life
+        if host is not None:
+            host.acquire(pages)
+        fresh = device.allocate(len(missing))
+        assert fresh is not None, "VRAM has no room for one request"
+        insert = device.insert
+        for i, block in zip(missing, fresh, strict=True):
+            insert(block, hashes[i])
+            block.is_ready = True  # as `fill`, but faster
+            table[i] = block
+        if host is not None:
+            host.release(pages)
+        self._move_down()
+        num_read = num_from[Tier.DISK]
+        self.moved["host_device"] += len(pages) + num_read
+        self.moved["disk_host"] += num_read
+        self.written[Tier.DEVICE] += len(missing)
+        self.written[Tier.HOST] += num_read
+        if self._has_expiry and computed:
+            self._old.append((now + self._policy.absolute_s, computed))
+
+    def _note_use(self, hashes: Hashes) -> None:
+        """Note that blocks were used now, so that they stay for longer."""
+        now, lives, deadline = self._now, self._lives, self._policy.deadline
+        if not self._has_expiry:
+            for life in map(lives.__getitem__, hashes):
+                life.last_used = now
+            return
+        computed_at, until = -1.0, 0.0
+        for life in map(lives.__getitem__, hashes):
+            life.last_used = now
+            if life.computed_at != computed_at:  # blocks that came together live equally long
+                computed_at = life.computed_at
+                until = deadline(computed_at, now)
+            life.expires_at = until
+        self._unused.append((now + self._policy.idle_s, hashes))
+
+    # Down
+
+    def _on_device_evict(self, _block: Block, block_hash: BlockHash) -> None:
+        self._evicted.append(block_hash)
+
+    def _move_down(self) -> None:
+        """Copy to host memory what VRAM has evicted, unless it has pages there."""
+        evicted, self._evicted = self._evicted, []
+        if not evicted:
+            return
+        host, lives, now = self.host, self._lives, self._now
+        self.ages[Tier.DEVICE].extend([now - lives[each].computed_at for each in evicted])
+        if host is None:
+            for block_hash in evicted:
+                self._leave_ram(lives[block_hash])
+            return
+        absent = list[BlockHash]()
+        for block_hash, page in zip(evicted, host.find(evicted), strict=True):
+            if page is None:
+                absent.append(block_hash)
+            else:
+                host.end_duplicate(block_hash)
+        for first in range(0, len(absent), host.num_blocks):
+            some = absent[first : first + host.num_blocks]
+            num_copied = self._copy_down(some)
+            for block_hash in some[num_copied:]:
+                self._leave_ram(lives[block_hash])
+
+    def _on_host_evict(self, _page: Block, block_hash: BlockHash) -> None:
+        self._evicted.append(block_hash)
+
+    def _leave_host(self) -> None:
+        """Keep what host memory has evicted on disk, unless VRAM has it."""
+        evicted, self._evicted = self._evicted, []
+        now, some = self._now, list(map(self._lives.__getitem__, evicted))
+        self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
+        for life, block in zip(some, self.device.find(evicted), strict=True):
+            if block is None and not life.queued:
+                self._leave_ram(life)
+
+    def _leave_ram(self, life: Life) -> None:
+        """Keep a block that has left VRAM and host memory on disk, if there is one."""
+        if not life.queued:
+            if self.index is not None:
+                self._owed.pop(life.block_hash, None)
+                self.num_stored += self.index.store(life, self._now)
+            if not life.queued:
+                self._forget(life)
+
+    def _write_owed(self) -> None:
+        """Write the oldest blocks that are owed to the disk, if more are than may wait.
+
+        What has no page yet is copied to one first, which is then the next to be evicted.
+        """
+        owed, index, now = self._owed, self.index, self._now
+        assert index is not None
+        some = [owed.popitem(last=False) for _ in range(len(owed) - self._most_owed)]
+        num_copied = 0
+        if self.host is not None:
+            num_copied = len(self.host.missing(block_hash for block_hash, _ in some))
+        for _, life in some:
+            if not life.queued:
+                self.num_stored += index.store(life, now)
+        self.moved["device_host"] += num_copied
+        self.written[Tier.HOST] += num_copied
+
+    def _copy_down(self, hashes: Hashes) -> int:
+        """Copy blocks to pages as far as there are pages; return how many were copied."""
+        host = self.host
+        assert host is not None
+        pages = host.allocate(len(hashes), is_partial=True) or []
+        if self._evicted:
+            self._leave_host()
+        for block_hash, page in zip(hashes, pages, strict=False):
+            host.insert(page, block_hash)
+            page.is_ready = True  # as `fill`, but faster
+        host.release(pages)
+        self.moved["device_host"] += len(pages)
+        self.written[Tier.HOST] += len(pages)
+        return len(pages)
+
+    def _leave_disk(self) -> None:
+        """Forget what the disk has evicted, unless another tier has it."""
+        evicted, now = self._off_disk.copy(), self._now
+        self._off_disk.clear()
+        self.ages[Tier.DISK].extend([now - life.computed_at for life in evicted])
+        hashes = [life.block_hash for life in evicted]
+        if self.host is not None:
+            kept = zip(self.device.find(hashes), self.host.find(hashes), strict=True)
+            in_ram = [block is not None or page is not None for block, page in kept]
+        else:
+            in_ram = [block is not None for block in self.device.find(hashes)]
+        for life, is_in_ram in zip(evicted, in_ram, strict=True):
+            if not (is_in_ram or life.queued):
+                self._forget(life)
+
+    def _forget(self, life: Life) -> None:
+        """Note that no tier has a block any more, for want of room."""
+        if self._lives.get(life.block_hash) is life:
+            self.ages[None].append(self._now - life.computed_at)
+            del self._lives[life.block_hash]
+
+    def _is_in_ram(self, block_hash: BlockHash) -> bool:
+        in_host = self.host is not None and self.host.lookup(block_hash) is not None
+        return in_host or self.device.lookup(block_hash) is not None
+
+    # Expiry
+
+    def _expire(self) -> None:
+        """Drop what has expired from VRAM and host memory, and now and then from the disk."""
+        now, lives = self._now, self._lives
+        for queue in self._unused, self._old:
+            while queue and queue[0][0] <= now:
+                for block_hash in queue.popleft()[1]:
+                    life = lives.get(block_hash)
+                    if life is not None and life.expires_at <= now:
+                        self._drop(life)
+        if self.index is not None and now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_S
+            for life in self.index.sweep(now):
+                self._drop(life)
+
+    def _drop(self, life: Life) -> None:
+        """Make an expired block unreachable; a sweep takes it off the disk."""
+        if self._lives.get(life.block_hash) is not life:
+            return
+        self.device.drop(life.block_hash)
+        if self.host is not None:
+            self.host.drop(life.block_hash)
+        self._owed.pop(life.block_hash, None)
+        del self._lives[life.block_hash]
+        self.num_expired += 1
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        self.device.check()
+        if self.host is not None:
+            self.host.check()
+        if self.index is not None:
+            self.index.check()
+        for block_hash, life in self._lives.items():
+            if not (self._is_in_ram(block_hash) or life.queued):
+                raise IntegrityError(f"block {block_hash!r} has a life, but is in no tier")
+        for pool in self.device, self.host:
+            for block in pool.evictable() if pool is not None else ():
+                if block.block_hash is None or block.block_hash not in self._lives:
+                    raise IntegrityError(f"block {block.block_hash!r} is in a tier without a life")

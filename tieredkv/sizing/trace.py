@@ -1,0 +1,153 @@
+"""Traces of requests, in the format of the Mooncake paper.
+
+Each line of the file is a request: `timestamp` in ms, `input_length` and `output_length` in tokens,
+and `hash_ids`, one for each block of the prompt. Equal ids are equal blocks with equal blocks
+before them. The last block may be a partial one. Other fields are ignored.
+
+This module knows the format. It does not know blocks, tiers or policies.
+
+Source: Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST'25.
+"""
+
+import contextlib
+import gzip
+import itertools
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from tieredkv.errors import ConfigError
+from tieredkv.types import Progress
+
+BLOCK_TOKENS = 512
+"""Tokens of one id in the published traces."""
+
+STDIN = Path("-")
+_GZIP_MAGIC = b"\x1f\x8b"
+_TOLD_EVERY = 1000
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One request of a trace.
+
+    Attributes:
+        timestamp: when it came, in ms.
+        input_length: tokens of its prompt.
+        output_length: tokens of its answer.
+        hash_ids: of the prompt's blocks.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Count]
+
+
+class Trace(NamedTuple):
+    """The requests of a trace, in the order of their times.
+
+    Attributes:
+        name: of the file, for people.
+        block_tokens: tokens of one id.
+    """
+
+    name: str
+    requests: Sequence[Request]
+    block_tokens: int = BLOCK_TOKENS
+
+    @property
+    def span_s(self) -> float:
+        """Seconds between the first and the last request."""
+        if not self.requests:
+            return 0.0
+        return (self.requests[-1].timestamp - self.requests[0].timestamp) / 1e3
+
+    @property
+    def num_distinct(self) -> int:
+        """How many different blocks there are."""
+        return len(set(itertools.chain.from_iterable(it.hash_ids for it in self.requests)))
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks the longest prompt has."""
+        return max((len(it.hash_ids) for it in self.requests), default=0)
+
+
+def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKENS) -> Trace:
+    """Read a trace, gzipped or not; `-` is stdin.
+
+    Raises:
+        ConfigError: it cannot be read or is no such trace; names the line and the field.
+    """
+    name, where = ("stdin", "stdin") if path == STDIN else (path.name, f"`{path}`")
+    requests = list[Request]()
+    decode, before, stage = msgspec.json.Decoder(Request).decode, 0.0, "reading the trace"
+    number = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            for number, line in enumerate(_lines(path, stack), start=1):
+                if number % _TOLD_EVERY == 0:
+                    progress(stage, number, 0)
+                if not line.strip():
+                    continue
+                request = decode(line)
+                _check(request, before, block_tokens)
+                before = request.timestamp
+                requests.append(request)
+    except (OSError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"the trace {where} cannot be read: {why}") from error
+    except EOFError as error:
+        raise ConfigError(f"the trace {where} is cut short after line {number}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}, line {number}: {_told(error)}\n{_HINT}") from error
+    finally:
+        progress(stage, 1, 1)
+    if not requests:
+        raise ConfigError(f"the trace {where} has no requests\n{_HINT}")
+    return Trace(name, requests, block_tokens)
+
+
+_HINT = (
+    'hint: each line is a request such as {"timestamp": 27482, "input_length": 1030, '
+    '"output_length": 52, "hash_ids": [46, 47, 2353]}'
+)
+
+
+def _lines(path: Path, stack: contextlib.ExitStack) -> Iterable[bytes]:
+    """Return the lines of a file, whose first bytes tell whether it is gzipped."""
+    file: Any = sys.stdin.buffer if path == STDIN else stack.enter_context(path.open("rb"))
+    return gzip.open(file) if file.peek(2).startswith(_GZIP_MAGIC) else file
+
+
+def _check(request: Request, before: float, block_tokens: int) -> None:
+    """Raise ValueError if a request contradicts itself or the one before it."""
+    if request.timestamp < before:
+        what = f"`timestamp` is {request.timestamp:g}, before the {before:g} of an earlier line"
+        raise ValueError(f"{what}; sort the trace by time")
+    num_ids, num_tokens = len(request.hash_ids), request.input_length
+    if num_ids != -(-num_tokens // block_tokens):
+        what = f"`hash_ids` has {num_ids} ids, but `input_length` = {num_tokens}"
+        needs = f"needs {-(-num_tokens // block_tokens)}, one for each {block_tokens} tokens"
+        raise ValueError(f"{what} {needs}")
+    if len(set(request.hash_ids)) < num_ids:
+        raise ValueError("`hash_ids` has an id twice, but a block cannot begin with itself")
+
+
+def _told(error: Exception) -> str:
+    """Return what is wrong with a line; the field comes first."""
+    text = str(error)
+    if isinstance(error, msgspec.ValidationError):
+        what, _, place = text.rpartition(" - at `$.")
+        if what:
+            return f"`{place.rstrip('`')}`: {what[0].lower()}{what[1:]}"
+        return f"{text[0].lower()}{text[1:]}"
+    if isinstance(error, msgspec.DecodeError):
+        return f"is not JSON: {text}"
+    return text
