@@ -1,6 +1,7 @@
 """Lets agents take turns on vLLM while the worker of tieredkv's tier is killed again and again.
 
-    python -m tests.stress.vllm_kills --folder /nvme/kv --model-dir /dev/shm/model --minutes 8
+    python -m tests.stress.vllm_kills --folder /nvme/kv --model-dir /dev/shm/model --minutes 8 \
+        --tier-options '{"restore": "load"}'
 
 Sessions of `tieredkv bench sessions` take turns on a `vllm serve` with our tier, whose worker gets
 SIGKILL every `--kill-every` seconds; when all sessions have ended, those of the next seed begin.
@@ -22,17 +23,15 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import httpx
 
 from tests.stress.client import difference, served_by
-from tests.stress.vllm_server import VLLM, Server, make_model, serving, tier_config, worker_of
+from tests.stress.vllm_server import Server, Setup, with_setup, worker_of
 from tieredkv.bench import raw
 from tieredkv.bench.sessions import Shape, Turn, write_script
-from tieredkv.units import parse_bytes
 
 TIMEOUT_S = 300.0
 AT_ONCE = 16
@@ -151,73 +150,41 @@ async def compare(
 
 
 @click.command(help=__doc__)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="On the disk.")
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder of the checkpoint; if it has none, one of --shape is written.",
-)
-@click.option("--shape", default="random:llama-3.1-8b", show_default=True, help="Of the model.")
 @click.option("--sessions", default=8, show_default=True, help="Sessions at once.")
 @click.option("--minutes", default=8.0, show_default=True, help="For which they take turns.")
 @click.option("--kill-every", default=30.0, show_default=True, help="Seconds between kills.")
 @click.option("--scale", default=1.0, show_default=True, help="Prompts are shorter by it.")
-@click.option("--memory-size", default="16GiB", show_default=True, help="vLLM's memory.")
-@click.option("--disk-size", default="40GiB", show_default=True, help="Budget of tieredkv.")
-@click.option("--tier-options", default="{}", help="Further arguments of tieredkv's tier, as JSON.")
-@click.option("--connector", default="{}", help="Further `kv_connector_extra_config`, as JSON.")
-@click.option("--flags", default="", help="Further flags of `vllm serve`.")
-@click.option("--vllm", default=VLLM, help="Command that runs vLLM.")
-@click.option("--port", default=8123, show_default=True)
 @click.option("--tie", default=0.05, show_default=True, help="See above.")
-@click.option("--log", type=click.Path(path_type=Path), default=Path("vllm.log"))
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
+@with_setup
 def main(
-    folder: Path,
-    model_dir: Path,
-    shape: str,
+    setup: Setup,
     sessions: int,
     minutes: float,
     kill_every: float,
     scale: float,
-    memory_size: str,
-    disk_size: str,
-    tier_options: str,
-    connector: str,
-    flags: str,
-    vllm: str,
-    port: int,
     tie: float,
-    log: Path,
     commit: str | None,
 ) -> None:
-    make_model(shape, model_dir)
-    vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    vocab_size, folder = setup.config["vocab_size"], setup.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    ours = {"default_retention": "24h", "restore": "load"} | json.loads(tier_options)
-    entry = tier_config("tieredkv", folder, disk_size, ours)
-    common: Row = {"port": port, "log": log, "flags": flags, "vllm": vllm}
-    memory_bytes, extra = parse_bytes(memory_size), json.loads(connector)
-    with serving(model_dir, entry, memory_bytes=memory_bytes, connector=extra, **common) as server:
+    with setup.serving(setup.tier("tieredkv", folder)) as server:
         crowd = Crowd(server.url, Shape(turns=15, scale=scale, trace=None), vocab_size)
         killed = asyncio.run(take_turns(server, crowd, sessions, minutes, kill_every))
-        metrics = {name: it for name, it in server.metrics().items() if "kv_offload" in name}
-        from_disk = server.bytes_from_disk()
+        metrics = server.metrics()
     click.echo(f"{len(crowd.asked)} answers, {len(crowd.lost)} lost, {len(killed)} kills", err=True)
-    with serving(model_dir, None, memory_bytes=0, **common) as server:
+    with setup.serving(None, has_memory=False) as server:
         counts, wrong = asyncio.run(compare(server.url, crowd.asked, tie))
     shutil.rmtree(folder, ignore_errors=True)
     problems = [*crowd.lost, *wrong]
     problems += [] if killed else ["no worker was killed"]
     report = raw.head(commit, "python -m tests.stress.vllm_kills")
     report |= {"answers": len(crowd.asked), "lost": len(crowd.lost), "kills": len(killed)}
-    report |= {"tokens": counts, "bytes_from_disk_by_last_worker": from_disk}
     cached = sum(answer.cached_tokens for _, answer in crowd.asked)
     report |= {"hit_rate": cached / max(1, sum(len(turn.prompt) for turn, _ in crowd.asked))}
-    told = {name: it for name, it in metrics.items() if "bucket" not in name}
-    click.echo(json.dumps(report | {"metrics": told, "problems": problems}))
+    report |= {"tokens": counts, "metrics": metrics, "problems": problems}
+    click.echo(json.dumps(report))
     sys.exit(1 if problems else 0)
 
 

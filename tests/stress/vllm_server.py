@@ -6,6 +6,7 @@ be seen.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -13,14 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import click
 import httpx
 
+from tieredkv.cli.bench_options import with_options
 from tieredkv.errors import TieredKVError
 from tieredkv.storage.control import StoreControl
+from tieredkv.units import parse_bytes
 
 VLLM = f"{sys.executable} -P -m vllm.entrypoints.cli.main"
 START_TIMEOUT_S = 600.0
@@ -87,12 +91,15 @@ class Server:
         raise TieredKVError("vLLM has not emptied its prefix cache for a minute")
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums of vLLM's own metrics by name."""
+        """Return the sums of the metrics of vLLM's memory and of its tiers, by name."""
         sums: dict[str, float] = {}
         for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
-            if not line.startswith("#") and line.strip():
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
+            if line.startswith("#") or not line.strip():
+                continue
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            is_ours = "kv_offload" in name or "tieredkv" in name
+            if is_ours and not name.endswith(("_bucket", "_created")):
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
@@ -134,16 +141,6 @@ def _read_bytes(pid: int) -> int:
     return 0
 
 
-def tier_config(tier: str, folder: Path, disk_size: str, options: Mapping[str, Any]) -> Row | None:
-    """Return the entry of `secondary_tiers` of a tier; None for one that is vLLM's own memory."""
-    if tier == "ram":
-        return None
-    if tier == "fs":
-        return {"type": "fs", "root_dir": str(folder)} | dict(options)
-    ours = {"type": "TieredKVTier", "module_path": "tieredkv.integrations.vllm"}
-    return ours | {"disk_dir": str(folder), "disk_size": disk_size} | dict(options)
-
-
 def stored_bytes(tier: str, folder: Path) -> int:
     """Return how many bytes of blocks a tier holds on disk."""
     if tier == "fs":
@@ -163,64 +160,149 @@ def wait_until_stored(tier: str, folder: Path, num_bytes: int, timeout_s: float 
     return False
 
 
-@contextlib.contextmanager
-def serving(
-    model: Path,
-    tier: Row | None,
-    *,
-    memory_bytes: int,
-    port: int,
-    log: Path,
-    flags: str = "",
-    connector: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-    vllm: str = VLLM,
-) -> Iterator[Server]:
-    """Run a server until the block ends; its log is appended to `log`.
+class Setup(NamedTuple):
+    """What a measurement is told of the servers that it runs, see `with_setup`.
 
-    Args:
-        model: folder of the checkpoint.
-        tier: as `tier_config` returns it; None for none.
-        memory_bytes: of vLLM's memory behind VRAM; 0 for a server without a connector.
-        port: on which it listens.
-        log: file to which its output is appended.
-        flags: further ones of `vllm serve`.
+    Attributes:
+        folder: on the disk.
+        model_dir: folder of the checkpoint.
+        memory_bytes: of vLLM's memory behind VRAM.
+        disk_size: budget of tieredkv's tier.
+        tier_options: further arguments of that.
         connector: further entries of `kv_connector_extra_config`.
-        environment: further variables.
+        flags: further ones of `vllm serve`.
         vllm: command that runs vLLM.
-
-    Raises:
-        TieredKVError: it has not started.
+        port: on which servers listen.
+        log: file to which their output is appended.
     """
-    words = [*shlex.split(vllm), "serve", str(model), "--port", str(port), *shlex.split(flags)]
-    if memory_bytes:
-        extra: Row = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": memory_bytes}
-        extra |= {"offload_prompt_only": False, **(connector or {})}
-        extra["secondary_tiers"] = [] if tier is None else [tier]
-        transfer: Row = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-        transfer |= {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
-        words += ["--kv-transfer-config", json.dumps(transfer)]
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0", **(environment or {})}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            words,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        _wait_until_ready(server, log)
-        yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
+
+    folder: Path
+    model_dir: Path
+    memory_bytes: int
+    disk_size: str
+    tier_options: Row
+    connector: Row
+    flags: str
+    vllm: str
+    port: int
+    log: Path
+
+    @property
+    def config(self) -> Row:
+        """The model's config.json."""
+        config: Row = json.loads((self.model_dir / "config.json").read_text())
+        return config
+
+    def tier(self, name: str, folder: Path) -> Row | None:
+        """Return the entry of `secondary_tiers` of a tier; None for vLLM's own memory alone."""
+        if name == "ram":
+            return None
+        if name == "fs":
+            return {"type": "fs", "root_dir": str(folder)}
+        ours = {"type": "TieredKVTier", "module_path": "tieredkv.integrations.vllm"}
+        ours |= {"default_retention": "24h", "disk_dir": str(folder), "disk_size": self.disk_size}
+        return ours | self.tier_options
+
+    @contextlib.contextmanager
+    def serving(
+        self,
+        tier: Row | None,
+        *,
+        has_memory: bool = True,
+        flags: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[Server]:
+        """Run a server until the block ends.
+
+        Args:
+            tier: as `tier` returns it.
+            has_memory: whether vLLM has memory behind VRAM.
+            flags: more of them.
+            environment: further variables.
+
+        Raises:
+            TieredKVError: it has not started.
+        """
+        words = [*shlex.split(self.vllm), "serve", str(self.model_dir), "--port", str(self.port)]
+        words += shlex.split(f"{self.flags} {flags}")
+        if has_memory:
+            extra: Row = {"spec_name": "TieringOffloadingSpec"}
+            extra |= {"cpu_bytes_to_use": self.memory_bytes, "offload_prompt_only": False}
+            extra |= {**self.connector, "secondary_tiers": [] if tier is None else [tier]}
+            transfer: Row = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+            transfer |= {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+            words += ["--kv-transfer-config", json.dumps(transfer)]
+        variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0", **(environment or {})}
+        with self.log.open("ab") as output:
+            process = subprocess.Popen(
+                words,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        server = Server(f"http://127.0.0.1:{self.port}", process)
         try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            print("the server has not stopped and is killed", file=sys.stderr)  # noqa: T201
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            _wait_until_ready(server, self.log)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                print("the server has not stopped and is killed", file=sys.stderr)  # noqa: T201
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+a_path = click.Path(path_type=Path)
+OPTIONS = (
+    click.option("--folder", type=a_path, required=True, help="On the disk."),
+    click.option(
+        "--model-dir",
+        type=a_path,
+        required=True,
+        help="Folder of the checkpoint; if it has none, one of --shape is written.",
+    ),
+    click.option("--shape", default="random:llama-3.1-8b", show_default=True, help="Of the model."),
+    click.option("--memory-size", default="24GiB", show_default=True, help="vLLM's memory."),
+    click.option("--disk-size", default="40GiB", show_default=True, help="Budget of tieredkv."),
+    click.option("--tier-options", default="{}", help="Further arguments of our tier, as JSON."),
+    click.option("--connector", default="{}", help="More `kv_connector_extra_config`, as JSON."),
+    click.option("--flags", default="", help="Further flags of `vllm serve`."),
+    click.option("--vllm", default=VLLM, help="Command that runs vLLM."),
+    click.option("--port", default=8123, show_default=True),
+    click.option("--log", type=a_path, default=Path("vllm.log"), help="Of the servers."),
+)
+
+
+def with_setup(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a `Setup`, and call it with that as `setup`."""
+
+    @functools.wraps(command)
+    def run(
+        *,
+        folder: Path,
+        model_dir: Path,
+        shape: str,
+        memory_size: str,
+        tier_options: str,
+        connector: str,
+        **others: Any,
+    ) -> None:
+        make_model(shape, model_dir)
+        known = {name: others.pop(name) for name in ("disk_size", "flags", "vllm", "port", "log")}
+        setup = Setup(
+            folder=folder,
+            model_dir=model_dir,
+            memory_bytes=parse_bytes(memory_size),
+            tier_options=json.loads(tier_options),
+            connector=json.loads(connector),
+            **known,
+        )
+        command(setup=setup, **others)
+
+    return cast(Callable[..., None], with_options(OPTIONS)(run))
 
 
 def _wait_until_ready(server: Server, log: Path) -> None:

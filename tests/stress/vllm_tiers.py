@@ -23,6 +23,7 @@ differ although the cold logits of the two were more than `--tie` apart, it is a
 The exit code is 1 if there are problems, such as a hit that was none.
 """
 
+import functools
 import json
 import shutil
 import statistics
@@ -36,18 +37,9 @@ import click
 import httpx
 
 from tests.stress.client import Prompt, difference, prompts_of, served_by
-from tests.stress.vllm_server import (
-    VLLM,
-    Server,
-    make_model,
-    serving,
-    stored_bytes,
-    tier_config,
-    wait_until_stored,
-)
+from tests.stress.vllm_server import Server, Setup, stored_bytes, wait_until_stored, with_setup
 from tieredkv.bench import raw
 from tieredkv.cli.bench_options import several
-from tieredkv.units import parse_bytes
 
 ARMS = ("cold", "device", "host", "disk", "restart")
 DISK_ARMS = ("disk", "restart")
@@ -186,78 +178,43 @@ class Measuring:
 
 
 @click.command(help=__doc__)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="On the disk.")
-@click.option(
-    "--model-dir",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder of the checkpoint; if it has none, one of --shape is written.",
-)
-@click.option("--shape", default="random:llama-3.1-8b", show_default=True, help="Of the model.")
 @several("--tiers", str, default="ram,fs,tieredkv", help="Tiers to measure, with commas between.")
 @several("--prefix-tokens", int, default="2048,8192,32768,65536", help="Lengths of the prompts.")
 @click.option("--repeats", default=3, show_default=True, help="Prompts of each length.")
-@click.option("--memory-size", default="24GiB", show_default=True, help="vLLM's memory.")
-@click.option("--disk-size", default="40GiB", show_default=True, help="Budget of tieredkv.")
-@click.option("--tier-options", default="{}", help="Further arguments of tieredkv's tier, as JSON.")
-@click.option("--connector", default="{}", help="Further `kv_connector_extra_config`, as JSON.")
-@click.option("--flags", default="", help="Further flags of `vllm serve`.")
 @click.option("--layout", help="VLLM_KV_CACHE_LAYOUT, such as BLHNC.")
-@click.option("--vllm", default=VLLM, help="Command that runs vLLM.")
-@click.option("--port", default=8123, show_default=True)
 @click.option("--tie", default=0.05, show_default=True, help="See above.")
-@click.option("--log", type=click.Path(path_type=Path), default=Path("vllm.log"))
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
+@with_setup
 def main(
-    folder: Path,
-    model_dir: Path,
-    shape: str,
+    setup: Setup,
     tiers: list[str],
     prefix_tokens: list[int],
     repeats: int,
-    memory_size: str,
-    disk_size: str,
-    tier_options: str,
-    connector: str,
-    flags: str,
     layout: str | None,
-    vllm: str,
-    port: int,
     tie: float,
-    log: Path,
     commit: str | None,
 ) -> None:
-    make_model(shape, model_dir)
-    config = json.loads((model_dir / "config.json").read_text())
+    config = setup.config
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     kv_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-    longest = max(prefix_tokens) + 2 * ANSWER_TOKENS
-    options = {
-        "memory_bytes": parse_bytes(memory_size),
-        "port": port,
-        "log": log,
-        "flags": f"--max-model-len {longest} {flags}",
-        "connector": json.loads(connector),
-        "environment": {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {},
-        "vllm": vllm,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
+    flags = f"--max-model-len {max(prefix_tokens) + 2 * ANSWER_TOKENS}"
+    environment = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+    serving = functools.partial(setup.serving, flags=flags, environment=environment)
+    setup.folder.mkdir(parents=True, exist_ok=True)
     rows, problems, facts = list[Row](), list[str](), dict[str, Any]()
     for tier in tiers:
-        own = folder / tier
+        own = setup.folder / tier
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
-        raw_GBps = raw.disk_read_GBps(folder, num_bytes=RAW_BYTES, threads=raw.BEST_THREADS)
-        ours = json.loads(tier_options) | {"default_retention": "24h"}
-        entry = tier_config(tier, own, disk_size, ours if tier == "tieredkv" else {})
-        it = Measuring(tier, own, kv_bytes, tie)
+        raw_GBps = raw.disk_read_GBps(own, num_bytes=RAW_BYTES, threads=raw.BEST_THREADS)
+        entry, it = setup.tier(tier, own), Measuring(tier, own, kv_bytes, tie)
         start = perf_counter()
-        with serving(model_dir, entry, **options) as server:
+        with serving(entry) as server:
             click.echo(f"{tier}: started in {perf_counter() - start:.0f} s, raw {raw_GBps} GB/s")
             it.run(server, prefix_tokens, repeats, config["vocab_size"])
-            facts[tier] = {name: value for name, value in server.metrics().items() if is_told(name)}
-        if tier != "ram":
-            with serving(model_dir, entry, **options) as server:
+            facts[tier] = server.metrics()
+        if entry is not None:
+            with serving(entry) as server:
                 it.restarted(server)
         shutil.rmtree(own, ignore_errors=True)
         rows += [row | {"raw_GBps": raw_GBps} for row in it.rows()]
@@ -265,11 +222,6 @@ def main(
     report = raw.head(commit, "python -m tests.stress.vllm_tiers") | {"layout": layout}
     click.echo(json.dumps(report | {"rows": rows, "metrics": facts, "problems": problems}))
     sys.exit(1 if problems else 0)
-
-
-def is_told(name: str) -> bool:
-    """Whether a metric of vLLM belongs to the report."""
-    return name.startswith("vllm:kv_offload") and "bucket" not in name and "created" not in name
 
 
 if __name__ == "__main__":
