@@ -1,10 +1,10 @@
 """Lets agents take turns on vLLM while the worker of tieredkv's tier is killed again and again.
 
-    python -m tests.stress.vllm_kills --folder /nvme/kv --model-dir /dev/shm/model --minutes 8 \
-        --tier-options '{"restore": "load"}'
+    python -m tests.stress.vllm_kills --folder /nvme/kv --model-dir /dev/shm/model --minutes 8
 
 Sessions of `tieredkv bench sessions` take turns on a `vllm serve` with our tier, whose worker gets
-SIGKILL every `--kill-every` seconds; when all sessions have ended, those of the next seed begin.
+SIGKILL every `--kill-every` seconds. With `--tier-options '{"restore": "load"}'` all that the disk
+has is loaded; else what is computed sooner is computed. When all sessions have ended, those of the next seed begin.
 Then a server without tiers answers the same prompts. A request without an answer is lost. An answer
 whose tokens differ from those of the second server is wrong, unless the two best tokens were nearly
 as likely where it first differs (`--tie`): those are counted apart, since in bfloat16 the order of
