@@ -3,12 +3,13 @@
     python -m tests.stress.vllm_kills --folder /nvme/kv --model-dir /dev/shm/model --minutes 8
 
 Sessions of `tieredkv bench sessions` take turns on a `vllm serve` with our tier, whose worker gets
-SIGKILL every `--kill-every` seconds. With `--tier-options '{"restore": "load"}'` all that the disk
-has is loaded; else what is computed sooner is computed. When all sessions have ended, those of the next seed begin.
-Then a server without tiers answers the same prompts. A request without an answer is lost. An answer
-whose tokens differ from those of the second server is wrong, unless the two best tokens were nearly
-as likely where it first differs (`--tie`): those are counted apart, since in bfloat16 the order of
-computing decides them.
+SIGKILL every `--kill-every` seconds. When all sessions have ended, those of the next seed begin.
+With `--tier-options '{"restore": "load"}'` all that the disk has is loaded; else what is computed
+sooner is computed. Then a server without tiers answers the same prompts.
+
+A request without an answer is lost. An answer whose tokens differ from those of the second server
+is wrong, unless the two best tokens were nearly as likely where it first differs (`--tie`): those
+are counted apart, since in bfloat16 the order of computing decides them.
 
 The exit code is 1 if a request was lost, a token was wrong, or no worker was killed.
 """
