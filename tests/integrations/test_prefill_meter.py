@@ -136,14 +136,15 @@ TRAFFIC = {
 }
 
 
-@pytest.mark.parametrize("factor", [0.1, 1.0, 100.0])
+# A crowd on a device that is a hundred times slower would queue without an end.
+@pytest.mark.parametrize(
+    ("traffic", "factor"),
+    [(it, by) for it in TRAFFIC for by in (0.1, 1.0, 100.0) if (it, by) != ("crowded", 100.0)],
+)
 @pytest.mark.parametrize("is_ahead", [True, False])
-@pytest.mark.parametrize("traffic", TRAFFIC)
 def test_prompts_are_never_taken_for_much_dearer_than_they_are(
     traffic: str, is_ahead: bool, factor: float
 ) -> None:
-    if traffic == "crowded" and factor > 1:
-        pytest.skip("a queue without an end")
     model = Model(is_ahead, slow=lambda _: factor)
     arrivals, sizes = TRAFFIC[traffic]
     model.run(arrivals)

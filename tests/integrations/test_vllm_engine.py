@@ -324,9 +324,8 @@ def test_a_request_is_aborted_at_each_step_of_its_load(setup: Setup, num_steps: 
     assert engine.serve(prompt, "24h").cached == 10 * TOKENS
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 5, 8])
-def test_a_stop_in_the_middle_loses_nothing_that_was_stored(setup: Setup, num_steps: int) -> None:
-    engine = setup.open(max_delay=2, num_blocks=128)
+def begin_two(engine: VllmEngine, num_steps: int) -> list[int]:
+    """Ask for a prompt that only the disk has, which is returned, and for a new one; take steps."""
     prompt = prompt_of("a", 10 * TOKENS + 5)
     engine.serve(prompt, "24h")
     engine.forget()
@@ -334,6 +333,13 @@ def test_a_stop_in_the_middle_loses_nothing_that_was_stored(setup: Setup, num_st
     engine.ask(prompt_of("b", 10 * TOKENS), "24h", length=8)
     for _ in range(num_steps):
         engine.step()
+    return prompt
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5, 8])
+def test_a_stop_in_the_middle_loses_nothing_that_was_stored(setup: Setup, num_steps: int) -> None:
+    engine = setup.open(max_delay=2, num_blocks=128)
+    prompt = begin_two(engine, num_steps)
     setup.close(engine)
     engine = setup.open()
     assert engine.serve(prompt, "24h").cached == 10 * TOKENS
@@ -345,13 +351,7 @@ def test_a_stop_in_the_middle_loses_nothing_that_was_stored(setup: Setup, num_st
 @pytest.mark.parametrize("num_steps", range(1, 9))
 def test_vllm_forgets_all_in_the_middle(setup: Setup, num_steps: int, is_forced: bool) -> None:
     engine = setup.open(max_delay=2, num_blocks=128, is_async=bool(num_steps % 2))
-    prompt = prompt_of("a", 10 * TOKENS + 5)
-    engine.serve(prompt, "24h")
-    engine.forget()
-    engine.ask(prompt, "24h", length=8)
-    engine.ask(prompt_of("b", 10 * TOKENS), "24h", length=8)
-    for _ in range(num_steps):
-        engine.step()
+    prompt = begin_two(engine, num_steps)
     with contextlib.suppress(RuntimeError):  # vLLM cannot force it while a request loads
         engine.scheduler.reset_prefix_cache(reset_running_requests=is_forced, reset_connector=True)
     engine.settle()
