@@ -106,7 +106,8 @@ class Reads:
         Lookups are made first, because busy readers slow them down.
         """
         if not self.can_start:
-            return self._start_probes()
+            self._start_probes()
+            return
         pages: list[LentPage] = []
         while self.can_start and len(pages) < _MAX_LOCATES_A_TURN:
             pages.append(self._waiting.popleft())
@@ -114,7 +115,6 @@ class Reads:
         found = self.find([page.record.block_hash for page in pages])
         for page in pages:
             self._start(page, found.get(page.record.block_hash))
-        return None
 
     def _start_probes(self) -> None:
         """Start reads of the first probe while no load waits, and end those that have been read."""
