@@ -5,7 +5,8 @@ with the block's number at the start of each 4 KiB. Every block that is loaded i
 the end all blocks are loaded. Disks drift, so a raw sample is taken before and after each sample of
 the store; a ratio compares the sample with the mean of these two. Rows:
 
-    read    loads a random quarter of the blocks, after new ones replaced a random half
+    read    loads a random quarter of the blocks, after new ones replaced a random half; `bursts`
+            loads as many as half of the pages hold, again and again, while others are stored
     write   stores blocks at capacity, each evicting another; `commit` flushes every group commit
     index   opens a store without payloads and looks up 8,192 hashes at a time
 """
@@ -17,6 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -97,7 +99,8 @@ def run(
         what = f"read: the disk read more than {MAX_AMPLIFICATION} times the bytes of the extents"
         disk.problems.append(what)
     block = np.random.default_rng(0).bytes(ARENA_BYTES)  # more than processor caches hold
-    limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in rows}
+    limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in reversed(rows)}
+    limits = dict(sorted(limits.items()))
     limits["checksum_GBps"] = len(block) / raw.median_s(partial(payload_checksum, block)) / 1e9
     return {"raw": limits, "disk": disk.facts, "rows": rows + indexes, "problems": disk.problems}
 
@@ -108,6 +111,7 @@ class _Disk:
     def __init__(self, options: StoreOptions, arena: HostArena) -> None:
         self._options, self._arena, self._folder = options, arena, Path(options.path).parent
         self._random, self._wake, self._num_stored = random.Random(0), threading.Event(), 0
+        self._lent, self._faults = dict[int, int](), Counter[str]()
         self._words = np.frombuffer(arena.buffer, np.uint64).reshape(arena.num_pages, -1)
         self._words[:] = np.frombuffer(np.random.default_rng(0).bytes(arena.page_bytes), np.uint64)
         blocks = (options.budget_bytes or 0) // extent_bytes_for(arena.page_bytes)
@@ -142,7 +146,13 @@ class _Disk:
                     (self._move(client, it, "load") for it in tracked(progress, "reading", picks)),
                 )
                 self._move(client, present, "load")
-        rows = [_row("read", "scattered", reads)]
+            with closing(self._serve()) as client:
+                bursts = _between(
+                    lambda: file.move_GBps(os.preadv, choose(count // 4), options.num_readers),
+                    (self._burst(client) for _ in tracked(progress, "amid writes", picks)),
+                )
+        rows = [_row("read", "scattered", reads), _row("read", "bursts", bursts)]
+        self.problems += [f"{it} ({num} blocks)" for it, num in sorted(self._faults.items())]
         rows += [_row("write", f"sync {sync}", writes[i::2]) for i, sync in enumerate(SYNCS)]
         if rows[0]["amplification"] is None:
             self.facts["counter"] = "none, because no byte came from a disk"
@@ -228,31 +238,68 @@ class _Disk:
 
     def _move(self, client: StoreClient, numbers: Sequence[int], verb: str) -> Row:
         """Store or load blocks as one request does; return a sample."""
-        is_store, pid = verb == "store", client.pid
-        waiting, free, lent = list(numbers), list(range(self._arena.num_pages)), dict[int, int]()
-        faults, before = list[str](), raw.counters(self._folder, pid)
-        while waiting or lent:
-            pages = list[LentPage]()
-            while waiting and free:
-                number, page = waiting.pop(), free.pop()
-                lent[page] = number
-                self._words[page][STAMPED] = number + 1 if is_store else 0
-                pages.append(LentPage(_record(number, self._arena.page_bytes), page))
-            if pages:
-                (client.store if is_store else client.load)(pages)
-            for event in self._events(client):
-                if isinstance(event, PageLoaded | PageStored):
-                    words, number = self._words[event.page_id], lent.pop(event.page_id)
-                    free.append(event.page_id)
-                    is_right = is_store or bool(np.all(words[STAMPED] == number + 1))
-                    if not (event.ok and is_right):
-                        faults.append(event.reason or "the bytes are not those that were stored")
+        pid, waiting, free = client.pid, deque(numbers), list(range(self._arena.num_pages))
+        before = raw.counters(self._folder, pid)
+        while waiting or self._lent:
+            self._lend(client, waiting, free, verb)
+            free += [event.page_id for event in self._returned(client)]
         after, num_bytes = raw.counters(self._folder, pid), len(numbers) * self._arena.page_bytes
         spent = {name: (after[name] - before[name]) / num_bytes for name in after}
-        self.problems += [f"{verb}: {it} ({faults.count(it)} blocks)" for it in sorted(set(faults))]
-        name = "write" if is_store else "read"
+        name = "write" if verb == "store" else "read"
         sample = {"amplification": spent[name], "own_amplification": spent[f"own_{name}"]}
         return {"GBps": 1e-9 / spent["s"], "core_s_per_GB": 1e9 * spent["core_s"]} | sample
+
+    def _burst(self, client: StoreClient) -> Row:
+        """Load an eighth of the blocks in bursts while new ones are stored; return a sample.
+
+        Half of the pages are for each. A burst begins once as many blocks were stored since the
+        last one as it loads. What is loaded is young, so that the new blocks evict none of it.
+        """
+        size, present = self._arena.num_pages // 2, self._present(client)
+        waiting = deque(self._random.sample(present[len(present) // 2 :], len(present) // 8))
+        to_load, to_store = list(range(size)), list(range(size, 2 * size))
+        num_loaded, num_beside, bursts_s = len(waiting), 0, 0.0
+        while waiting:
+            num_stored, start = 0, 0.0
+            while not start or len(to_load) < size:
+                if not start and num_stored >= size:
+                    start = time.perf_counter()
+                    self._lend(client, waiting, to_load, "load")
+                first, self._num_stored = self._num_stored, self._num_stored + len(to_store)
+                self._lend(client, deque(range(first, self._num_stored)), to_store, "store")
+                for event in self._returned(client):
+                    is_load = isinstance(event, PageLoaded)
+                    (to_load if is_load else to_store).append(event.page_id)
+                    num_stored += not is_load
+                    num_beside += not is_load and start > 0
+            bursts_s += time.perf_counter() - start
+        while self._lent:
+            self._returned(client)
+        num_bytes, beside_bytes = (num * self._arena.page_bytes for num in (num_loaded, num_beside))
+        return {"GBps": num_bytes / bursts_s / 1e9, "beside_GBps": beside_bytes / bursts_s / 1e9}
+
+    def _lend(self, client: StoreClient, waiting: deque[int], free: list[int], verb: str) -> None:
+        """Have the next blocks stored or loaded, as many as there are free pages."""
+        pages, is_store = list[LentPage](), verb == "store"
+        while waiting and free:
+            number, page = waiting.popleft(), free.pop()
+            self._lent[page] = number
+            self._words[page][STAMPED] = number + 1 if is_store else 0
+            pages.append(LentPage(_record(number, self._arena.page_bytes), page))
+        if pages:
+            (client.store if is_store else client.load)(pages)
+
+    def _returned(self, client: StoreClient) -> list[PageLoaded | PageStored]:
+        """Wait for pages that come back, and check them."""
+        events = [it for it in self._events(client) if isinstance(it, PageLoaded | PageStored)]
+        for event in events:
+            words, number = self._words[event.page_id], self._lent.pop(event.page_id)
+            is_store = isinstance(event, PageStored)
+            is_right = is_store or bool(np.all(words[STAMPED] == number + 1))
+            if not (event.ok and is_right):
+                reason = event.reason or "the bytes are not those that were stored"
+                self._faults[f"{'store' if is_store else 'load'}: {reason}"] += 1
+        return events
 
 
 def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]:

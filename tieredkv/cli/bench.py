@@ -380,7 +380,8 @@ def disk() -> None:
     """Measure the disk tier beside the disk itself.
 
     \b
-    read    reads a random quarter of a store that has seen evictions, with the page cache dropped
+    read    reads a random quarter of a store that has seen evictions, with the page cache dropped;
+            `bursts` reads 128 MiB at once, again and again, while other blocks are written
     write   writes the whole budget into a full store that evicts, for each way to sync
     index   looks up 8192 hashes at a time: microseconds per hash for hits, for misses, through
             the worker and right after an open, and the seconds that the open takes
@@ -389,9 +390,9 @@ def disk() -> None:
     rates just before and after, with as many threads and blocks. `amplification` is the bytes that
     the device moved, for all programs, over the bytes of the blocks, and `own_amplification` those
     that it moved for the worker. A "-" says that the device moved nothing, as the bytes came from
-    memory. The bench needs free space for twice the budget and 1 KiB per block of an index. The
-    exit code is 1 if a byte differs, a block fails, or the worker read more than 1.05 times the
-    blocks and their headers.
+    memory. `beside` is what was written while bursts were read. The bench needs free space for
+    twice the budget and 1 KiB per block of an index. The exit code is 1 if a byte differs, a block
+    fails, or the worker read more than 1.05 times the blocks and their headers.
 
     \b
     Example, a few minutes:
