@@ -30,3 +30,8 @@ class WriteLimit:
         if is_free := not self.wait_s() and self.bytes_per_s > 0:
             self._paid_until = max(self._paid_until, self._now()) + num_bytes / self.bytes_per_s
         return is_free or not self.bytes_per_s
+
+    def refund(self, num_bytes: int) -> None:
+        """Take back what a write was charged that did not begin after all."""
+        if self.bytes_per_s:
+            self._paid_until -= num_bytes / self.bytes_per_s

@@ -14,7 +14,9 @@ QUIET_S = 0.02
 """Reads that follow each other within this time count as one stretch of reading."""
 
 MAX_CREDIT_BYTES = 16 << 20
-"""What writes may save up, so that no burst of them follows a long time with reads alone."""
+"""What writes may save up, so that no burst of them follows a long time with reads alone. What they
+have saved is forgotten once they had the disk for themselves.
+"""
 
 
 class WriteShare:
@@ -47,6 +49,7 @@ class WriteShare:
         earned = num_new * WRITE_SHARE / (1 - WRITE_SHARE)
         self._credit = min(self._credit + earned, max(MAX_CREDIT_BYTES, num_bytes))
         if not self.wait_s:
+            self._credit = 0.0  # writes have the disk for themselves
             return True
         if self._credit < num_bytes:
             return False

@@ -35,6 +35,7 @@ class WriteTask:
     """One block to be compressed and written by a thread.
 
     The extent is None until the block is compressed, because its size is not known before.
+    `gives_way` says whether the thread leaves the block unwritten if there are reads by then;
     `is_held_back` and `ended_at` are for `PageStored`.
     """
 
@@ -42,6 +43,7 @@ class WriteTask:
     packed: Packed | None = None
     extent: Extent | None = None
     written: Located | None = None
+    gives_way: bool = False
     is_held_back: bool = False
     ended_at: float = 0.0
 
@@ -142,7 +144,7 @@ class Writes:
         If a limit delays writes, their pages stay lent, as with a slow disk. No limit applies while
         the store closes.
         """
-        is_reading = self.share.wait_s > 0 and not self._is_hurried
+        is_reading = self._is_reading
         self._was_held_back, self._is_held_back = self._is_held_back, is_reading
         max_writing = 1 if is_reading else _WRITES_A_THREAD * self.num_writers
         is_packing = self.store.packing.is_on
@@ -153,7 +155,7 @@ class Writes:
                 if not self._admits(self._reserved[0].size):
                     self._is_held_back = True
                     return
-                self._start_task(self._reserved.popleft())
+                self._start_task(self._reserved.popleft(), gives_way=not is_reading)
             elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
                 self._waiting.popleft()
                 task = WriteTask(head)
@@ -168,6 +170,11 @@ class Writes:
             else:
                 return
 
+    @property
+    def _is_reading(self) -> bool:
+        """Whether there are reads that writes give way to; called on writer threads too."""
+        return self.share.wait_s > 0 and not self._is_hurried
+
     def _admits(self, num_bytes: int) -> bool:
         """Return whether both limits let a write of so many bytes begin."""
         if self._is_hurried:
@@ -175,8 +182,9 @@ class Writes:
         limit = self.store.write_limit
         return not limit.wait_s() and self.share.admits(num_bytes) and limit.admits(num_bytes)
 
-    def _start_task(self, task: WriteTask) -> None:
+    def _start_task(self, task: WriteTask, *, gives_way: bool = False) -> None:
         self._num_writing += 1
+        task.gives_way = gives_way
         task.is_held_back |= self._was_held_back or self._is_held_back
         move, end = partial(self._move, task), partial(self._end_task, task)
         self.mover.start(task.page.page_id, move, end)
@@ -185,7 +193,7 @@ class Writes:
         """Compress or write a block, on a writer thread."""
         if task.extent is None:
             task.packed = self.store.packing.pack(page[: task.page.record.size_bytes])
-        else:
+        elif not (task.gives_way and self._is_reading):
             what = (task.page.record, page, task.packed)
             task.written = self.store.write_payload(task.extent, *what)
             task.packed = None  # its memory
@@ -199,8 +207,11 @@ class Writes:
                 self.store.write_failed(task.extent, error)
             self._end(task.page, _refusal(error))
             self._note_refusal(error)
-        elif task.written is None:
+        elif task.extent is None:
             self._packed.append(task)
+        elif task.written is None:
+            self.store.write_limit.refund(task.size)
+            self._reserved.appendleft(task)
         else:
             if not self._written:
                 self._written_since = time.monotonic()

@@ -124,7 +124,9 @@ def arena() -> Iterator[HostArena]:
 
 
 @contextmanager
-def serving(path: Path, arena: HostArena, **options: Any) -> Iterator[Engine]:
+def serving(
+    path: Path, arena: HostArena, *, num_writers: int = 2, **options: Any
+) -> Iterator[Engine]:
     """Serve a store with two blocks in this process; yield the engine's end of its channel."""
     gate = Gate()
     clock = Clock()
@@ -133,7 +135,9 @@ def serving(path: Path, arena: HostArena, **options: Any) -> Iterator[Engine]:
     ours, theirs = socket.socketpair()
     argument = Launch(
         stack_fd=-1,
-        options=StoreOptions(path=str(path), num_readers=2, num_writers=2, sweep_interval_s=0.05),
+        options=StoreOptions(
+            path=str(path), num_readers=2, num_writers=num_writers, sweep_interval_s=0.05
+        ),
         arena=None,
         parent_pid=os.getppid(),
     )
@@ -193,6 +197,26 @@ def test_a_store_tells_when_it_was_written_and_whether_something_held_it_back(
         assert engine.load(LentPage(OLD, 0)).ok
         beside = store(make_record("new", 1, now=NOW, size_bytes=4096))
         assert beside.ended_at > alone.ended_at and beside.is_held_back
+
+
+def test_stores_that_wait_for_a_thread_give_way_to_reads_that_begin_meanwhile(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "store", arena, num_writers=1) as engine:
+        monkeypatch.setattr(write_share, "QUIET_S", 0.3)
+        records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(3)]
+        for page_id, record in enumerate(records, 1):
+            arena.page(page_id)[:] = payload_of(record)
+        pages = [LentPage(record, page_id) for page_id, record in enumerate(records, 1)]
+        engine.hold_up("write:before", StoreCall(pages))  # the thread has all of them
+        assert engine.load(LentPage(OLD, 0)).ok
+        loaded_at = time.monotonic()
+        engine.gate.opened.set()
+        stored = [engine.next_page() for _ in records]
+        assert all(isinstance(each, PageStored) and each.ok for each in stored)
+        ended = [each.ended_at - loaded_at for each in stored if isinstance(each, PageStored)]
+        assert min(ended[1:]) > 0.2, "only the one that had begun is written at once"
+        assert all(engine.lookup(each.block_hash) for each in records)
 
 
 def test_a_store_that_the_write_limit_held_back_says_so(tmp_path: Path, arena: HostArena) -> None:

@@ -35,9 +35,18 @@ def test_after_a_pause_one_second_is_there_at_once_and_no_more() -> None:
         assert num_writes in (10, 11)
 
 
+def test_a_write_that_did_not_begin_is_not_charged() -> None:
+    limit = WriteLimit(1000, lambda: 5.0)
+    for _ in range(100):
+        assert limit.admits(900)
+        limit.refund(900)
+    assert limit.admits(2000) and not limit.admits(1)
+
+
 def test_without_a_limit_nothing_waits() -> None:
     limit = WriteLimit(0)
     assert limit.admits(1 << 60)
+    limit.refund(1 << 60)
     assert limit.wait_s() == 0
 
 

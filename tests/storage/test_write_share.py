@@ -40,6 +40,17 @@ def test_no_burst_of_writes_follows_a_long_time_with_reads_alone() -> None:
     assert sum(share.admits(BLOCK) for _ in range(1000)) == MAX_CREDIT_BYTES // BLOCK
 
 
+def test_what_writes_saved_is_forgotten_once_they_had_the_disk_for_themselves() -> None:
+    clock = [100.0]
+    share = WriteShare(lambda: clock[0])
+    for _ in range(1000):
+        share.note_read(BLOCK)
+    clock[0] += QUIET_S
+    assert share.admits(BLOCK)
+    share.note_read(BLOCK)
+    assert not share.admits(BLOCK)
+
+
 def test_a_block_larger_than_the_credit_is_written_in_the_end() -> None:
     clock = [100.0]
     share, size = WriteShare(lambda: clock[0]), 4 * MAX_CREDIT_BYTES
