@@ -269,7 +269,13 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     counts = {"move_seconds.disk,host.0": 5, "overtaken_blocks": 1, "used_reads": 4}
     counts["demoted_disk_blocks"] = 3
     outcomes = [
-        Outcome([answer(0, some, 10.0, 1, 2), answer(1, some, 30.0, 3, 4)], 2.0, counts, 0.5),
+        Outcome(
+            [answer(0, some, 10.0, 1, 2), answer(1, some, 30.0, 3, 4)],
+            2.0,
+            counts,
+            0.5,
+            num_ahead=2,
+        ),
         Outcome(
             [answer(0, dict.fromkeys(Tier, 0), 20.0, 5, 6)], 1.0, {"lost_blocks.too_slow": 4}, 0
         ),
@@ -281,8 +287,9 @@ def test_the_figures_of_several_runs_are_pooled() -> None:
     assert told["by_tier"] == {Tier.DEVICE: 32, Tier.HOST: 0, Tier.DISK: 128}
     assert told["computed_tokens"] == 300 - 160 + 6
     assert told["bytes_read"] == 5 * SPEC.block_bytes
-    assert told["bytes_useful"] == 4 * SPEC.block_bytes
-    assert told["disk_useful"] == pytest.approx(4 * SPEC.block_bytes / 0.5 / 1e5)
+    assert told["bytes_useful"] == (4 + 2) * SPEC.block_bytes
+    assert told["bytes_read_ahead"] == 2 * SPEC.block_bytes
+    assert told["disk_useful"] == pytest.approx((4 + 2) * SPEC.block_bytes / 0.5 / 1e5)
     assert told["overtaken"] == 1 / 5
     assert told["written_bytes_per_computed_token"] == 3 * SPEC.block_bytes / 146
     assert (told["dropped"], told["lost_blocks"]) == (4, {"lost_blocks.too_slow": 4})

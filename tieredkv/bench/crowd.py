@@ -110,6 +110,7 @@ class Outcome(NamedTuple):
         raw_GBps: rate of the disk, by the best of 4, 16 and 32 threads, measured before the engine
             was started; None without O_DIRECT.
         cpu: of the machine.
+        num_ahead: blocks that were read for requests that are still queued when the run ends.
     """
 
     answers: list[Answer]
@@ -120,6 +121,7 @@ class Outcome(NamedTuple):
     page_cache: str | None = None
     raw_GBps: float | None = None
     cpu: str = ""
+    num_ahead: int = 0
 
 
 class WatchedReads(LinkRate):
@@ -242,6 +244,7 @@ class Crowd:
             self._page_cache,
             self._raw_GBps,
             str(raw.hardware()["cpu"]),
+            self._num_ahead(),
         )
         self.settle()
         return outcome
@@ -289,6 +292,11 @@ class Crowd:
         request = EngineRequest(request_id=name, prompt_token_ids=list(ask.prompt), params=params)
         self.core.add_request(request)
         return name
+
+    def _num_ahead(self) -> int:
+        tiers = self.core.tiers
+        pages = tiers.host.find(tiers.prefetched)
+        return sum(1 for page in pages if page and page.is_ready and page.source is Tier.DISK)
 
     def _counts(self) -> dict[str, float]:
         return dict(_flat(self.core.tier_stats.read()["counters"]))

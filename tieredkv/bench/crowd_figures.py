@@ -71,7 +71,8 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     computed = prompt_tokens - sum(by_tier.values()) + made
     from_disk = [each for it in outcomes if (each := it.bytes_from_disk) is not None]
     num_read = counts["move_seconds.disk,host.0"]
-    useful_bytes = counts["used_reads"] * block_bytes
+    ahead_bytes = sum(outcome.num_ahead for outcome in outcomes) * block_bytes
+    useful_bytes = counts["used_reads"] * block_bytes + ahead_bytes
     written_bytes = counts["demoted_disk_blocks"] * block_bytes
     errors = defaultdict[str | None, list[float]](list)
     for answer in answers:
@@ -101,6 +102,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "bytes_from_disk": sum(from_disk) if len(from_disk) == len(outcomes) else None,
         "page_cache": outcomes[0].page_cache,
         "bytes_useful": int(useful_bytes),
+        "bytes_read_ahead": ahead_bytes,
         "bytes_written": int(written_bytes),
         "bytes_to_device": int(counts["promoted_host_blocks"] * block_bytes),
         "bytes_to_host": int(counts["demoted_host_blocks"] * block_bytes),

@@ -245,16 +245,16 @@ def returns() -> None:
     0.7 of the other arm's capacity.
 
     `by tier` has the prompt tokens that came from each tier, and `hit rate` their share. `disk
-    useful` is what was read and used, over the time in which a read was under way, over the raw
-    rate of the disk. `overtaken` is the share of the blocks read that were computed before they
-    arrived, and `dropped` the number of blocks that were not stored, or not moved to host memory,
-    for lack of time or because of errors. `hit ttft` is the time to the first token of requests
-    that found something and had fewer than 2,048 tokens to compute. The JSON report also has the
-    median error of predicted times. Before the measurement some prefixes are served computed and
-    from disk, and the exit code is 1 if the tokens differ, if a rate was held with more than 2 % of
-    the prompt tokens found in RAM, or if the disk gave less than 0.95 of `bytes read` where `page
-    cache` is not "warm". Unless their sizes are given, VRAM holds the two longest
-    prefixes, host memory one, and the disk all.
+    useful` is what was read and used, or is wanted by a request that is still queued at the end,
+    over the time in which a read was under way, over the raw rate of the disk. `overtaken` is the
+    share of the blocks read that were computed before they arrived, and `dropped` the number of
+    blocks that were not stored, or not moved to host memory, for lack of time or because of errors.
+    `hit ttft` is the time to the first token of requests that found something and had fewer than
+    2,048 tokens to compute. The JSON report also has the median error of predicted times. Before
+    the measurement some prefixes are served computed and from disk, and the exit code is 1 if the
+    tokens differ, if a rate was held with more than 2 % of the prompt tokens found in RAM, or if
+    the disk gave less than 0.95 of `bytes read` where `page cache` is not "warm". Unless their
+    sizes are given, VRAM holds the two longest prefixes, host memory one, and the disk all.
 
     Ctrl-C and SIGTERM remove the stores; the arms that have ended by then are reported, and the
     exit code is 1.
