@@ -250,13 +250,13 @@ class _Disk:
         return {"GBps": 1e-9 / spent["s"], "core_s_per_GB": 1e9 * spent["core_s"]} | sample
 
     def _burst(self, client: StoreClient) -> Row:
-        """Load an eighth of the blocks in bursts while new ones are stored; return a sample.
+        """Load a quarter of the blocks in bursts while new ones are stored; return a sample.
 
         Half of the pages are for each. A burst begins once as many blocks were stored since the
         last one as it loads. What is loaded is young, so that the new blocks evict none of it.
         """
         size, present = self._arena.num_pages // 2, self._present(client)
-        waiting = deque(self._random.sample(present[len(present) // 2 :], len(present) // 8))
+        waiting = deque(self._random.sample(present[len(present) // 2 :], len(present) // 4))
         to_load, to_store = list(range(size)), list(range(size, 2 * size))
         num_loaded, num_beside, bursts_s = len(waiting), 0, 0.0
         while waiting:
