@@ -203,6 +203,7 @@ class EngineCore:
         busy_s = self.scheduler.busy_s = self._timer.busy_s()
         self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
         if self._spare_s > 0:
+            self.scheduler.prepare()
             self.cache.touches.go_on()
             self.cache.pump()
             return self._take_outputs()
@@ -214,12 +215,13 @@ class EngineCore:
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
+        has_room = self.scheduler.make_room()  # this can take longer than a step
         self.cache.touches.go_on()
         self._collect()
         self._launched = launched
         self.cache.pump()
         self._is_issued = bool(scheduled)
-        self._is_stalled = not scheduled and not self.scheduler.is_short
+        self._is_stalled = not (scheduled or has_room or self.scheduler.is_short)
         return self._take_outputs()
 
     def _await_answers(self, until: Callable[[], float]) -> None:

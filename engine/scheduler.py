@@ -157,6 +157,9 @@ class Scheduler:
         self._most_beside = max(1, int(budget * BESIDE_BRIEF))
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
+        self._makes_room = True
+        self._refused: Request | None = None
+        self._prepared_at: tuple[int, ...] = ()
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
         self._is_unplanned = self._has_put_off = False
 
@@ -186,9 +189,10 @@ class Scheduler:
 
         Args:
             may_preempt: whether a request may be sent back to the queue; not while a token is
-                pending. If this prevents a preemption, `is_short` is set until the next call.
+                pending. If this prevents a preemption, `is_short` is set until the next call. If it
+                is not set, room for queued requests is left to `make_room`.
         """
-        self.is_short = False
+        self.is_short, self._makes_room = False, may_preempt
         # Long chunks are computed a little faster, and no other request waits for their end.
         # While blocks are being loaded, what to compute next should be decided more often.
         is_alone = len(self.running) + len(self.waiting) == 1 and not self.cache.is_restoring
@@ -245,6 +249,31 @@ class Scheduler:
         if has_room and not (is_late or self.held_until or self._has_put_off):
             self._admit(budget, claimed, scheduled, set())
         return scheduled
+
+    def make_room(self) -> bool:
+        """Make room for the request that `schedule` has refused, while the device computes.
+
+        Returns:
+            Whether it has room now.
+        """
+        request, self._refused = self._refused, None
+        if request is None:
+            return False
+        num_blocks, is_alone = self._num_blocks(request), not self.running
+        return self.cache.make_room(request.prefix, num_blocks, is_alone=is_alone)
+
+    def prepare(self) -> None:
+        """Make room for the next request, if its turn may come in the next step."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return
+        state = (len(self.waiting), self.cache.num_free, *self.cache.num_copied)
+        if state == self._prepared_at:
+            return  # nothing has changed
+        self._prepared_at = state
+        left = sum(self._num_left(each) for each in self.running if each.is_prefilling)
+        request = self.waiting.upcoming()[0]
+        if left < self.max_num_batched_tokens and self.cache.lookups.is_settled(request.prefix):
+            self.cache.make_room(request.prefix, self._num_blocks(request))
 
     def predict(self, busy_s: Callable[[], float]) -> None:
         """Plan what was admitted without anything to load, so that its receipt has a forecast.
@@ -454,7 +483,12 @@ class Scheduler:
 
     def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Admit a request with blocks for its next token too; False if there is no room yet."""
-        return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
+        prefix, num_blocks, makes_room = request.prefix, self._num_blocks(request), self._makes_room
+        if self.cache.admit(prefix, num_blocks, is_alone=is_alone, makes_room=makes_room):
+            return True
+        if not makes_room and self.cache.room.is_coming(prefix):
+            self._refused = request
+        return False
 
     def _rank(self, request: Request) -> tuple[bool, float]:
         """Sort running requests in the order of service; of others the first one comes first.

@@ -522,8 +522,8 @@ class ModelledCore(EngineCore):
         scheduler = make_scheduler(settings, tiers, "cuda")
         admit = scheduler.cache.admit
 
-        def admit_timed(prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
-            is_admitted = admit(prefix, num_blocks, is_alone=is_alone)
+        def admit_timed(prefix: Prefix, num_blocks: int, **options: bool) -> bool:
+            is_admitted = admit(prefix, num_blocks, **options)
             self.time.sleep(is_admitted * num_blocks * self.machine.block_s)
             return is_admitted
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from tests.fake_store import Rig, kept_by, root_of
-from tieredkv.cache import lookups, room
+from tieredkv.cache import lookups, room, tiered
 from tieredkv.cache.plan import Planner
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
@@ -72,6 +72,9 @@ class Loop:
         """Run one step and check every invariant; return its rows."""
         cache, scheduler = self.rig.cache, self.scheduler
         cache.poll()
+        if self.pending:
+            scheduler.prepare()
+            self.rig.check()
         if scheduler.is_short:
             self.collect()
         rows = scheduler.schedule(may_preempt=not self.pending)
@@ -83,6 +86,8 @@ class Loop:
             scheduler.complete(row)
             if row.row.needs_logits and row.request.usage is None:
                 self.measure_usage(row)
+        scheduler.make_room()
+        self.rig.check()
         cache.touches.go_on()
         self.collect()
         self.pending = [row.request for row in rows if row.row.needs_logits]
@@ -186,8 +191,16 @@ def endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PATIENCE_S", 1e9)
 
 
+@pytest.fixture(params=["at once", "after the step"])
+def room_is_made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make room for queued requests at once, or after the step was issued, however few blocks."""
+    if request.param != "at once":
+        monkeypatch.setattr(tiered, "FEW_BLOCKS", 0)
+
+
 @pytest.mark.usefixtures("endless_patience")
 @pytest.mark.parametrize("num_pages", [4, 5, 8])
+@pytest.mark.usefixtures("room_is_made")
 def test_big_prefixes_on_disk_and_tiny_tiers_never_wait_in_a_circle(num_pages: int) -> None:
     rng = random.Random(num_pages)
     rig = Rig(num_blocks=16, num_pages=num_pages)
@@ -201,7 +214,7 @@ def test_big_prefixes_on_disk_and_tiny_tiers_never_wait_in_a_circle(num_pages: i
     rig.check_nothing_is_held()
 
 
-@pytest.mark.usefixtures("endless_patience")
+@pytest.mark.usefixtures("endless_patience", "room_is_made")
 def test_a_disk_that_answers_in_any_order_and_fails_stops_nobody() -> None:
     for seed in range(8):
         rng = random.Random(seed)
@@ -234,6 +247,7 @@ def test_a_disk_that_answers_in_any_order_and_fails_stops_nobody() -> None:
         rig.check_nothing_is_held()
 
 
+@pytest.mark.usefixtures("room_is_made")
 def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_pin() -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
     loop.add("warm", 16, seed=1)
@@ -245,6 +259,7 @@ def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_pin() -> None:
     rig.check_nothing_is_held()
 
 
+@pytest.mark.usefixtures("room_is_made")
 def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -262,6 +277,7 @@ def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinne
     rig.check_nothing_is_held()
 
 
+@pytest.mark.usefixtures("room_is_made")
 def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PATIENCE_S", 0.01)
     monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.0)
@@ -278,6 +294,7 @@ def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) 
     rig.check_nothing_is_held()
 
 
+@pytest.mark.usefixtures("room_is_made")
 def test_requests_that_outgrow_the_pool_preempt_the_newest_and_all_finish() -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
     for index in range(4):
@@ -354,6 +371,7 @@ def test_a_block_that_became_ready_while_half_of_it_was_computed_is_skipped() ->
     rig.cache.release(other)
 
 
+@pytest.mark.usefixtures("room_is_made")
 def test_a_request_cancelled_in_any_step_leaves_nothing_behind() -> None:
     for cancel_at in range(8):
         loop = Loop(rig := Rig(num_blocks=16), max_num_batched_tokens=5)

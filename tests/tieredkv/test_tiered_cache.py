@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
-from tieredkv.cache import lookups, room
+from tieredkv.cache import lookups, room, tiered
 from tieredkv.cache.pool import Block
 from tieredkv.types import BlockHash, Tier
 
@@ -501,6 +501,43 @@ def test_no_block_is_given_up_while_its_copy_is_under_way(monkeypatch: pytest.Mo
     rig.turn()
     assert rig.admit(prefix)
     assert sorted({*rig.on_host("a", 16), *rig.on_device("a", 16)}) == [*range(16)]
+
+
+def test_a_refused_request_finds_the_room_that_was_made_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "FEW_BLOCKS", 2)
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False)
+    rig.run("a", 8, "in_memory")
+    few, many = rig.queue("few", 2, "in_memory"), rig.queue("many", 6, "in_memory")
+    for _ in range(5):
+        assert not rig.cache.admit(many, 6, makes_room=False)
+        rig.turn()
+    assert rig.on_device("a", 8) == [*range(8)] and rig.on_host("a", 8) == [7], "but the reserve"
+    rig.transfer.is_held = True
+    assert not rig.cache.make_room(many, 6), "its copies are under way"
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.cache.make_room(many, 6) and not many.blocks
+    assert rig.cache.admit(many, 6, makes_room=False)
+    rig.check()
+    rig.cache.release(many)
+    rig.turn()
+    assert rig.cache.admit(few, 2, makes_room=False), "few blocks are not put off"
+    assert sorted({*rig.on_host("a", 8), *rig.on_device("a", 8)}) == [*range(8)]
+
+
+def test_room_that_is_made_ahead_keeps_what_the_request_will_find() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False)
+    rig.run("a", 3, "in_memory")
+    rig.run("b", 5, "in_memory")
+    again = rig.queue("a", 6, "in_memory")
+    for _ in range(2):
+        rig.cache.make_room(again, 6)
+        rig.turn()
+    assert rig.on_device("a", 3) == [0, 1, 2] and rig.tiers.device.num_empty == 3
+    assert rig.admit(again)
+    assert rig.finish(again) == 3
 
 
 def test_an_allocation_larger_than_host_memory_gets_its_room_in_parts(

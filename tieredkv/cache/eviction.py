@@ -133,6 +133,11 @@ class EvictionOrder:
         """Blocks that can be evicted now, or once the copies under way have ended."""
         return len(self._clean) + len(self._moving)
 
+    @property
+    def num_clean(self) -> int:
+        """Blocks that can be evicted now, of those that were looked at."""
+        return len(self._clean)
+
     def is_kept(self, block: Block) -> bool:
         """Whether a block of this order is not among the next to be evicted."""
         return block.part is self.unseen or block.part is self._kept

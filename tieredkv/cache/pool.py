@@ -131,6 +131,11 @@ class BlockPool:
         return self.num_empty + sum(order.num_ready for order in self._orders)
 
     @property
+    def num_clean(self) -> int:
+        """Blocks that are empty or known to be clean, so that an allocation takes them at once."""
+        return self.num_empty + sum(order.num_clean for order in self._orders)
+
+    @property
     def num_used(self) -> int:
         """Blocks that somebody uses."""
         return self.num_blocks - self.num_free

@@ -35,6 +35,9 @@ its pages then take what VRAM has to evict.
 MIN_SLICE = 32
 """The least number of blocks of a turn: each takes a step, in which nobody else is admitted."""
 
+FEW_BLOCKS = 128
+"""Room for so few blocks is made at once: that takes the thread about a millisecond."""
+
 
 class _Wait(NamedTuple):
     """A request's wait for room: since when it has not got on, and when it last asked, in seconds.
@@ -77,18 +80,23 @@ class Room:
         """Note that a request needs no more blocks."""
         self._waits.pop(prefix, None)
 
-    def allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
+    def allocate(
+        self, prefix: Prefix, num_blocks: int, is_alone: bool, *, makes_room: bool = True
+    ) -> list[Block] | None:
         """Allocate device blocks for a request.
 
         Args:
             prefix: the request's chain.
             num_blocks: how many blocks.
             is_alone: no other request runs that could release blocks, so that floors give way.
+            makes_room: whether room is made if there is none yet. If not, another call has to.
 
         Returns:
             None if there is no room yet.
         """
         device = self._tiers.device
+        if not makes_room and self.is_coming(prefix) and device.num_clean < num_blocks:
+            return None
         take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
         blocks = take()
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
@@ -96,7 +104,10 @@ class Room:
             blocks = take()
         # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
-            blocks = self._make_room(prefix, num_blocks, take)
+            if makes_room:
+                blocks = self._make_room(prefix, num_blocks, take)
+            else:
+                self._wait(prefix, gets_on=False)
             if blocks is None:
                 return None
         self.forget(prefix)
@@ -132,18 +143,39 @@ class Room:
             asked_at = self._waits[prefix].asked_at
             self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
 
-    def _make_room(
+    def prepare(self, prefix: Prefix, num_blocks: int) -> None:
+        """Evict blocks, and copy others down, for a request that will soon ask for room.
+
+        Args:
+            prefix: the request's chain.
+            num_blocks: how many blocks it will ask for.
+        """
+        device = self._tiers.device
+        if device.num_empty < num_blocks <= device.num_free - device.num_kept:
+            self._evict_and_demote(
+                prefix, num_blocks, partial(device.allocate, num_blocks, tenant=prefix.tenant)
+            )
+
+    def _evict_and_demote(
         self, prefix: Prefix, num_blocks: int, take: Callable[..., list[Block] | None]
-    ) -> list[Block] | None:
-        """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
-        device, demoter = self._tiers.device, self._demoter
+    ) -> int:
+        """Empty the clean ones of so many blocks; return how many others are being copied down."""
+        device = self._tiers.device
         if not prefix.blocks:
             self._tiers.host.touch(prefix.hashes)  # other chains' pages go before these
         # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
         # are copied, since those copies may evict the pages that make them clean.
         self._poll()
         device.release(take(is_partial=True) or [])
-        num_started = demoter.demote(self._num_to_demote(prefix, num_blocks - device.num_empty))
+        num_lacking = num_blocks - device.num_empty
+        return self._demoter.demote(self._num_to_demote(prefix, num_lacking))
+
+    def _make_room(
+        self, prefix: Prefix, num_blocks: int, take: Callable[..., list[Block] | None]
+    ) -> list[Block] | None:
+        """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
+        device, demoter = self._tiers.device, self._demoter
+        num_started = self._evict_and_demote(prefix, num_blocks, take)
         self._poll()
         if (blocks := take()) is not None:
             return blocks
