@@ -111,6 +111,7 @@ class Outcome(NamedTuple):
             was started; None without O_DIRECT.
         cpu: of the machine.
         num_ahead: blocks that were read for requests that are still queued when the run ends.
+        num_stretches: how often the disk began to read; it ended in between.
     """
 
     answers: list[Answer]
@@ -122,6 +123,7 @@ class Outcome(NamedTuple):
     raw_GBps: float | None = None
     cpu: str = ""
     num_ahead: int = 0
+    num_stretches: int = 0
 
 
 class WatchedReads(LinkRate):
@@ -129,14 +131,15 @@ class WatchedReads(LinkRate):
 
     Attributes:
         reading_s: seconds in which at least one read was under way.
+        num_stretches: how often the disk began to read.
     """
 
-    reading_s = 0.0
+    reading_s, num_stretches = 0.0, 0
     _since = 0.0
 
     def begin(self, num_bytes: int, now: float) -> None:
         if not self.num_bytes:
-            self._since = now
+            self._since, self.num_stretches = now, self.num_stretches + 1
         super().begin(num_bytes, now)
 
     def end(self, num_bytes: int, now: float, *, teaches: bool = True) -> None:
@@ -190,6 +193,7 @@ class Crowd:
         times: dict[str, list[float]] = {}
         core.on_logits = None  # as those who want logits leave it
         before, reading_s = self._counts(), self._reads.reading_s
+        num_stretches = self._reads.num_stretches
         worker_reads = WorkerReads(core)
         start, has_ended = time.perf_counter(), False
         while not has_ended:
@@ -245,6 +249,7 @@ class Crowd:
             self._raw_GBps,
             str(raw.hardware()["cpu"]),
             self._num_ahead(),
+            self._reads.num_stretches - num_stretches,
         )
         self.settle()
         return outcome

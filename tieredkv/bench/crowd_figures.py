@@ -62,6 +62,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
     answers = [answer for outcome in outcomes for answer in outcome.answers]
     wall_s = sum(outcome.wall_s for outcome in outcomes)
     reading_s = sum(outcome.reading_s for outcome in outcomes)
+    num_stretches = sum(outcome.num_stretches for outcome in outcomes)
     counts: Counter[str] = Counter()
     for outcome in outcomes:
         counts.update(outcome.counts)
@@ -108,6 +109,7 @@ def figures(outcomes: Sequence[Outcome], kv_spec: KVSpec, raw_GBps: float | None
         "bytes_to_host": int(counts["demoted_host_blocks"] * block_bytes),
         "written_bytes_per_computed_token": written_bytes / computed,
         "reading_s": reading_s,
+        "bytes_a_stretch": num_read * block_bytes / num_stretches if num_stretches else None,
         "raw_GBps": raw_GBps,
         "disk_busy": reading_s / wall_s,
         "disk_useful": (
