@@ -39,6 +39,9 @@ CHUNK_ALIGNMENT = 512
 MAX_PLANNED = 16
 """Queued requests whose loads are planned: more of them would take long, and wait for long."""
 
+PREFETCH_AGAIN_S = 0.05
+"""While only queued requests have blocks to load, it is planned so often, and not in each step."""
+
 MAX_ADMITTED_TOKENS = 32_768
 """The most prompt tokens that are admitted in one step.
 
@@ -160,6 +163,7 @@ class Scheduler:
         self._makes_room = True
         self._refused: Request | None = None
         self._prepared_at: tuple[int, ...] = ()
+        self._planned_at = float("-inf")
         self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
         self._is_unplanned = self._has_put_off = False
 
@@ -201,7 +205,7 @@ class Scheduler:
         scheduled: list[ScheduledRow] = []
         has_room = True
         order = sorted(self.running, key=self._rank)
-        if self.cache.is_restoring:
+        if self.cache.is_restoring and self._is_plan_due:
             self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
@@ -365,8 +369,14 @@ class Scheduler:
             self._preempt(victim)
         return True
 
+    @property
+    def _is_plan_due(self) -> bool:
+        is_old = time.monotonic() - self._planned_at >= PREFETCH_AGAIN_S
+        return is_old or not self.cache.only_prefetches
+
     def _plan(self) -> None:
         """Have the cache plan what to load for the requests that have prompts to compute."""
+        self._planned_at = time.monotonic()
         running = (
             Progress(request.prefix, request.num_computed_tokens, request.num_tokens)
             for request in sorted(self.running, key=self._rank)

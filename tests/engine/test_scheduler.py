@@ -3,6 +3,7 @@
 import math
 import random
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -292,6 +293,38 @@ def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) 
     assert len(loop.finished) == 7
     assert rig.tiers.counters.load_failures["timeout"] > 0
     rig.check_nothing_is_held()
+
+
+def test_what_only_queued_requests_load_is_not_planned_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
+    put_on_disk(rig, 2, 24)
+    loop.add("running", 16, seed=1, max_tokens=12)
+    loop.step()
+    plans: list[object] = []
+    plan = rig.cache.plan
+
+    def note_plan(*args: Any, **options: Any) -> None:
+        plans.append(args)
+        plan(*args, **options)
+
+    monkeypatch.setattr(rig.cache, "plan", note_plan)
+    monkeypatch.setattr(scheduler, "PREFETCH_AGAIN_S", 1e9)
+    rig.store.is_held = True
+    loop.add("queued", 25, seed=2)
+    rig.store.answer(0)
+    for _ in range(4):
+        loop.step()
+    assert rig.cache.is_restoring and rig.cache.only_prefetches
+    assert len(plans) <= 1
+    monkeypatch.setattr(scheduler, "PREFETCH_AGAIN_S", 0.0)
+    num_before = len(plans)
+    loop.step()
+    assert len(plans) == num_before + 1
+    rig.store.is_held = False
+    loop.run()
+    assert loop.finished == ["running", "queued"]
 
 
 @pytest.mark.usefixtures("room_is_made")

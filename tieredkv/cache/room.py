@@ -95,10 +95,11 @@ class Room:
             None if there is no room yet.
         """
         device = self._tiers.device
-        if not makes_room and self.is_coming(prefix) and device.num_clean < num_blocks:
-            return None
         take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
-        blocks = take()
+        is_known_to_lack = self.is_coming(prefix) and device.num_clean < num_blocks
+        if is_known_to_lack and not makes_room:
+            return None
+        blocks = None if is_known_to_lack else take()
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
             take = partial(take, tenant=None)
             blocks = take()
