@@ -224,6 +224,7 @@ class Setup(NamedTuple):
             TieredKVError: it has not started.
         """
         words = [*shlex.split(self.vllm), "serve", str(self.model_dir), "--port", str(self.port)]
+        words.append("--enable-prompt-tokens-details")  # else `usage` has no cached tokens
         words += shlex.split(f"{self.flags} {flags}")
         if has_memory:
             extra: Row = {"spec_name": "TieringOffloadingSpec"}

@@ -84,7 +84,9 @@ async def complete(request: Request) -> Response:
 
     words = [f"t{first + place}" for place in range(body["max_tokens"])]
     bests = [{word: -0.1, "t0": -3.0} for word in words]
-    usage = {"prompt_tokens_details": {"cached_tokens": len(prompt) if found else 0}}
+    usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
+    if "--enable-prompt-tokens-details" in sys.argv:
+        usage["prompt_tokens_details"] = {"cached_tokens": len(prompt) if found else 0}
     if not body.get("stream"):
         logprobs = {"tokens": words, "top_logprobs": bests}
         return JSONResponse({"choices": [{"text": "", "logprobs": logprobs}], "usage": usage})
