@@ -32,6 +32,7 @@ from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.errors import BlocksLostError, RequestError
+from tieredkv.garbage import look_seldom
 from tieredkv.types import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,7 @@ class EngineCore:
         # Objects that live as long as the engine are no longer searched for garbage. There are
         # hundreds of thousands of them, and a search would delay every stream.
         gc.collect()
-        gc.freeze()
-        self._stack.callback(gc.unfreeze)
+        self._stack.callback(look_seldom())
 
     @property
     def info(self) -> EngineInfo:

@@ -80,7 +80,9 @@ class RetentionPolicies:
 
     def __init__(self, policies: Iterable[RetentionPolicy] = DEFAULT_POLICIES) -> None:
         self._policies = {policy.name: policy for policy in policies}
+        # Of the few sets of claims that there are.
         self._of_disk: dict[frozenset[str], list[RetentionPolicy]] = {}
+        self._tiers: dict[frozenset[str], frozenset[Tier]] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -119,10 +121,18 @@ class RetentionPolicies:
         """Return until when the disk may keep a block; None if no claim allows the disk."""
         claims = frozenset(claims)
         may = self._of_disk.get(claims)
-        if may is None:  # computed once for the few sets of claims that there are
+        if may is None:
             policies = map(self._policies.__getitem__, claims)
             may = self._of_disk[claims] = [policy for policy in policies if policy.may_use_disk]
         return max([policy.deadline(*times) for policy in may], default=None)
+
+    def tiers(self, claims: frozenset[str]) -> frozenset[Tier]:
+        """Return the tiers that a policy among the claims lets a block into."""
+        found = self._tiers.get(claims)
+        if found is None:
+            policies = map(self._policies.__getitem__, claims)
+            found = self._tiers[claims] = frozenset().union(*(each.tiers for each in policies))
+        return found
 
     def longest(self, claims: Collection[str]) -> str:
         """Return the claim that keeps a block longest; claims that allow the disk come first."""

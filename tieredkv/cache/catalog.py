@@ -334,7 +334,7 @@ class Catalog:
 
     def may_enter(self, entry: Entry, tier: Tier) -> bool:
         """Return whether a policy that asked for the block lets it into this tier."""
-        return any(tier in self._policies.get(each, is_any=True).tiers for each in entry.claims)
+        return tier in self._policies.tiers(entry.claims)
 
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return the record of the block that is sent to the store."""

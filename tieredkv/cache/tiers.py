@@ -140,8 +140,10 @@ class Tiers:
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory has a complete copy of the block."""
-        copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
-        return any(copy is not None and copy.is_ready for copy in copies)
+        copy = self.device.lookup(block_hash)
+        if copy is None or not copy.is_ready:
+            copy = self.host.lookup(block_hash)
+        return copy is not None and copy.is_ready
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the block has yet to be written to disk; not if that was given up."""
@@ -167,11 +169,15 @@ class Tiers:
         return self.owed_bytes / self.disk_link.write_rate.steady
 
     def _is_device_clean(self, block: Block) -> bool:
-        entry = self.catalog.get(block.block_hash)
-        if entry is None or entry.is_droppable or not self.catalog.may_enter(entry, Tier.HOST):
+        if (block_hash := block.block_hash) is None:
             return True
-        page = self.host.lookup(entry.block_hash)
-        return page is not None and page.is_ready
+        page = self.host.lookup(block_hash)
+        if page is not None and page.is_ready:
+            return True
+        entry = self.catalog.get(block_hash)
+        if entry is None or entry.is_droppable:
+            return True
+        return not self.catalog.may_enter(entry, Tier.HOST)
 
     def _is_host_clean(self, page: Block) -> bool:
         """Return whether the disk is owed nothing, or VRAM keeps the block for longer anyway."""

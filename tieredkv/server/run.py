@@ -5,7 +5,6 @@ It knows processes and signals; terminals are the command line's business.
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import json
 import logging
@@ -23,6 +22,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.garbage import look_seldom
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import RESERVED
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 STREAMS_END_S = 5
 KEEP_ALIVE_S = 30
 EXIT_INTERRUPTED = 130
-GC_THRESHOLDS = 50_000, 20, 1000
 SWITCH_INTERVAL_S = 0.001
 """A thread that reads a long request gives way to the event loop after this time."""
 
@@ -172,8 +171,7 @@ class Server:
             if not signals:
                 # Looking for garbage stops every thread. What was loaded stays for good and is
                 # not looked through; what a large body becomes is seldom looked through.
-                gc.freeze()
-                gc.set_threshold(*GC_THRESHOLDS)
+                look_seldom()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)
                 with contextlib.closing(Api(self.settings, engine, tokenization, keys)) as api:
                     await self._serve(sock, api, engine)
