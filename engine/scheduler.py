@@ -264,20 +264,22 @@ class Scheduler:
         if request is None:
             return False
         num_blocks, is_alone = self._num_blocks(request), not self.running
-        return self.cache.make_room(request.prefix, num_blocks, is_alone=is_alone)
+        return self.cache.room.make_ahead(request.prefix, num_blocks, is_alone=is_alone)
 
     def prepare(self) -> None:
         """Make room for the next request, if its turn may come in the next step."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
-        state = (len(self.waiting), self.cache.num_free, *self.cache.num_copied)
+        state = (len(self.waiting), self.cache.num_free, *self.cache.room.num_copied)
         if state == self._prepared_at:
             return  # nothing has changed
         self._prepared_at = state
         left = sum(self._num_left(each) for each in self.running if each.is_prefilling)
+        if left >= self.max_num_batched_tokens:
+            return
         request = self.waiting.upcoming()[0]
-        if left < self.max_num_batched_tokens and self.cache.lookups.is_settled(request.prefix):
-            self.cache.make_room(request.prefix, self._num_blocks(request))
+        if self.cache.lookups.is_settled(request.prefix):
+            self.cache.room.make_ahead(request.prefix, self._num_blocks(request))
 
     def predict(self, busy_s: Callable[[], float]) -> None:
         """Plan what was admitted without anything to load, so that its receipt has a forecast.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fake_store import Rig, kept_by, root_of
-from tieredkv.cache import lookups, room, tiered
+from tieredkv.cache import lookups, room
 from tieredkv.cache.plan import Planner
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
@@ -196,7 +196,7 @@ def endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def room_is_made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make room for queued requests at once, or after the step was issued, however few blocks."""
     if request.param != "at once":
-        monkeypatch.setattr(tiered, "FEW_BLOCKS", 0)
+        monkeypatch.setattr(room, "FEW_BLOCKS", 0)
 
 
 @pytest.mark.usefixtures("endless_patience")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
-from tieredkv.cache import lookups, room, tiered
+from tieredkv.cache import lookups, room
 from tieredkv.cache.pool import Block
 from tieredkv.types import BlockHash, Tier
 
@@ -506,7 +506,7 @@ def test_no_block_is_given_up_while_its_copy_is_under_way(monkeypatch: pytest.Mo
 def test_a_refused_request_finds_the_room_that_was_made_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiered, "FEW_BLOCKS", 2)
+    monkeypatch.setattr(room, "FEW_BLOCKS", 2)
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("a", 8, "in_memory")
     few, many = rig.queue("few", 2, "in_memory"), rig.queue("many", 6, "in_memory")
@@ -515,10 +515,10 @@ def test_a_refused_request_finds_the_room_that_was_made_later(
         rig.turn()
     assert rig.on_device("a", 8) == [*range(8)] and rig.on_host("a", 8) == [7], "but the reserve"
     rig.transfer.is_held = True
-    assert not rig.cache.make_room(many, 6), "its copies are under way"
+    assert not rig.cache.room.make_ahead(many, 6), "its copies are under way"
     rig.transfer.is_held = False
     rig.turn()
-    assert rig.cache.make_room(many, 6) and not many.blocks
+    assert rig.cache.room.make_ahead(many, 6) and not many.blocks
     assert rig.cache.admit(many, 6, makes_room=False)
     rig.check()
     rig.cache.release(many)
@@ -533,7 +533,7 @@ def test_room_that_is_made_ahead_keeps_what_the_request_will_find() -> None:
     rig.run("b", 5, "in_memory")
     again = rig.queue("a", 6, "in_memory")
     for _ in range(2):
-        rig.cache.make_room(again, 6)
+        rig.cache.room.make_ahead(again, 6)
         rig.turn()
     assert rig.on_device("a", 3) == [0, 1, 2] and rig.tiers.device.num_empty == 3
     assert rig.admit(again)

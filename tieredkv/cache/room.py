@@ -72,6 +72,12 @@ class Room:
         self._readable, self._poll = readable, poll
         self._waits: dict[Prefix, _Wait] = {}
 
+    @property
+    def num_copied(self) -> tuple[int, int]:
+        """Blocks that were copied to host memory and to VRAM so far."""
+        counters = self._tiers.counters
+        return counters.demoted_host_blocks, counters.promoted_host_blocks
+
     def is_coming(self, prefix: Prefix) -> bool:
         """Whether the blocks that a request lacks become free soon without a preemption."""
         return prefix in self._waits
@@ -89,12 +95,14 @@ class Room:
             prefix: the request's chain.
             num_blocks: how many blocks.
             is_alone: no other request runs that could release blocks, so that floors give way.
-            makes_room: whether room is made if there is none yet. If not, another call has to.
+            makes_room: whether room is made at once if there is none yet. If not, `make_ahead` does
+                it, unless a few blocks will do.
 
         Returns:
             None if there is no room yet.
         """
         device = self._tiers.device
+        makes_room = makes_room or num_blocks <= FEW_BLOCKS
         take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
         is_known_to_lack = self.is_coming(prefix) and device.num_clean < num_blocks
         if is_known_to_lack and not makes_room:
@@ -105,17 +113,42 @@ class Room:
             blocks = take()
         # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
-            if makes_room:
-                blocks = self._make_room(prefix, num_blocks, take)
-            else:
+            if not makes_room:
                 self._wait(prefix, gets_on=False)
+                return None
+            blocks = self._make_room(prefix, num_blocks, take)
             if blocks is None:
+                if not prefix.blocks:
+                    self._bring_up(prefix)
                 return None
         self.forget(prefix)
         self._demoter.note_change()
         return blocks
 
-    def bring_up(self, prefix: Prefix) -> None:
+    def make_ahead(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
+        """Make room for a queued request that was refused, or that will soon ask.
+
+        Args:
+            prefix: the request's chain.
+            num_blocks: length of its table.
+            is_alone: see `allocate`.
+
+        Returns:
+            Whether there is room now.
+        """
+        device = self._tiers.device
+        found = [block for block in device.find(self._readable(prefix)) if block is not None]
+        device.acquire(found)
+        num_fresh = num_blocks - len(found)
+        if self.is_coming(prefix):
+            device.release(self.allocate(prefix, num_fresh, is_alone) or [])
+        elif device.num_empty < num_fresh <= device.num_free - device.num_kept:
+            take = partial(device.allocate, num_fresh, tenant=prefix.tenant)
+            self._evict_and_demote(prefix, num_fresh, take)
+        device.release(found[::-1])
+        return device.num_empty >= num_fresh
+
+    def _bring_up(self, prefix: Prefix) -> None:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
 
         The pages are duplicates then and make room for what VRAM has to evict. If the whole table
@@ -143,19 +176,6 @@ class Room:
             promoter.pump()
             asked_at = self._waits[prefix].asked_at
             self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
-
-    def prepare(self, prefix: Prefix, num_blocks: int) -> None:
-        """Evict blocks, and copy others down, for a request that will soon ask for room.
-
-        Args:
-            prefix: the request's chain.
-            num_blocks: how many blocks it will ask for.
-        """
-        device = self._tiers.device
-        if device.num_empty < num_blocks <= device.num_free - device.num_kept:
-            self._evict_and_demote(
-                prefix, num_blocks, partial(device.allocate, num_blocks, tenant=prefix.tenant)
-            )
 
     def _evict_and_demote(
         self, prefix: Prefix, num_blocks: int, take: Callable[..., list[Block] | None]

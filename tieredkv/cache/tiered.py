@@ -32,7 +32,7 @@ from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import Progress
-from tieredkv.cache.room import FEW_BLOCKS, Room
+from tieredkv.cache.room import Room
 from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
@@ -130,12 +130,6 @@ class TieredCache:
         return self.tiers.device.num_free
 
     @property
-    def num_copied(self) -> tuple[int, int]:
-        """Blocks that were copied to host memory and to VRAM so far."""
-        counters = self.tiers.counters
-        return counters.demoted_host_blocks, counters.promoted_host_blocks
-
-    @property
     def keeps_blocks(self) -> bool:
         """Whether free blocks are kept for tenants below their floors."""
         return self.tiers.device.num_kept > 0
@@ -156,8 +150,7 @@ class TieredCache:
             prefix: the request's chain, whose lookup is settled.
             num_blocks: length of the table: the chain and the partial block behind it.
             is_alone: no other request runs that could release blocks, so that floors give way.
-            makes_room: whether room is made at once if there is none yet. If not, `make_room` does
-                it, unless a few blocks will do.
+            makes_room: whether room is made if there is none yet, see `Room.allocate`.
 
         Returns:
             False, with nothing held, if there is no room yet or the disk has to be asked first.
@@ -173,11 +166,8 @@ class TieredCache:
         found = [block for block in chain if block is not None]
         device.acquire(found)
         num_fresh = num_blocks - len(found)
-        makes_room = makes_room or num_fresh <= FEW_BLOCKS
         fresh = self.room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
-            if makes_room and self.room.is_coming(prefix):
-                self.room.bring_up(prefix)
             device.release(found[::-1])
             refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             prefix.refused_at = None if self.room.is_coming(prefix) else refused_at
@@ -195,30 +185,6 @@ class TieredCache:
         self.promoter.end_prefetch(prefix)
         self.tiers.events.learn(prefix, 0, len(prefix.hashes))
         return True
-
-    def make_room(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
-        """Make room for a request that was refused, or that will soon ask.
-
-        Args:
-            prefix: the request's chain.
-            num_blocks: length of its table.
-            is_alone: see `admit`.
-
-        Returns:
-            Whether there is room now.
-        """
-        device, room = self.tiers.device, self.room
-        found = [block for block in device.find(self._readable(prefix)) if block is not None]
-        device.acquire(found)
-        num_fresh = num_blocks - len(found)
-        if room.is_coming(prefix):
-            device.release(room.allocate(prefix, num_fresh, is_alone) or [])
-            if room.is_coming(prefix):
-                room.bring_up(prefix)
-        else:
-            room.prepare(prefix, num_fresh)
-        device.release(found[::-1])
-        return device.num_empty >= num_fresh
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
         """Add one private block to an admitted request's table; False if there is no room yet."""
