@@ -45,6 +45,15 @@ def bytes_of(key: bytes, row_bytes: int) -> bytes:
     return (key * (row_bytes // len(key) + 1))[:row_bytes]
 
 
+def flip_a_bit(folder: Path, behind: bytes, offset: int) -> None:
+    """Flip a bit in the files of a store, so many bytes behind the beginning of some bytes."""
+    for path in folder.rglob("*.seg"):
+        data = bytearray(path.read_bytes())
+        if (at := data.find(behind)) >= 0:
+            data[at + offset] ^= 1
+            path.write_bytes(data)
+
+
 def parallel_of(**changes: Any) -> dict[str, Any]:
     """Return what vLLM tells of its parallel sizes."""
     sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1)

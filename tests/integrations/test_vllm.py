@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.conftest import Setup
-from tests.integrations.engines import HAS_VLLM, NUM_ROWS, Engine, bytes_of
+from tests.integrations.engines import HAS_VLLM, NUM_ROWS, Engine, bytes_of, flip_a_bit
 from tests.waiting import is_alive, wait_until
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
 from tieredkv.storage.results import EvictFilter
@@ -192,12 +192,7 @@ def test_flipped_bits_are_a_miss(setup: Setup) -> None:
     chain = engine.chain("a", 3)
     engine.store(chain)
     setup.close(engine)
-    wanted = bytes_of(chain[1], 8192)
-    for path in setup.folder.rglob("*.seg"):
-        data = bytearray(path.read_bytes())
-        if (at := data.find(wanted)) >= 0:
-            data[at + 100] ^= 1
-            path.write_bytes(data)
+    flip_a_bit(setup.folder, bytes_of(chain[1], 8192), 100)
     engine = setup.open()
     assert engine.hits(chain) == [True, False, True]
     assert engine.hits(chain) == [True, False, True]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.engines import HAS_VLLM
+from tests.integrations.engines import HAS_VLLM, flip_a_bit
 from tests.waiting import wait_until
 from tieredkv.errors import StorageError
 from tieredkv.integrations import identity
@@ -223,11 +223,7 @@ def test_a_chunk_that_is_broken_on_disk_is_computed(setup: Setup) -> None:
     engine.serve(prompt, "24h")
     setup.close(engine)
     chunk = Text(prompt, None).slots(5 * TOKENS, 6 * TOKENS, 0, 0).tobytes()
-    for path in setup.folder.rglob("*.seg"):
-        data = bytearray(path.read_bytes())
-        if (at := data.find(chunk)) >= 0:
-            data[at + 100] ^= 1
-            path.write_bytes(data)
+    flip_a_bit(setup.folder, chunk, 100)
     engine = setup.open()
     assert engine.serve(prompt, "24h").cached == 5 * TOKENS
     figures = setup.figures(engine)

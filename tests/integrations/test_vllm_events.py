@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.conftest import Setup
-from tests.integrations.engines import Engine
+from tests.integrations.engines import Engine, flip_a_bit
 from tests.waiting import wait_until
 from tieredkv.storage.results import EvictFilter
 
@@ -85,11 +85,8 @@ def test_what_is_dropped_as_it_is_damaged_is_told(setup: Setup) -> None:
     chain = sorted(engine.chain("a", 2))
     engine.store(chain)
     engine = setup.reopen(engine, enable_kv_cache_events=True)
-    for path in setup.folder.rglob("*.seg"):
-        data = bytearray(path.read_bytes())
-        for key in chain:
-            data[data.find(key) + 64] ^= 1
-        path.write_bytes(data)
+    for key in chain:
+        flip_a_bit(setup.folder, key, 64)
     assert engine.hits(chain) == [False, False]
     assert told(engine) == [("+", chain), ("-", chain)], "found by a lookup, not by a load"
 
