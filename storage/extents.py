@@ -28,6 +28,7 @@ from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 _ZEROES_BYTES = 1 << 20  # how many zeroes are written at once
+_PIECE_BYTES = 512 << 10  # of a block, so that a write can be given up while it goes on
 
 
 @dataclass(slots=True)
@@ -212,13 +213,19 @@ class SegmentFiles:
     # --- bytes, from any thread -------------------------------------------------------------
 
     def write_block(
-        self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+        self,
+        extent: Extent,
+        record: BlockRecord,
+        payload: memoryview,
+        packed: Packed | None = None,
+        before_piece: Callable[[], None] = lambda: None,
     ) -> Located:
         """Write a block's header and payload into an extent; return its entry for the index.
 
         The payload is written from its page without a copy; bytes of the page behind the block are
         set to zero first. If `packed` is given, it is written instead, with zeroes to the end of
-        the extent, where older bytes may lie.
+        the extent, where older bytes may lie. `before_piece` is called before each piece of the
+        block; what it raises ends the write.
         """
         if packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
@@ -231,7 +238,11 @@ class SegmentFiles:
             buffers = [packed.image]
         codec.encode_header_into(buffers[0], written)
         file = self._file(extent.segment)
-        self._write(file, buffers, extent.number * file.extent_bytes)
+        offset, whole = extent.number * file.extent_bytes, buffers.pop()
+        for start in range(0, len(whole), _PIECE_BYTES):
+            before_piece()
+            buffers.append(whole[start : start + _PIECE_BYTES])
+            offset += self._write(file, buffers, offset)
         return written
 
     def read_block(self, located: Located, into: memoryview) -> None:
@@ -286,14 +297,18 @@ class SegmentFiles:
             self.bytes_read += count
         return count
 
-    def _write(self, file: _File, buffers: list[memoryview], offset: int) -> None:
-        """Write every byte or raise; after a short write, the next write shows the cause."""
+    def _write(self, file: _File, buffers: list[memoryview], offset: int) -> int:
+        """Write every byte or raise, and return how many; `buffers` is then empty.
+
+        After a short write, the next write shows the cause.
+        """
         with storage_errors(file.path):
             count = _move(os.pwritev, file.fd, buffers, offset)
         with self._lock:
             self.bytes_written += count
         if buffers:
             raise StorageError(errno.EIO, f"`{file.path}`: not all bytes could be written")
+        return count
 
     def _set_aside(self, file: _File, offset: int, size: int) -> None:
         try:

@@ -248,7 +248,12 @@ class BlockStore:
         return answer
 
     def write_payload(
-        self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+        self,
+        extent: Extent,
+        record: BlockRecord,
+        payload: memoryview,
+        packed: Packed | None = None,
+        before_piece: Callable[[], None] = lambda: None,
     ) -> Located:
         """Write a block's bytes into its extent, ready for `commit`; any thread may call this.
 
@@ -258,12 +263,13 @@ class BlockStore:
             payload: a page, 4 KiB-aligned, that starts with the block's bytes; the bytes behind
                 them are overwritten with zeroes up to the next multiple of 4 KiB.
             packed: the compressed block, to be written instead.
+            before_piece: called before each piece of some 512 KiB; what it raises ends the write.
 
         Raises:
             StoreFullError, StorageError: not written; hand the extent to `write_failed`.
         """
         self._failpoint("write:before")
-        written = self._files.write_block(extent, record, payload, packed)
+        written = self._files.write_block(extent, record, payload, packed, before_piece)
         self._failpoint("write:done")
         return written
 

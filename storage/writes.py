@@ -5,6 +5,7 @@ group's transaction and ends after it. Writes give way to reads and keep to the 
 that fails ends with the reason.
 """
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -30,12 +31,16 @@ _MAX_GROUP_AGE_S = 0.005  # how long written blocks wait for others to share a t
 _POLL_S = 0.002  # how often writes look whether reads have earned them a share
 
 
+class _GivesWayError(Exception):
+    """A write ends before its block is written, because there are reads."""
+
+
 @dataclass(slots=True, eq=False)
 class WriteTask:
     """One block to be compressed and written by a thread.
 
     The extent is None until the block is compressed, because its size is not known before.
-    `gives_way` says whether the thread leaves the block unwritten if there are reads by then;
+    `gives_way` says whether the thread leaves the block unwritten once there are reads;
     `is_held_back` and `ended_at` are for `PageStored`.
     """
 
@@ -193,11 +198,16 @@ class Writes:
         """Compress or write a block, on a writer thread."""
         if task.extent is None:
             task.packed = self.store.packing.pack(page[: task.page.record.size_bytes])
-        elif not (task.gives_way and self._is_reading):
-            what = (task.page.record, page, task.packed)
-            task.written = self.store.write_payload(task.extent, *what)
-            task.packed = None  # its memory
-            task.ended_at = time.monotonic()
+        else:
+            what = (task.page.record, page, task.packed, partial(self._give_way, task))
+            with contextlib.suppress(_GivesWayError):
+                task.written = self.store.write_payload(task.extent, *what)
+                task.packed = None  # its memory
+                task.ended_at = time.monotonic()
+
+    def _give_way(self, task: WriteTask) -> None:
+        if task.gives_way and self._is_reading:
+            raise _GivesWayError
 
     def _end_task(self, task: WriteTask, error: StorageError | None) -> None:
         self._num_writing -= 1

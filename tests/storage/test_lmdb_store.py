@@ -1,8 +1,10 @@
+import math
 import os
 import resource
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,38 @@ def test_a_load_reads_its_extent_once_and_nothing_else(tmp_path: Path) -> None:
         put(store, record)
         load(store, record)
         assert store.stats().bytes_read == (2 << 20) + HEADER_BYTES
+
+
+@pytest.mark.parametrize("size_bytes", [1, 4096, 512 << 10, (2 << 20) - 1, 2 << 20])
+def test_a_write_can_be_given_up_before_each_of_its_pieces_and_made_again(
+    tmp_path: Path, size_bytes: int
+) -> None:
+    record = make_record(size_bytes=size_bytes)
+    num_pieces = max(1, math.ceil(size_bytes / (512 << 10)))
+    with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
+        extent, page = reserve(store, record), page_with(payload_of(record))
+        assert extent is not None
+        for last in range(num_pieces):
+            with pytest.raises(GivenUpError):
+                store.write_payload(extent, record, page, None, count_down_from(last))
+        store.commit([store.write_payload(extent, record, page, None, count_down_from(num_pieces))])
+        store.check()
+        assert load(store, record) == payload_of(record)
+
+
+class GivenUpError(Exception):
+    """What a write is given up with."""
+
+
+def count_down_from(count: int) -> Callable[[], None]:
+    """Return a function that raises once it was called more often than this."""
+    left = iter(range(count))
+
+    def call() -> None:
+        if next(left, None) is None:
+            raise GivenUpError
+
+    return call
 
 
 def test_pages_may_be_longer_than_the_block(tmp_path: Path) -> None:

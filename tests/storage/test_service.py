@@ -199,7 +199,7 @@ def test_a_store_tells_when_it_was_written_and_whether_something_held_it_back(
         assert beside.ended_at > alone.ended_at and beside.is_held_back
 
 
-def test_stores_that_wait_for_a_thread_give_way_to_reads_that_begin_meanwhile(
+def test_stores_give_way_to_reads_that_begin_meanwhile(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tmp_path / "store", arena, num_writers=1) as engine:
@@ -215,7 +215,7 @@ def test_stores_that_wait_for_a_thread_give_way_to_reads_that_begin_meanwhile(
         stored = [engine.next_page() for _ in records]
         assert all(isinstance(each, PageStored) and each.ok for each in stored)
         ended = [each.ended_at - loaded_at for each in stored if isinstance(each, PageStored)]
-        assert min(ended[1:]) > 0.2, "only the one that had begun is written at once"
+        assert min(ended) > 0.2, "no piece of any was written at once"
         assert all(engine.lookup(each.block_hash) for each in records)
 
 
