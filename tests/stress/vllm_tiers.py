@@ -12,13 +12,15 @@ at a time. The arms take turns, for each prompt in this order:
     device   it was sent a moment ago
     host     VRAM's prefix cache was emptied
     disk     vLLM's memory was emptied too
-    restart  the server was stopped and started again; once for each prompt
+    restart  the server was stopped and started again; once for each prompt, unless `--no-restart`
 
 `bytes_from_disk` are those that the kernel read from storage for the server's processes during the
 request, and `GBps` what they come to over the time in which the first token came. `raw_GBps`, the
 rate of the disk with O_DIRECT (the best of 4, 16 and 32 threads), is measured before each server is
-started. The tokens of each arm are compared with the cold ones of the same prompt; where they
-differ although the cold logits of the two were more than `--tie` apart, it is a problem.
+started. The tokens of `device`, with which no tier has to do, are compared with the cold ones of the
+same prompt, and those of the other arms with those of `device`, which compute no more than these
+do. Where two differ although the first one's two best log-probabilities were more than `--tie`
+apart, it is a problem.
 
 The exit code is 1 if there are problems, such as a hit that was none.
 """
@@ -104,7 +106,7 @@ class Measuring:
         self.answers: dict[tuple[str, int], list[Answer]] = {}
         self.texts: dict[tuple[str, int], list[str]] = {}
         self.problems = list[str]()
-        self._colds: list[tuple[int, Prompt, Answer]] = []
+        self._right: list[tuple[int, Prompt, Answer]] = []
 
     def run(self, server: Server, lengths: list[int], repeats: int, vocab_size: int) -> None:
         """Measure all arms but `restart`."""
@@ -120,33 +122,33 @@ class Measuring:
     def _take_turns(self, server: Server, model: str, length: int, prompt: Prompt) -> None:
         stored = 0 if self.tier == "ram" else stored_bytes(self.tier, self.folder)
         cold = self._note("cold", length, ask(server, model, prompt), None)
-        self._note("device", length, ask(server, model, prompt), cold)
+        right = self._note("device", length, ask(server, model, prompt), cold)
         server.reset(memory=False)
-        self._note("host", length, ask(server, model, prompt), cold)
+        self._note("host", length, ask(server, model, prompt), right)
         if self.tier == "ram":
             return
         wanted = stored + int(MIN_STORED * self.kv_bytes * length)
         if not wait_until_stored(self.tier, self.folder, wanted):
             self.problems.append(f"{self.tier} {length}: the prompt was not stored")
         server.reset(memory=True)
-        self._note("disk", length, ask(server, model, prompt), cold)
-        self._colds.append((length, prompt, cold))
+        self._note("disk", length, ask(server, model, prompt), right)
+        self._right.append((length, prompt, right))
 
     def restarted(self, server: Server) -> None:
         """Measure the arm `restart`."""
         model = served_by(server.url)
-        warm = {length for length, *_ in self._colds}
+        warm = {length for length, *_ in self._right}
         for length in sorted(warm):
             [prompt] = prompts_of(1, length, 100, ("warm again", length))
             ask(server, model, prompt)
-        for length, prompt, cold in self._colds:
-            self._note("restart", length, ask(server, model, prompt), cold)
+        for length, prompt, right in self._right:
+            self._note("restart", length, ask(server, model, prompt), right)
 
-    def _note(self, arm: str, length: int, answer: Answer, cold: Answer | None) -> Answer:
+    def _note(self, arm: str, length: int, answer: Answer, right: Answer | None) -> Answer:
         self.answers.setdefault((arm, length), []).append(answer)
         text = "equal"
-        if cold is not None:
-            text, _ = difference(cold.tokens, cold.gaps, answer.tokens, self.tie)
+        if right is not None:
+            text, _ = difference(right.tokens, right.gaps, answer.tokens, self.tie)
         self.texts.setdefault((arm, length), []).append(text)
         name = f"{self.tier} {arm} {length}"
         click.echo(
@@ -182,7 +184,8 @@ class Measuring:
 @several("--prefix-tokens", int, default="2048,8192,32768,65536", help="Lengths of the prompts.")
 @click.option("--repeats", default=3, show_default=True, help="Prompts of each length.")
 @click.option("--layout", help="VLLM_KV_CACHE_LAYOUT, such as BLHNC.")
-@click.option("--tie", default=0.05, show_default=True, help="See above.")
+@click.option("--restart/--no-restart", default=True, help="Whether to measure that arm.")
+@click.option("--tie", default=0.5, show_default=True, help="See above.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 @with_setup
 def main(
@@ -191,6 +194,7 @@ def main(
     prefix_tokens: list[int],
     repeats: int,
     layout: str | None,
+    restart: bool,
     tie: float,
     commit: str | None,
 ) -> None:
@@ -213,7 +217,7 @@ def main(
             click.echo(f"{tier}: started in {perf_counter() - start:.0f} s, raw {raw_GBps} GB/s")
             it.run(server, prefix_tokens, repeats, config["vocab_size"])
             facts[tier] = server.metrics()
-        if entry is not None:
+        if entry is not None and restart:
             with serving(entry) as server:
                 it.restarted(server)
         shutil.rmtree(own, ignore_errors=True)
