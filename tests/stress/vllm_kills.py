@@ -155,7 +155,7 @@ async def compare(
 @click.option("--minutes", default=8.0, show_default=True, help="For which they take turns.")
 @click.option("--kill-every", default=30.0, show_default=True, help="Seconds between kills.")
 @click.option("--scale", default=1.0, show_default=True, help="Prompts are shorter by it.")
-@click.option("--tie", default=0.05, show_default=True, help="See above.")
+@click.option("--tie", default=0.5, show_default=True, help="See above.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 @with_setup
 def main(

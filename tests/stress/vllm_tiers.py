@@ -12,14 +12,14 @@ at a time. The arms take turns, for each prompt in this order:
     device   it was sent a moment ago
     host     VRAM's prefix cache was emptied
     disk     vLLM's memory was emptied too
-    restart  the server was stopped and started again; once for each prompt, unless `--no-restart`
+    restart  the server was stopped and started again; left out with `--no-restart`
 
 `bytes_from_disk` are those that the kernel read from storage for the server's processes during the
 request, and `GBps` what they come to over the time in which the first token came. `raw_GBps`, the
 rate of the disk with O_DIRECT (the best of 4, 16 and 32 threads), is measured before each server is
-started. The tokens of `device`, with which no tier has to do, are compared with the cold ones of the
-same prompt, and those of the other arms with those of `device`, which compute no more than these
-do. Where two differ although the first one's two best log-probabilities were more than `--tie`
+started. The tokens of `device`, with which no tier has to do, are compared with the cold ones of
+the same prompt, and those of the other arms with those of `device`, which computes as little as
+they do. Where two differ although the first one's two best log-probabilities were more than `--tie`
 apart, it is a problem.
 
 The exit code is 1 if there are problems, such as a hit that was none.
