@@ -270,7 +270,7 @@ class Scheduler:
         """Make room for the next request, if its turn may come in the next step."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
-        state = (len(self.waiting), self.cache.num_free, *self.cache.room.num_copied)
+        state = (len(self.waiting), *self.cache.room.state)
         if state == self._prepared_at:
             return  # nothing has changed
         self._prepared_at = state

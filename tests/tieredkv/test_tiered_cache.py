@@ -527,6 +527,30 @@ def test_a_refused_request_finds_the_room_that_was_made_later(
     assert sorted({*rig.on_host("a", 8), *rig.on_device("a", 8)}) == [*range(8)]
 
 
+def test_room_beside_others_is_made_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "FEW_BLOCKS", 1)
+    monkeypatch.setattr(room, "MAX_AHEAD", 3)
+    rig = Rig(num_blocks=16, num_pages=16, has_store=False)
+    rig.run("a", 16, "in_memory")
+    prefix, device = rig.queue("b", 10, "in_memory"), rig.tiers.device
+    num_empty, num_turns = device.num_empty, 0
+    while not rig.cache.admit(prefix, 10, makes_room=False):
+        rig.cache.room.make_ahead(prefix, 10)
+        num_new, num_empty = device.num_empty - num_empty, device.num_empty
+        assert num_new <= 3
+        rig.turn()
+        num_turns += 1
+    assert 3 <= num_turns < 10 and rig.tiers.counters.demotions_dropped == 0
+    assert sorted({*rig.on_host("a", 16), *rig.on_device("a", 16)}) == [*range(16)]
+    rig.cache.release(prefix)
+    alone = rig.queue("c", 12, "in_memory")
+    rig.turn()
+    rig.cache.room.make_ahead(alone, 12, is_alone=True)
+    rig.turn()
+    assert rig.cache.room.make_ahead(alone, 12, is_alone=True), "nobody else waits for a step"
+    assert rig.cache.admit(alone, 12)
+
+
 def test_room_that_is_made_ahead_keeps_what_the_request_will_find() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("a", 3, "in_memory")

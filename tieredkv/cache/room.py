@@ -7,9 +7,9 @@ not got on for long enough, the oldest blocks are given up.
 Called by the engine's thread only.
 """
 
+import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from tieredkv.cache.demotion import Demoter
@@ -37,6 +37,11 @@ MIN_SLICE = 32
 
 FEW_BLOCKS = 128
 """Room for so few blocks is made at once: that takes the thread about a millisecond."""
+
+MAX_AHEAD = 512
+"""Blocks that are evicted, or whose copies are started, at once while the device computes a step: a
+few milliseconds of the thread. The next step is issued late if they take longer than this one.
+"""
 
 
 class _Wait(NamedTuple):
@@ -73,10 +78,11 @@ class Room:
         self._waits: dict[Prefix, _Wait] = {}
 
     @property
-    def num_copied(self) -> tuple[int, int]:
-        """Blocks that were copied to host memory and to VRAM so far."""
-        counters = self._tiers.counters
-        return counters.demoted_host_blocks, counters.promoted_host_blocks
+    def state(self) -> tuple[int, ...]:
+        """Numbers that change whenever there may be more room, or more can be done for it."""
+        device, counters = self._tiers.device, self._tiers.counters
+        copied = counters.demoted_host_blocks, counters.promoted_host_blocks
+        return device.num_free, device.num_empty, *copied
 
     def is_coming(self, prefix: Prefix) -> bool:
         """Whether the blocks that a request lacks become free soon without a preemption."""
@@ -87,7 +93,13 @@ class Room:
         self._waits.pop(prefix, None)
 
     def allocate(
-        self, prefix: Prefix, num_blocks: int, is_alone: bool, *, makes_room: bool = True
+        self,
+        prefix: Prefix,
+        num_blocks: int,
+        is_alone: bool,
+        *,
+        makes_room: bool = True,
+        at_most: int = sys.maxsize,
     ) -> list[Block] | None:
         """Allocate device blocks for a request.
 
@@ -97,26 +109,31 @@ class Room:
             is_alone: no other request runs that could release blocks, so that floors give way.
             makes_room: whether room is made at once if there is none yet. If not, `make_ahead` does
                 it, unless a few blocks will do.
+            at_most: how many blocks are evicted or copied down at once; the others are when the
+                request asks again.
 
         Returns:
             None if there is no room yet.
         """
         device = self._tiers.device
-        makes_room = makes_room or num_blocks <= FEW_BLOCKS
-        take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
+        if num_blocks <= FEW_BLOCKS:
+            makes_room, at_most = True, sys.maxsize
+        elif not makes_room:
+            at_most = MAX_AHEAD
+        tenant: bytes | None = prefix.tenant
         is_known_to_lack = self.is_coming(prefix) and device.num_clean < num_blocks
         if is_known_to_lack and not makes_room:
             return None
-        blocks = None if is_known_to_lack else take()
+        blocks = None if is_known_to_lack else self._take(num_blocks, tenant, at_most)
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
-            take = partial(take, tenant=None)
-            blocks = take()
+            tenant = None
+            blocks = self._take(num_blocks, tenant, at_most)
         # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
             if not makes_room:
                 self._wait(prefix, gets_on=False)
                 return None
-            blocks = self._make_room(prefix, num_blocks, take)
+            blocks = self._make_room(prefix, num_blocks, tenant, at_most)
             if blocks is None:
                 if not prefix.blocks:
                     self._bring_up(prefix)
@@ -128,25 +145,35 @@ class Room:
     def make_ahead(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
         """Make room for a queued request that was refused, or that will soon ask.
 
+        Beside others, no more is done at once than keeps the engine's thread for some milliseconds.
+
         Args:
             prefix: the request's chain.
             num_blocks: length of its table.
             is_alone: see `allocate`.
 
         Returns:
-            Whether there is room now.
+            Whether there is room now, or more of it as soon as this is called again.
         """
-        device = self._tiers.device
+        device, at_most = self._tiers.device, sys.maxsize if is_alone else MAX_AHEAD
+        num_empty = device.num_empty
         found = [block for block in device.find(self._readable(prefix)) if block is not None]
         device.acquire(found)
         num_fresh = num_blocks - len(found)
         if self.is_coming(prefix):
-            device.release(self.allocate(prefix, num_fresh, is_alone) or [])
+            blocks = self.allocate(prefix, num_fresh, is_alone, at_most=at_most)
+            device.release(blocks or [])
         elif device.num_empty < num_fresh <= device.num_free - device.num_kept:
-            take = partial(device.allocate, num_fresh, tenant=prefix.tenant)
-            self._evict_and_demote(prefix, num_fresh, take)
+            self._evict_and_demote(prefix, num_fresh, prefix.tenant, at_most)
         device.release(found[::-1])
-        return device.num_empty >= num_fresh
+        return device.num_empty >= min(num_fresh, num_empty + at_most)
+
+    def _take(self, num_blocks: int, tenant: bytes | None, at_most: int) -> list[Block] | None:
+        """Allocate so many blocks, if for that no more than `at_most` have to be evicted."""
+        device = self._tiers.device
+        if num_blocks - device.num_empty > at_most:
+            return None
+        return device.allocate(num_blocks, tenant=tenant)
 
     def _bring_up(self, prefix: Prefix) -> None:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
@@ -178,36 +205,42 @@ class Room:
             self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
 
     def _evict_and_demote(
-        self, prefix: Prefix, num_blocks: int, take: Callable[..., list[Block] | None]
+        self, prefix: Prefix, num_blocks: int, tenant: bytes | None, at_most: int
     ) -> int:
-        """Empty the clean ones of so many blocks; return how many others are being copied down."""
+        """Empty the clean ones of so many blocks, then copy others down; return how many in all."""
         device = self._tiers.device
-        if not prefix.blocks:
-            self._tiers.host.touch(prefix.hashes)  # other chains' pages go before these
         # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
         # are copied, since those copies may evict the pages that make them clean.
         self._poll()
-        device.release(take(is_partial=True) or [])
+        num_empty = device.num_empty
+        num_wanted = min(num_blocks, num_empty + at_most)
+        device.release(device.allocate(num_wanted, tenant=tenant, is_partial=True) or [])
+        num_evicted = device.num_empty - num_empty
         num_lacking = num_blocks - device.num_empty
-        return self._demoter.demote(self._num_to_demote(prefix, num_lacking))
+        if num_evicted >= at_most or num_lacking <= 0:
+            return num_evicted
+        if not prefix.blocks:
+            self._tiers.host.touch(prefix.hashes)  # other chains' pages go before these
+        num_ahead = self._num_to_demote(prefix, num_lacking)
+        return num_evicted + self._demoter.demote(num_ahead, at_most - num_evicted)
 
     def _make_room(
-        self, prefix: Prefix, num_blocks: int, take: Callable[..., list[Block] | None]
+        self, prefix: Prefix, num_blocks: int, tenant: bytes | None, at_most: int
     ) -> list[Block] | None:
         """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
         device, demoter = self._tiers.device, self._demoter
-        num_started = self._evict_and_demote(prefix, num_blocks, take)
+        num_moved = self._evict_and_demote(prefix, num_blocks, tenant, at_most)
         self._poll()
-        if (blocks := take()) is not None:
+        if (blocks := self._take(num_blocks, tenant, at_most)) is not None:
             return blocks
         demoter.write(num_blocks)
         is_copying = demoter.is_copying or self._tiers.num_promoting > 0
         is_coming = is_copying and device.num_ready >= num_blocks
-        waited_s = self._wait(prefix, gets_on=num_started >= MIN_SLICE)
+        waited_s = self._wait(prefix, gets_on=num_moved >= MIN_SLICE)
         if waited_s < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
             return None
         demoter.drop_oldest(num_blocks)
-        return take()
+        return device.allocate(num_blocks, tenant=tenant)
 
     def _wait(self, prefix: Prefix, *, gets_on: bool) -> float:
         """Note that a request goes on waiting; return since how many seconds it has not got on."""
