@@ -38,7 +38,7 @@ MIN_SLICE = 32
 FEW_BLOCKS = 128
 """Room for so few blocks is made at once: that takes the thread about a millisecond."""
 
-MAX_AHEAD = 512
+MAX_AHEAD = 256
 """Blocks that are evicted, or whose copies are started, at once while the device computes a step: a
 few milliseconds of the thread. The next step is issued late if they take longer than this one.
 """
@@ -136,7 +136,7 @@ class Room:
             blocks = self._make_room(prefix, num_blocks, tenant, at_most)
             if blocks is None:
                 if not prefix.blocks:
-                    self._bring_up(prefix)
+                    self._bring_up(prefix, at_most)
                 return None
         self.forget(prefix)
         self._demoter.note_change()
@@ -175,7 +175,7 @@ class Room:
             return None
         return device.allocate(num_blocks, tenant=tenant)
 
-    def _bring_up(self, prefix: Prefix) -> None:
+    def _bring_up(self, prefix: Prefix, at_most: int) -> None:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
 
         The pages are duplicates then and make room for what VRAM has to evict. If the whole table
@@ -190,7 +190,7 @@ class Room:
         first = promoter.first_copied(prefix, list(pages))
         wanted = [page for index, page in reversed(pages.items()) if index >= first]
         blocks = device.allocate(
-            min(len(wanted), promoter.num_copies_left), is_partial=True, only_empty=True
+            min(len(wanted), promoter.num_copies_left, at_most), is_partial=True, only_empty=True
         )
         for page, block in zip(wanted, blocks or [], strict=False):
             block_hash = page.block_hash
