@@ -218,14 +218,14 @@ class SegmentFiles:
         record: BlockRecord,
         payload: memoryview,
         packed: Packed | None = None,
-        before_piece: Callable[[], None] = lambda: None,
+        before_piece: Callable[[int], None] = lambda num_written: None,
     ) -> Located:
         """Write a block's header and payload into an extent; return its entry for the index.
 
         The payload is written from its page without a copy; bytes of the page behind the block are
         set to zero first. If `packed` is given, it is written instead, with zeroes to the end of
-        the extent, where older bytes may lie. `before_piece` is called before each piece of the
-        block; what it raises ends the write.
+        the extent, where older bytes may lie. Before each piece of the block, `before_piece` is
+        called with the number of bytes that are written; what it raises ends the write.
         """
         if packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
@@ -238,11 +238,11 @@ class SegmentFiles:
             buffers = [packed.image]
         codec.encode_header_into(buffers[0], written)
         file = self._file(extent.segment)
-        offset, whole = extent.number * file.extent_bytes, buffers.pop()
+        offset, whole, num_written = extent.number * file.extent_bytes, buffers.pop(), 0
         for start in range(0, len(whole), _PIECE_BYTES):
-            before_piece()
+            before_piece(num_written)
             buffers.append(whole[start : start + _PIECE_BYTES])
-            offset += self._write(file, buffers, offset)
+            num_written += self._write(file, buffers, offset + num_written)
         return written
 
     def read_block(self, located: Located, into: memoryview) -> None:

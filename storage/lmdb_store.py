@@ -253,7 +253,7 @@ class BlockStore:
         record: BlockRecord,
         payload: memoryview,
         packed: Packed | None = None,
-        before_piece: Callable[[], None] = lambda: None,
+        before_piece: Callable[[int], None] = lambda num_written: None,
     ) -> Located:
         """Write a block's bytes into its extent, ready for `commit`; any thread may call this.
 
@@ -263,7 +263,8 @@ class BlockStore:
             payload: a page, 4 KiB-aligned, that starts with the block's bytes; the bytes behind
                 them are overwritten with zeroes up to the next multiple of 4 KiB.
             packed: the compressed block, to be written instead.
-            before_piece: called before each piece of some 512 KiB; what it raises ends the write.
+            before_piece: called with the number of bytes written so far, before each piece of some
+                512 KiB; what it raises ends the write.
 
         Raises:
             StoreFullError, StorageError: not written; hand the extent to `write_failed`.

@@ -41,7 +41,8 @@ class WriteTask:
 
     The extent is None until the block is compressed, because its size is not known before.
     `gives_way` says whether the thread leaves the block unwritten once there are reads;
-    `is_held_back` and `ended_at` are for `PageStored`.
+    `num_in_vain` are the bytes that it has written by then. `is_held_back` and `ended_at` are for
+    `PageStored`.
     """
 
     page: LentPage
@@ -49,6 +50,7 @@ class WriteTask:
     extent: Extent | None = None
     written: Located | None = None
     gives_way: bool = False
+    num_in_vain: int = 0
     is_held_back: bool = False
     ended_at: float = 0.0
 
@@ -205,8 +207,9 @@ class Writes:
                 task.packed = None  # its memory
                 task.ended_at = time.monotonic()
 
-    def _give_way(self, task: WriteTask) -> None:
+    def _give_way(self, task: WriteTask, num_written: int) -> None:
         if task.gives_way and self._is_reading:
+            task.num_in_vain = num_written
             raise _GivesWayError
 
     def _end_task(self, task: WriteTask, error: StorageError | None) -> None:
@@ -220,7 +223,7 @@ class Writes:
         elif task.extent is None:
             self._packed.append(task)
         elif task.written is None:
-            self.store.write_limit.refund(task.size)
+            self.store.write_limit.refund(task.size - task.num_in_vain)
             self._reserved.appendleft(task)
         else:
             if not self._written:

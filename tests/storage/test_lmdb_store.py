@@ -67,30 +67,33 @@ def test_a_load_reads_its_extent_once_and_nothing_else(tmp_path: Path) -> None:
 def test_a_write_can_be_given_up_before_each_of_its_pieces_and_made_again(
     tmp_path: Path, size_bytes: int
 ) -> None:
-    record = make_record(size_bytes=size_bytes)
-    num_pieces = max(1, math.ceil(size_bytes / (512 << 10)))
+    record, piece_bytes = make_record(size_bytes=size_bytes), 512 << 10
     with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
         extent, page = reserve(store, record), page_with(payload_of(record))
         assert extent is not None
-        for last in range(num_pieces):
-            with pytest.raises(GivenUpError):
-                store.write_payload(extent, record, page, None, count_down_from(last))
-        store.commit([store.write_payload(extent, record, page, None, count_down_from(num_pieces))])
+        for num_pieces in range(math.ceil(size_bytes / piece_bytes)):
+            num_before = store.stats().bytes_written
+            with pytest.raises(GivenUpError) as error:
+                store.write_payload(extent, record, page, None, give_up_after(num_pieces))
+            num_written = num_pieces * piece_bytes + bool(num_pieces) * HEADER_BYTES
+            assert error.value.args == (num_written,)
+            assert store.stats().bytes_written - num_before == num_written
+        store.commit([store.write_payload(extent, record, page, None, give_up_after(9))])
         store.check()
         assert load(store, record) == payload_of(record)
 
 
 class GivenUpError(Exception):
-    """What a write is given up with."""
+    """What a write is given up with: the number of bytes that it has written."""
 
 
-def count_down_from(count: int) -> Callable[[], None]:
+def give_up_after(num_pieces: int) -> Callable[[int], None]:
     """Return a function that raises once it was called more often than this."""
-    left = iter(range(count))
+    left = iter(range(num_pieces))
 
-    def call() -> None:
+    def call(num_written: int) -> None:
         if next(left, None) is None:
-            raise GivenUpError
+            raise GivenUpError(num_written)
 
     return call
 
