@@ -107,8 +107,8 @@ class Outcome(NamedTuple):
         reading_s: how long a read from disk was under way.
         bytes_from_disk: see `sources.WorkerReads`.
         page_cache: see `sources.page_cache`; None without a disk.
-        raw_GBps: rate of the disk, by the best of 4, 16 and 32 threads, measured before the engine
-            was started; None without O_DIRECT.
+        raw_GBps: rate of the disk, by the best of 4, 16 and 32 threads: the mean of what was
+            measured before and after the run; None without O_DIRECT.
         cpu: of the machine.
         num_ahead: blocks that were read for requests that are still queued when the run ends.
         num_stretches: how often the disk began to read; it ended in between.
@@ -154,12 +154,17 @@ class Crowd:
     Args:
         llm: the engine, which nothing else uses while requests are served.
         store_dir: folder of its disk tier; None without one.
-        raw_GBps: see `Outcome`.
+        measure_raw: returns the raw rate of the disk in GB/s, or None if it is not known.
     """
 
-    def __init__(self, llm: LLM, store_dir: str | None, raw_GBps: float | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        store_dir: str | None,
+        measure_raw: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.llm, self.core = llm, llm.core
-        self._store_dir, self._raw_GBps = store_dir, raw_GBps
+        self._store_dir, self._measure_raw, self._raw_GBps = store_dir, measure_raw, measure_raw()
         self._page_cache = sources.page_cache(Path(store_dir)) if store_dir else None
         link = self.core.tiers.disk_link
         known = link.read_rate
@@ -246,13 +251,13 @@ class Crowd:
             self._reads.reading_s - reading_s,
             worker_reads.num_bytes(),
             self._page_cache,
-            self._raw_GBps,
+            None,
             str(raw.hardware()["cpu"]),
             self._num_ahead(),
             self._reads.num_stretches - num_stretches,
         )
         self.settle()
-        return outcome
+        return outcome._replace(raw_GBps=self._raw_beside())
 
     def settle(self) -> None:
         """Cancel all requests, and step until no block moves between tiers."""
@@ -298,6 +303,13 @@ class Crowd:
         self.core.add_request(request)
         return name
 
+    def _raw_beside(self) -> float | None:
+        """Measure the disk after a run; return the mean of its rate before and after."""
+        before, self._raw_GBps = self._raw_GBps, self._measure_raw()
+        if before is None or self._raw_GBps is None:
+            return None
+        return (before + self._raw_GBps) / 2
+
     def _num_ahead(self) -> int:
         tiers = self.core.tiers
         pages = tiers.host.find(tiers.prefetched)
@@ -320,11 +332,12 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterator[Crowd]:
     """Run an engine as an arm wants it; with a disk tier, all that it serves is kept for `24h`.
 
-    The raw rate of the disk is measured first. What RAM holds at the end is dropped, since the
-    store is removed.
+    The raw rate of the disk is measured before and after each run. What RAM holds at the end is
+    dropped, since the store is removed.
     """
-    raw_GBps = raw.disk_read_GBps(folder, num_bytes=_raw_bytes(), threads=raw.BEST_THREADS)
     with ExitStack() as stack:
+        disk = raw.RawDisk(folder, _raw_bytes(), raw.BEST_THREADS)
+        stack.callback(disk.close)
         store_dir = None
         if arm != "no_disk":
             store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
@@ -332,7 +345,7 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
         llm = stack.enter_context(LLM(**told, progress=progress))
         stack.callback(llm.core.verbs.evict)
         stack.callback(llm.core.abort_all)
-        yield Crowd(llm, store_dir, raw_GBps)
+        yield Crowd(llm, store_dir, disk.best_GBps)
 
 
 def _raw_bytes() -> int:

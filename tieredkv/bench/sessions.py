@@ -358,7 +358,8 @@ def run(
         by_arm = {arm: [outcomes[Run(arm, count, seed)] for seed in pooled] for arm in arms}
         common = crowd_figures.common_answers(by_arm)
         for arm, some in by_arm.items():
-            figures = crowd_figures.figures(some, plan.kv_spec, raw_GBps)
+            own_GBps = crowd_figures.raw_rate(some) or raw_GBps
+            figures = crowd_figures.figures(some, plan.kv_spec, own_GBps)
             row = {"arm": arm, "sessions": count, "seeds": pooled, **figures}
             row |= crowd_figures.common_figures(common[arm])
             row[f"equal_to_{arms[0]}"] = crowd_figures.equal_share(some, by_arm[arms[0]])

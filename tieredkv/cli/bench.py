@@ -246,9 +246,10 @@ def returns() -> None:
 
     `by tier` has the prompt tokens that came from each tier, and `hit rate` their share. `disk
     useful` is what was read and used, or is wanted by a request that is still queued at the end,
-    over the time in which a read was under way, over the raw rate of the disk. `overtaken` is the
-    share of the blocks read that were computed before they arrived, and `dropped` the number of
-    blocks that were not stored, or not moved to host memory, for lack of time or because of errors.
+    over the time in which a read was under way, over the raw rate of the disk, the mean of what it
+    was before and after the run. `overtaken` is the share of the blocks read that were computed
+    before they arrived, and `dropped` the number of blocks that were not stored, or not moved to
+    host memory, for lack of time or because of errors.
     `hit ttft` is the time to the first token of requests that found something and had fewer than
     2,048 tokens to compute. The JSON report also has the median error of predicted times. Before
     the measurement some prefixes are served computed and from disk, and the exit code is 1 if the
