@@ -9,7 +9,8 @@ sooner is computed. Then a server without tiers answers the same prompts.
 
 A request without an answer is lost. An answer whose tokens differ from those of the second server
 is wrong, unless the two best tokens were nearly as likely where it first differs (`--tie`): those
-are counted apart, since in bfloat16 the order of computing decides them.
+are counted apart, since in bfloat16 the order of computing decides them. It moves each logit by up
+to 0.26 with the shapes of Llama-3.1-8B.
 
 The exit code is 1 if a request was lost, a token was wrong, or no worker was killed.
 """

@@ -20,7 +20,8 @@ rate of the disk with O_DIRECT (the best of 4, 16 and 32 threads), is measured b
 started. The tokens of `device`, with which no tier has to do, are compared with the cold ones of
 the same prompt, and those of the other arms with those of `device`, which computes as little as
 they do. Where two differ although the first one's two best log-probabilities were more than `--tie`
-apart, it is a problem.
+apart, it is a problem: in bfloat16 the order of computing moves each logit by up to 0.26 with the
+shapes of Llama-3.1-8B.
 
 The exit code is 1 if there are problems, such as a hit that was none.
 """
