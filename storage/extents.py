@@ -217,8 +217,8 @@ class SegmentFiles:
         extent: Extent,
         record: BlockRecord,
         payload: memoryview,
-        packed: Packed | None = None,
-        before_piece: Callable[[int], None] = lambda num_written: None,
+        packed: Packed | None,
+        before_piece: Callable[[int], None],
     ) -> Located:
         """Write a block's header and payload into an extent; return its entry for the index.
 

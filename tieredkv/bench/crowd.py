@@ -251,10 +251,9 @@ class Crowd:
             self._reads.reading_s - reading_s,
             worker_reads.num_bytes(),
             self._page_cache,
-            None,
-            str(raw.hardware()["cpu"]),
-            self._num_ahead(),
-            self._reads.num_stretches - num_stretches,
+            cpu=str(raw.hardware()["cpu"]),
+            num_ahead=self._num_ahead(),
+            num_stretches=self._reads.num_stretches - num_stretches,
         )
         self.settle()
         return outcome._replace(raw_GBps=self._raw_beside())

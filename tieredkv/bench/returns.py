@@ -212,8 +212,7 @@ def run(
         for rate, outcome, other in itertools.zip_longest(rates, results[arm][0], first):
             if outcome is None:
                 break
-            own_GBps = outcome.raw_GBps or raw_GBps
-            figures = crowd_figures.figures([outcome], plan.kv_spec, own_GBps)
+            figures = crowd_figures.figures([outcome], plan.kv_spec, outcome.raw_GBps)
             equal = crowd_figures.equal_share([outcome], [other]) if other is not None else None
             row = {"arm": arm, "rate": rate, **figures, f"equal_to_{arms[0]}": equal}
             row["is_held"] = figures["ttft_ms"]["p90"] <= limit_ms

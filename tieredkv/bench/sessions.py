@@ -358,7 +358,7 @@ def run(
         by_arm = {arm: [outcomes[Run(arm, count, seed)] for seed in pooled] for arm in arms}
         common = crowd_figures.common_answers(by_arm)
         for arm, some in by_arm.items():
-            own_GBps = crowd_figures.raw_rate(some) or raw_GBps
+            own_GBps = crowd_figures.raw_rate(some)
             figures = crowd_figures.figures(some, plan.kv_spec, own_GBps)
             row = {"arm": arm, "sessions": count, "seeds": pooled, **figures}
             row |= crowd_figures.common_figures(common[arm])
