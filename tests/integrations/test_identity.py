@@ -69,6 +69,7 @@ def test_a_chunk_is_named_by_engine_facts_tenant_and_key() -> None:
     assert first.block_hash(root, b"a") != first.block_hash(root, b"b")
     # Golden: chunks that are stored must be found by later versions, too.
     assert root.hex()[:16] == "9eb9e1c707484180"
+    assert first.block_hash(root, b"a").hex()[:16] == "36b25fe4b4e8fc59"
 
 
 def test_the_first_offer_of_a_key_counts_until_it_is_forgotten() -> None:

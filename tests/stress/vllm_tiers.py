@@ -34,6 +34,7 @@ import json
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -43,7 +44,14 @@ import click
 import httpx
 
 from tests.stress.client import Prompt, difference, prompts_of, served_by
-from tests.stress.vllm_server import Server, Setup, stored_bytes, wait_until_stored, with_setup
+from tests.stress.vllm_server import (
+    SETTLED_S,
+    Server,
+    Setup,
+    stored_bytes,
+    wait_until_stored,
+    with_setup,
+)
 from tieredkv.bench import raw
 from tieredkv.cli.bench_options import several
 
@@ -129,6 +137,7 @@ class Measuring:
 
     def _take_turns(self, server: Server, model: str, length: int, prompt: Prompt) -> None:
         stored = 0 if self.tier == "ram" else stored_bytes(self.tier, self.folder)
+        time.sleep(SETTLED_S)  # as long as nothing is computed before `disk`
         cold = self.note("cold", length, ask(server, model, prompt), None)
         right = self.note("device", length, ask(server, model, prompt), cold)
         server.reset(memory=False)

@@ -8,6 +8,7 @@ name of an adapter. The facts stand for everything else. What the engine does no
 them: the bytes of adapters, and how the weights were changed while they were loaded.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -28,11 +29,21 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Kinds of weight files; those of the first kind that a folder has are the model's."""
 
 
-def _digest(*parts: bytes) -> bytes:
-    digest = hashlib.sha256()
+def _hasher(*parts: bytes) -> "hashlib._Hash":
+    hasher = hashlib.sha256()
     for part in (IDENTITY_VERSION, *parts):
-        digest.update(len(part).to_bytes(4, "little") + part)
-    return digest.digest()
+        hasher.update(_counted(part))
+    return hasher
+
+
+def _counted(part: bytes) -> bytes:
+    return len(part).to_bytes(4, "little") + part
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_hasher(root: bytes) -> "hashlib._Hash":
+    """Return what has taken in all but the key of a tenant's chunks, to be copied for each."""
+    return _hasher(b"chunk", root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +62,13 @@ class Identity:
         """Return what all chunks of a tenant have in common."""
         facts = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
         namespace = namespace_digest(tenant)
-        return _digest(b"root", self.engine.encode(), facts.encode(), namespace)
+        return _hasher(b"root", self.engine.encode(), facts.encode(), namespace).digest()
 
     def block_hash(self, root: bytes, key: bytes) -> bytes:
         """Return the name of a chunk that the engine knows by `key`."""
-        return _digest(b"chunk", root, key)
+        hasher = _chunk_hasher(root).copy()
+        hasher.update(_counted(key))
+        return hasher.digest()
 
 
 def weights_identity(model: str, weights: str | None, how: Fingerprint) -> str:

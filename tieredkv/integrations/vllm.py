@@ -28,7 +28,6 @@ import inspect
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 try:
@@ -63,12 +62,13 @@ from tieredkv.hashing import namespace_digest
 from tieredkv.integrations import restores, vllm_settings
 from tieredkv.integrations.ages import Ages
 from tieredkv.integrations.announced import Announced
-from tieredkv.integrations.heads import Asked, Head
+from tieredkv.integrations.heads import Head
 from tieredkv.integrations.identity import Identity, known_weights
 from tieredkv.integrations.prefill_meter import PrefillMeter
-from tieredkv.integrations.restore_choice import ANY_LENGTH, Choice
+from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.row_store import Job, RowStore
 from tieredkv.integrations.shared_rows import open_rows
+from tieredkv.integrations.tier_request import TierRequest
 from tieredkv.integrations.vllm_logging import join_log
 from tieredkv.integrations.vllm_spec import facts_of, folder_of, group_spans, group_windows
 from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
@@ -83,40 +83,6 @@ _WORD = "tieredkv"
 _STORE_SHARE = 2  # writes hold at most this part of the rows, so that loads find room
 _TELL_S = 1.0  # figures are told to vLLM so often
 _LOG_S = 60.0  # or logged, where vLLM takes none
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What the tier knows of one request.
-
-    Attributes:
-        id: its name.
-        retention: the policy that it asked for.
-        root, namespace: of the tenant's chunks.
-        is_announced: whether its chunks are announced to routers.
-        asked: chunks that are being looked up.
-        shown: all that it asked for, by place.
-        answers: what was found, by chunk; None for a miss.
-        choice: whether its head is loaded, once that is known.
-        too_long: the group whose head is longer than vLLM's memory, and the place at which it ends.
-        missed_at: the place of the chunk that it was last told to compute, in the first group.
-        by_place: chunks by group and position, as far as the request has shown them.
-        computes_from: the position from which on it computes its chunks itself, by group.
-    """
-
-    id: str
-    retention: str
-    root: bytes
-    namespace: bytes
-    is_announced: bool
-    asked: set[bytes] = field(default_factory=set)
-    shown: Asked = field(default_factory=Asked)
-    choice: Choice | None = None
-    too_long: tuple[int, int] | None = None
-    missed_at: int | None = None
-    answers: dict[bytes, BlockRecord | None] = field(default_factory=dict)
-    by_place: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
-    computes_from: dict[bytes, int] = field(default_factory=dict)
 
 
 class TieredKVTier(_Base):  # type: ignore[misc]
@@ -179,9 +145,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._policies = settings.retention_policies()
         self._clock = Clock(settings.clock_offset_file)
         self._ages = Ages(max(1 << 16, 4 * num_rows))
-        self._requests: dict[str, _Request] = {}
-        self._keys: dict[int, tuple[_Request, dict[int, bytes]]] = {}  # by job: keys by row
-        self._asking: dict[bytes, list[_Request]] = {}
+        self._requests: dict[str, TierRequest] = {}
+        self._keys: dict[int, tuple[TierRequest, dict[int, bytes]]] = {}  # by job: keys by row
+        self._asking: dict[bytes, list[TierRequest]] = {}
         self._finished: list[Any] = []
         self._is_told_of_words = False
         self._stats, self._told_at = TierStats(), float("-inf")
@@ -244,12 +210,14 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._restores.forget(req_context.req_id)
         self._restores.meter.forget(req_context.req_id)
 
-    def _request(self, req_context: Any) -> _Request:
+    def _request(self, req_context: Any) -> TierRequest:
         if (request := self._requests.get(req_context.req_id)) is None:
             retention, tenant = self._claim(req_context.kv_transfer_params)
             root, namespace = self._identity.root(tenant), namespace_digest(tenant)
             is_open = not tenant or self._settings.kv_events_namespaces == "all"
-            request = _Request(req_context.req_id, retention, root, namespace, is_open)
+            request = TierRequest(
+                req_context.req_id, self._identity, retention, root, namespace, is_open
+            )
             self._requests[req_context.req_id] = request
         return request
 
@@ -279,11 +247,12 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Tell whether a chunk is on disk; the first question is answered in a later step."""
         request = self._request(req_context)
-        block_hash = self._name(request, key, req_context)
+        block_hash = request.hash(key)
         if block_hash not in request.answers:
             if block_hash not in request.asked:
                 request.asked.add(block_hash)
                 place = self._position(key, req_context)
+                request.note_place(key, place)
                 request.shown.note(_group(key), place, key, block_hash)
                 self._asking.setdefault(block_hash, []).append(request)
                 self._rows.ask(block_hash)
@@ -299,12 +268,12 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             request.missed_at = request.shown.place(block_hash)
         return _Verdict.MISS
 
-    def _has(self, request: _Request, block_hash: bytes) -> bool:
+    def _has(self, request: TierRequest, block_hash: bytes) -> bool:
         """Return whether the disk has a chunk, as far as it has told."""
         record = request.answers.get(block_hash)
         return record is not None and self._clock.now() < record.expires_at
 
-    def _should_load(self, request: _Request, key: bytes, block_hash: bytes) -> bool:
+    def _should_load(self, request: TierRequest, key: bytes, block_hash: bytes) -> bool:
         """Return whether the head of a request is loaded; choose at its first chunk.
 
         What is computed by choice keeps the age of the copy on disk, which stays. It is not found
@@ -332,14 +301,14 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             return request.choice.should_load and place < request.too_long[1]
         return request.choice.should_load
 
-    def _note_computed(self, request: _Request, head: Head, end: int) -> None:
+    def _note_computed(self, request: TierRequest, head: Head, end: int) -> None:
         """Note that a head is computed by choice, and all behind token `end` as it is missing."""
         for block_hash, key in head.chunks.items():
             if (record := request.answers[block_hash]) is not None:
                 self._ages.note(key, record.computed_at)
         if self._tells_positions:
             for group, span in self._spans.items():
-                self._note_computes_from(request, group.to_bytes(4, "big"), -(-end // span))
+                request.note_computes_from(group.to_bytes(4, "big"), -(-end // span))
 
     def on_schedule_end(self, context: Any) -> None:
         """Send the questions of this step, all in one message, and note what it began."""
@@ -367,22 +336,18 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         """Refresh chunks, in the store's order of eviction and by the request's claim."""
         request, now = self._request(req_context), self._clock.now()
         for key in keys:
-            block_hash = self._identity.block_hash(request.root, key)
+            block_hash = request.hash(key)
             if (record := request.answers.get(block_hash)) is not None:
                 self._rows.touch(self._rows.claim(record, request.retention, now))
 
-    def _note_miss(self, request: _Request, key: bytes, req_context: Any) -> None:
+    def _note_miss(self, request: TierRequest, key: bytes, req_context: Any) -> None:
         """Note that no copy is left of a chunk, so that the request computes it and what follows.
 
         vLLM loads the head of a prompt only, up to the first chunk that is missing.
         """
         self._ages.forget(key)
         if (position := self._position(key, req_context)) is not None:
-            self._note_computes_from(request, key[-4:], position)
-
-    def _note_computes_from(self, request: _Request, group: bytes, position: int) -> None:
-        first = request.computes_from.get(group, position)
-        request.computes_from[group] = min(first, position)
+            request.note_computes_from(key[-4:], position)
 
     # --- jobs ----------------------------------------------------------------------------------
 
@@ -391,7 +356,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         request, keys = self._begin(job_metadata)
         records = dict[int, BlockRecord]()
         for row, key in keys.items():
-            found = request.answers.get(self._identity.block_hash(request.root, key))
+            found = request.answers.get(request.hash(key))
             if found is not None:
                 records[row] = found
         self._rows.load(job_metadata.job_id, records, keys.keys() - records.keys())
@@ -403,17 +368,14 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         now = self._clock.now()
         records = dict[int, BlockRecord]()
         for row, key in keys.items():
-            block_hash = self._name(request, key, job_metadata.req_context)
             position = self._position(key, job_metadata.req_context)
-            computed_at = self._computed_at(request, key, position, now)
-            times = computed_at, now
-            deadline = self._policies.disk_deadline((request.retention,), *times)
+            request.note_place(key, position)
+            computed_at, deadline = self._life(request, key, position, now)
             if deadline is None or now >= deadline:
                 continue
-            before = request.by_place.get((key[-4:], (position or 0) - 1))
             records[row] = BlockRecord(
-                block_hash=block_hash,
-                parent_hash=before or request.root,
+                block_hash=request.hash(key),
+                parent_hash=request.before(key, position),
                 root=request.root,
                 namespace=request.namespace,
                 position=position or 0,
@@ -447,28 +409,32 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._rates.close()
         self._rows.close(self._settings.drain_timeout)
 
-    def _begin(self, job: Any) -> tuple[_Request, dict[int, bytes]]:
+    def _begin(self, job: Any) -> tuple[TierRequest, dict[int, bytes]]:
         rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
         keys = dict(zip(map(int, rows), map(bytes, job.keys), strict=True))
         request = self._request(job.req_context)
         self._keys[job.job_id] = request, keys
         return request, keys
 
-    def _note_offer(self, request: _Request, keys: Iterable[bytes]) -> None:
+    def _note_offer(self, request: TierRequest, keys: Iterable[bytes]) -> None:
         """Note which of the chunks that a request was told to compute are there now."""
         firsts = (key for key in keys if _group(key) == self._first_group)
-        hashes = (self._identity.block_hash(request.root, key) for key in firsts)
+        hashes = (request.hash(key) for key in firsts)
         places = [it for each in hashes if (it := request.shown.place(each)) is not None]
         if places:
             meter = self._restores.meter
             meter.note_offer(request.id, meter.chunk_tokens * (max(places) + 1))
 
     def _take(self, jobs: Iterable[Job]) -> None:
+        nums = {"miss": 0, "hit": 0}
         for block_hash, record in self._rows.take_answers().items():
             for request in self._asking.pop(block_hash, ()):
                 request.asked.discard(block_hash)
                 request.answers[block_hash] = record
-                self._stats.count("tieredkv_lookups", 1, "miss" if record is None else "hit")
+                nums["miss" if record is None else "hit"] += 1
+        for verdict, num in nums.items():
+            if num:
+                self._stats.count("tieredkv_lookups", num, verdict)
         for job in jobs:
             request, keys = self._keys[job.id]
             for reason in job.failed.values():
@@ -491,8 +457,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             if left.is_unknown:
                 self._announced.remove_all()
 
-    def _take_load(self, job: Job, request: _Request, keys: Mapping[int, bytes]) -> None:
-        lost = [self._identity.block_hash(request.root, keys[row]) for row in job.failed]
+    def _take_load(self, job: Job, request: TierRequest, keys: Mapping[int, bytes]) -> None:
+        lost = [request.hash(keys[row]) for row in job.failed]
         request.answers.update(dict.fromkeys(lost))
         if self._announced is not None:
             self._announced.remove(lost)
@@ -516,7 +482,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     # --- what is told --------------------------------------------------------------------------
 
-    def _announce(self, request: _Request, chunks: Mapping[bytes, bytes]) -> None:
+    def _announce(self, request: TierRequest, chunks: Mapping[bytes, bytes]) -> None:
         """Announce chunks that the disk has, unless they are a tenant's."""
         if self._announced is not None and request.is_announced:
             for block_hash, key in chunks.items():
@@ -558,13 +524,6 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     # --- what a chunk is -----------------------------------------------------------------------
 
-    def _name(self, request: _Request, key: bytes, req_context: Any) -> bytes:
-        """Return the hash of a chunk, and remember its place in the request."""
-        block_hash = self._identity.block_hash(request.root, key)
-        if (position := self._position(key, req_context)) is not None:
-            request.by_place[key[-4:], position] = block_hash
-        return block_hash
-
     def _position(self, key: bytes, req_context: Any) -> int | None:
         """Return the place of a chunk in its chain; None where vLLM does not tell it, as in 0.26.
 
@@ -576,23 +535,22 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         span = self._spans.get(_group(key))
         return None if end is None or span is None else max(0, -(-end // span) - 1)
 
-    def _computed_at(
-        self, request: _Request, key: bytes, position: int | None, now: float
-    ) -> float:
-        """Return since when a chunk that is offered is there.
+    def _life(
+        self, request: TierRequest, key: bytes, position: int | None, now: float
+    ) -> tuple[float, float | None]:
+        """Return since when a chunk that is offered is there, and until when the disk may keep it.
 
         Its first offer counts, whoever offers it again. Only if the request has computed the chunk
-        itself after its copies had expired does a new life begin.
+        itself after its copies had expired does a new life begin. The deadline is None where the
+        request's retention does not allow the disk.
         """
         first = self._ages.note(key, now)
-        is_computed = position is not None and position >= request.computes_from.get(
-            key[-4:], position + 1
-        )
         deadline = self._policies.disk_deadline((request.retention,), first, now)
-        if is_computed and deadline is not None and now >= deadline:
+        if deadline is not None and now >= deadline and request.has_computed(key, position):
             self._ages.forget(key)
             first = self._ages.note(key, now)
-        return first
+            deadline = self._policies.disk_deadline((request.retention,), first, now)
+        return first, deadline
 
 
 def _group(key: bytes) -> int:
