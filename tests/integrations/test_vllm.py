@@ -20,6 +20,7 @@ from tests.integrations.conftest import Setup
 from tests.integrations.engines import HAS_VLLM, NUM_ROWS, Engine, bytes_of, flip_a_bit
 from tests.waiting import is_alive, wait_until
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
+from tieredkv.integrations import offers
 from tieredkv.storage.results import EvictFilter
 
 DAY_S = 86_400.0
@@ -404,6 +405,27 @@ def test_what_the_operator_evicts_while_it_is_offered_is_not_written_after(setup
     assert engine.hits(chain) == [False] * 4
     engine.store(chain)
     engine.forget()
+    assert engine.hits(chain) == [True] * 4
+
+
+def test_an_offer_that_takes_several_steps_is_written_in_whole(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "LEAST_A_STEP", 2)
+    engine = setup.open()
+    chain = engine.chain("a", 7)
+    engine.store(chain)
+    engine.forget()
+    assert engine.hits(chain) == [True] * 7
+
+
+def test_what_was_offered_before_a_stop_is_written(setup: Setup) -> None:
+    engine = setup.open()
+    chain = engine.chain("a", 4)
+    context = engine.request("24h")
+    engine.place(chain, context)
+    engine.compute(chain, context)
+    engine = setup.reopen(engine)
     assert engine.hits(chain) == [True] * 4
 
 

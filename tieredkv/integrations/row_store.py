@@ -53,16 +53,20 @@ class Job:
         open: rows that are not back yet.
         failed: why rows were not stored or loaded, by the row's number.
         loaded: the stored record of each row that was loaded.
-        purge: how many evictions there had been when the job was begun.
+        purge: how many evictions there had been when the engine asked for it.
+        is_whole: whether all its rows are known.
+        num_lookups: parts of it that wait for the worker to tell what is stored already.
         ended_at: when the last byte had been read, in seconds of the monotonic clock.
         num_moved: rows that were read or written.
         seconds: how long the job took, once it has ended.
     """
 
     id: int
-    records: Mapping[int, BlockRecord]
+    records: dict[int, BlockRecord]
     is_load: bool
     purge: int
+    is_whole: bool = True
+    num_lookups: int = 0
     began_at: float = field(default_factory=time.monotonic)
     open: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
@@ -101,6 +105,7 @@ class RowStore:
         read_rate, write_rate: of the disk, while there is something to read or to write. Moves that
             were held back or that a dead worker left teach nothing.
         num_restarts: how often another worker has started.
+        num_purges: evictions by the operator.
 
     Args:
         options: how the store is opened.
@@ -139,7 +144,7 @@ class RowStore:
         self._silence_s = max(load_timeout_s, pause_s)
         self._heard = threading.Condition()  # its lock guards what `_hear` uses
         self._events: deque[Event] = deque()
-        self._num_purges = 0  # evictions by the operator
+        self.num_purges = 0
         self._asked: dict[bytes, None] = {}  # blocks to be looked up by the next `flush()`
         self._touched: dict[bytes, TouchItem] = {}
         self._lookups: dict[int, tuple[float, list[bytes]]] = {}  # since when, blocks
@@ -147,7 +152,8 @@ class RowStore:
         self._answers: dict[bytes, BlockRecord | None] = {}
         self._jobs: dict[int, Job] = {}  # by their numbers
         self._lent: dict[int, _Loan] = {}  # by row
-        self._unlent: dict[int, Job] = {}  # stores that wait for a lookup, by the lookup
+        # Parts of stores that wait for a lookup, by the lookup.
+        self._unlent: dict[int, tuple[Job, dict[int, BlockRecord]]] = {}
         self._ended: list[Job] = []
         self._last_event = self._last_load = time.monotonic()
         self._client: StoreClient | None = None
@@ -176,8 +182,7 @@ class RowStore:
         assert self._client is not None
         if self._asked:
             hashes, self._asked = [*self._asked], {}
-            if not self._is_awaited:
-                self._last_event = time.monotonic()
+            self._note_wait()
             self._lookups[self._client.lookup(hashes)] = (time.monotonic(), hashes)
         if self._touched:
             items, self._touched = [*self._touched.values()], {}
@@ -217,24 +222,34 @@ class RowStore:
             lost: rows of the job whose blocks are not known any more.
         """
         assert self._client is not None
-        job = self._begin(id, records, is_load=True)
+        job = self._begin(Job(id, dict(records), is_load=True, purge=self.num_purges))
         job.failed |= dict.fromkeys(lost, "missing")
         self._lend(job, records)
         self.read_rate.begin(len(records) * self._arena.page_bytes, time.monotonic())
         self._client.load([LentPage(record, row) for row, record in records.items()])
         self._end_if_over(job)
 
-    def store(self, id: int, records: Mapping[int, BlockRecord]) -> None:
+    def store(
+        self, id: int, records: dict[int, BlockRecord], *, purge: int, is_last: bool = True
+    ) -> None:
         """Write rows that hold blocks which are not stored yet; others are only claimed.
 
         Args:
             id: the engine's number of the job.
             records: what each row holds, the head of a chain first.
+            purge: what `num_purges` was when the engine asked for it.
+            is_last: whether no more rows of this job follow in another call.
         """
         assert self._client is not None
-        job = self._begin(id, records, is_load=False)
-        hashes = [record.block_hash for record in records.values()]
-        self._unlent[self._client.lookup(hashes)] = job
+        job = self._jobs.get(id) or self._begin(Job(id, {}, is_load=False, purge=purge))
+        job.records |= records
+        job.is_whole = is_last
+        if records:
+            self._note_wait()
+            hashes = [record.block_hash for record in records.values()]
+            self._unlent[self._client.lookup(hashes)] = job, records
+            job.num_lookups += 1
+        self._end_if_over(job)
 
     def poll(self) -> list[Job]:
         """Return the jobs that have ended since the last call."""
@@ -282,20 +297,24 @@ class RowStore:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _begin(self, id: int, records: Mapping[int, BlockRecord], *, is_load: bool) -> Job:
+    def _begin(self, job: Job) -> Job:
+        self._note_wait()
+        if job.is_load and not any(each.is_load for each in self._jobs.values()):
+            self._last_load = time.monotonic()
+        self._jobs[job.id] = job
+        return job
+
+    def _note_wait(self) -> None:
+        """Note that the worker is asked for something, so that its silence counts from now on."""
         if not self._is_awaited:
             self._last_event = time.monotonic()
-        if is_load and not any(job.is_load for job in self._jobs.values()):
-            self._last_load = time.monotonic()
-        self._jobs[id] = Job(id, records, is_load, self._num_purges)
-        return self._jobs[id]
 
     def _lend(self, job: Job, rows: Mapping[int, BlockRecord]) -> None:
         job.open |= rows.keys()
         self._lent |= {row: _Loan(each.block_hash, [job]) for row, each in rows.items()}
 
     def _end_if_over(self, job: Job) -> None:
-        if not job.open and job.id in self._jobs:
+        if job.is_whole and not job.num_lookups and not job.open and job.id in self._jobs:
             job.seconds = time.monotonic() - job.began_at
             self._ended.append(self._jobs.pop(job.id))
 
@@ -303,7 +322,7 @@ class RowStore:
         self._last_event = time.monotonic()
         match event:
             case LookupDone(number, sealed) if number in self._unlent:
-                self._store_unknown(self._unlent.pop(number), sealed)
+                self._store_unknown(*self._unlent.pop(number), sealed)
             case LookupDone(number, sealed) if number in self._lookups:
                 for block_hash in self._lookups.pop(number)[1]:
                     self._answers[block_hash] = _decoded(block_hash, sealed)
@@ -346,14 +365,17 @@ class RowStore:
         else:
             rate.end(num_bytes, now, teaches=event.ok and event.ended_at > 0)
 
-    def _store_unknown(self, job: Job, sealed: Mapping[bytes, bytes]) -> None:
-        """Write those of a job's blocks that are not stored, and claim the others.
+    def _store_unknown(
+        self, job: Job, records: Mapping[int, BlockRecord], sealed: Mapping[bytes, bytes]
+    ) -> None:
+        """Write those blocks of a part of a job that are not stored, and claim the others.
 
         A stored block keeps its age, whenever its copies are offered again.
         """
         assert self._client is not None
         unknown = dict[int, BlockRecord]()
-        for row, offered in job.records.items():
+        job.num_lookups -= 1
+        for row, offered in records.items():
             if (stored := _decoded(offered.block_hash, sealed)) is not None:
                 self.touch(self.claim(stored, offered.retention, offered.last_used))
             elif (loan := self._lent.get(row)) is None:
@@ -364,7 +386,7 @@ class RowStore:
             else:  # of another tenant
                 job.failed[row] = "busy"
         with self._heard:
-            if job.purge == self._num_purges:
+            if job.purge == self.num_purges:
                 room = max(0, self._max_stored_rows - self._num_stored_rows)
                 job.failed |= dict.fromkeys([*unknown][room:], "busy")
                 unknown = dict([*unknown.items()][:room])
@@ -380,7 +402,8 @@ class RowStore:
     @property
     def _is_awaited(self) -> bool:
         """Whether the worker has something to say."""
-        return bool(self._jobs or self._lookups or self._late)
+        is_moving = any(job.open or job.num_lookups for job in self._jobs.values())
+        return bool(is_moving or self._lookups or self._late)
 
     def _watch(self) -> None:
         """Give up a worker that stands still; answer lookups that wait too long as misses."""
@@ -408,7 +431,7 @@ class RowStore:
                 return
             for event in self._client.poll():
                 if isinstance(event, ControlRequest):
-                    self._num_purges += event.call.verb == "evict"
+                    self.num_purges += event.call.verb == "evict"
                     self._client.reply_control(event.id, {})
                 else:
                     self._events.append(event)

@@ -27,6 +27,7 @@ import functools
 import inspect
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ from tieredkv.integrations.ages import Ages
 from tieredkv.integrations.announced import Announced
 from tieredkv.integrations.heads import Head
 from tieredkv.integrations.identity import Identity, known_weights
+from tieredkv.integrations.offers import Offer, Offers, Part
 from tieredkv.integrations.prefill_meter import PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.row_store import Job, RowStore
@@ -148,6 +150,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._requests: dict[str, TierRequest] = {}
         self._keys: dict[int, tuple[TierRequest, dict[int, bytes]]] = {}  # by job: keys by row
         self._asking: dict[bytes, list[TierRequest]] = {}
+        self._offers = Offers()
         self._finished: list[Any] = []
         self._is_told_of_words = False
         self._stats, self._told_at = TierStats(), float("-inf")
@@ -325,6 +328,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             if request is not None and request.missed_at is not None:
                 span, end = meter.chunk_tokens, request.shown.end(self._first_group)
                 meter.begin(id, span * request.missed_at, span * end)
+        self._store(self._offers.end_step())
         self._rows.flush()
         self._rates.keep()
         if _Stats is None and time.monotonic() - self._told_at > _LOG_S:
@@ -362,33 +366,39 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._rows.load(job_metadata.job_id, records, keys.keys() - records.keys())
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to write chunks from rows, if the request asked for the disk."""
+        """Take chunks that are to be written, if the request asked for the disk."""
         request, keys = self._begin(job_metadata)
         self._note_offer(request, keys.values())
-        now = self._clock.now()
-        records = dict[int, BlockRecord]()
-        for row, key in keys.items():
-            position = self._position(key, job_metadata.req_context)
-            request.note_place(key, position)
-            computed_at, deadline = self._life(request, key, position, now)
-            if deadline is None or now >= deadline:
-                continue
-            records[row] = BlockRecord(
-                block_hash=request.hash(key),
-                parent_hash=request.before(key, position),
-                root=request.root,
-                namespace=request.namespace,
-                position=position or 0,
-                size_bytes=self._row_bytes,
-                retention=request.retention,
-                computed_at=computed_at,
-                expires_at=deadline,
-                last_used=now,
-            )
-        if records:
-            self._rows.store(job_metadata.job_id, records)
-        else:
-            self._end(job_metadata.job_id)
+        left, now, purge = deque(keys.items()), self._clock.now(), self._rows.num_purges
+        context = job_metadata.req_context
+        self._offers.add(Offer(job_metadata.job_id, request, context, left, now, purge))
+
+    def _store(self, parts: Iterable[Part]) -> None:
+        """Begin to write chunks that were offered."""
+        for offer, part in parts:
+            records = {row: it for row, key in part if (it := self._record(offer, key)) is not None}
+            self._rows.store(offer.id, records, purge=offer.purge, is_last=not offer.left)
+
+    def _record(self, offer: Offer, key: bytes) -> BlockRecord | None:
+        """Return what is written of a chunk, or None if the request did not ask for the disk."""
+        request, now = offer.request, offer.at
+        position = self._position(key, offer.context)
+        request.note_place(key, position)
+        computed_at, deadline = self._life(request, key, position, now)
+        if deadline is None or now >= deadline:
+            return None
+        return BlockRecord(
+            block_hash=request.hash(key),
+            parent_hash=request.before(key, position),
+            root=request.root,
+            namespace=request.namespace,
+            position=position or 0,
+            size_bytes=self._row_bytes,
+            retention=request.retention,
+            computed_at=computed_at,
+            expires_at=deadline,
+            last_used=now,
+        )
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the jobs that have ended, and take the answers to earlier questions."""
@@ -398,15 +408,17 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def has_pending_work(self) -> bool:
         """Whether vLLM should go on with its steps even if it has no request to compute."""
-        return self._rows.has_work or bool(self._finished)
+        return self._rows.has_work or bool(self._finished or self._offers)
 
     def drain_jobs(self) -> None:
         """Wait until no row is used any more; `get_finished_jobs()` then returns all jobs."""
+        self._store(self._offers.take_all())
         self._take(self._rows.drain())
 
     def shutdown(self) -> None:
         """Write what is still to be written, let the worker end and give the rows back."""
         self._rates.close()
+        self._store(self._offers.take_all())
         self._rows.close(self._settings.drain_timeout)
 
     def _begin(self, job: Any) -> tuple[TierRequest, dict[int, bytes]]:
@@ -418,6 +430,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def _note_offer(self, request: TierRequest, keys: Iterable[bytes]) -> None:
         """Note which of the chunks that a request was told to compute are there now."""
+        if request.missed_at is None:
+            return
         firsts = (key for key in keys if _group(key) == self._first_group)
         hashes = (request.hash(key) for key in firsts)
         places = [it for each in hashes if (it := request.shown.place(each)) is not None]
