@@ -27,8 +27,9 @@ def run(tmp_path: Path, *more: str) -> dict[str, Any]:
     return report
 
 
-def test_answers_are_counted_and_workers_killed(tmp_path: Path) -> None:
-    report = run(tmp_path)
+@pytest.mark.parametrize("more", [(), ("--beside",)], ids=["afterwards", "beside"])
+def test_answers_are_counted_and_workers_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+    report = run(tmp_path, *more)
     assert report["problems"] == []
     assert report["kills"] > 1 and report["lost"] == 0
     assert report["answers"] == report["tokens"]["equal"] > 0
@@ -53,3 +54,9 @@ def test_an_answer_is_wrong_only_where_one_token_was_clearly_likelier() -> None:
     assert difference(tokens, gaps, ["a", "b", "c"], 0.05) == ("equal", 0)
     assert difference(tokens, gaps, ["a", "x", "y"], 0.05) == ("tie", 1)
     assert difference(tokens, gaps, ["a", "b", "x"], 0.05) == ("wrong", 2)
+
+
+def test_tokens_that_differ_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_kills, "difference", lambda *_: ("wrong", 0))
+    report = run(tmp_path)
+    assert report["tokens"]["wrong"] == report["answers"] == len(report["problems"]) > 0

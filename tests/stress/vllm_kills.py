@@ -5,7 +5,9 @@
 Sessions of `tieredkv bench sessions` take turns on a `vllm serve` with our tier, whose worker gets
 SIGKILL every `--kill-every` seconds. When all sessions have ended, those of the next seed begin.
 With `--tier-options '{"restore": "load"}'` all that the disk has is loaded; else what is computed
-sooner is computed. Then a server without tiers answers the same prompts.
+sooner is computed. A server without tiers answers the same prompts, afterwards or, with
+`--beside`, at the same time: then both share the GPU, so that `--flags` must leave each of them
+less than half of its memory.
 
 A request without an answer is lost. An answer whose tokens differ from those of the second server
 is wrong, unless the two best tokens were nearly as likely where it first differs (`--tie`): those
@@ -24,7 +26,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 import click
@@ -69,22 +71,68 @@ def _sorted(top: dict[str, float]) -> list[float]:
     return sorted(top.values(), reverse=True)
 
 
+class Comparison:
+    """Asks a server without tiers what another one was asked, some prompts at a time.
+
+    Attributes:
+        counts: how many answers are equal, ties and wrong.
+        wrong: where the wrong ones differ.
+    """
+
+    def __init__(self, tie: float) -> None:
+        self.counts = {"equal": 0, "tie": 0, "wrong": 0}
+        self.wrong = list[str]()
+        self._tie = tie
+
+    async def run(self, url: str, answers: "asyncio.Queue[tuple[Turn, Answer] | None]") -> None:
+        """Compare answers until None follows them."""
+        model = served_by(url)
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+            await asyncio.gather(*(self._take(http, model, answers) for _ in range(AT_ONCE)))
+
+    async def _take(
+        self,
+        http: httpx.AsyncClient,
+        model: str,
+        answers: "asyncio.Queue[tuple[Turn, Answer] | None]",
+    ) -> None:
+        while (told := await answers.get()) is not None:
+            turn, answer = told
+            expected = await ask(http, model, turn)
+            kind, place = difference(expected.tokens, expected.gaps, answer.tokens, self._tie)
+            self.counts[kind] += 1
+            if kind == "wrong":
+                where = f"token {place} of an answer, {len(turn.prompt)} tokens asked"
+                found = f"{answer.cached_tokens} found, {expected.gaps[place]:.3f} apart"
+                self.wrong.append(f"{where}, {found}")
+        answers.put_nowait(None)  # for the others
+
+
 class Crowd:
     """Sessions that take turns on a server for some time.
 
     Attributes:
-        asked: all turns that were answered, with their answers.
-        lost: what happened to those that were not.
+        asked: all turns that were answered, with their answers; None once there are no more.
+        num_answers: how many there are.
+        prompt_tokens, cached_tokens: of these.
+        lost: what happened to the turns that were not answered.
     """
 
     def __init__(self, url: str, shape: Shape, vocab_size: int) -> None:
-        self.asked = list[tuple[Turn, Answer]]()
+        self.asked = asyncio.Queue[tuple[Turn, Answer] | None]()
+        self.num_answers = self.prompt_tokens = self.cached_tokens = 0
         self.lost = list[str]()
         self._url, self._shape, self._vocab_size = url, shape, vocab_size
         self._model = served_by(url)
 
     async def run(self, sessions: int, minutes: float) -> None:
         """Run sessions, seed after seed, until the time is over."""
+        try:
+            await self._run(sessions, minutes)
+        finally:
+            self.asked.put_nowait(None)
+
+    async def _run(self, sessions: int, minutes: float) -> None:
         until = time.monotonic() + 60 * minutes
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, limits=limits) as http:
@@ -101,9 +149,14 @@ class Crowd:
                 return
             await asyncio.sleep(turn.think_s)
             try:
-                self.asked.append((turn, await ask(http, self._model, turn)))
+                answer = await ask(http, self._model, turn)
             except httpx.HTTPError as error:
                 self.lost.append(f"{type(error).__name__}: {error}")
+                continue
+            self.num_answers += 1
+            self.prompt_tokens += len(turn.prompt)
+            self.cached_tokens += answer.cached_tokens
+            self.asked.put_nowait((turn, answer))
 
 
 async def kill_now_and_then(server: Server, every_s: float, killed: list[int]) -> None:
@@ -117,38 +170,24 @@ async def kill_now_and_then(server: Server, every_s: float, killed: list[int]) -
 
 
 async def take_turns(
-    server: Server, crowd: Crowd, sessions: int, minutes: float, every_s: float
+    server: Server,
+    crowd: Crowd,
+    sessions: int,
+    minutes: float,
+    every_s: float,
+    beside: Coroutine[Any, Any, None] | None,
 ) -> list[int]:
-    """Run a crowd while workers are killed; return which ones were."""
+    """Run a crowd, and what is to run beside it, while workers are killed; return which were."""
     killed = list[int]()
     killing = asyncio.create_task(kill_now_and_then(server, every_s, killed))
+    comparing = None if beside is None else asyncio.create_task(beside)
     try:
         await crowd.run(sessions, minutes)
     finally:
         killing.cancel()
+    if comparing is not None:
+        await comparing
     return killed
-
-
-async def compare(
-    url: str, asked: Sequence[tuple[Turn, Answer]], tie: float
-) -> tuple[dict[str, int], list[str]]:
-    """Ask a server the same again; return how many answers are equal, ties and wrong."""
-    counts, wrong = {"equal": 0, "tie": 0, "wrong": 0}, list[str]()
-    model, slots = served_by(url), asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
-
-        async def one(number: int, turn: Turn, answer: Answer) -> None:
-            async with slots:
-                expected = await ask(http, model, turn)
-            kind, place = difference(expected.tokens, expected.gaps, answer.tokens, tie)
-            counts[kind] += 1
-            if kind == "wrong":
-                where = f"token {place} of answer {number}, {len(turn.prompt)} tokens asked"
-                found = f"{answer.cached_tokens} found, {expected.gaps[place]:.3f} apart"
-                wrong.append(f"{where}, {found}")
-
-        await asyncio.gather(*(one(it, *each) for it, each in enumerate(asked)))
-    return counts, wrong
 
 
 @click.command(help=__doc__)
@@ -157,6 +196,7 @@ async def compare(
 @click.option("--kill-every", default=30.0, show_default=True, help="Seconds between kills.")
 @click.option("--scale", default=1.0, show_default=True, help="Prompts are shorter by it.")
 @click.option("--tie", default=0.5, show_default=True, help="See above.")
+@click.option("--beside", is_flag=True, help="Have both servers answer at the same time.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 @with_setup
 def main(
@@ -166,26 +206,35 @@ def main(
     kill_every: float,
     scale: float,
     tie: float,
+    beside: bool,
     commit: str | None,
 ) -> None:
     vocab_size, folder = setup.config["vocab_size"], setup.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with setup.serving(setup.tier("tieredkv", folder)) as server:
-        crowd = Crowd(server.url, Shape(turns=15, scale=scale, trace=None), vocab_size)
-        killed = asyncio.run(take_turns(server, crowd, sessions, minutes, kill_every))
-        metrics = server.metrics()
-    click.echo(f"{len(crowd.asked)} answers, {len(crowd.lost)} lost, {len(killed)} kills", err=True)
-    with setup.serving(None, has_memory=False) as server:
-        counts, wrong = asyncio.run(compare(server.url, crowd.asked, tie))
+    comparison = Comparison(tie)
+    shape = Shape(turns=15, scale=scale, trace=None)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(setup.serving(setup.tier("tieredkv", folder)))
+        crowd = Crowd(server.url, shape, vocab_size)
+        comparing = None
+        if beside:
+            other = stack.enter_context(setup.beside().serving(None, has_memory=False))
+            comparing = comparison.run(other.url, crowd.asked)
+        turns = take_turns(server, crowd, sessions, minutes, kill_every, comparing)
+        killed, metrics = asyncio.run(turns), server.metrics()
+    told = f"{crowd.num_answers} answers, {len(crowd.lost)} lost, {len(killed)} kills"
+    click.echo(told, err=True)
+    if not beside:
+        with setup.serving(None, has_memory=False) as server:
+            asyncio.run(comparison.run(server.url, crowd.asked))
     shutil.rmtree(folder, ignore_errors=True)
-    problems = [*crowd.lost, *wrong]
+    problems = [*crowd.lost, *comparison.wrong]
     problems += [] if killed else ["no worker was killed"]
     report = raw.head(commit, "python -m tests.stress.vllm_kills")
-    report |= {"answers": len(crowd.asked), "lost": len(crowd.lost), "kills": len(killed)}
-    cached = sum(answer.cached_tokens for _, answer in crowd.asked)
-    report |= {"hit_rate": cached / max(1, sum(len(turn.prompt) for turn, _ in crowd.asked))}
-    report |= {"tokens": counts, "metrics": metrics, "problems": problems}
+    report |= {"answers": crowd.num_answers, "lost": len(crowd.lost), "kills": len(killed)}
+    report |= {"hit_rate": crowd.cached_tokens / max(1, crowd.prompt_tokens)}
+    report |= {"tokens": comparison.counts, "metrics": metrics, "problems": problems}
     click.echo(json.dumps(report))
     sys.exit(1 if problems else 0)
 
