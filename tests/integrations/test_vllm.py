@@ -411,7 +411,8 @@ def test_what_the_operator_evicts_while_it_is_offered_is_not_written_after(setup
 def test_an_offer_that_takes_several_steps_is_written_in_whole(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers, "LEAST_A_STEP", 2)
+    monkeypatch.setattr(offers, "PART_CHUNKS", 2)
+    monkeypatch.setattr(offers, "_MOST_S", 0.0)
     engine = setup.open()
     chain = engine.chain("a", 7)
     engine.store(chain)

@@ -1,21 +1,23 @@
 """The chunks that another engine has offered to be written, until a tier looks at them.
 
 A step can offer thousands of chunks before it is issued, so that the device would wait while each
-is looked at. So they are looked at when later steps have been scheduled, some in each.
+is looked at. So they are looked at when later steps have been scheduled, in a part of the time that
+a step takes.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tieredkv.integrations.tier_request import TierRequest
 
-LEAST_A_STEP = 512
-"""So many chunks are looked at in a step, if there are that many."""
+PART_CHUNKS = 128
+"""So many chunks are looked at before the time is; a step looks at no less."""
 
-_SHARE = 4
-"""And this part of all that wait, so that their number does not grow without end."""
+_SHARE_OF_STEP, _MOST_S = 0.25, 0.05
+_SHARE_OF_ALL = 0.125  # so that their number does not grow without end
 
 
 class Offer(NamedTuple):
@@ -43,10 +45,16 @@ Part = tuple[Offer, list[tuple[int, bytes]]]
 
 @dataclass(slots=True)
 class Offers:
-    """Offers in the order in which they came; false while there is none."""
+    """Offers in the order in which they came; false while there is none.
 
+    Attributes:
+        clock: monotonic time in seconds.
+    """
+
+    clock: Callable[[], float] = time.monotonic
     _old: deque[Offer] = field(default_factory=deque)
     _new: list[Offer] = field(default_factory=list)  # of the step that is being scheduled
+    _step_ended_at: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._old or self._new)
@@ -57,16 +65,29 @@ class Offers:
 
     def end_step(self) -> Iterator[Part]:
         """Yield what is to be looked at now that a step has been scheduled, none of it its own."""
-        num_left = sum(len(each.left) for each in self._old)
-        yield from self._take(max(LEAST_A_STEP, num_left // _SHARE))
+        now = self.clock()
+        until = now + min(_SHARE_OF_STEP * (now - self._step_ended_at), _MOST_S)
+        least = _SHARE_OF_ALL * self._num_left()
+        while self._old:
+            num = 0
+            for part in self._take(PART_CHUNKS):
+                num += len(part[1])
+                yield part
+            least -= num
+            if least <= 0 and self.clock() >= until:
+                break
         self._old += self._new
         self._new.clear()
+        self._step_ended_at = self.clock()
 
     def take_all(self) -> Iterator[Part]:
         """Yield all that was offered."""
         self._old += self._new
         self._new.clear()
-        yield from self._take(1 + sum(len(each.left) for each in self._old))
+        yield from self._take(1 + self._num_left())
+
+    def _num_left(self) -> int:
+        return sum(len(each.left) for each in self._old)
 
     def _take(self, most: int) -> Iterator[Part]:
         """Yield parts of the first offers; `left` of the last part of an offer is empty."""
