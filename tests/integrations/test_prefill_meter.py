@@ -223,3 +223,25 @@ def test_predictions_are_compared_with_what_was_measured() -> None:
     meter = model.meter
     assert meter.measured_s > 0
     assert meter.predicted_s == pytest.approx(meter.measured_s, rel=0.3)
+
+
+def test_an_offer_that_comes_a_step_late_makes_nothing_look_cheap() -> None:
+    clock = FakeClock(100.0)
+    meter = PrefillMeter(ComputeRate(chunk=ANY_LENGTH), CHUNK, clock=lambda: clock.moment)
+    for number in range(2 * LEAST_MEASURED):
+        name = f"{number}"
+        meter.note_step()
+        meter.begin(name, 0, 3 * 1024)
+        clock.moment += 0.4  # the end of the second step, when the first one's chunks are told of
+        meter.note_step()
+        meter.note_offer(name, 1024)
+        meter.note_step()
+        clock.moment += 0.03
+        meter.note_offer(name, 2048)
+        meter.note_step()
+        clock.moment += 0.2
+        meter.note_offer(name, 3 * 1024)
+        meter.note_step()
+    assert meter.compute.steps
+    for step in meter.compute.steps:
+        assert step.seconds / step.num_tokens > 0.2 / 1024 / 2.5

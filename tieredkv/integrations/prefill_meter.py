@@ -43,7 +43,11 @@ _NUM_STEPS = 64
 """Of so many steps the short ones are known."""
 
 _LEAST_S = 0.02
-"""Offers that follow each other sooner are counted as one."""
+"""Offers that follow each other sooner are counted as one.
+
+So are those that follow each other sooner than in half of the longest step: the first of them came
+a step late, so that the second seems to have taken no time.
+"""
 
 
 def fitted(steps: Sequence[Step]) -> StepTimes:
@@ -155,7 +159,7 @@ class PrefillMeter:
                 del self._prompts[request]
             at, tokens, num_pairs = prompt.since
             seconds, num_tokens = now - at, self._computed[0] - tokens
-            if was_offered and seconds < _LEAST_S:
+            if was_offered and seconds < max(_LEAST_S, self._longest_step_s(prompt) / 2):
                 continue
             prompt.since = now, *self._computed
             if not was_offered:
@@ -172,6 +176,11 @@ class PrefillMeter:
         """Return when the step that began a prompt had ended at the latest."""
         at = prompt.step + 1 - (self._num_steps - len(self._steps))  # two steps later
         return min(now, self._steps[at]) if 0 <= at < len(self._steps) else now
+
+    def _longest_step_s(self, prompt: _Prompt) -> float:
+        """Return how long the longest step took since a prompt was begun."""
+        steps = (each for each in self._steps if each >= prompt.began_at)
+        return max((then - now for now, then in pairwise(steps)), default=0.0)
 
     def _short_step_s(self) -> float:
         """Return how long the shorter steps take, from one to the next: their lower quartile."""
