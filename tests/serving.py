@@ -54,6 +54,7 @@ class Server:
         base: The flags that most tests share.
         clock_offset_file: File with the seconds to add to the server's clock.
         has_disk: Whether the server has a disk tier.
+        command: Starts tieredkv.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Server:
         base: Sequence[str] = SMALL,
         clock_offset_file: Path | None = None,
         has_disk: bool = True,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         self.disk_dir = folder / "store"
         self._log = folder / f"log-{time.monotonic_ns()}"
@@ -73,7 +75,7 @@ class Server:
         where = ("--disk-dir", str(self.disk_dir))
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, "serve", model, *(where if has_disk else ()), *base, *flags],
+                [*command, "serve", model, *(where if has_disk else ()), *base, *flags],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=environ,

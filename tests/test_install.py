@@ -1,7 +1,6 @@
 """The package as it is installed without a clone: what it holds and needs, and that it serves."""
 
 import ast
-import contextlib
 import json
 import os
 import re
@@ -11,17 +10,15 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import NamedTuple
 
-import httpx
 import pytest
 
+from tests.serving import running
+
 ROOT = Path(__file__).parent.parent
-LINKED = ("engine", "kernels", "storage")  # packages of tieredkv that lie beside it
-SOURCES = ("tieredkv", *LINKED, "configs")
+SOURCES = ("tieredkv", "engine", "kernels", "storage", "configs")  # with the links between them
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 MISSED_BY_CHOICE = {"matplotlib", "triton", "vllm"}
 """Imported where they are there: for plots, with a GPU, and by vLLM itself."""
@@ -51,14 +48,10 @@ def wheel(dist: Path) -> Path:
 
 def package_files() -> set[str]:
     """Return the files of the package, as they are named where it is installed."""
-    folders = {ROOT / name: Path("tieredkv", name) for name in LINKED}
-    folders[ROOT / "tieredkv"] = Path("tieredkv")
     found = set[str]()
-    for folder, name in folders.items():
-        for path in folder.rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                found.add(str(name / path.relative_to(folder)))
-    return found
+    for folder, _, names in os.walk(ROOT / "tieredkv", followlinks=True):
+        found |= {str(Path(folder, name).relative_to(ROOT)) for name in names}
+    return {name for name in found if "__pycache__" not in name}
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
@@ -82,7 +75,7 @@ def test_the_sdist_holds_the_package_and_the_configurations(dist: Path) -> None:
 
 def test_everything_that_is_imported_is_asked_for(wheel: Path) -> None:
     names = set[str]()
-    for path in (each for name in ("tieredkv", *LINKED) for each in (ROOT / name).rglob("*.py")):
+    for path in (ROOT / name for name in package_files() if name.endswith(".py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
                 names |= {each.name.partition(".")[0] for each in node.names}
@@ -105,69 +98,52 @@ def asked_for(wheel: Path) -> set[str]:
     return {re.split(r"[ ;<>=!~\[]", each)[0].lower() for each in needs if "extra ==" not in each}
 
 
-def test_the_wheel_serves_without_a_clone(wheel: Path, tmp_path: Path) -> None:
-    site, here = tmp_path / "site", tmp_path / "here"
-    here.mkdir()
+def test_the_wheel_serves_without_a_clone(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--no-compile", "--target", str(site), str(wheel)], check=True)
-    check_served(Installed(sys.executable, here, {**os.environ, "PYTHONPATH": str(site)}))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.chdir(tmp_path)
+    check_served(sys.executable, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_wheel_measures_and_serves_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_measures_and_serves_in_an_empty_environment(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it needs is installed as it says, but for the CPU build of torch."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "env", with_pip=True)
-    python, here = str(tmp_path / "env" / "bin" / "python"), tmp_path / "here"
-    here.mkdir()
+    python = str(tmp_path / "env" / "bin" / "python")
     [torch] = re.findall(r"^CPU_TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     index = ["--index-url", url] if (url := os.environ.get("TORCH_INDEX_URL")) else []
     pip = [python, "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, torch, *index], check=True)
     subprocess.run([*pip, str(wheel)], check=True)
-    installed = Installed(python, here, {**os.environ})
+    monkeypatch.chdir(tmp_path)
     words = ["bench", "ttft", "--model", "tiny-random", "--prefix-tokens", "64", "--repeats", "1"]
-    report = json.loads(installed.run("-m", "tieredkv", *words, "--json").splitlines()[-1])
+    report = json.loads(run(python, "-m", "tieredkv", *words, "--json").splitlines()[-1])
     assert report["rows"]
-    check_served(installed)
+    check_served(python, tmp_path)
 
 
-class Installed(NamedTuple):
-    """An installed package, and a folder in which it is started."""
-
-    python: str
-    folder: Path
-    env: dict[str, str]
-
-    def run(self, *words: str) -> str:
-        """Run Python with these words; return what it prints."""
-        command = [self.python, "-P", *words]
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def run(python: str, *words: str) -> str:
+    """Run Python with these words; return what it prints."""
+    done = subprocess.run([python, "-P", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def check_served(installed: Installed) -> None:
-    """Check that the package, and not this tree, answers a request."""
-    where = installed.run("-c", "import tieredkv; print(tieredkv.__file__)")
+def check_served(python: str, folder: Path) -> None:
+    """Check that the installed package, and not this tree, answers a request."""
+    where = run(python, "-c", "import tieredkv; print(tieredkv.__file__)")
     assert not where.startswith(str(ROOT))
-    with serving(installed) as url:
-        body = {"model": "tiny-random", "messages": [{"role": "user", "content": "Hello"}]}
-        told = {**body, "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=told, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] == 4
-
-
-@contextlib.contextmanager
-def serving(installed: Installed) -> Iterator[str]:
-    """Run `serve`; yield its URL."""
-    python, folder, env = installed
-    words = [python, "-P", "-m", "tieredkv", "serve", "tiny-random", "--port", "0", "--json"]
-    process = subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"]
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    command = (python, "-P", "-m", "tieredkv")
+    with running(folder, command=command, has_disk=False) as server, server.client() as client:
+        answer = client.chat.completions.create(
+            model="tiny-random", messages=[{"role": "user", "content": "Hello"}], max_tokens=4
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4

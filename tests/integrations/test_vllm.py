@@ -420,16 +420,6 @@ def test_an_offer_that_takes_several_steps_is_written_in_whole(
     assert engine.hits(chain) == [True] * 7
 
 
-def test_what_was_offered_before_a_stop_is_written(setup: Setup) -> None:
-    engine = setup.open()
-    chain = engine.chain("a", 4)
-    context = engine.request("24h")
-    engine.place(chain, context)
-    engine.compute(chain, context)
-    engine = setup.reopen(engine)
-    assert engine.hits(chain) == [True] * 4
-
-
 def test_the_command_line_works_on_a_stopped_store(setup: Setup) -> None:
     engine = setup.open()
     engine.store(engine.chain("a", 4))

@@ -50,6 +50,10 @@ class Answer(NamedTuple):
     cached_tokens: int
 
 
+Answers = asyncio.Queue[tuple[Turn, Answer] | None]
+"""Turns and their answers; None once there are no more."""
+
+
 async def ask(http: httpx.AsyncClient, model: str, turn: Turn) -> Answer:
     """Send a request for a completion.
 
@@ -84,18 +88,13 @@ class Comparison:
         self.wrong = list[str]()
         self._tie = tie
 
-    async def run(self, url: str, answers: "asyncio.Queue[tuple[Turn, Answer] | None]") -> None:
+    async def run(self, url: str, answers: Answers) -> None:
         """Compare answers until None follows them."""
         model = served_by(url)
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
             await asyncio.gather(*(self._take(http, model, answers) for _ in range(AT_ONCE)))
 
-    async def _take(
-        self,
-        http: httpx.AsyncClient,
-        model: str,
-        answers: "asyncio.Queue[tuple[Turn, Answer] | None]",
-    ) -> None:
+    async def _take(self, http: httpx.AsyncClient, model: str, answers: Answers) -> None:
         while (told := await answers.get()) is not None:
             turn, answer = told
             expected = await ask(http, model, turn)
@@ -112,14 +111,14 @@ class Crowd:
     """Sessions that take turns on a server for some time.
 
     Attributes:
-        asked: all turns that were answered, with their answers; None once there are no more.
+        asked: all turns that were answered.
         num_answers: how many there are.
         prompt_tokens, cached_tokens: of these.
         lost: what happened to the turns that were not answered.
     """
 
     def __init__(self, url: str, shape: Shape, vocab_size: int) -> None:
-        self.asked = asyncio.Queue[tuple[Turn, Answer] | None]()
+        self.asked: Answers = asyncio.Queue()
         self.num_answers = self.prompt_tokens = self.cached_tokens = 0
         self.lost = list[str]()
         self._url, self._shape, self._vocab_size = url, shape, vocab_size

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tieredkv.integrations.tier_request import TierRequest
 
 PART_CHUNKS = 128
-"""So many chunks are looked at before the time is; a step looks at no less."""
+"""Chunks that are looked at together; a step looks at no less, if there are so many."""
 
 _SHARE_OF_STEP, _MOST_S = 0.25, 0.05
 _SHARE_OF_ALL = 0.125  # so that their number does not grow without end
@@ -67,34 +67,29 @@ class Offers:
         """Yield what is to be looked at now that a step has been scheduled, none of it its own."""
         now = self.clock()
         until = now + min(_SHARE_OF_STEP * (now - self._step_ended_at), _MOST_S)
-        least = _SHARE_OF_ALL * self._num_left()
-        while self._old:
-            num = 0
-            for part in self._take(PART_CHUNKS):
-                num += len(part[1])
-                yield part
-            least -= num
-            if least <= 0 and self.clock() >= until:
-                break
-        self._old += self._new
-        self._new.clear()
+        num_left = sum(len(each.left) for each in self._old)
+        least = max(PART_CHUNKS, _SHARE_OF_ALL * num_left)
+        while self._old and (least > 0 or self.clock() < until):
+            offer, part = self._next()
+            least -= len(part)
+            yield offer, part
+        self._merge()
         self._step_ended_at = self.clock()
 
     def take_all(self) -> Iterator[Part]:
         """Yield all that was offered."""
+        self._merge()
+        while self._old:
+            yield self._next()
+
+    def _next(self) -> Part:
+        """Take some chunks of the first offer; `left` is empty with the last ones of an offer."""
+        offer = self._old[0]
+        part = [offer.left.popleft() for _ in range(min(PART_CHUNKS, len(offer.left)))]
+        if not offer.left:
+            self._old.popleft()
+        return offer, part
+
+    def _merge(self) -> None:
         self._old += self._new
         self._new.clear()
-        yield from self._take(1 + self._num_left())
-
-    def _num_left(self) -> int:
-        return sum(len(each.left) for each in self._old)
-
-    def _take(self, most: int) -> Iterator[Part]:
-        """Yield parts of the first offers; `left` of the last part of an offer is empty."""
-        while self._old and most > 0:
-            offer = self._old[0]
-            part = [offer.left.popleft() for _ in range(min(most, len(offer.left)))]
-            most -= len(part)
-            if not offer.left:
-                self._old.popleft()
-            yield offer, part

@@ -222,16 +222,17 @@ class RowStore:
             lost: rows of the job whose blocks are not known any more.
         """
         assert self._client is not None
-        job = self._begin(Job(id, dict(records), is_load=True, purge=self.num_purges))
+        self._note_wait()
+        if not any(job.is_load for job in self._jobs.values()):
+            self._last_load = time.monotonic()
+        job = self._jobs[id] = Job(id, dict(records), is_load=True, purge=self.num_purges)
         job.failed |= dict.fromkeys(lost, "missing")
         self._lend(job, records)
         self.read_rate.begin(len(records) * self._arena.page_bytes, time.monotonic())
         self._client.load([LentPage(record, row) for row, record in records.items()])
         self._end_if_over(job)
 
-    def store(
-        self, id: int, records: dict[int, BlockRecord], *, purge: int, is_last: bool = True
-    ) -> None:
+    def store(self, id: int, records: dict[int, BlockRecord], *, purge: int, is_last: bool) -> None:
         """Write rows that hold blocks which are not stored yet; others are only claimed.
 
         Args:
@@ -241,7 +242,7 @@ class RowStore:
             is_last: whether no more rows of this job follow in another call.
         """
         assert self._client is not None
-        job = self._jobs.get(id) or self._begin(Job(id, {}, is_load=False, purge=purge))
+        job = self._jobs.setdefault(id, Job(id, {}, is_load=False, purge=purge))
         job.records |= records
         job.is_whole = is_last
         if records:
@@ -296,13 +297,6 @@ class RowStore:
         self._arena.close()
 
     # --- inside --------------------------------------------------------------------------------
-
-    def _begin(self, job: Job) -> Job:
-        self._note_wait()
-        if job.is_load and not any(each.is_load for each in self._jobs.values()):
-            self._last_load = time.monotonic()
-        self._jobs[job.id] = job
-        return job
 
     def _note_wait(self) -> None:
         """Note that the worker is asked for something, so that its silence counts from now on."""

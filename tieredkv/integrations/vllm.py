@@ -27,7 +27,7 @@ import functools
 import inspect
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -440,15 +440,14 @@ class TieredKVTier(_Base):  # type: ignore[misc]
             meter.note_offer(request.id, meter.chunk_tokens * (max(places) + 1))
 
     def _take(self, jobs: Iterable[Job]) -> None:
-        nums = {"miss": 0, "hit": 0}
+        verdicts = Counter[str]()
         for block_hash, record in self._rows.take_answers().items():
             for request in self._asking.pop(block_hash, ()):
                 request.asked.discard(block_hash)
                 request.answers[block_hash] = record
-                nums["miss" if record is None else "hit"] += 1
-        for verdict, num in nums.items():
-            if num:
-                self._stats.count("tieredkv_lookups", num, verdict)
+                verdicts["miss" if record is None else "hit"] += 1
+        for verdict, num in verdicts.items():
+            self._stats.count("tieredkv_lookups", num, verdict)
         for job in jobs:
             request, keys = self._keys[job.id]
             for reason in job.failed.values():
