@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 import json
+import math
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import httpx
 
 Prompt = list[int]
+NUM_TOPS = 5  # likeliest tokens of each place, of which a server is asked to tell
 
 
 def prompts_of(num: int, length: int, vocab_size: int, seed: object) -> list[Prompt]:
@@ -69,17 +71,22 @@ async def stream_one(url: str, requests: Iterable[bytes]) -> list[float]:
 
 
 def difference(
-    tokens: Sequence[str], gaps: Sequence[float], others: Sequence[str], tie: float
+    tokens: Sequence[str], tops: Sequence[Mapping[str, float]], others: Sequence[str], tie: float
 ) -> tuple[str, int]:
     """Return whether two answers are `equal`, part at a `tie`, or one is `wrong`, and where.
 
     Args:
         tokens: of the answer that is right.
-        gaps: by how much the log-probability of each was above that of the second best.
+        tops: the log-probabilities of the likeliest tokens in the place of each.
         others: tokens of the other answer.
-        tie: gap up to which both were nearly as likely.
+        tie: by how much less likely a token may be than the right one.
     """
     for place, (one, two) in enumerate(zip(tokens, others, strict=True)):
         if one != two:
-            return ("tie" if gaps[place] < tie else "wrong"), place
+            return ("tie" if gap(tops[place], two) < tie else "wrong"), place
     return "equal", 0
+
+
+def gap(top: Mapping[str, float], token: str) -> float:
+    """By how much a token is less likely than the likeliest one; infinite if it is not listed."""
+    return max(top.values()) - top.get(token, -math.inf)

@@ -59,8 +59,8 @@ def test_a_prompt_that_was_computed_by_choice_is_no_problem(
     tmp_path: Path, may_compute: bool
 ) -> None:
     measuring = vllm_tiers.Measuring("tieredkv", tmp_path, 1, 0.5, may_compute=may_compute)
-    computed = vllm_tiers.Answer(5.0, ["t1"], [1.0], cached_tokens=0, bytes_from_disk=0)
-    loaded = vllm_tiers.Answer(4.0, ["t1"], [1.0], cached_tokens=64, bytes_from_disk=128)
+    computed = vllm_tiers.Answer(5.0, ["t1"], [{"t1": -0.1}], cached_tokens=0, bytes_from_disk=0)
+    loaded = vllm_tiers.Answer(4.0, ["t1"], [{"t1": -0.1}], cached_tokens=64, bytes_from_disk=128)
     measuring.note("disk", 64, computed, computed)
     measuring.note("disk", 64, loaded, computed)
     [row] = measuring.rows()
@@ -72,6 +72,6 @@ def test_a_prompt_that_was_computed_by_choice_is_no_problem(
 
 def test_a_part_of_a_prompt_is_a_problem_also_by_choice(tmp_path: Path) -> None:
     measuring = vllm_tiers.Measuring("tieredkv", tmp_path, 1, 0.5, may_compute=True)
-    part = vllm_tiers.Answer(5.0, ["t1"], [1.0], cached_tokens=16, bytes_from_disk=64)
+    part = vllm_tiers.Answer(5.0, ["t1"], [{"t1": -0.1}], cached_tokens=16, bytes_from_disk=64)
     measuring.note("disk", 64, part, part)
     assert measuring.problems == ["tieredkv disk 64: only 16 tokens were cached"]

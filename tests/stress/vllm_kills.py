@@ -9,10 +9,11 @@ sooner is computed. A server without tiers answers the same prompts, afterwards 
 `--beside`, at the same time: then both share the GPU, so that `--flags` must leave each of them
 less than half of its memory.
 
-A request without an answer is lost. An answer whose tokens differ from those of the second server
-is wrong, unless the two best tokens were nearly as likely where it first differs (`--tie`): those
-are counted apart, since in bfloat16 the order of computing decides them. It moves each logit by up
-to 0.26 with the shapes of Llama-3.1-8B.
+A request without an answer is lost. Each token of each answer is compared with the one that the
+second server computes behind the same tokens. It is `equal`; a `tie` if the second server has it as
+nearly as likely as its own (`--tie`), since in bfloat16 the order of computing decides such a case:
+it moves each logit by up to 0.26 with the shapes of Llama-3.1-8B; else it is `wrong`, and the rest
+of that answer is not compared.
 
 The exit code is 1 if a request was lost, a token was wrong, or no worker was killed.
 """
@@ -32,21 +33,22 @@ from typing import Any, NamedTuple
 import click
 import httpx
 
-from tests.stress.client import difference, served_by
+from tests.stress.client import NUM_TOPS, difference, gap, served_by
 from tests.stress.vllm_server import Server, Setup, with_setup, worker_of
 from tieredkv.bench import raw
 from tieredkv.bench.sessions import Shape, Turn, write_script
 
 TIMEOUT_S = 300.0
-AT_ONCE = 16
+AT_ONCE = 8  # whose prompts the second server has to keep while it goes on behind ties
+TOKEN_ID = "token_id:"
 Row = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """The tokens of an answer, and by how much the best of each beat the second."""
+    """The tokens of an answer, such as `token_id:17`, and the likeliest ones of each place."""
 
     tokens: list[str]
-    gaps: list[float]
+    tops: list[dict[str, float]]
     cached_tokens: int
 
 
@@ -61,26 +63,22 @@ async def ask(http: httpx.AsyncClient, model: str, turn: Turn) -> Answer:
         httpx.HTTPError: it was refused, or broke off.
     """
     body: Row = {"model": model, "prompt": list(turn.prompt), "max_tokens": turn.answer_tokens}
-    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 2}
+    body |= {"temperature": 0, "ignore_eos": True, "logprobs": NUM_TOPS}
+    body |= {"return_tokens_as_token_ids": True}
     response = await http.post("/v1/completions", json=body)
     response.raise_for_status()
     answer = response.json()
     logprobs = answer["choices"][0]["logprobs"]
-    gaps = [best[0] - best[-1] for best in map(_sorted, logprobs["top_logprobs"])]
     details = answer["usage"].get("prompt_tokens_details") or {}
-    return Answer(logprobs["tokens"], gaps, details.get("cached_tokens") or 0)
-
-
-def _sorted(top: dict[str, float]) -> list[float]:
-    return sorted(top.values(), reverse=True)
+    return Answer(logprobs["tokens"], logprobs["top_logprobs"], details.get("cached_tokens") or 0)
 
 
 class Comparison:
     """Asks a server without tiers what another one was asked, some prompts at a time.
 
     Attributes:
-        counts: how many answers are equal, ties and wrong.
-        wrong: where the wrong ones differ.
+        counts: how many tokens are equal, ties and wrong.
+        wrong: where the wrong ones are.
     """
 
     def __init__(self, tie: float) -> None:
@@ -96,15 +94,31 @@ class Comparison:
 
     async def _take(self, http: httpx.AsyncClient, model: str, answers: Answers) -> None:
         while (told := await answers.get()) is not None:
-            turn, answer = told
-            expected = await ask(http, model, turn)
-            kind, place = difference(expected.tokens, expected.gaps, answer.tokens, self._tie)
+            await self.compare(http, model, *told)
+        answers.put_nowait(None)  # for the others
+
+    async def compare(
+        self, http: httpx.AsyncClient, model: str, turn: Turn, answer: Answer
+    ) -> None:
+        """Compare the tokens of one answer; behind each tie, the server goes on from its token."""
+        prompt, tokens = [*turn.prompt], answer.tokens
+        while tokens:
+            rest = turn._replace(prompt=prompt, answer_tokens=len(tokens))
+            expected = await ask(http, model, rest)
+            kind, place = difference(expected.tokens, expected.tops, tokens, self._tie)
+            num_equal = len(tokens) if kind == "equal" else place
+            self.counts["equal"] += num_equal
+            if kind == "equal":
+                return
             self.counts[kind] += 1
             if kind == "wrong":
-                where = f"token {place} of an answer, {len(turn.prompt)} tokens asked"
-                found = f"{answer.cached_tokens} found, {expected.gaps[place]:.3f} apart"
-                self.wrong.append(f"{where}, {found}")
-        answers.put_nowait(None)  # for the others
+                where = f"token {len(answer.tokens) - len(tokens) + place} of an answer"
+                found = f"{len(turn.prompt)} tokens asked, {answer.cached_tokens} found"
+                less = gap(expected.tops[place], tokens[place])
+                self.wrong.append(f"{where}, {found}, less likely by {less:.3f}")
+                return
+            prompt += [int(token.removeprefix(TOKEN_ID)) for token in tokens[: place + 1]]
+            tokens = tokens[place + 1 :]
 
 
 class Crowd:

@@ -81,8 +81,8 @@ async def complete(request: Request) -> Response:
     if fault == "refusal" and any(each.num_deaths for each in workers):
         return JSONResponse({"error": "a worker has died"}, 500)
     first = sum(prompt) + (on_disk and fault == "tokens")
-
-    words = [f"t{first + place}" for place in range(body["max_tokens"])]
+    form = "token_id:{}" if body.get("return_tokens_as_token_ids") else "t{}"
+    words = [form.format(first + place) for place in range(body["max_tokens"])]
     bests = [{word: -0.1, "t0": -3.0} for word in words]
     usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
     if "--enable-prompt-tokens-details" in sys.argv:

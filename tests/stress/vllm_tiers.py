@@ -19,9 +19,9 @@ request, and `GBps` what they come to over the time in which the first token cam
 rate of the disk with O_DIRECT (the best of 4, 16 and 32 threads), is measured before each server is
 started. The tokens of `device`, with which no tier has to do, are compared with the cold ones of
 the same prompt, and those of the other arms with those of `device`, which computes as little as
-they do. Where two differ although the first one's two best log-probabilities were more than `--tie`
-apart, it is a problem: in bfloat16 the order of computing moves each logit by up to 0.26 with the
-shapes of Llama-3.1-8B.
+they do. It is a problem if the first token that differs has a log-probability of more than `--tie`
+below that of the right one: in bfloat16 the order of computing moves each logit by up to 0.26 with
+the shapes of Llama-3.1-8B.
 
 With `restore = auto`, the default, our tier computes what that promises to be faster for, and
 `num_loaded` tells of how many prompts anything was loaded.
@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import click
 import httpx
 
-from tests.stress.client import Prompt, difference, prompts_of, served_by
+from tests.stress.client import NUM_TOPS, Prompt, difference, prompts_of, served_by
 from tests.stress.vllm_server import (
     SETTLED_S,
     Server,
@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
     ttft_ms: float
     tokens: list[str]
-    gaps: list[float]
+    tops: list[dict[str, float]]
     cached_tokens: int
     bytes_from_disk: int
 
@@ -77,11 +77,11 @@ class Answer(NamedTuple):
 def ask(server: Server, model: str, prompt: Prompt) -> Answer:
     """Send a request for a streamed completion, and read its answer to the end."""
     body: Row = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-    body |= {"ignore_eos": True, "logprobs": 2}
+    body |= {"ignore_eos": True, "logprobs": NUM_TOPS}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     data, before = json.dumps(body).encode(), server.bytes_from_disk()
     headers = {"Content-Type": "application/json"}
-    tokens, gaps, usage = list[str](), list[float](), dict[str, Any]()
+    tokens, tops, usage = list[str](), list[dict[str, float]](), dict[str, Any]()
     start, first_ms = perf_counter(), 0.0
     with (
         httpx.Client(base_url=server.url, timeout=300) as http,
@@ -97,11 +97,9 @@ def ask(server: Server, model: str, prompt: Prompt) -> Answer:
                 first_ms = first_ms or 1e3 * (perf_counter() - start)
                 logprobs = choice.get("logprobs") or {}
                 tokens += logprobs.get("tokens", [])
-                for each in logprobs.get("top_logprobs", []):
-                    best = sorted(each.values(), reverse=True)
-                    gaps.append(best[0] - best[1] if len(best) > 1 else 0.0)
+                tops += logprobs.get("top_logprobs", [])
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Answer(first_ms, tokens, gaps, cached, server.bytes_from_disk() - before)
+    return Answer(first_ms, tokens, tops, cached, server.bytes_from_disk() - before)
 
 
 class Measuring:
@@ -166,7 +164,7 @@ class Measuring:
         self.answers.setdefault((arm, length), []).append(answer)
         text = "equal"
         if right is not None:
-            text, _ = difference(right.tokens, right.gaps, answer.tokens, self.tie)
+            text, _ = difference(right.tokens, right.tops, answer.tokens, self.tie)
         self.texts.setdefault((arm, length), []).append(text)
         name = f"{self.tier} {arm} {length}"
         click.echo(
