@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 # With a GPU, shapes and a length that leave something to save.
 DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --prefix-tokens 2048)
 
-.PHONY: help setup demo test test-full test-clients test-vllm lint types cpu-tests format clean
+.PHONY: help setup demo test test-full test-clients test-vllm lint types cpu-tests format reference clean
 
 help:
 	@echo "make setup         virtual environment in $(VENV), the package and its development tools"
@@ -72,6 +72,10 @@ types: setup
 format: setup
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+# What `--help` prints, as a file; a test compares both.
+reference: setup
+	@$(BIN)/python -P -m tieredkv.cli.reference > docs/cli.md
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(VLLM) tests/e2e/programs/node_modules tests/e2e/programs/older/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

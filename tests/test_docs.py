@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tieredkv.cli.main import cli
+from tieredkv.cli.reference import reference
 from tieredkv.server.known_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, KnownFields
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +44,13 @@ def test_every_linked_file_is_there() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_the_reference_is_what_help_prints() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert page == reference(), "run `make reference`"
+    for command in cli.commands:
+        assert f"## tieredkv {command}\n" in page
 
 
 START, END = "<!-- known fields -->\n", "<!-- end of known fields -->\n"
