@@ -22,6 +22,13 @@ def namespace_of(asked: EngineRequest, settings: Settings) -> bytes:
     )
 
 
+def max_cached_blocks(asked: EngineRequest, block_size: int) -> int:
+    """Return how many blocks of a request may be looked up and kept, from the head on."""
+    # Cached blocks have no logits, which the prompt's log-probabilities need.
+    most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
+    return (sys.maxsize if most_tokens is None else most_tokens) // block_size
+
+
 class Prefixes:
     """Makes the prefixes of one model's requests.
 
@@ -41,9 +48,7 @@ class Prefixes:
     def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
         settings, size, algo = self._settings, self._spec.block_size, self._settings.hash_algo
-        # Cached blocks have no logits, which the prompt's log-probabilities need.
-        most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
-        max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
+        max_blocks = max_cached_blocks(asked, size)
         namespace = namespace_of(asked, settings)
         root = model_root(self._fingerprint, self._spec, namespace, algo=algo)
         ends = asked.read_ends

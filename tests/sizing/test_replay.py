@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.sizing.traces import line, random_lines, write
+from tests.sizing.traces import Line, line, random_lines, write
 from tieredkv.cli.main import main
 from tieredkv.sizing.replay import Sizes, replay
-from tieredkv.sizing.trace import Trace, read_trace
+from tieredkv.traces import Trace, read_trace
 from tieredkv.types import ignore_progress
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "traces"
@@ -98,6 +98,17 @@ def test_no_room_finds_nothing(tmp_path: Path) -> None:
 def test_the_last_block_counts_with_its_own_tokens(tmp_path: Path) -> None:
     found = small([line(0, [1, 2], last=3), line(1, [1, 2], last=3)], tmp_path)
     assert found["by_tier"] == {"device": 515, "host": 0, "disk": 0}
+
+
+def test_a_recorded_answer_is_found_by_the_next_turn_and_the_last_token_is_computed(
+    tmp_path: Path,
+) -> None:
+    first: Line = {"timestamp": 0, "input_length": 40, "output_length": 9, "block_tokens": 16}
+    first |= {"hash_ids": [1, 2], "answer_hash_ids": [3]}
+    turn = first | {"input_length": 64, "hash_ids": [1, 2, 3, 4], "answer_hash_ids": []}
+    found = small([first, turn, turn], tmp_path)
+    assert found["cached_tokens"] == 3 * 16 + 4 * 16 - 1
+    assert found["prefilled_tokens"] == 40 + 16 + 1
 
 
 def test_the_tail_of_a_prompt_leaves_before_its_head(tmp_path: Path) -> None:

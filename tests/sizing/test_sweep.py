@@ -10,7 +10,7 @@ from tests.sizing.traces import line, random_lines, write
 from tieredkv.cli.main import main
 from tieredkv.sizing.replay import Sizes
 from tieredkv.sizing.sweep import cases, sweep
-from tieredkv.sizing.trace import Trace, read_trace
+from tieredkv.traces import Trace, read_trace
 from tieredkv.types import ignore_progress
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from tests.sizing.traces import random_lines, write
 from tests.sizing.whole_cache import WholeCache
 from tieredkv.retention import RetentionPolicy
 from tieredkv.sizing.tiers import Room, Source, Tiers
-from tieredkv.sizing.trace import Trace, read_trace
+from tieredkv.traces import Trace, read_trace
 from tieredkv.types import BlockHash, Tier, ignore_progress
 
 

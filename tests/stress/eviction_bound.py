@@ -19,7 +19,7 @@ from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
 from tieredkv.cli.bench_options import several
 from tieredkv.sizing.replay import Sizes, replay
-from tieredkv.sizing.trace import Trace, read_trace
+from tieredkv.traces import Trace, read_trace
 from tieredkv.units import parse_bytes
 
 

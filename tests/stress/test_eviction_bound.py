@@ -7,7 +7,7 @@ import pytest
 from tests.sizing.traces import line, random_lines, write
 from tests.stress.eviction_bound import clairvoyant_tokens
 from tieredkv.sizing.replay import Sizes, replay
-from tieredkv.sizing.trace import read_trace
+from tieredkv.traces import read_trace
 from tieredkv.types import ignore_progress
 
 

@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +29,14 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
     "allows_open_access",
     is_flag=True,
     help="Listen on a non-loopback address without API keys.",
+)
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a trace of the requests to this new file, for `replay` and `size`: their times, "
+    "lengths and hashes of their blocks under a random key that is never written, but no tokens "
+    "and no text.",
 )
 @click.option(
     "--log-level", type=LEVELS, default="INFO", help="How much to log. Prompts are never logged."

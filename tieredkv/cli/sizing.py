@@ -59,8 +59,7 @@ MODEL = click.option("--model", help="Model whose tokens are meant, as for `serv
 BLOCK_TOKENS = click.option(
     "--block-tokens",
     type=click.IntRange(min=1),
-    default=512,
-    help="Tokens of one of the trace's `hash_ids`.",
+    help="Tokens of one of the trace's `hash_ids`. By default as many as the trace says, else 512.",
 )
 TRACE = click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
 SIZES = (
@@ -102,7 +101,7 @@ SIZES = (
 @TRACE
 @with_options(SIZES)
 @answering
-def replay(trace: Path, block_tokens: int, rates: Path | None, **options: Any) -> Answer:
+def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options: Any) -> Answer:
     """Replay a trace of requests through caches of given sizes, without a model or a GPU.
 
     It tells what each tier would have found, what would have been computed, moved and written, how
@@ -117,7 +116,8 @@ def replay(trace: Path, block_tokens: int, rates: Path | None, **options: Any) -
        "output_length": 52, "hash_ids": [46, 47, 2353]}
 
     The time is in ms, the lengths are in tokens, and there is one id for each 512 tokens of the
-    prompt. Equal ids mean equal tokens, up to the end of that block.
+    prompt. Equal ids mean equal tokens, up to the end of that block. A trace that `serve --record`
+    has written may be given, too.
 
     \b
     Examples:
@@ -137,7 +137,7 @@ def replay(trace: Path, block_tokens: int, rates: Path | None, **options: Any) -
     generate is not cached. Ctrl-C ends the replay with the figures so far, and exit code 1.
     """
     from tieredkv.sizing import replay as replaying
-    from tieredkv.sizing.trace import read_trace
+    from tieredkv.traces import read_trace
 
     progress = terminal_progress(lambda line: click.echo(line, err=True))
     sizes = _sizes(options)
@@ -156,7 +156,12 @@ def replay(trace: Path, block_tokens: int, rates: Path | None, **options: Any) -
 @COMMIT
 @answering
 def size(
-    trace: Path, block_tokens: int, jobs: int, plot: Path | None, commit: str | None, **options: Any
+    trace: Path,
+    block_tokens: int | None,
+    jobs: int,
+    plot: Path | None,
+    commit: str | None,
+    **options: Any,
 ) -> Answer:
     """Replay a trace with less and with more of each tier, and with other retentions.
 
@@ -176,7 +181,7 @@ def size(
     """
     from tieredkv.bench import plots, raw
     from tieredkv.sizing import sweep as sweeping
-    from tieredkv.sizing.trace import read_trace
+    from tieredkv.traces import read_trace
 
     plots.check(plot)
     progress = terminal_progress(lambda line: click.echo(line, err=True))

@@ -47,6 +47,7 @@ from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
+from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
 from tieredkv.server.response_items import listed
 from tieredkv.server.responses_api import InputTokensRequest, Page, ResponsesRequest, joined
@@ -111,6 +112,7 @@ class Api:
     _engine: EngineClient
     _tokenization: Tokenization
     _keys: Keys
+    _recorder: Recorder | None = None
 
     def __post_init__(self) -> None:
         settings, info = self._settings, self._engine.info
@@ -399,7 +401,9 @@ class Api:
         if asked.turn is not None:
             namespace = namespace_of(replace(asked.plan, tenant=tenant), self._settings)
             shape.keep = functools.partial(self._store, tenant, namespace, asked.turn)
-        observer = Observer(self._metrics, tenant, asked.labels, scope["arrived_at"])
+        observer = Observer(
+            self._metrics, tenant, asked.labels, scope["arrived_at"], self._recorder
+        )
         tokenizer = self._tokenization.tokenizer
         generation = Generation(
             self._engine,

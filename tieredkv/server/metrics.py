@@ -17,6 +17,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import RememberedAnswers
 from tieredkv.server.stored_responses import StoredResponses
 from tieredkv.types import Tier
@@ -101,11 +102,18 @@ class Observer:
         tenant: the tenant of the request.
         metadata: the metadata in the body of the request.
         arrived_at: when the request arrived, by `perf_counter`.
+        recorder: records the request; None if none does.
     """
 
     def __init__(
-        self, metrics: Metrics, tenant: str, metadata: Mapping[str, object], arrived_at: float
+        self,
+        metrics: Metrics,
+        tenant: str,
+        metadata: Mapping[str, object],
+        arrived_at: float,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._families = metrics.observed
         self._labels = metrics.labels_of(tenant, metadata)
         self._arrived_at, self._submitted_at = arrived_at, time.perf_counter()
@@ -143,6 +151,9 @@ class Observer:
         self._families["tieredkv_e2e_seconds"].observe(time.perf_counter() - self._arrived_at)
         self._count("generation_tokens", len(answer.token_ids))
         self._count("decode_seconds", last_at - first_at)
+        has_run = answer.token_ids or reason in ("stop", "length")
+        if self._recorder is not None and has_run:
+            self._recorder.add(answer, self._arrived_at)
 
     def _count(self, name: str, count: float, *labels: str) -> None:
         family, values = self._families[f"tieredkv_{name}"], (*labels, *self._labels)

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -30,6 +31,7 @@ from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_conne
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
 from tieredkv.server.message_parser import Family, choose
+from tieredkv.server.recorder import Recorder
 from tieredkv.server.threads import bound_arenas
 from tieredkv.types import Progress
 
@@ -99,6 +101,7 @@ class Server:
         is_strict: whether unknown request fields are refused.
         allows_open_access: whether a non-loopback address may be used without a key.
         log_level: of the engine's process.
+        record: new file for a trace of the requests; None for none.
     """
 
     settings: Settings
@@ -107,6 +110,7 @@ class Server:
     is_strict: bool = False
     allows_open_access: bool = False
     log_level: str = "INFO"
+    record: Path | None = None
 
     def serve(self) -> int:
         """Serve until SIGTERM, SIGINT or the engine's death, and return the exit code.
@@ -122,15 +126,28 @@ class Server:
         self._family("")  # a name that is not known is refused at once
         self._template_arguments()
         bound_arenas()
-        with bind(self.settings, allows_open_access=self.allows_open_access) as sock:
+        with (
+            bind(self.settings, allows_open_access=self.allows_open_access) as sock,
+            self._recording() as recorder,
+        ):
             local = is_local(sock.getsockname())
             keys = Keys(settings=self.settings, is_strict=self.is_strict, is_local=local)
             try:
-                return asyncio.run(self._run(sock, keys))
+                return asyncio.run(self._run(sock, keys, recorder))
             except asyncio.CancelledError:
                 return EXIT_INTERRUPTED
 
-    async def _run(self, sock: socket.socket, keys: Keys) -> int:
+    def _recording(self) -> contextlib.AbstractContextManager[Recorder | None]:
+        """Return what records the requests while the context lasts.
+
+        Raises:
+            ConfigError: the file exists, or cannot be made.
+        """
+        if self.record is None:
+            return contextlib.nullcontext()
+        return contextlib.closing(Recorder(self.record, self.settings))
+
+    async def _run(self, sock: socket.socket, keys: Keys, recorder: Recorder | None) -> int:
         """Start, serve, end."""
         # The engine has no use for the keys.
         settings = replace(self.settings, api_keys=(), admin_key=None, tenant_shares=keys.shares)
@@ -173,7 +190,8 @@ class Server:
                 # not looked through; what a large body becomes is seldom looked through.
                 look_seldom()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)
-                with contextlib.closing(Api(self.settings, engine, tokenization, keys)) as api:
+                made = Api(self.settings, engine, tokenization, keys, recorder)
+                with contextlib.closing(made) as api:
                     await self._serve(sock, api, engine)
         except TieredKVError:
             if not signals:  # else the engine was killed while it started

@@ -15,7 +15,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.retention import RetentionPolicy
 from tieredkv.sizing.estimate import Estimate
 from tieredkv.sizing.tiers import Room, Source, Tiers
-from tieredkv.sizing.trace import Trace
+from tieredkv.traces import Request, Trace
 from tieredkv.types import BlockHash, Progress, Tier
 from tieredkv.units import format_bytes, format_duration
 
@@ -158,32 +158,31 @@ class _Run:
                 if number % _TOLD_EVERY == 0:
                     progress("replaying", number, total)
                 now = (request.timestamp - self._began_at) / 1e3
-                hashes = cast(Sequence[BlockHash], request.hash_ids)  # opaque keys
-                sources = self.tiers.serve(hashes, now)
-                self._count(sources, request.input_length, now)
+                hashes = cast(Sequence[BlockHash], request.chain)  # opaque keys
+                self._count(self.tiers.serve(hashes, now), request, now)
         finally:
             self.wall_s = time.perf_counter() - began_at
             self.cpu_s = time.process_time() - cpu_began_at
 
-    def _count(self, sources: list[Source], num_tokens: int, now: float) -> None:
+    def _count(self, sources: list[Source], request: Request, now: float) -> None:
         size, found = self._trace.block_tokens, self.found
         self.num_requests += 1
         self.num_blocks += len(sources)
-        self.prompt_tokens += num_tokens
+        self.prompt_tokens += request.input_length
         self.span_s = now
+        del sources[len(request.hash_ids) :]  # those of the answer
+        if self._estimate is not None:
+            self._estimate.add(sources, request.input_length, now)
         if not sources:
             return
         for tier in set(sources):
             found[tier] += size * sources.count(tier)
-        found[sources[-1]] -= (
-            size * len(sources) - num_tokens
-        )  # the last block may be a partial one
+        num_tokens = request.most_cached_tokens
+        found[sources[-1]] -= size * len(sources) - num_tokens  # of a last block that is not whole
         if None in sources:
             self.contiguous_tokens += size * sources.index(None)
         else:
             self.contiguous_tokens += num_tokens
-        if self._estimate is not None:
-            self._estimate.add(sources, num_tokens, now)
 
     def figures(self, block_bytes: int) -> Json:
         """Return what was counted."""

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from tieredkv.sizing.replay import UNLIMITED, Json, Sizes, replay
-from tieredkv.sizing.trace import Trace
+from tieredkv.traces import Trace
 from tieredkv.types import Progress, ignore_progress
 from tieredkv.units import format_bytes, format_duration
 

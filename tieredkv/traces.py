@@ -1,8 +1,12 @@
-"""Traces of requests, in the format of the Mooncake paper.
+"""Traces of requests, in the format of the Mooncake paper, and as a server records them.
 
 Each line of the file is a request: `timestamp` in ms, `input_length` and `output_length` in tokens,
 and `hash_ids`, one for each block of the prompt. Equal ids are equal blocks with equal blocks
 before them. The last block may be a partial one. Other fields are ignored.
+
+Lines that a server records also have `block_tokens`. Their `hash_ids` are of the full blocks that
+may be cached, `answer_hash_ids` of those that the answer has filled, and `retention` is the policy
+of the request. They stand in the order in which the requests ended.
 
 This module knows the format. It does not know blocks, tiers or policies.
 
@@ -33,7 +37,7 @@ _TOLD_EVERY = 1000
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One request of a trace.
 
     Attributes:
@@ -41,12 +45,34 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         input_length: tokens of its prompt.
         output_length: tokens of its answer.
         hash_ids: of the prompt's blocks.
+        answer_hash_ids: of the blocks behind these that the answer has filled.
+        block_tokens: tokens of one id, where a server recorded the request; else None.
+        retention: name of its longest retention policy, where a server recorded it.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Count]
+    answer_hash_ids: list[_Count] = []
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    retention: str | None = None
+
+    @property
+    def chain(self) -> list[int]:
+        """The ids of all its blocks, the head of the prompt first."""
+        return self.hash_ids + self.answer_hash_ids if self.answer_hash_ids else self.hash_ids
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Tokens of the prompt that a cache can have.
+
+        A server counts the last token of a prompt that it has found whole as computed, since its
+        logits are.
+        """
+        if self.block_tokens is None:
+            return self.input_length
+        return min(self.block_tokens * len(self.hash_ids), self.input_length - 1)
 
 
 class Trace(NamedTuple):
@@ -71,16 +97,21 @@ class Trace(NamedTuple):
     @property
     def num_distinct(self) -> int:
         """How many different blocks there are."""
-        return len(set(itertools.chain.from_iterable(it.hash_ids for it in self.requests)))
+        return len(set(itertools.chain.from_iterable(it.chain for it in self.requests)))
 
     @property
     def most_blocks(self) -> int:
-        """How many blocks the longest prompt has."""
-        return max((len(it.hash_ids) for it in self.requests), default=0)
+        """How many blocks the longest request has."""
+        return max((len(it.chain) for it in self.requests), default=0)
 
 
-def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKENS) -> Trace:
+def read_trace(path: Path, progress: Progress, *, block_tokens: int | None = None) -> Trace:
     """Read a trace, gzipped or not; `-` is stdin.
+
+    Args:
+        path: of the file.
+        progress: called with the number of lines that were read.
+        block_tokens: tokens of one id. By default as many as the trace says, else 512.
 
     Raises:
         ConfigError: it cannot be read or is no such trace; names the line and the field.
@@ -88,7 +119,7 @@ def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKE
     name, where = ("stdin", "stdin") if path == STDIN else (path.name, f"`{path}`")
     requests = list[Request]()
     decode, before, stage = msgspec.json.Decoder(Request).decode, 0.0, "reading the trace"
-    number = 0
+    number, size = 0, block_tokens or BLOCK_TOKENS
     try:
         with contextlib.ExitStack() as stack:
             for number, line in enumerate(_lines(path, stack), start=1):
@@ -97,8 +128,12 @@ def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKE
                 if not line.strip():
                     continue
                 request = decode(line)
-                _check(request, before, block_tokens)
-                before = request.timestamp
+                if not requests and block_tokens is None:
+                    size = request.block_tokens or size
+                _check(request, size)
+                if request.block_tokens is None:
+                    _check_order(request, before)
+                    before = request.timestamp
                 requests.append(request)
     except (OSError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -111,7 +146,8 @@ def read_trace(path: Path, progress: Progress, *, block_tokens: int = BLOCK_TOKE
         progress(stage, 1, 1)
     if not requests:
         raise ConfigError(f"the trace {where} has no requests\n{_HINT}")
-    return Trace(name, requests, block_tokens)
+    requests.sort(key=lambda request: request.timestamp)
+    return Trace(name, requests, size)
 
 
 _HINT = (
@@ -126,17 +162,36 @@ def _lines(path: Path, stack: contextlib.ExitStack) -> Iterable[bytes]:
     return gzip.open(file) if file.peek(2).startswith(_GZIP_MAGIC) else file
 
 
-def _check(request: Request, before: float, block_tokens: int) -> None:
-    """Raise ValueError if a request contradicts itself or the one before it."""
+def _check_order(request: Request, before: float) -> None:
+    """Raise ValueError if a request came before an earlier line's."""
     if request.timestamp < before:
         what = f"`timestamp` is {request.timestamp:g}, before the {before:g} of an earlier line"
         raise ValueError(f"{what}; sort the trace by time")
+
+
+def _check(request: Request, block_tokens: int) -> None:
+    """Raise ValueError if a request contradicts itself or the size of the blocks."""
     num_ids, num_tokens = len(request.hash_ids), request.input_length
-    if num_ids != -(-num_tokens // block_tokens):
-        what = f"`hash_ids` has {num_ids} ids, but `input_length` = {num_tokens}"
-        needs = f"needs {-(-num_tokens // block_tokens)}, one for each {block_tokens} tokens"
-        raise ValueError(f"{what} {needs}")
-    if len(set(request.hash_ids)) < num_ids:
+    if request.block_tokens is None:
+        if num_ids != -(-num_tokens // block_tokens):
+            what = f"`hash_ids` has {num_ids} ids, but `input_length` = {num_tokens}"
+            needs = f"needs {-(-num_tokens // block_tokens)}, one for each {block_tokens} tokens"
+            raise ValueError(f"{what} {needs}")
+    elif request.block_tokens != block_tokens:
+        raise ValueError(
+            f"`block_tokens` is {request.block_tokens}, but {block_tokens} is expected"
+        )
+    else:
+        num_full = num_tokens // block_tokens
+        if num_ids > num_full:
+            what = f"`hash_ids` has {num_ids} ids, but `input_length` = {num_tokens}"
+            raise ValueError(f"{what} has {num_full} full blocks of {block_tokens} tokens")
+        if len(request.chain) > (num_tokens + request.output_length) // block_tokens:
+            what = f"`answer_hash_ids` has {len(request.answer_hash_ids)} ids"
+            raise ValueError(
+                f"{what}, more than `output_length` = {request.output_length} can fill"
+            )
+    if len(set(request.chain)) < len(request.chain):
         raise ValueError("`hash_ids` has an id twice, but a block cannot begin with itself")
 
 

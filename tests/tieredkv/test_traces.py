@@ -10,7 +10,7 @@ import pytest
 
 from tests.sizing.traces import line, random_lines, write
 from tieredkv.errors import ConfigError
-from tieredkv.sizing.trace import STDIN, read_trace
+from tieredkv.traces import STDIN, read_trace
 from tieredkv.types import ignore_progress
 
 GOOD = line(1.0, [1, 2], last=5)
@@ -75,6 +75,48 @@ def test_a_bad_line_is_named_with_its_field(
     assert f"`{path}`, line 2: " in str(error.value)
     assert told in str(error.value)
     assert "hint: each line is a request such as" in str(error.value)
+
+
+RECORDED = {
+    "timestamp": 5,
+    "input_length": 40,
+    "output_length": 9,
+    "hash_ids": [1, 2],
+    "answer_hash_ids": [3],
+    "block_tokens": 16,
+    "retention": "24h",
+}
+
+
+def test_a_recorded_trace_says_the_size_of_its_blocks_and_is_sorted(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [RECORDED, RECORDED | {"timestamp": 4}])
+    trace = read_trace(path, ignore_progress)
+    assert [each.timestamp for each in trace.requests] == [4, 5]
+    assert trace.requests[0].chain == [1, 2, 3]
+    assert (trace.block_tokens, trace.num_distinct, trace.most_blocks) == (16, 3, 3)
+    assert read_trace(path, ignore_progress, block_tokens=16) == trace
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"block_tokens": 32}, "`block_tokens` is 32, but 16 is expected"),
+        ({"block_tokens": 0}, "`block_tokens`: expected `int` >= 1"),
+        ({"input_length": 31}, "`hash_ids` has 2 ids, but `input_length` = 31 has 1 full blocks"),
+        ({"output_length": 7}, "`answer_hash_ids` has 1 ids, more than `output_length` = 7"),
+        ({"answer_hash_ids": [2]}, "`hash_ids` has an id twice"),
+        ({"answer_hash_ids": [-2]}, "`answer_hash_ids"),
+        ({"block_tokens": ...}, "`hash_ids` has 2 ids, but `input_length` = 40 needs 3"),
+    ],
+)
+def test_a_bad_line_of_a_recording_is_named(
+    bad: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    broken = {name: value for name, value in (RECORDED | bad).items() if value is not ...}
+    path = write(tmp_path / "trace.jsonl", [RECORDED, broken])
+    with pytest.raises(ConfigError) as error:
+        read_trace(path, ignore_progress)
+    assert f"`{path}`, line 2: {told}" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""A server records its requests, and a replay of the recording finds what the server has found."""
+
+import json
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import http
+from tests.serving import running
+from tests.waiting import HANG_S
+from tieredkv.cli.main import main
+
+TENANTS = ("sk-of-the-first-tenant", "sk-of-the-second-tenant")
+KEYS = [part for key in TENANTS for part in ("--api-key", key)]
+WORDS = ("xylophone", "quicksand", "marmalade", "turbulence", "kaleidoscope", "zeppelin")
+TOKEN_BYTES = 2048  # of tiny-random
+
+
+def converse(url: str, turns: int = 4) -> Counter[str]:
+    """Have each tenant hold two conversations in turns; return the tokens that usage counts."""
+    generator, found = random.Random(5), Counter[str]()
+    chats: list[tuple[str, list[dict[str, str]]]] = [
+        (key, [{"role": "system", "content": " ".join(generator.choices(WORDS, k=30))}])
+        for key in TENANTS * 2
+    ]
+    for _ in range(turns):
+        for key, messages in chats:
+            text = " ".join(generator.choices(WORDS, k=generator.randrange(5, 40)))
+            messages.append({"role": "user", "content": text})
+            body = {"model": "tiny-random", "messages": messages, "max_tokens": 20}
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = http.post(f"{url}/chat/completions", json=body, headers=headers).json()
+            messages.append(answer["choices"][0]["message"])
+            usage = answer["usage"]
+            found["prompt"] += usage["prompt_tokens"]
+            found.update(usage["prompt_tokens_details"]["cached_tokens_by_tier"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", [("64MiB", "1MiB", "0"), ("4MiB", "64MiB", "256MiB")], ids=["vram", "all-tiers"]
+)
+def test_a_replay_finds_what_the_server_has_found(
+    sizes: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, (vram, host, disk) = tmp_path / "trace.jsonl", sizes
+    flags = ["--record", str(path), "--device-size", vram, "--host-size", host, *KEYS]
+    with running(tmp_path, *flags, has_disk=disk != "0") as server:
+        found = converse(server.url)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(HANG_S) == 0
+        assert f"`{path}` has 16 requests; 0 are not in it" in server.log
+    asked = ["--vram", vram, "--host", host, "--disk", disk, "--bytes-per-token", str(TOKEN_BYTES)]
+    assert main(["replay", str(path), *asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["requests"], document["prompt_tokens"]) == (16, found["prompt"])
+    by_tier = document["by_tier"]
+    assert sum(by_tier.values()) == found["device"] + found["host"] + found["disk"]
+    assert sum(by_tier.values()) > found["prompt"] // 2
+    if vram == "4MiB":  # a server gives requests that take much of VRAM their room in turns
+        assert by_tier["host"] > 0 < found["host"]
+    else:
+        assert by_tier["device"] == found["device"]
+    _tells_nothing(path)
+
+
+def _tells_nothing(path: Path) -> None:
+    """Check that a recording has the fields that it may have, and nothing of its requests."""
+    content = path.read_text()
+    assert content.endswith("}\n")
+    for secret in (*TENANTS, *WORDS, "tiny-random", "user", "system"):
+        assert secret not in content
+    numbers: set[Any] = set()
+    for line in map(json.loads, content.splitlines()):
+        assert line.keys() <= {
+            *("timestamp", "input_length", "output_length", "hash_ids", "answer_hash_ids"),
+            *("block_tokens", "retention"),
+        }
+        numbers.update(line["hash_ids"], line.get("answer_hash_ids", ()))
+    assert min(numbers) > 1 << 32, "an id is no token"
+
+
+def test_a_server_does_not_start_with_a_recording_that_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("mine")
+    assert main(["serve", "tiny-random", "--port", "0", "--record", str(path)]) == 2
+    assert f"`{path}` exists already" in capsys.readouterr().err
+    assert path.read_text() == "mine"
