@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import Call, EvictFilter
 from tieredkv.types import Tier
 from tieredkv.wire.process import Refused
 
@@ -218,15 +218,15 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress
     total: int
 
 
-class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
-    """An operator's request to evict blocks from VRAM and host memory; answered by `Evicted`."""
+class Operate(msgspec.Struct, frozen=True, array_like=True, tag="operate"):
+    """An operator's call that concerns VRAM and host memory; answered by `Operated`."""
 
     id: int
-    wanted: EvictFilter
+    call: Call
 
 
-class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
-    """The result of an `Evict`, as `Verbs.answer_evict` returns it."""
+class Operated(msgspec.Struct, frozen=True, array_like=True, tag="operated"):
+    """The result of an `Operate`, as `Verbs.answer` returns it."""
 
     id: int
     body: dict[str, Any]
@@ -252,5 +252,5 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
-ToEngine = Start | EngineRequest | Abort | Shares | Evict | Shutdown
-ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Evicted | EvictToo
+ToEngine = Start | EngineRequest | Abort | Shares | Operate | Shutdown
+ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Operated | EvictToo

@@ -149,8 +149,8 @@ class EngineProcess:
                 core.abort(request_id)
             case messages.Shares(of_tenants):
                 core.verbs.give_shares(of_tenants)
-            case messages.Evict(id, wanted):
-                self._channel.send(messages.Evicted(id, core.verbs.answer_evict(wanted)))
+            case messages.Operate(id, call):
+                self._channel.send(messages.Operated(id, core.verbs.answer_alone(call)))
             case Shutdown():
                 self._is_stopping = True
         return 0

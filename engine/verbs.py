@@ -7,11 +7,16 @@ worker's part.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect
+from tieredkv.storage.chain_blocks import in_order
+from tieredkv.storage.results import BlockInfo, named_blocks
 from tieredkv.types import BlockHash, HashAlgo
 
 EVERYTHING = EvictFilter(all=True)
@@ -58,30 +63,99 @@ class Verbs:
             return sum(map(is_wanted, self._tiers.catalog.entries()))
         return self._cache.evict(is_wanted)
 
-    def answer_evict(
-        self,
-        wanted: EvictFilter,
-        following: Collection[BlockHash] = (),
-        before: Collection[BlockHash] = (),
+    def answer_alone(self, call: Call) -> dict[str, Any]:
+        """Carry out a verb where there is no disk tier; return its answer."""
+        answer = self.answer(call)
+        match call:
+            case Df():
+                return {**answer, "writer_pid": None}
+            case Inspect():
+                if not (blocks := answer["blocks"]) and not call.following:
+                    return self.answer_alone(replace(call, following=True))
+                known = msgspec.convert(blocks, list[BlockInfo])
+                return {call.listed_as: msgspec.to_builtins(in_order(known))}
+            case EvictFilter():
+                return {**answer, "disk": None}
+        return answer
+
+    def answer(
+        self, call: Call, following: Collection[BlockHash] = (), before: Collection[BlockHash] = ()
     ) -> dict[str, Any]:
-        """Carry out `evict` for an operator; return the verb's answer."""
+        """Carry out the part of a verb that concerns VRAM and host memory; return its answer.
+
+        Args:
+            call: the verb; one that needs the disk is the worker's alone.
+            following: further blocks that the call names, since the disk has them.
+            before: see `evict`.
+        """
+        match call:
+            case Df():
+                return self._tier_stats.read()
+            case Inspect():
+                return {"blocks": msgspec.to_builtins(self._inspect(call, following))}
+            case EvictFilter():
+                return self._answer_evict(call, following, before)
+        raise AssertionError(f"`{call.verb}` does not concern the engine")
+
+    def _inspect(self, call: Inspect, told: Collection[BlockHash]) -> list[BlockInfo]:
+        """Describe the blocks of a chain in VRAM and host memory, from named ones to the first.
+
+        Args:
+            call: names some blocks.
+            told: further blocks that count as named, since the disk has them.
+        """
+        catalog, now = self._tiers.catalog, self._tiers.clock.now()
+        first, last = named_blocks(call.id) or ("", "")
+        waiting = [*told, *catalog.named(last or first)]
+        if call.following:
+            waiting += catalog.chains((call.id,), told)
+        found = dict[BlockHash, BlockInfo]()
+        while waiting:
+            entry = catalog.get(waiting.pop())
+            if entry is None or entry.block_hash in found or catalog.is_expired(entry, now):
+                continue
+            found[entry.block_hash] = self._described(entry)
+            waiting.append(entry.parent_hash)
+        return list(found.values())
+
+    def _described(self, entry: Entry) -> BlockInfo:
+        """Describe a block, without its copy on disk, which the store's worker knows."""
+        pools = self._tiers.pools
+        copies = {tier: pool.lookup(entry.block_hash) for tier, pool in pools.items()}
+        return BlockInfo(
+            block_hash=entry.block_hash.hex(),
+            parent_hash=entry.parent_hash.hex(),
+            root=entry.root.hex(),
+            namespace=entry.namespace.hex(),
+            position=entry.position,
+            tiers=[tier for tier, copy in copies.items() if copy is not None and copy.is_ready],
+            size_bytes=self._tiers.block_bytes,
+            retention=self._tiers.catalog.retention(entry),
+            computed_at=entry.computed_at,
+            last_used=entry.last_used,
+            expires_at=self._tiers.catalog.deadline(entry),
+            pinned_until=entry.pinned_until,
+            hits=entry.hits,
+        )
+
+    def _answer_evict(
+        self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
+    ) -> dict[str, Any]:
         unknown_ids = self._tiers.catalog.unknown_ids(wanted.ids)
         evicted = self.evict(wanted, following, before)
         freed_bytes = evicted * self._tiers.block_bytes
         sums = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
-        return {**sums, "unknown_ids": unknown_ids, "disk": None}
+        return {**sums, "unknown_ids": unknown_ids}
 
     def answer_control(self) -> None:
         """Answer the requests that the store's worker has passed on."""
         while self._cache.control_requests:
             event = self._cache.control_requests.popleft()
-            if event.call.verb == "df":
-                answer = self._tier_stats.read()
-            else:
-                blocks = (map(BlockHash, each) for each in (event.following, event.before))
-                answer = self.answer_evict(event.call.wanted, *map(set, blocks))
-                self.on_evict(event.call.wanted)
-                if event.call.wanted == EVERYTHING:
+            blocks = (map(BlockHash, each) for each in (event.following, event.before))
+            answer = self.answer(event.call, *map(set, blocks))
+            if isinstance(event.call, EvictFilter):
+                self.on_evict(event.call)
+                if event.call == EVERYTHING:
                     self._tiers.catalog.note_empty_disk()
             assert self._tiers.store is not None
             self._tiers.store.reply_control(event.id, answer)

@@ -29,6 +29,7 @@ WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
 _LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
 _MOST_KEPT = 0.97  # a plane that stays larger is stored as it is, to save decoding time
 _IS_RAW = 1 << 31
+_NAMES = {codec.CODEC_RAW: "raw", 1: "zstd of 2-byte planes", 2: "zstd of 4-byte planes"}
 ReadBlock = Callable[[Located, memoryview], object]
 
 
@@ -41,6 +42,11 @@ class Packed(NamedTuple):
     image: memoryview
     payload: memoryview
     codec: int
+
+
+def codec_name(number: int) -> str:
+    """Name a codec for people."""
+    return _NAMES.get(number, f"codec {number}")
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:

@@ -25,11 +25,12 @@ from tieredkv.errors import (
     named,
 )
 from tieredkv.storage import worker_messages as messages
+from tieredkv.storage.calls import Call, Df, EvictFilter, Ls, Verify
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
-from tieredkv.storage.results import ChainInfo, EvictFilter
-from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
+from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.worker_messages import ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
 from tieredkv.wire.channel import FrameChannel, Incoming
 from tieredkv.wire.process import Refused
@@ -37,7 +38,10 @@ from tieredkv.wire.process import Refused
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""
 
-Asking = Generator[list[ChainInfo], None, dict[str, Any]]
+Page = list[Any]
+"""Items of a list, such as `ChainInfo` for `ls`."""
+
+Asking = Generator[Page, None, dict[str, Any]]
 """Yields the pages of an answer, if it has any, and returns the rest of it."""
 
 _GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
@@ -75,41 +79,40 @@ class StoreControl:
 
     def df(self) -> dict[str, Any]:
         """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`."""
-        return self._answer(ControlCall("df"))
+        return self.answer(Df())
 
     def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, None]:
         """Yield what the disk tier holds by chain, some chains at a time, the last used first.
 
-        The worker waits until a page is taken before it makes the next one. Close the generator if
-        it is not to be read to its end.
-
         Args:
             limit: how many chains to list at most; None for all.
         """
-        yield from self._ask(ControlCall("ls", limit=limit))
+        yield from self.pages(Ls(limit=limit))
 
     def evict(self, wanted: EvictFilter) -> dict[str, Any]:
         """Drop blocks from every tier; `{"evicted_blocks", "freed_bytes", "unknown_ids", ...}`.
 
         Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
-        tier's part. Of many ids some are sent at a time: a dry run then leaves out blocks that
-        only chains of different parts share.
+        tier's part.
         """
-        parts = range(0, max(len(wanted.ids), 1), _MAX_IDS)
-        some = [replace(wanted, ids=wanted.ids[start : start + _MAX_IDS]) for start in parts]
-        answers = [self._answer(ControlCall("evict", each)) for each in some]
-        return functools.reduce(_add, answers)
+        return self.answer(wanted)
 
     def verify(
         self, *, repair: bool = True, progress: VerbProgress | None = None
     ) -> dict[str, Any]:
         """Read every block and compare; `{"checked", "bad", "by_reason", "repaired"}`."""
-        return self._answer(ControlCall("verify", repair=repair), progress)
+        return self.answer(Verify(repair=repair), progress)
 
-    # --- asking ------------------------------------------------------------------------------
+    def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
+        """Return the answer of a verb without its list, if it has one.
 
-    def _answer(self, call: ControlCall, progress: VerbProgress | None = None) -> dict[str, Any]:
-        """Ask what is answered without pages."""
+        Of the many ids of an eviction some are sent at a time: a dry run then leaves out blocks
+        that only chains of different parts share.
+        """
+        if isinstance(call, EvictFilter) and len(call.ids) > _MAX_IDS:
+            parts = range(0, len(call.ids), _MAX_IDS)
+            some = [replace(call, ids=call.ids[start : start + _MAX_IDS]) for start in parts]
+            return functools.reduce(_add, map(self.answer, some))
         asking = self._ask(call, progress)
         while True:
             try:
@@ -118,12 +121,22 @@ class StoreControl:
                 body: dict[str, Any] = ending.value
                 return body
 
-    def _ask(self, call: ControlCall, progress: VerbProgress | None = None) -> Asking:
+    def pages(self, call: Call) -> Generator[Page, None, None]:
+        """Yield the list that a verb answers with, some items at a time.
+
+        The worker waits until a page is taken before it makes the next one. Close the generator if
+        it is not to be read to its end.
+        """
+        yield from self._ask(call)
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def _ask(self, call: Call, progress: VerbProgress | None = None) -> Asking:
         """Ask the live worker, or start one; try again while a worker is starting or stopping."""
         folder_fd = _open_folder(self._path)
         self._has_page = False
         # VRAM and host memory cannot be asked while an engine's worker is down.
-        is_for_engine_too = call.verb == "evict" and not call.wanted.dry_run
+        is_for_engine_too = isinstance(call, EvictFilter) and not call.dry_run
         try:
             for attempt in range(_ATTEMPTS):
                 if attempt:
@@ -153,7 +166,7 @@ class StoreControl:
     def _ask_own_worker(
         self,
         folder_fd: int,
-        call: ControlCall,
+        call: Call,
         progress: VerbProgress | None,
         index: messages.IndexStart = "as_it_is",
     ) -> Asking:
@@ -190,9 +203,9 @@ class StoreControl:
             end = worker.bury(grace_s=self._answer_timeout_s)
         if body is not None:
             return body
-        if call.verb == "verify" and end.is_unexplained and index == "as_it_is":
+        if isinstance(call, Verify) and end.is_unexplained and index == "as_it_is":
             return (yield from self._ask_own_worker(folder_fd, call, progress, "examined"))
-        if call.verb == "verify" and call.repair and end.is_damage and index != "set_aside":
+        if isinstance(call, Verify) and call.repair and end.is_damage and index != "set_aside":
             body = yield from self._ask_own_worker(folder_fd, call, progress, "set_aside")
             by_reason = {"index": 1, **body["by_reason"]}
             bad, repaired = sum(by_reason.values()), body["repaired"] + 1
@@ -213,9 +226,7 @@ class StoreControl:
                         refused = named(message.kind, message.message)
         return refused
 
-    def _converse(
-        self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None
-    ) -> Asking:
+    def _converse(self, sock: socket.socket, call: Call, progress: VerbProgress | None) -> Asking:
         channel = FrameChannel(sock, _decoder, MAX_REPLY_BYTES)
         channel.send(call)
         while True:
@@ -224,9 +235,9 @@ class StoreControl:
                     case messages.ControlProgress(done, total):
                         if progress is not None:
                             progress(done, total)
-                    case messages.ControlPage(chains):
+                    case messages.ControlPage(chains, blocks):
                         self._has_page = True
-                        yield chains
+                        yield [*chains, *blocks]
                     case messages.ControlResult(body):
                         return body
                     case Refused(kind, text):
@@ -248,11 +259,11 @@ class StoreControl:
         return received
 
 
-def chains_document(pages: Iterable[list[ChainInfo]]) -> Iterator[str]:
-    """Yield the parts of the JSON document that lists chains: `{"chains": [...]}`."""
-    before = '{"chains": ['
+def document(call: Call, pages: Iterable[Page]) -> Iterator[str]:
+    """Yield the parts of the JSON document that has a verb's list, such as `{"chains": [...]}`."""
+    before = f'{{"{call.listed_as}": ['
     for page in pages:
-        yield before + ", ".join(msgspec.json.encode(chain).decode() for chain in page)
+        yield before + ", ".join(msgspec.json.encode(item).decode() for item in page)
         before = ", "
     yield "]}" if before == ", " else before + "]}"
 

@@ -17,16 +17,10 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
+from tieredkv.storage.calls import Call
 from tieredkv.storage.folder import SOCKET
 from tieredkv.storage.limits import described
-from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.worker_messages import (
-    ControlCall,
-    ControlPage,
-    ControlProgress,
-    ControlResult,
-    refusal,
-)
+from tieredkv.storage.worker_messages import ControlPage, ControlProgress, ControlResult, refusal
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 
 logger = logging.getLogger(__name__)
@@ -35,7 +29,7 @@ _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
 _LEAVING_S = 2.0
 _PAUSE_S = 0.1
-_decoder = msgspec.msgpack.Decoder(ControlCall)
+_decoder = msgspec.msgpack.Decoder(Call)
 
 
 class Caller:
@@ -44,7 +38,7 @@ class Caller:
     Both methods raise EOFError once nobody listens any more.
     """
 
-    def __init__(self, channel: FrameChannel[ControlCall]) -> None:
+    def __init__(self, channel: FrameChannel[Call]) -> None:
         self._channel = channel
 
     def report(self, done: int, total: int) -> None:
@@ -53,16 +47,16 @@ class Caller:
         if not self._channel.has_queued:
             self._channel.send(ControlProgress(done, total))
 
-    def send_page(self, chains: list[ChainInfo]) -> None:
+    def send_page(self, page: ControlPage) -> None:
         """Send a part of the answer, and wait until the client has taken it."""
-        self._channel.send(ControlPage(chains))
+        self._channel.send(page)
         _drain(self._channel)
 
 
-CarryOut = Callable[[ControlCall, Caller], dict[str, Any]]
+CarryOut = Callable[[Call, Caller], dict[str, Any]]
 
 
-def _drain(channel: FrameChannel[ControlCall]) -> None:
+def _drain(channel: FrameChannel[Call]) -> None:
     """Wait until a client has taken what it was sent, but not for ever.
 
     Raises:
@@ -168,7 +162,7 @@ class ControlServer:
             sock.close()
             self._room.release()
 
-    def _answer(self, call: ControlCall, caller: Caller) -> msgspec.Struct:
+    def _answer(self, call: Call, caller: Caller) -> msgspec.Struct:
         """Have a call carried out; a bug of ours ends the call, never the worker."""
         try:
             return ControlResult(self._carry_out(call, caller))

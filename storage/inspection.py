@@ -21,18 +21,12 @@ from msgspec.structs import asdict
 
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage import codec
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
-from tieredkv.storage.results import (
-    ChainInfo,
-    EvictFilter,
-    EvictResult,
-    VerifyResult,
-    chain_id,
-    named_blocks,
-)
+from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult, chain_id, named_blocks
 
 _KEY_BYTES = 8
 _GATHERED_BLOCKS = 1024  # in one step
@@ -204,10 +198,15 @@ def _seeds(txn: IndexTxn, chains: Chains, id_: str) -> list[int]:
 
 def _named(txn: IndexTxn, chains: Chains, digits: str) -> list[int]:
     """The places of the blocks whose hash starts with these hex digits."""
+    places = map(chains.find, named_hashes(txn, digits))
+    return [place for place in places if place is not None]
+
+
+def named_hashes(txn: IndexTxn, digits: str) -> Iterator[bytes]:
+    """The hashes of all entries whose hash starts with these hex digits."""
     start = bytes.fromhex(digits[: len(digits) // 2 * 2])
     hashes = takewhile(lambda each: each.startswith(start), txn.hashes_from(start))
-    places = (chains.find(each) for each in hashes if each.hex().startswith(digits))
-    return [place for place in places if place is not None]
+    return (each for each in hashes if each.hex().startswith(digits))
 
 
 def _stored(txn: IndexTxn, chains: Chains, place: int) -> bytes | None:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from tieredkv.types import Tier
+
 
 class TouchItem(msgspec.Struct, frozen=True, array_like=True):
     """One use of a block, and the claim that came with it if that lengthens the block's life."""
@@ -23,36 +25,12 @@ class EvictResult(NamedTuple):
     unknown_ids: tuple[str, ...] = ()
 
 
-class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks that an operator wants to evict: those that match every given criterion.
-
-    If no criterion is given, no block matches.
-
-    Attributes:
-        all: every block.
-        older_than_s: blocks unused for at least this long.
-        namespace_prefix: hex prefix of the namespace digest.
-        ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
-            that other chains share stay. See `ChainInfo`.
-        dry_run: count the blocks that would be evicted, and change nothing.
-    """
-
-    all: bool = False
-    older_than_s: float | None = None
-    namespace_prefix: str | None = None
-    ids: tuple[str, ...] = ()
-    dry_run: bool = False
-
-    def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
-        """Return whether the age and namespace of a block match; the caller looks up the ids."""
-        if self.older_than_s is not None and now - last_used < self.older_than_s:
-            return False
-        return namespace.hex().startswith((self.namespace_prefix or "").lower())
-
-
 _ID_DIGITS = 32
 MIN_ID_DIGITS = 8
 """An id with fewer digits would name other chains, too, in a store of millions of blocks."""
+
+
+ID_HINT = f"`ls` lists the ids, of which each part needs at least {MIN_ID_DIGITS} hex digits"
 
 
 def chain_id(first: bytes, last: bytes) -> str:
@@ -110,6 +88,38 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     expires_at_min: float
     last_used: float
     last_used_max: float
+    hits: int
+
+
+class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One block, and the tiers that have a copy.
+
+    Attributes:
+        block_hash, parent_hash, root, namespace: hex digests; see `BlockRecord`.
+        position: index in its chain, 0 for the first.
+        tiers: where it is, the fastest tier first.
+        size_bytes: before any compression.
+        stored_bytes, codec: size of its payload on disk, and how it is compressed there; None where
+            the disk has no copy.
+        retention: the longest retention policy that asked for it.
+        expires_at: unreachable in every tier from this moment on.
+        pinned_until: until then it is evicted last; 0.0 without a pin.
+    """
+
+    block_hash: str
+    parent_hash: str
+    root: str
+    namespace: str
+    position: int
+    tiers: list[Tier]
+    size_bytes: int
+    stored_bytes: int | None = None
+    codec: str | None = None
+    retention: str
+    computed_at: float
+    last_used: float
+    expires_at: float
+    pinned_until: float = 0.0
     hits: int
 
 

@@ -9,25 +9,33 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from tieredkv.errors import ConfigError, CorruptIndexError, StoreFailedError, StoreUnreachableError
-from tieredkv.storage import inspection
+from tieredkv.errors import (
+    CorruptIndexError,
+    StoreFailedError,
+    StoreUnreachableError,
+    UnknownIdError,
+)
+from tieredkv.storage import chain_blocks, inspection
+from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Verify
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import EvictFilter, StoreStats, VerifyResult
-from tieredkv.storage.worker_messages import ControlCall, ControlRequest, EngineAnswer
+from tieredkv.storage.results import ID_HINT, BlockInfo, StoreStats, VerifyResult, named_blocks
+from tieredkv.storage.worker_messages import ControlPage, ControlRequest, EngineAnswer
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
 _REPORT_INTERVAL_S = 0.1
 _ASKED_BLOCKS = 65_536  # of which the engine is told in one frame
+_PAGE_BLOCKS = 4096  # of a chain, in one frame
 _SUMMED = ("evicted_blocks", "freed_bytes")
 
 Hand = Callable[[Callable[[], None]], None]
@@ -54,7 +62,7 @@ class Verbs:
     ask_engine: Callable[[ControlRequest], None] | None
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _asked: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # not given up
-    _running: list[ControlCall] = field(default_factory=list)
+    _running: list[Call] = field(default_factory=list)
     _ended_at: float = field(default_factory=time.monotonic)
 
     def hear_engine(self, answer: EngineAnswer) -> None:
@@ -67,8 +75,9 @@ class Verbs:
         """Seconds since the last verb ended; 0 while one is carried out."""
         return 0.0 if self._running else time.monotonic() - self._ended_at
 
-    def carry_out(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
+    def carry_out(self, call: Call, caller: Caller) -> dict[str, Any]:
         """Do what a client asks for and return what it is told."""
+        call.check()
         self._running.append(call)
         try:
             return self._carry_out(call, caller)
@@ -76,25 +85,73 @@ class Verbs:
             self._ended_at = time.monotonic()
             self._running.remove(call)
 
-    def _carry_out(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
-        match call.verb:
-            case "df":
+    def _carry_out(self, call: Call, caller: Caller) -> dict[str, Any]:
+        match call:
+            case Df():
                 tiers = {"device": None, "host": None, **self._ask(call, caller)}
                 writer_pid = None if self.ask_engine is None else os.getpid()
                 disk = msgspec.to_builtins(self._finish(self._figures(), caller))
                 return {**tiers, "disk": disk, "writer_pid": writer_pid}
-            case "ls":
+            case Ls():
                 chains = self._gather(caller)
                 steps = inspection.listing(self.store, chains, call.limit)
                 for page in self._steps(steps, caller):
-                    caller.send_page(page)
+                    caller.send_page(ControlPage(chains=page))
                 return {}
-            case "evict":
+            case Inspect():
+                blocks = chain_blocks.in_order(self._inspect(call, caller).values())
+                for start in range(0, len(blocks), _PAGE_BLOCKS):
+                    caller.send_page(ControlPage(blocks=blocks[start : start + _PAGE_BLOCKS]))
+                return {}
+            case EvictFilter():
                 return self._evict(call, caller)
-            case "verify":
+            case Verify():
                 return dict(msgspec.to_builtins(self._verify(caller, repair=call.repair)))
 
-    def _evict(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
+    def _inspect(self, call: Inspect, caller: Caller) -> chain_blocks.Blocks:
+        """Find the blocks of a chain in every tier.
+
+        Raises:
+            UnknownIdError: the id names none.
+        """
+        first, last = named_blocks(call.id) or ("", "")
+        known: chain_blocks.Blocks = {}
+        if not call.following:
+            starts = self._finish(chain_blocks.naming(self.store, last or first), caller)
+            known = self._climb(call, starts, caller)
+        if not known and (call.following or last):
+            behind = self._choose((call.id,), caller).following
+            known = self._climb(replace(call, following=True), behind, caller)
+        if not known:
+            raise UnknownIdError(f"no chain has the id `{call.id}`\nhint: {ID_HINT}")
+        return known
+
+    def _climb(self, call: Inspect, starts: Iterable[bytes], caller: Caller) -> chain_blocks.Blocks:
+        """Find blocks and all before them.
+
+        A tier may lack a block in the middle of a chain that another one has. So each tier is asked
+        for what the others have told of, until nothing new is told.
+
+        Raises:
+            StoreUnreachableError: the engine did not answer.
+        """
+        known: chain_blocks.Blocks = {}
+        told, wanted = set[bytes](), set(starts)
+        while True:
+            on_disk = self._finish(chain_blocks.climbing(self.store, wanted - told), caller)
+            told |= wanted
+            chain_blocks.add(known, on_disk)
+            told.update(bytes.fromhex(info.block_hash) for info in on_disk)
+            answer = self._ask(call, caller, [*told, *chain_blocks.missing_parents(known)])
+            if "engine" in answer:
+                what = "the engine is silent, so what VRAM and host memory hold is not known"
+                raise StoreUnreachableError(f"{what}\nhint: try again once the engine answers")
+            chain_blocks.add(known, msgspec.convert(answer.get("blocks", []), list[BlockInfo]))
+            wanted = {*map(bytes.fromhex, known), *chain_blocks.missing_parents(known)}
+            if wanted <= told:
+                return known
+
+    def _evict(self, wanted: EvictFilter, caller: Caller) -> dict[str, Any]:
         """Evict from RAM, then from the disk, so that no block which was evicted comes back.
 
         The engine's answer comes behind the stores that it sent before. What it dropped from RAM
@@ -103,13 +160,10 @@ class Verbs:
         Raises:
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
-        wanted, engine = call.wanted, dict[str, Any]()
-        if wanted == EvictFilter(dry_run=wanted.dry_run):
-            criteria = "`ids`, `namespace_prefix`, `older_than_s` or `all`"
-            raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
+        engine = dict[str, Any]()
         unknown_to_engine = set(wanted.ids)
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
-            engine = self._evict_from_ram(call, caller)
+            engine = self._evict_from_ram(wanted, caller)
             unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
         settled = threading.Event()
         self.after_writes(settled.set)
@@ -127,16 +181,16 @@ class Verbs:
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
         return {**engine, **sums, "unknown_ids": unknown_ids, "disk": disk}
 
-    def _evict_from_ram(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
+    def _evict_from_ram(self, wanted: EvictFilter, caller: Caller) -> dict[str, Any]:
         """Have the engine evict, in questions that fit into a frame; sum up what it answers."""
         # RAM may have a part of a chain without the blocks that its id names.
-        chosen = self._choose(call.wanted.ids, caller)
+        chosen = self._choose(wanted.ids, caller)
         *following, last = _frames_of(chosen.following)
         first, *before = _frames_of(chosen.before)
         questions = [*((some, []) for some in following), (last, first), *(([], b) for b in before)]
         answers = list[dict[str, Any]]()
         for question in questions:
-            answers.append(self._ask(call, caller, *question))
+            answers.append(self._ask(wanted, caller, *question))
             if "engine" in answers[-1]:  # it is silent
                 break
         told = {key: answer[key] for answer in reversed(answers) for key in answer}
@@ -187,7 +241,7 @@ class Verbs:
 
     def _ask(
         self,
-        call: ControlCall,
+        call: Call,
         caller: Caller,
         following: Sequence[bytes] = (),
         before: Sequence[bytes] = (),

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
-from tieredkv.storage.results import ChainInfo, EvictFilter, StoreStats, TouchItem
+from tieredkv.storage.calls import Call
+from tieredkv.storage.results import BlockInfo, ChainInfo, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import Refused
 
@@ -132,21 +133,6 @@ class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
     ended_at: float = 0.0
 
 
-class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """A call from the command line.
-
-    Attributes:
-        wanted: which blocks `evict` drops.
-        repair: whether `verify` drops bad blocks.
-        limit: how many chains `ls` lists at most; None for all.
-    """
-
-    verb: Literal["df", "ls", "evict", "verify"]
-    wanted: EvictFilter = EvictFilter()
-    repair: bool = True
-    limit: int | None = None
-
-
 # --- Engine to worker ------------------------------------------------------------------------
 
 
@@ -261,7 +247,7 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A `df` or `evict` that also concerns the engine's own tiers; the engine answers it.
+    """A call that also concerns the engine's own tiers; the engine answers it.
 
     Attributes:
         following: of each chain that an eviction names, the blocks on disk from the named one on.
@@ -269,7 +255,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """
 
     id: int
-    call: ControlCall
+    call: Call
     following: list[bytes] = []
     before: list[bytes] = []
 
@@ -298,7 +284,8 @@ class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progres
 class ControlPage(msgspec.Struct, frozen=True, array_like=True, tag="page"):
     """A part of an answer that is too long for one frame; the result follows the last page."""
 
-    chains: list[ChainInfo]
+    chains: list[ChainInfo] = []
+    blocks: list[BlockInfo] = []
 
 
 class ControlResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):

@@ -11,6 +11,7 @@ TieredKVError
    ├─ StoreFullError          the budget or the disk has no room
    ├─ StoreBusyError          another writer owns the folder
    ├─ StoreUnreachableError   the store's writer does not answer
+   ├─ UnknownIdError          an id names no block
    ├─ FormatVersionError      the store was written by another format version
    ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
    ├─ StoreFailedError        the store failed for an unknown reason: no verdict
@@ -87,6 +88,10 @@ class StoreBusyError(StorageError):
 
 class StoreUnreachableError(StorageError):
     """The store has a writer that does not answer the command line."""
+
+
+class UnknownIdError(StorageError):
+    """An id names no block of any tier."""
 
 
 class FormatVersionError(StorageError):

@@ -20,8 +20,8 @@ from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups, rates, room
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.results import EvictFilter
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("patience")

@@ -21,7 +21,7 @@ from tests.integrations.engines import HAS_VLLM, NUM_ROWS, Engine, bytes_of, fli
 from tests.waiting import is_alive, wait_until
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
 from tieredkv.integrations import offers
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 
 DAY_S = 86_400.0
 Open = Callable[..., Engine]

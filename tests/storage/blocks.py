@@ -15,11 +15,12 @@ from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.allocator import ExtentAllocator
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
+from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import BlockRecord
 

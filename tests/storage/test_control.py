@@ -28,9 +28,10 @@ from tests.storage.conftest import (
 )
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError, StoreUnreachableError
+from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.control import StoreControl, chains_document
-from tieredkv.storage.results import ChainInfo, EvictFilter
+from tieredkv.storage.control import StoreControl, document
+from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
@@ -104,8 +105,8 @@ def test_ls_shows_chains(harness: Harness) -> None:
     assert [chain.blocks for chain in live] == [3]
     client.close()
     assert listed(harness.folder) == live
-    assert json.loads("".join(chains_document([live])))["chains"][0]["id"] == live[0].id
-    assert json.loads("".join(chains_document([]))) == {"chains": []}
+    assert json.loads("".join(document(Ls(), [live])))["chains"][0]["id"] == live[0].id
+    assert json.loads("".join(document(Ls(), []))) == {"chains": []}
 
 
 def fill(path: Path, num_chains: int) -> None:
@@ -184,7 +185,7 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
     mail.store(chain)
     with engine_that_says(client, {"evicted_blocks": 2, "freed_bytes": 100}) as asked:
         result = StoreControl(harness.folder).evict(EvictFilter(all=True))
-    assert (asked[0].call.verb, asked[0].call.wanted.all) == ("evict", True)
+    assert asked[0].call == EvictFilter(all=True)
     assert result["evicted_blocks"] == 5 + 2
     assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5

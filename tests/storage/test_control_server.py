@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from tests.waiting import HANG_S, wait_until
+from tieredkv.storage.calls import VERBS, Call, Df, EvictFilter
 from tieredkv.storage.control_server import Caller, ControlServer
 from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.worker_messages import ControlCall, ControlPage, ControlReply, ControlResult
+from tieredkv.storage.worker_messages import ControlPage, ControlReply, ControlResult
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
 
@@ -28,7 +29,7 @@ class Carrier:
         self.ended = threading.Semaphore(0)
         self.num_pages = 0
 
-    def __call__(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
+    def __call__(self, call: Call, caller: Caller) -> dict[str, Any]:
         if call.verb == "ls":
             raise ZeroDivisionError("a bug")
         if call.verb == "verify":
@@ -44,7 +45,7 @@ class Carrier:
         if call.verb == "evict":
             try:
                 for self.num_pages in range(1, 1000):
-                    caller.send_page([CHAIN] * 256)
+                    caller.send_page(ControlPage([CHAIN] * 256))
             except Exception as error:
                 self.errors.append(error)
                 raise
@@ -87,7 +88,7 @@ def _connect(folder: Path) -> FrameChannel[ControlReply]:
 
 def _ask(channel: FrameChannel[ControlReply], verb: str) -> ControlReply:
     """Send a call and return the first reply to it, which may be a report of many."""
-    channel.send(ControlCall(verb))  # type: ignore[arg-type]
+    channel.send(VERBS[verb]())
     return channel.receive(HANG_S)[0]
 
 
@@ -133,7 +134,7 @@ def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or
 ) -> None:
     monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
     with serving(tmp_path) as carrier, closing(_connect(tmp_path)) as channel:
-        channel.send(ControlCall("evict"))
+        channel.send(EvictFilter())
         assert carrier.ended.acquire(timeout=HANG_S)
         [error] = carrier.errors
         assert "has not read its answer for 0.5 s" in str(error)
@@ -147,7 +148,7 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     answered: list[str] = []
     others = set(threading.enumerate())
 
-    def answer(call: ControlCall, caller: Caller) -> dict[str, Any]:
+    def answer(call: Call, caller: Caller) -> dict[str, Any]:
         answered.append(call.verb)
         return {"text": "x" * 100_000}
 
@@ -157,7 +158,7 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     with closing(ControlServer(str(tmp_path), answer)), closing(_connect(tmp_path)) as channel:
         with suppress(EOFError):
             for _ in range(1000):
-                channel.send(ControlCall("df"))
+                channel.send(Df())
         wait_until(lambda: bool(answered))
         wait_until(lambda: not is_being_served())
         assert len(answered) < 100
@@ -165,7 +166,7 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
 
 def test_pages_arrive_in_order_before_the_result(tmp_path: Path) -> None:
     with serving(tmp_path), closing(_connect(tmp_path)) as channel:
-        channel.send(ControlCall("evict"))
+        channel.send(EvictFilter())
         replies: list[ControlReply] = []
         while not replies or not isinstance(replies[-1], ControlResult):
             more = channel.receive(HANG_S)

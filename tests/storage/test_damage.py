@@ -39,10 +39,11 @@ from tests.storage.conftest import NAMESPACE, Harness, Mailbox, make_chain, wait
 from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.storage import inspection, recovery
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index_pages import check_pages
-from tieredkv.storage.results import EvictFilter, VerifyResult
+from tieredkv.storage.results import VerifyResult
 from tieredkv.storage.worker import set_aside_index
 from tieredkv.types import BlockRecord
 

@@ -26,7 +26,8 @@ from tests.storage.blocks import (
 )
 from tests.storage.conftest import wait_until
 from tieredkv.errors import StorageError
-from tieredkv.storage.results import EvictFilter, TouchItem
+from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockRecord
 
 SMALL_BYTES, BUDGET_BYTES = 3 << 20, 64 << 20

@@ -31,11 +31,12 @@ from tests.storage.blocks import (
     sweep,
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import HEADER_BYTES, Extent
 from tieredkv.storage.index import PAGE_BYTES
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.results import EvictFilter, TouchItem, chain_id
+from tieredkv.storage.results import TouchItem, chain_id
 from tieredkv.types import BlockRecord
 
 

@@ -25,7 +25,7 @@ from tests.storage.blocks import (
     verify,
 )
 from tieredkv.errors import StorageError
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.types import BlockRecord
 
 BUDGET = 1 << 20

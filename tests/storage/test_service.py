@@ -19,17 +19,17 @@ from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.storage import inspection, service, touches, write_share
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import EvictFilter, StoreStats, TouchItem
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
-    ControlCall,
     ControlReply,
     DeleteCall,
     DeleteDone,
@@ -379,7 +379,7 @@ def test_a_client_that_goes_ends_its_eviction(
             channel: FrameChannel[ControlReply] = FrameChannel(
                 sock, msgspec.msgpack.Decoder(ControlReply)
             )
-            channel.send(ControlCall("evict", EvictFilter(all=True)))
+            channel.send(EvictFilter(all=True))
             assert channel.receive(HANG_S)
             channel.close()
         os.close(folder_fd)

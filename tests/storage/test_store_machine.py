@@ -22,7 +22,8 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tieredkv.storage.results import EvictFilter, TouchItem
+from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]

@@ -15,7 +15,7 @@ from tieredkv.server.app import Api
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.message_parser import families
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.types import Tier
 
 BLOCK = 16

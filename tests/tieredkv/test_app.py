@@ -23,12 +23,13 @@ from tieredkv.engine.engine_messages import (
 )
 from tieredkv.errors import RequestError
 from tieredkv.server import app
-from tieredkv.server.admin import carry_out
+from tieredkv.server.admin import respond
 from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
 from tieredkv.server.threads import Stop
+from tieredkv.storage.calls import Call
 
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -57,6 +58,9 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Do nothing; no request holds anything."""
+
+    async def operate(self, call: Call) -> dict[str, Any]:
+        return {"did": call.verb}
 
 
 def ask(
@@ -262,11 +266,14 @@ def test_a_request_without_a_key_is_told_how_to_give_one(
 def test_admin_is_off_where_only_tenants_have_keys_and_has_a_key_of_its_own(
     tokenization: Tokenization, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def status(key: str, path: str = "/admin/cache/df", **settings: str) -> tuple[int, str | None]:
+    def status(
+        key: str, path: str = "/admin/cache/evict", **settings: str
+    ) -> tuple[int, str | None]:
         told = ask(
             Engine(0.0, answered),
             tokenization,
             path,
+            {"all": True, "dry_run": True},
             settings=Settings(api_keys=("sk-a",), **settings),  # type: ignore[arg-type]
             method="GET" if path == "/metrics" else "POST",
             key=key,
@@ -373,11 +380,14 @@ def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
     with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
-        asyncio.run(carry_out(verb, {}, Settings(), engine, lambda _: {}))
+        asyncio.run(respond(verb, {}, Settings(), engine, lambda _: {}))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
-    assert asyncio.run(carry_out("df", {}, Settings(), engine, lambda _: {})) == {
-        "writer_pid": None
-    }
+    assert "`df`, `inspect`, `evict`" in str(caught.value)
+    answer = asyncio.run(respond("df", {}, Settings(), engine, lambda _: {}))
+    assert answer.body == b'{"did":"df"}'
+    with pytest.raises(RequestError, match="`al`") as caught:
+        asyncio.run(respond("evict", {"al": True}, Settings(), engine, lambda _: {}))
+    assert caught.value.status == 400
 
 
 def test_a_body_longer_than_the_setting_is_refused_and_the_setting_is_named(

@@ -21,7 +21,7 @@ from tieredkv.engine.engine_process import EngineProcess
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.server import engine_client
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.types import ignore_progress
 from tieredkv.wire.channel import FrameChannel
 

@@ -32,7 +32,7 @@ from tieredkv.server.remembered import (
     Writing,
 )
 from tieredkv.server.reply import Reply
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 
 HERMES = """{%- if tools %}<|im_start|>system
 {%- for tool in tools %}

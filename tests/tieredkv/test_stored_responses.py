@@ -23,7 +23,7 @@ from tieredkv.server.stored_responses import (
     StoredResponses,
     Turn,
 )
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 
 SIZE = ENTRY_BYTES + 100
 """What a response of `made` takes without a conversation before it."""

@@ -341,9 +341,13 @@ class Catalog:
         return BlockRecord(
             **_shared(entry),
             size_bytes=size_bytes,
-            retention=self._policies.longest(entry.claims),
+            retention=self.retention(entry),
             expires_at=expires_at,
         )
+
+    def retention(self, entry: Entry) -> str:
+        """Return the longest policy that asked for a block; "" if none that is configured has."""
+        return self._policies.longest(entry.claims) if entry.claims else ""
 
     def touch_items(self, entries: Iterable[Entry], now: float) -> list[TouchItem]:
         """Return the messages that tell the disk of blocks' uses; note the deadlines in them.
@@ -394,6 +398,12 @@ class Catalog:
             else:
                 shared.add(entry.parent_hash)
         return found
+
+    def named(self, digits: str) -> list[BlockHash]:
+        """Return the blocks whose hash starts with these hex digits."""
+        start = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        some = [each for each in self._entries if each.startswith(start)]
+        return [each for each in some if each.hex().startswith(digits)]
 
     def unknown_ids(self, ids: Sequence[str]) -> list[str]:
         """Return the ids that name no block of the RAM tiers."""

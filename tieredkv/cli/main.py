@@ -50,6 +50,7 @@ def cli(context: click.Context) -> None:
     Look at the cache and change it, whether the server runs or not:
       tieredkv df --disk-dir ./kv                          show blocks and bytes of each tier
       tieredkv ls --disk-dir ./kv                          list prefixes on disk
+      tieredkv inspect --disk-dir ./kv ID                  show the blocks of a prefix, tier by tier
       tieredkv evict --disk-dir ./kv --older-than 2h       evict what was unused for two hours
       tieredkv verify --disk-dir ./kv                      compare every block with its checksums
 
@@ -69,7 +70,7 @@ def cli(context: click.Context) -> None:
 
 
 verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config]
-for command in (*verbs, sizing.replay, sizing.size, store.df, store.ls, store.evict, store.verify):
+for command in (*verbs, sizing.replay, sizing.size, *store.commands):
     cli.add_command(command)
 
 

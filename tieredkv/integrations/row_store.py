@@ -19,6 +19,7 @@ from typing import NamedTuple
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import CorruptBlockError
 from tieredkv.retention import RetentionPolicies
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
@@ -425,7 +426,7 @@ class RowStore:
                 return
             for event in self._client.poll():
                 if isinstance(event, ControlRequest):
-                    self.num_purges += event.call.verb == "evict"
+                    self.num_purges += isinstance(event.call, EvictFilter)
                     self._client.reply_control(event.id, {})
                 else:
                     self._events.append(event)

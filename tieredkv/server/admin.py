@@ -1,4 +1,4 @@
-"""The commands `df`, `ls`, `evict` and `verify` over HTTP, for operators.
+"""The verbs of the command line over HTTP, for operators.
 
 The answers are the JSON that the command line prints; that of `evict` also tells how many stored
 responses and remembered answers were dropped. The caller must have checked the admin key.
@@ -12,18 +12,14 @@ import msgspec
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tieredkv.config import Settings
-from tieredkv.errors import RequestError, TieredKVError
+from tieredkv.errors import ConfigError, RequestError, TieredKVError, UnknownIdError
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.control import StoreControl, chains_document
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect
+from tieredkv.storage.control import StoreControl, document
 
 Forget = Callable[[EvictFilter], Json]
 """Drops what else is kept of requests, and returns how much of each kind."""
-
-
-class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The filter of `evict`; unknown fields are refused, as they may be meant to spare blocks."""
 
 
 async def respond(
@@ -31,73 +27,58 @@ async def respond(
 ) -> Response:
     """Return the HTTP response to a verb.
 
-    The list of chains is streamed, because as a whole it could fill the memory.
-
-    Raises:
-        RequestError: as `carry_out` does.
-    """
-    if verb != "ls" or settings.disk_dir is None:
-        return JSONResponse(await carry_out(verb, body, settings, engine, forget))
-    limit = body.get("limit")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise RequestError("`limit` must be a whole number of at least 1.", param="limit")
-    store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
-    pages = store.ls(limit)
-    try:
-        first = await asyncio.to_thread(next, pages, None)
-    except TieredKVError as error:
-        raise RequestError(str(error), code="store", status=503) from None
-    parts = chains_document(chain([first] if first else [], pages))
-    return StreamingResponse(parts, media_type="application/json")
-
-
-async def carry_out(
-    verb: str, body: Json, settings: Settings, engine: EngineClient, forget: Forget
-) -> Json:
-    """Carry out a verb and return its result.
-
-    An eviction first drops what else is kept, so that it is gone even if the tiers do not answer.
+    A list is streamed, because as a whole it could fill the memory.
 
     Raises:
         RequestError: the verb or a field is unknown, or the store cannot be asked.
     """
-    if verb not in ("df", "ls", "evict", "verify"):
-        text = f"There is no verb `{verb}`; the verbs are df, ls, evict and verify."
-        raise RequestError(text, code="unknown_url", status=404)
-    if settings.disk_dir is None:
-        if verb == "df":
-            return {**engine.stats, "writer_pid": None}
-        if verb == "evict":
-            evicted = forget(wanted := _wanted_blocks(body))
-            return {**await engine.evict(wanted), **evicted}
+    call = _read(verb, body)
+    if settings.disk_dir is None and call.needs_disk:
         text = f"`{verb}` needs the disk tier, and there is none, since `disk_dir` is not set."
-        hint = "`df` shows what VRAM and host memory hold, and `evict` empties them."
-        raise RequestError(f"{text} {hint}", code="no_disk_tier", status=409)
+        rest = ", ".join(f"`{name}`" for name, kind in VERBS.items() if not kind.needs_disk)
+        text = f"{text} These verbs do without: {rest}."
+        raise RequestError(text, code="no_disk_tier", status=409)
+    # First of all, so that it is gone even if the tiers do not answer.
+    forgotten = forget(call) if isinstance(call, EvictFilter) else {}
+    if settings.disk_dir is None:
+        answer = await engine.operate(call)
+        if isinstance(call, Inspect) and not answer[call.listed_as]:
+            raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
+        return JSONResponse({**answer, **forgotten})
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     try:
-        if verb == "evict":
-            evicted = forget(wanted := _wanted_blocks(body))
-            return {**await asyncio.to_thread(store.evict, wanted), **evicted}
-        how = {"repair": body.get("repair") is not False} if verb == "verify" else {}
-        return await asyncio.to_thread(getattr(store, verb), **how)
-    except RequestError:
-        raise
+        if not call.listed_as:
+            return JSONResponse({**await asyncio.to_thread(store.answer, call), **forgotten})
+        pages = store.pages(call)
+        first = await asyncio.to_thread(next, pages, None)
     except TieredKVError as error:
-        status = 400 if isinstance(error, ValueError) else 503
-        raise RequestError(str(error), code="store", status=status) from None
+        raise _refused(error) from None
+    parts = document(call, chain([first] if first else [], pages))
+    return StreamingResponse(parts, media_type="application/json")
 
 
-def _wanted_blocks(body: Json) -> EvictFilter:
-    """Return the filter of blocks that a body asks to evict.
+def _read(verb: str, body: Json) -> Call:
+    """Return the call that a body asks for.
 
     Raises:
-        RequestError: a field is unknown or wrong, or nothing says which blocks.
+        RequestError: the verb is unknown, a field is unknown or wrong, or nothing says which blocks
+            to evict.
     """
+    if (kind := VERBS.get(verb)) is None:
+        *some, last = VERBS
+        text = f"There is no verb `{verb}`; the verbs are {', '.join(some)} and {last}."
+        raise RequestError(text, code="unknown_url", status=404)
     try:
-        wanted = msgspec.convert(body, WantedBlocks)
-    except msgspec.ValidationError as error:
-        raise RequestError(str(error), code="store") from None
-    if wanted == WantedBlocks(dry_run=wanted.dry_run):
-        text = "Say which blocks to evict: `ids`, `namespace_prefix`, `older_than_s` or `all`."
-        raise RequestError(text, code="store")
-    return wanted
+        call: Call = msgspec.convert(body, kind)
+        call.check()
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise _refused(error) from None
+    return call
+
+
+def _refused(error: Exception) -> RequestError:
+    """Return what an error of a verb is to a client."""
+    if isinstance(error, UnknownIdError):
+        return RequestError(str(error), code="unknown_id", status=404)
+    status = 400 if isinstance(error, ValueError) else 503
+    return RequestError(str(error), code="store", status=status)

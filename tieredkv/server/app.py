@@ -54,7 +54,7 @@ from tieredkv.server.responses_api import InputTokensRequest, Page, ResponsesReq
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tieredkv.config import Settings
 from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import Call, EvictFilter
 from tieredkv.types import Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.channel import FrameChannel
@@ -67,7 +67,7 @@ class EngineClient:
         self._on_progress = on_progress
         self._takers: dict[str, Take] = {}
         self._ids = itertools.count(1)
-        self._evictions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._operations: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
@@ -135,24 +135,24 @@ class EngineClient:
         """Replace the tenants' shares of every tier."""
         self._tell(messages.Shares(shares))
 
-    async def evict(self, wanted: EvictFilter) -> dict[str, Any]:
-        """Drop blocks from VRAM and host memory, and return what the verb `evict` answers.
+    async def operate(self, call: Call) -> dict[str, Any]:
+        """Carry out a verb in VRAM and host memory, and return its answer.
 
         Raises:
             RequestError: the engine is dead, or stops.
         """
         id = next(self._ids)
         answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._evictions[id] = answer
+        self._operations[id] = answer
         if self._is_stopping or not self.is_alive:
             answer.set_exception(_death())
         else:
-            self._channel.send(messages.Evict(id, wanted))
+            self._channel.send(messages.Operate(id, call))
         try:
             body: dict[str, Any] = await answer
             return body
         finally:
-            del self._evictions[id]
+            del self._operations[id]
 
     def stop(self) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
@@ -220,8 +220,8 @@ class EngineClient:
                 self._step_s = step_s
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
-            case messages.Evicted(id, body):
-                if (answer := self._evictions.get(id)) is not None and not answer.done():
+            case messages.Operated(id, body):
+                if (answer := self._operations.get(id)) is not None and not answer.done():
                     answer.set_result(body)
             case messages.EvictToo(wanted):
                 self.on_evict(wanted)
@@ -244,7 +244,7 @@ class EngineClient:
             self.has_died = True
             logger.error("the engine has died; its requests fail and the server ends")
         self._end_requests(_death_of)
-        for answer in self._evictions.values():
+        for answer in self._operations.values():
             if not answer.done():
                 answer.set_exception(_death())
         if not self._is_stopping:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.calls import EvictFilter
 
 
 class Kept(Protocol):

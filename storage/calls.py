@@ -1,0 +1,134 @@
+"""The operator's verbs: what each is called and takes, and what it needs.
+
+The command line, `/admin` and the socket in the store's folder all read this one table. A verb is
+added by a struct here, a branch of `storage.verbs.Verbs` and of `engine.verbs.Verbs`, where it
+concerns their tiers, and a command in `cli.store`.
+"""
+
+from typing import ClassVar, get_args
+
+import msgspec
+
+from tieredkv.errors import ConfigError
+from tieredkv.storage.results import ID_HINT, named_blocks
+
+
+class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of one verb. Unknown fields are refused, as they may be meant to spare blocks.
+
+    Attributes:
+        needs_disk: whether it says nothing of VRAM and host memory, so that it is of no use without
+            a disk tier.
+        listed_as: what the list is called that is its answer, and that may be too long for memory;
+            empty for any other answer.
+    """
+
+    needs_disk: ClassVar[bool] = False
+    listed_as: ClassVar[str] = ""
+
+    @property
+    def verb(self) -> str:
+        """What the verb is called."""
+        return str(self.__struct_config__.tag)
+
+    def check(self) -> None:
+        """Refuse a call that says too little, or too much.
+
+        Raises:
+            ConfigError: names the field.
+        """
+
+
+class Df(Verb, frozen=True, kw_only=True, tag="df"):
+    """How many blocks and bytes each tier holds."""
+
+
+class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
+    """The chains on disk, those whose last block was used last first.
+
+    Attributes:
+        limit: how many chains to list at most; None for all.
+    """
+
+    needs_disk: ClassVar[bool] = True
+    listed_as: ClassVar[str] = "chains"
+
+    limit: int | None = None
+
+    def check(self) -> None:
+        """Refuse a limit below one."""
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"`limit` = {self.limit} must be at least 1")
+
+
+class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
+    """One chain, block by block and in every tier.
+
+    Attributes:
+        id: names the chain; see `ChainInfo`. It is shown from its first block to the last one that
+            the id names. Where that has gone, what follows the first one is shown.
+        following: show the blocks behind the named one too, with all branches. To find them on disk
+            takes a look at every block.
+    """
+
+    id: str = ""
+    following: bool = False
+
+    @property
+    def listed_as(self) -> str:  # type: ignore[override]
+        """The list of blocks of a chain."""
+        return "chain"
+
+    def check(self) -> None:
+        """Refuse what cannot be an id."""
+        if named_blocks(self.id) is None:
+            raise ConfigError(f"`{self.id}` is no id: {ID_HINT}")
+
+
+class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
+    """The blocks that an operator wants to evict: those that match every given criterion.
+
+    If no criterion is given, no block matches.
+
+    Attributes:
+        all: every block.
+        older_than_s: blocks unused for at least this long.
+        namespace_prefix: hex prefix of the namespace digest.
+        ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
+            that other chains share stay. See `ChainInfo`.
+        dry_run: count the blocks that would be evicted, and change nothing.
+    """
+
+    all: bool = False
+    older_than_s: float | None = None
+    namespace_prefix: str | None = None
+    ids: tuple[str, ...] = ()
+    dry_run: bool = False
+
+    def check(self) -> None:
+        """Refuse a filter that selects nothing."""
+        if self == EvictFilter(dry_run=self.dry_run):
+            criteria = "`ids`, `namespace_prefix`, `older_than_s` or `all`"
+            raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
+
+    def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
+        """Return whether the age and namespace of a block match; the caller looks up the ids."""
+        if self.older_than_s is not None and now - last_used < self.older_than_s:
+            return False
+        return namespace.hex().startswith((self.namespace_prefix or "").lower())
+
+
+class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
+    """Compare every block on disk with its checksums.
+
+    Attributes:
+        repair: whether bad blocks are dropped.
+    """
+
+    needs_disk: ClassVar[bool] = True
+
+    repair: bool = True
+
+
+Call = Df | Ls | Inspect | EvictFilter | Verify
+VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}
