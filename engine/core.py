@@ -25,6 +25,7 @@ from tieredkv.engine.model_runner import StepOutput
 from tieredkv.engine.parts import Build, build_parts
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt import pack_prompt
+from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.prompt_scores import score_prompt
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
@@ -115,7 +116,8 @@ class EngineCore:
             self.tier_stats = TierStats(
                 self.tiers, self.scheduler, self._timer, self._max_model_len
             )
-            self.verbs = Verbs(self.cache, self.tier_stats, settings.hash_algo)
+            prompts = PromptInspections(self.cache, self._prefixes)
+            self.verbs = Verbs(self.cache, self.tier_stats, prompts, settings.hash_algo)
             self.verbs.give_shares(settings.tenant_shares)
             self._grammars = Grammars(self._make_compiler, self.wake)
             stack.callback(self._grammars.close)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.storage.calls import Call, EvictFilter
+from tieredkv.storage.calls import Call, EvictFilter, Inspect
 from tieredkv.types import Tier
 from tieredkv.wire.process import Refused
 
@@ -232,6 +232,21 @@ class Operated(msgspec.Struct, frozen=True, array_like=True, tag="operated"):
     body: dict[str, Any]
 
 
+class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
+    """An operator inspects a prompt, which the server has to tokenize; answered by `Tokenized`."""
+
+    id: int
+    call: Inspect
+
+
+class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
+    """The request that a prompt is; None if it was refused, for the reason given."""
+
+    id: int
+    request: EngineRequest | None = None
+    refused: str | None = None
+
+
 class EvictToo(msgspec.Struct, frozen=True, array_like=True, tag="evict too"):
     """The command line has evicted blocks; what the server keeps of the same requests goes too."""
 
@@ -252,5 +267,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
-ToEngine = Start | EngineRequest | Abort | Shares | Operate | Shutdown
-ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Operated | EvictToo
+ToEngine = Start | EngineRequest | Abort | Shares | Operate | Tokenized | Shutdown
+ToServer = (
+    StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Operated | Tokenize | EvictToo
+)

@@ -70,6 +70,7 @@ class EngineProcess:
             self._channel.send(Refused(type(error).__name__, str(error)))
             exit_code = EXIT_START_FAILED
         else:
+            core.verbs.prompts.on_prompt = self._channel.send
             core.verbs.on_evict = lambda wanted: self._channel.send(messages.EvictToo(wanted))
             signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
             self._serve(core)
@@ -150,7 +151,11 @@ class EngineProcess:
             case messages.Shares(of_tenants):
                 core.verbs.give_shares(of_tenants)
             case messages.Operate(id, call):
-                self._channel.send(messages.Operated(id, core.verbs.answer_alone(call)))
+                core.verbs.operate(
+                    call, lambda body: self._channel.send(messages.Operated(id, body))
+                )
+            case messages.Tokenized():
+                core.verbs.prompts.go_on(message)
             case Shutdown():
                 self._is_stopping = True
         return 0

@@ -92,6 +92,22 @@ class FoundModel:
         heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         return KVSpec(**heads, dtype=self.dtype, block_size=block_size)
 
+    def find_fingerprint(
+        self, *, fingerprint: Fingerprint = "full", progress: Progress = ignore_progress
+    ) -> bytes:
+        """Return what `load` would say is the model's fingerprint.
+
+        Random weights are drawn for it, and released again; weight files are read, or remembered.
+
+        Raises:
+            ModelError: the weights cannot be read.
+        """
+        table, folder = self.config.to_dict(), self.folder
+        if folder is None:
+            return parameters_fingerprint(table, _draw_weights(self))
+        files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
+        return files_fingerprint(table, files, mode=fingerprint, cache_dir=cache, progress=progress)
+
     def load(
         self, *, progress: Progress = ignore_progress, fingerprint: Fingerprint = "full"
     ) -> "LoadedModel":

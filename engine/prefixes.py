@@ -2,14 +2,14 @@
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
-from tieredkv.types import KVSpec
+from tieredkv.types import BlockHash, KVSpec
 
 
 def namespace_of(asked: EngineRequest, settings: Settings) -> bytes:
@@ -64,6 +64,27 @@ class Prefixes:
             told if told is None else array("I", told),
             read_ends,
         )
+
+    def elsewhere(
+        self, prefix: Prefix, token_ids: Sequence[int], roots: Mapping[BlockHash, bytes]
+    ) -> dict[BlockHash, str]:
+        """Return what a prompt's first block is called below other roots, and how they differ.
+
+        Args:
+            prefix: of the prompt.
+            token_ids: the prompt.
+            roots: each with its namespace.
+
+        Returns:
+            For each hash `other_model`, or `other_namespace` if the model is the same one.
+        """
+        size, algo, found = self._spec.block_size, self._settings.hash_algo, {}
+        for root, namespace in roots.items():
+            if root != prefix.root and len(token_ids) >= size:
+                [first] = chain_hashes(root, token_ids[:size], size, algo=algo)
+                own = model_root(self._fingerprint, self._spec, namespace, algo=algo)
+                found[first] = "other_namespace" if own == root else "other_model"
+        return found
 
     def _is_announced(self, asked: EngineRequest, namespace: bytes) -> bool:
         """Return whether KV cache events may tell of a request's blocks and their tokens."""

@@ -5,6 +5,7 @@ worker's part.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiered import TieredCache
+from tieredkv.engine.prompt_inspections import PromptInspections, Tell
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect
@@ -26,10 +28,18 @@ class Verbs:
     """Carries out an operator's requests; called by the engine's thread.
 
     Attributes:
+        prompts: reports on prompts.
         on_evict: called with each filter of blocks that the store's worker has passed on.
     """
 
-    def __init__(self, cache: TieredCache, tier_stats: TierStats, hash_algo: HashAlgo) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        tier_stats: TierStats,
+        prompts: PromptInspections,
+        hash_algo: HashAlgo,
+    ) -> None:
+        self.prompts = prompts
         self._cache, self._tiers, self._tier_stats = cache, cache.tiers, tier_stats
         self._hash_algo = hash_algo
         self.on_evict: Callable[[EvictFilter], None] = lambda _: None
@@ -63,15 +73,21 @@ class Verbs:
             return sum(map(is_wanted, self._tiers.catalog.entries()))
         return self._cache.evict(is_wanted)
 
-    def answer_alone(self, call: Call) -> dict[str, Any]:
-        """Carry out a verb where there is no disk tier; return its answer."""
+    def operate(self, call: Call, tell: Tell) -> None:
+        """Carry out a verb where there is no disk tier; `tell` is called with its answer."""
+        if isinstance(call, Inspect) and call.prompt is not None:
+            self.prompts.begin(call, {}, tell)
+        else:
+            tell(self._answer_alone(call))
+
+    def _answer_alone(self, call: Call) -> dict[str, Any]:
         answer = self.answer(call)
         match call:
             case Df():
                 return {**answer, "writer_pid": None}
             case Inspect():
                 if not (blocks := answer["blocks"]) and not call.following:
-                    return self.answer_alone(replace(call, following=True))
+                    return self._answer_alone(replace(call, following=True))
                 known = msgspec.convert(blocks, list[BlockInfo])
                 return {call.listed_as: msgspec.to_builtins(in_order(known))}
             case EvictFilter():
@@ -151,11 +167,16 @@ class Verbs:
         """Answer the requests that the store's worker has passed on."""
         while self._cache.control_requests:
             event = self._cache.control_requests.popleft()
+            assert self._tiers.store is not None
+            tell = partial(self._tiers.store.reply_control, event.id)
+            if isinstance(event.call, Inspect) and event.call.prompt is not None:
+                roots = {BlockHash(root): namespace for root, namespace in event.roots.items()}
+                self.prompts.begin(event.call, roots, tell)
+                continue
             blocks = (map(BlockHash, each) for each in (event.following, event.before))
             answer = self.answer(event.call, *map(set, blocks))
             if isinstance(event.call, EvictFilter):
                 self.on_evict(event.call)
                 if event.call == EVERYTHING:
                     self._tiers.catalog.note_empty_disk()
-            assert self._tiers.store is not None
-            self._tiers.store.reply_control(event.id, answer)
+            tell(answer)

@@ -5,7 +5,7 @@ added by a struct here, a branch of `storage.verbs.Verbs` and of `engine.verbs.V
 concerns their tiers, and a command in `cli.store`.
 """
 
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import msgspec
 
@@ -62,26 +62,42 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
 
 
 class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
-    """One chain, block by block and in every tier.
+    """One chain, block by block and in every tier; or what the tiers have of a prompt.
+
+    Exactly one of `id`, `prompt` and `hashes` is given.
 
     Attributes:
         id: names the chain; see `ChainInfo`. It is shown from its first block to the last one that
             the id names. Where that has gone, what follows the first one is shown.
         following: show the blocks behind the named one too, with all branches. To find them on disk
             takes a look at every block.
+        prompt: a text, a list of chat messages, or the body of a request to one of the APIs. Only a
+            running server can tokenize it.
+        tenant: of the prompt: the SHA-256 of its API key in hex; "" without keys.
+        cache_salt, prompt_cache_key: of the prompt, where its body has none.
+        hashes: blocks of a prompt that was tokenized elsewhere, the first one first. Those that are
+            on disk are listed. If the first is not, the answer has all `roots` of the store, each
+            with its namespace.
     """
 
     id: str = ""
     following: bool = False
+    prompt: str | list[Any] | dict[str, Any] | None = None
+    tenant: str = ""
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    hashes: list[bytes] = []
 
     @property
     def listed_as(self) -> str:  # type: ignore[override]
-        """The list of blocks of a chain."""
-        return "chain"
+        """The list of blocks; a report on a prompt is none."""
+        return "chain" if self.prompt is None else ""
 
     def check(self) -> None:
-        """Refuse what cannot be an id."""
-        if named_blocks(self.id) is None:
+        """Refuse what cannot be an id, and a call that names several things or nothing."""
+        if (bool(self.id), self.prompt is not None, bool(self.hashes)).count(True) != 1:
+            raise ConfigError("give either `id` or `prompt`")
+        if self.id and named_blocks(self.id) is None:
             raise ConfigError(f"`{self.id}` is no id: {ID_HINT}")
 
 

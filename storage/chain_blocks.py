@@ -4,15 +4,15 @@ The blocks before a block are found by the hashes in the records, so that no wal
 needed. A walk is needed to find the blocks behind one.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from tieredkv.errors import CorruptBlockError
 from tieredkv.storage.codec import Located
 from tieredkv.storage.compression import codec_name
-from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn
-from tieredkv.storage.inspection import named_hashes
+from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
+from tieredkv.storage.inspection import GATHERED_BLOCKS, named_hashes, walking
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import BlockInfo
 from tieredkv.types import Tier
@@ -106,6 +106,26 @@ def climbing(store: BlockStore, starts: Iterable[bytes]) -> Generator[None, None
                     waiting.append(located.record.parent_hash)
         yield
     return list(found.values())
+
+
+def reading(store: BlockStore, hashes: Sequence[bytes]) -> Generator[None, None, list[BlockInfo]]:
+    """Describe those of some blocks that are on disk, in steps."""
+    found, now = list[BlockInfo](), store.clock.now()
+    for some in batches(hashes):
+        with store.index.reading() as txn:
+            found += map(described, filter(None, (_read(txn, each, now) for each in some)))
+        yield
+    return found
+
+
+def gathering_roots(store: BlockStore) -> Generator[None, None, dict[bytes, bytes]]:
+    """Find the roots of all chains on disk, each with its namespace, in steps."""
+    roots = dict[bytes, bytes]()
+    for entries in walking(store, IndexTxn.links, GATHERED_BLOCKS):
+        links = filter(None, (link for _, link in entries))
+        roots.update((link.root, link.namespace) for link in links)
+        yield
+    return roots
 
 
 def _read(txn: IndexTxn, block_hash: bytes, now: float) -> Located | None:

@@ -121,13 +121,13 @@ class StoreControl:
                 body: dict[str, Any] = ending.value
                 return body
 
-    def pages(self, call: Call) -> Generator[Page, None, None]:
-        """Yield the list that a verb answers with, some items at a time.
+    def pages(self, call: Call) -> Asking:
+        """Yield the list that a verb answers with, some items at a time; return the rest of it.
 
         The worker waits until a page is taken before it makes the next one. Close the generator if
         it is not to be read to its end.
         """
-        yield from self._ask(call)
+        return (yield from self._ask(call))
 
     # --- asking ------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from tieredkv.storage.lmdb_store import BlockStore, reason_of
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult, chain_id, named_blocks
 
 _KEY_BYTES = 8
-_GATHERED_BLOCKS = 1024  # in one step
+GATHERED_BLOCKS = 1024  # in one step
 PAGE_CHAINS = 256
 _MAX_SHARED_SUMS = 8192
 
@@ -107,7 +107,7 @@ class Chains:
 def gathering(store: BlockStore) -> Generator[None, None, Chains]:
     """Read all blocks and their parents, in steps; `arrange` has to be called on the result."""
     chains, now = Chains(), store.clock.now()
-    for entries in _walking(store, IndexTxn.links, _GATHERED_BLOCKS):
+    for entries in walking(store, IndexTxn.links, GATHERED_BLOCKS):
         chains.add([(key, link) for key, link in entries if link and now < link.expires_at])
         yield
     return chains
@@ -150,7 +150,7 @@ def choosing(
                 is_chosen[place] = True
                 branch.append(place)
                 waiting += chains.children(place)
-                if len(branch) % _GATHERED_BLOCKS == 0:
+                if len(branch) % GATHERED_BLOCKS == 0:
                     yield
         following.extend(reversed(branch))
     num_chosen = Counter[int]()
@@ -162,15 +162,15 @@ def choosing(
                 break  # another chain joins
             is_chosen[parent] = True
             before.append(parent)
-            if len(before) % _GATHERED_BLOCKS == 0:
+            if len(before) % GATHERED_BLOCKS == 0:
                 yield
             parent = chains.parent(parent)
     hashes = []
     for places in (following, before):
         found = list[bytes]()
-        for start in range(0, len(places), _GATHERED_BLOCKS):
+        for start in range(0, len(places), GATHERED_BLOCKS):
             with store.index.reading() as txn:
-                some = [_stored(txn, chains, at) for at in places[start : start + _GATHERED_BLOCKS]]
+                some = [_stored(txn, chains, at) for at in places[start : start + GATHERED_BLOCKS]]
             found += [block_hash for block_hash in some if block_hash]
             yield
         hashes.append(found)
@@ -232,7 +232,7 @@ def evicting(
         hashes = [*chosen.following, *chosen.before]
         source = (list(map(store.locate, batch)) for batch in batches(hashes))
     elif which.all or which.older_than_s is not None or which.namespace_prefix:
-        source = ([each for _, each in entries] for entries in _walking(store, IndexTxn.blocks))
+        source = ([each for _, each in entries] for entries in walking(store, IndexTxn.blocks))
     num_evicted = freed_bytes = 0
     for some in source:
         records = ((each, each.record) for each in some if each)
@@ -294,7 +294,7 @@ def _reading(
     Returns whether their entries are whole, and the last key.
     """
     is_whole, page, block_hash = True, memoryview(b""), start
-    entries_of = _walking(store, IndexTxn.blocks, start=start)
+    entries_of = walking(store, IndexTxn.blocks, start=start)
     for block_hash in (key for entries in entries_of for key, _ in entries):
         with store.index.reading() as txn:
             entry = dict(islice(txn.blocks(block_hash), 1))
@@ -322,7 +322,7 @@ def _reading(
     return is_whole, block_hash
 
 
-def _walking(
+def walking(
     store: BlockStore,
     walk: Callable[[IndexTxn, bytes], Iterator[tuple[bytes, Value]]],
     num_entries: int = TXN_BLOCKS,

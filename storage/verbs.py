@@ -9,17 +9,20 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from tieredkv.errors import (
+    ConfigError,
     CorruptIndexError,
+    NoServerError,
     StoreFailedError,
     StoreUnreachableError,
     UnknownIdError,
@@ -98,15 +101,44 @@ class Verbs:
                 for page in self._steps(steps, caller):
                     caller.send_page(ControlPage(chains=page))
                 return {}
+            case Inspect(prompt=prompt) if prompt is not None:
+                return self._inspect_prompt(call, caller)
+            case Inspect(hashes=hashes) if hashes:
+                blocks = self._finish(chain_blocks.reading(self.store, hashes), caller)
+                self._send(blocks, caller)
+                is_known = any(info.block_hash == hashes[0].hex() for info in blocks)
+                return {} if is_known else {"roots": self._roots(caller)}
             case Inspect():
                 blocks = chain_blocks.in_order(self._inspect(call, caller).values())
-                for start in range(0, len(blocks), _PAGE_BLOCKS):
-                    caller.send_page(ControlPage(blocks=blocks[start : start + _PAGE_BLOCKS]))
+                self._send(blocks, caller)
                 return {}
             case EvictFilter():
                 return self._evict(call, caller)
             case Verify():
                 return dict(msgspec.to_builtins(self._verify(caller, repair=call.repair)))
+
+    def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
+        for start in range(0, len(blocks), _PAGE_BLOCKS):
+            caller.send_page(ControlPage(blocks=[*blocks[start : start + _PAGE_BLOCKS]]))
+
+    def _roots(self, caller: Caller) -> dict[bytes, bytes]:
+        return self._finish(chain_blocks.gathering_roots(self.store), caller)
+
+    def _inspect_prompt(self, call: Inspect, caller: Caller) -> dict[str, Any]:
+        """Have the engine report on a prompt.
+
+        Raises:
+            NoServerError: no server is there to tokenize it.
+            ConfigError: the server refuses the prompt.
+        """
+        answer = self._ask(call, caller)
+        if (answer.get("diverges_at"), answer.get("reason")) == (0, "never_seen"):
+            answer = self._ask(call, caller, roots=self._roots(caller))
+        if "refused" in answer:
+            raise ConfigError(answer["refused"])
+        if "reason" not in answer:
+            raise NoServerError("no server answers that could tokenize the prompt")
+        return answer
 
     def _inspect(self, call: Inspect, caller: Caller) -> chain_blocks.Blocks:
         """Find the blocks of a chain in every tier.
@@ -245,6 +277,7 @@ class Verbs:
         caller: Caller,
         following: Sequence[bytes] = (),
         before: Sequence[bytes] = (),
+        roots: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Ask the engine, if there is one, and wait for what it says, but not for ever.
 
@@ -254,7 +287,7 @@ class Verbs:
             return {}
         job, asked = next(self._ids), Future[dict[str, Any]]()
         self._asked[job] = asked
-        self.ask_engine(ControlRequest(job, call, [*following], [*before]))
+        self.ask_engine(ControlRequest(job, call, [*following], [*before], {**roots}))
         deadline = time.monotonic() + _ENGINE_TIMEOUT_S
         while time.monotonic() < deadline:
             with suppress(TimeoutError):

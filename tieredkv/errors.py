@@ -12,6 +12,7 @@ TieredKVError
    ├─ StoreBusyError          another writer owns the folder
    ├─ StoreUnreachableError   the store's writer does not answer
    ├─ UnknownIdError          an id names no block
+   ├─ NoServerError           only a server could do it, and none uses the store
    ├─ FormatVersionError      the store was written by another format version
    ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
    ├─ StoreFailedError        the store failed for an unknown reason: no verdict
@@ -92,6 +93,10 @@ class StoreUnreachableError(StorageError):
 
 class UnknownIdError(StorageError):
     """An id names no block of any tier."""
+
+
+class NoServerError(StorageError):
+    """Only a server could do it, and none uses the store."""
 
 
 class FormatVersionError(StorageError):

@@ -29,7 +29,7 @@ def test_an_engine_that_was_told_to_stop_waits_for_no_more_requests(
 
         info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
         tier_stats = SimpleNamespace(read=lambda: None)
-        verbs = SimpleNamespace()
+        verbs = SimpleNamespace(prompts=SimpleNamespace())
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.woken = threading.Event()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.storage.blocks import make_record, open_store, put
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.test_control import engine_that_says
-from tieredkv.cli.store import tree_labels
+from tieredkv.cli.inspect import tree_labels
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StoreUnreachableError, UnknownIdError
 from tieredkv.storage.calls import Inspect

@@ -334,7 +334,7 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
 def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
     tmp_path: Path, arena: HostArena, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, walk = tmp_path / "store", inspection._walking
+    path, walk = tmp_path / "store", inspection.walking
     more = [make_record(f"{i}", now=time.time(), size_bytes=1) for i in range(18)]
     with open_store(path, Clock()) as store:
         put(store, *more)
@@ -344,7 +344,7 @@ def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goe
             time.sleep(0.2)
             yield each
 
-    monkeypatch.setattr(inspection, "_walking", slowly)
+    monkeypatch.setattr(inspection, "walking", slowly)
     with serving(path, arena):
         control = StoreControl(path, answer_timeout_s=2.0)
         if verb == "ls":
@@ -371,7 +371,7 @@ def test_a_client_that_goes_ends_its_eviction(
             time.sleep(0.01)
             yield []
 
-    monkeypatch.setattr(inspection, "_walking", endless)
+    monkeypatch.setattr(inspection, "walking", endless)
     with serving(path, arena) as engine:
         folder_fd = os.open(path, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as sock:

@@ -18,7 +18,6 @@ from tests.serving import heed_ctrl_c
 from tests.storage.blocks import make_record, open_store, put
 from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
-from tieredkv.cli import store
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
 from tieredkv.clock import Clock
@@ -34,18 +33,7 @@ from tieredkv.errors import (
 from tieredkv.storage import calls
 from tieredkv.storage.results import short_id
 
-VERBS = [
-    "serve",
-    "generate",
-    "bench ttft",
-    "df",
-    "ls",
-    "inspect",
-    "evict",
-    "verify",
-    "doctor",
-    "config show",
-]
+VERBS = ["serve", "generate", "bench ttft", *calls.VERBS, "doctor", "config show"]
 
 
 def tieredkv(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +56,7 @@ def test_without_arguments_it_teaches() -> None:
 
 
 def test_the_command_line_has_the_verbs_of_the_table() -> None:
-    assert [command.name for command in store.commands] == list(calls.VERBS)
+    assert {*calls.VERBS} - {*cli.commands} == set()
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -75,7 +75,7 @@ class StuckCore:
     go_on = threading.Event()
     info = EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None)
     tier_stats = SimpleNamespace(read=dict)
-    verbs = SimpleNamespace()
+    verbs = SimpleNamespace(prompts=SimpleNamespace())
 
     def __init__(self, _settings: Settings, *, progress: Any) -> None:
         """Do nothing; no model is loaded."""

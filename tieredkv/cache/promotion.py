@@ -153,7 +153,7 @@ class Promoter:
             missing = sorted(set(missing).difference(*(range(*each) for each in prefix.ready)))
         num_tokens = num_blocks * self._tiers.block_size + 1
         demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
-        planner = self._planner(0.0, now)
+        planner = self.planner(0.0, now)
         rates = self._disk_link.read_rate, self._device_link.up_rate
         is_stale = any(rate.is_stale(now) for rate in rates)
         if not missing or (is_stale and planner.compute(0, num_tokens) >= LONG_S):
@@ -169,7 +169,7 @@ class Promoter:
             prefix: of the request.
             in_host: indices of its blocks that host memory has and VRAM lacks, ascending.
         """
-        tiers, planner = self._tiers, self._planner(0.0, time.monotonic(), is_shared=True)
+        tiers, planner = self._tiers, self.planner(0.0, time.monotonic(), is_shared=True)
         num_tokens = len(prefix.hashes) * tiers.block_size + 1
         copy_s = len(in_host) * tiers.block_bytes / planner.links[HOST].bytes_per_s
         if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
@@ -189,7 +189,7 @@ class Promoter:
     ) -> list[Split]:
         now = time.monotonic()
         is_shared = len(demands) > 1 or self._tiers.compute_rate.num_read_beside > 0
-        planner = self._planner(busy_s, now, is_shared=is_shared)
+        planner = self.planner(busy_s, now, is_shared=is_shared)
         logged = None
         if logger.isEnabledFor(logging.DEBUG):
             logged = plan_log.before(planner, self._tiers.compute_rate, [it for it, _ in demands])
@@ -205,7 +205,7 @@ class Promoter:
             self._probe_copies(now)
         return splits
 
-    def _planner(self, busy_s: float, now: float, *, is_shared: bool = False) -> Planner:
+    def planner(self, busy_s: float, now: float, *, is_shared: bool = False) -> Planner:
         """Return a planner that knows what the device and the links are busy with."""
         tiers = self._tiers
         up = self._device_link.up_state(self._tiers.num_promoting, now)

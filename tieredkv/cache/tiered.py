@@ -64,6 +64,7 @@ class TieredCache:
         forecasts: tells when requests are expected to get their first token.
         touches: refreshes the chains that requests have used.
         room: finds device blocks for requests.
+        on_other_lookup: called with the answers to lookups that no request waits for.
         control_requests: an operator's requests that the store's worker has passed on.
     """
 
@@ -77,6 +78,7 @@ class TieredCache:
         self.drainer = Drainer(tiers, self.demoter, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
         self.lookups = Lookups(tiers)
+        self.on_other_lookup: Callable[[LookupDone], None] = lambda _: None
         self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
@@ -485,6 +487,8 @@ class TieredCache:
 
     def _on_lookup_done(self, event: LookupDone) -> None:
         prefix = self.lookups.take(event)
+        if prefix is None:
+            self.on_other_lookup(event)
         if prefix is None or not event.found:
             return
         self.tiers.events.note_found(prefix, event.found.keys())

@@ -14,7 +14,7 @@ import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, doctor, serve, settings, sizing, store
+from tieredkv.cli import bench, doctor, inspect, serve, settings, sizing, store
 from tieredkv.errors import StoreUnreachableError, TieredKVError
 
 EXIT_PROBLEM = 1
@@ -69,7 +69,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config]
+verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config, inspect.inspect]
 for command in (*verbs, sizing.replay, sizing.size, *store.commands):
     cli.add_command(command)
 

@@ -3,22 +3,20 @@
 import functools
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.config import LoadedSettings
-from tieredkv.storage.calls import EvictFilter, Inspect, Ls
+from tieredkv.config import LoadedSettings, Settings
+from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.control import StoreControl, document
-from tieredkv.storage.results import MIN_ID_DIGITS, BlockInfo, ChainInfo, short_id
+from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, short_id
 from tieredkv.types import Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
 
@@ -35,16 +33,24 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
 
     @functools.wraps(verb)
     def ask(*, loaded: LoadedSettings, **options: Any) -> Answer | Listing:
-        folder, clock_offset_file = loaded.settings.disk_dir, loaded.settings.clock_offset_file
-        if folder is None:
-            raise usage_error("Missing option '--disk-dir'.")
-        if not Path(folder).is_dir():
-            raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
-        return verb(StoreControl(folder, clock_offset_file=clock_offset_file), **options)
+        return verb(control_of(loaded.settings), **options)
 
     command: click.Command = click.command()(settings_options("disk_dir")(answering(ask)))
     commands.append(command)
     return command
+
+
+def control_of(settings: Settings) -> StoreControl:
+    """Return the control of the store in `--disk-dir`.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if (folder := settings.disk_dir) is None:
+        raise usage_error("Missing option '--disk-dir'.")
+    if not Path(folder).is_dir():
+        raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
+    return StoreControl(folder, clock_offset_file=settings.clock_offset_file)
 
 
 @store_verb
@@ -102,64 +108,6 @@ def ls(store: StoreControl, limit: int | None) -> Listing:
 
     as_json = functools.partial(document, call)
     return Listing(store.pages(call), as_json, as_row, "nothing is stored", texts=3)
-
-
-@store_verb
-@click.argument("id", metavar="ID")
-@click.option(
-    "--following",
-    is_flag=True,
-    help="Show the blocks behind the named one too, with all branches; this reads the whole index.",
-)
-def inspect(store: StoreControl, id: str, following: bool) -> Answer:
-    """Show a chain block by block: in which tiers each is, how old, and until when.
-
-    ID is one of `ls`, or the first digits of a block's hash. The chain is shown from its first
-    block to the last one that ID names. Tokens are never shown, since no tier stores them.
-
-    \b
-    Examples:
-      tieredkv inspect --disk-dir ./kv 1f9c0a77d2e4-83b0c91e55aa
-      tieredkv inspect --disk-dir ./kv 1f9c0a77d2e4 --following
-    """
-    call = Inspect(id=id, following=following)
-    call.check()
-    blocks = [block for page in store.pages(call) for block in page]
-    now, rows = time.time(), list[dict[str, object]]()
-    for label, block in zip(tree_labels(blocks), blocks, strict=True):
-        rows.append(
-            {
-                "block": label,
-                "hash": block.block_hash[:SHORT_HEX],
-                "tiers": " ".join(block.tiers),
-                "codec": block.codec,
-                "size": format_bytes(block.size_bytes),
-                "age": format_duration(max(0.0, now - block.computed_at)),
-                "idle": format_duration(max(0.0, now - block.last_used)),
-                "expires in": format_duration(max(0.0, block.expires_at - now)),
-                "hits": block.hits,
-            }
-        )
-    whose = {(block.namespace[:SHORT_HEX], block.root[:SHORT_HEX]) for block in blocks}
-    lines = [f"namespace {namespace}, root {root}" for namespace, root in sorted(whose)]
-    return Answer({"chain": msgspec.to_builtins(blocks)}, rows, lines, texts=2)
-
-
-def tree_labels(blocks: Sequence[BlockInfo]) -> Iterator[str]:
-    """Yield the position of each block, behind lines that show where chains branch.
-
-    Each block must come after the one that it follows, branch by branch.
-    """
-    last = {block.parent_hash: block for block in blocks}
-    num_children = Counter(block.parent_hash for block in blocks)
-    lines: dict[str, str] = {}  # before the blocks that follow a block
-    for block in blocks:
-        above, mark, below = lines.get(block.parent_hash, ""), "", ""
-        if num_children[block.parent_hash] > 1:
-            is_last = block is last[block.parent_hash]
-            mark, below = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        lines[block.block_hash] = above + below
-        yield f"{above}{mark}{block.position}"
 
 
 @store_verb

@@ -42,7 +42,9 @@ async def respond(
     forgotten = forget(call) if isinstance(call, EvictFilter) else {}
     if settings.disk_dir is None:
         answer = await engine.operate(call)
-        if isinstance(call, Inspect) and not answer[call.listed_as]:
+        if "refused" in answer:
+            raise _refused(ConfigError(answer["refused"]))
+        if isinstance(call, Inspect) and call.id and not answer[call.listed_as]:
             raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
         return JSONResponse({**answer, **forgotten})
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)

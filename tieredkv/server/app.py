@@ -42,6 +42,7 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.grammar_checker import GrammarChecker
+from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_size, read_body
 from tieredkv.server.metrics import Metrics, Observer
@@ -54,7 +55,7 @@ from tieredkv.server.responses_api import InputTokensRequest, Page, ResponsesReq
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.calls import EvictFilter, Inspect
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Api:
         self._remembered = RememberedAnswers(settings.remembered_answers_size, clock.now)
         self._sweeping: asyncio.TimerHandle | None = None
         self._keys.on_adopt = self._forget_unknown_tenants
-        self._engine.on_evict = self._evict
+        self._engine.on_evict, self._engine.on_prompt = self._evict, self._plan
         self._metrics = Metrics(settings, self._engine, self._responses, self._remembered)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
@@ -315,6 +316,15 @@ class Api:
         asked = body.ask(tokenization, rules)
         requests = asked.engine_requests(info, tenant, rules)
         return Prepared(asked, requests, num_earlier_bytes)
+
+    async def _plan(self, call: Inspect) -> EngineRequest:
+        """Return the request that a prompt is, which an operator inspects."""
+
+        def tokenization_of(namespace: Namespace, stop: Stop) -> Tokenization:
+            return self._tokenization.of(namespace, stop, self._memory(namespace))
+
+        plan = functools.partial(planned, call, tokenization_of, self._engine.info, self._keys)
+        return await self._threads.run(call.tenant, plan)
 
     def _memory(self, namespace: Namespace) -> Memory | None:
         """Return the remembered answers of a namespace; None if none are kept."""

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tieredkv.config import Settings
 from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
-from tieredkv.storage.calls import Call, EvictFilter
+from tieredkv.storage.calls import Call, EvictFilter, Inspect
 from tieredkv.types import Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.channel import FrameChannel
@@ -59,6 +59,7 @@ class EngineClient:
         has_died: whether the process ended without being told to.
         on_death: called when it has, after every request got its last output.
         on_evict: called with each filter of blocks that the command line has evicted.
+        on_prompt: makes the request that a prompt is, which an operator inspects.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class EngineClient:
         self.is_alive, self.has_died = True, False
         self.on_death: Callable[[], None] = lambda: None
         self.on_evict: Callable[[EvictFilter], object] = lambda _: None
+        self.on_prompt: Callable[[Inspect], Awaitable[EngineRequest]]
+        self._tasks = set[asyncio.Task[None]]()
         self._silent_s = self._step_s = 0.0
         self._was_stuck = False
         self._ticking: asyncio.TimerHandle | None = None
@@ -223,6 +226,10 @@ class EngineClient:
             case messages.Operated(id, body):
                 if (answer := self._operations.get(id)) is not None and not answer.done():
                     answer.set_result(body)
+            case messages.Tokenize(id, call):
+                task = self._loop.create_task(self._tokenize(id, call))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             case messages.EvictToo(wanted):
                 self.on_evict(wanted)
             case EngineInfo():
@@ -232,6 +239,13 @@ class EngineClient:
                     self._ticking = self._loop.call_later(TICK_S, self._tick)
             case Refused(kind, text):  # said instead of `EngineInfo`
                 self._ready.set_exception(errors.named(kind, text))
+
+    async def _tokenize(self, id: int, call: Inspect) -> None:
+        """Tell the engine the tokens of a prompt that an operator inspects, or why it has none."""
+        try:
+            self._tell(messages.Tokenized(id, await self.on_prompt(call)))
+        except TieredKVError as error:
+            self._tell(messages.Tokenized(id, refused=str(error)))
 
     def _mark_dead(self) -> None:
         self._loop.remove_reader(self._channel)

@@ -6,7 +6,6 @@ It knows processes and signals; terminals are the command line's business.
 import asyncio
 import contextlib
 import ipaddress
-import json
 import logging
 import os
 import signal
@@ -26,13 +25,12 @@ from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.garbage import look_seldom
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.chat_template import RESERVED
 from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_connections
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
-from tieredkv.server.message_parser import Family, choose
 from tieredkv.server.recorder import Recorder
 from tieredkv.server.threads import bound_arenas
+from tieredkv.server.tokenizations import family_of, make_tokenization, template_arguments
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -123,8 +121,8 @@ class Server:
             TieredKVError: it cannot start; nothing stored was changed.
         """
         self.settings.check_server()
-        self._family("")  # a name that is not known is refused at once
-        self._template_arguments()
+        family_of(self.settings, "")  # a name that is not known is refused at once
+        template_arguments(self.settings)
         bound_arenas()
         with (
             bind(self.settings, allows_open_access=self.allows_open_access) as sock,
@@ -207,39 +205,14 @@ class Server:
         try:
             await engine.ready()
             tokenizer = await loading
-            own = getattr(tokenizer, "response_template", None)
-            family = self._family(str(tokenizer.chat_template or ""), own)
+            tokenization = make_tokenization(tokenizer, self.settings, engine.info.max_model_len)
+            family = tokenization.family
             what = f"the `{family.name}` family writes them" if family else "nothing but text"
             logger.info("calls of tools and thoughts in answers are read as %s", what)
-            tokenization = Tokenization(
-                tokenizer,
-                family=family,
-                has_canonical_tools=self.settings.canonical_tools == "on",
-                allows_special=self.settings.allow_special_in_content == "on",
-                max_model_len=engine.info.max_model_len,
-                template_arguments=self._template_arguments(),
-            )
             await asyncio.to_thread(tokenization.try_template)
             return tokenization
         finally:
             loading.cancel()
-
-    def _template_arguments(self) -> dict[str, Any]:
-        """Return the settings' arguments for the chat template.
-
-        Raises:
-            ConfigError: one of them has the name of a parameter of the tokenizer.
-        """
-        arguments: dict[str, Any] = json.loads(self.settings.chat_template_kwargs)
-        if reserved := sorted(arguments.keys() & RESERVED):
-            raise ConfigError(f"`chat_template_kwargs` may not set `{reserved[0]}`")
-        return arguments
-
-    def _family(self, chat_template: str, response_template: Any = None) -> Family | None:
-        """Return how the model writes messages, by the settings and the templates it came with."""
-        named = {"tool_parser": self.settings.tool_parser}
-        named["reasoning_parser"] = self.settings.reasoning_parser
-        return choose(chat_template, response_template, **named)
 
     async def _serve(self, sock: socket.socket, api: Api, engine: EngineClient) -> None:
         """Answer requests until a signal comes."""

@@ -1,0 +1,108 @@
+"""What the tiers have of one prompt, and how long its first token would take from each of them.
+
+Numbers in, a report out: this module knows neither the tiers' contents nor tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tieredkv.cache.plan import Demand, LinkLoad, Planner
+from tieredkv.cache.stretches import stretches
+from tieredkv.types import Tier
+
+HOST, DISK = 0, 1
+"""The planner's links: from host memory, and from disk."""
+
+Source = Tier | None
+MakePlanner = Callable[[], Planner | None]
+"""Makes a planner whose links are those above; it may lack the last ones, or be None, where rates
+are not known.
+"""
+
+
+class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request with a prompt would find now.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        by_tier: its tokens that each tier has; each counts once, in the fastest one. The last token
+            of a wholly cached prompt is computed and counts nowhere.
+        diverges_at: the first token whose block could be cached and is not; None if there is none.
+        reason: why it is not; see `cache.catalog`. Besides, `not_stored`: it was never computed, or
+            has expired or was evicted, and nobody knows which; `other_model` and `other_namespace`:
+            the store has these tokens for another model, or for another tenant, salt or key.
+        predicted_ttft_ms: time to the first token, as the planner expects it of a request that is
+            alone: if all is computed; if the cached blocks were all in one tier; and as they lie
+            now (`planned`). None where rates are not known.
+    """
+
+    prompt_tokens: int
+    by_tier: dict[Tier, int]
+    diverges_at: int | None
+    reason: str | None
+    predicted_ttft_ms: dict[str, float | None]
+
+
+def report(
+    num_tokens: int,
+    block_size: int,
+    sources: Sequence[Source],
+    why_missed: Callable[[int], str],
+    make_planner: MakePlanner,
+    read_ends: Sequence[int] | None = None,
+) -> PromptReport:
+    """Report what is cached of a prompt.
+
+    Args:
+        num_tokens: of the prompt.
+        block_size: tokens a block.
+        sources: for each full block that may be cached the fastest tier that has it.
+        why_missed: returns why a block is in no tier.
+        make_planner: see `MakePlanner`.
+        read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
+    """
+    num_found = sources.index(None) if None in sources else len(sources)
+    diverges, reason = num_found, None if num_found == len(sources) else why_missed(num_found)
+    if read_ends is not None:
+        diverges = max((end for end in read_ends if end <= num_found), default=0)
+        sources = [*sources[:diverges], *[None] * (len(sources) - diverges)]
+        reason = "behind_lookback" if diverges < num_found else reason
+    counts = {tier: block_size * list(sources).count(tier) for tier in Tier}
+    if sources and sources[-1] is not None and num_tokens == block_size * len(sources):
+        counts[sources[-1]] -= 1
+    return PromptReport(
+        prompt_tokens=num_tokens,
+        by_tier=counts,
+        diverges_at=None if reason is None else block_size * diverges,
+        reason=reason,
+        predicted_ttft_ms=_predicted(num_tokens, sources, make_planner),
+    )
+
+
+def _predicted(
+    num_tokens: int, sources: Sequence[Source], make_planner: MakePlanner
+) -> dict[str, float | None]:
+    """Return the time to the first token from each tier, in ms."""
+    cached = [index for index, source in enumerate(sources) if source is not None]
+    of = {tier: [i for i in cached if sources[i] is tier] for tier in Tier}
+    demand = Demand(0, num_tokens)
+    cases = {
+        "compute": demand,
+        "device": demand._replace(ready=[*stretches(cached)]),
+        "host": demand._replace(loads=[LinkLoad(HOST, cached)]),
+        "disk": demand._replace(loads=[LinkLoad(DISK, cached)]),
+        "planned": demand._replace(
+            ready=[*stretches(of[Tier.DEVICE])],
+            loads=[LinkLoad(HOST, of[Tier.HOST]), LinkLoad(DISK, of[Tier.DISK])],
+        ),
+    }
+    return {name: _ttft_ms(make_planner(), case) for name, case in cases.items()}
+
+
+def _ttft_ms(planner: Planner | None, demand: Demand) -> float | None:
+    """Return when the planner expects a request's first token; None if it does not know."""
+    loads = [load for load in demand.loads if load.indices]
+    if planner is None or any(load.link >= len(planner.links) for load in loads):
+        return None
+    return round(1000 * planner.split(demand._replace(loads=loads)).done_s, 3)

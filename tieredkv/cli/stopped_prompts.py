@@ -1,0 +1,126 @@
+"""Tells what a stopped store has of a prompt: tokenized here, and looked up by hash."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from tieredkv.cache.disk_link import READ_LATENCY_S
+from tieredkv.cache.plan import LinkState, Planner
+from tieredkv.cache.prompt_report import HOST, MakePlanner, report
+from tieredkv.cache.rate_file import Machine, device_name, disk_name, read_rates
+from tieredkv.cache.rates import ComputeRate
+from tieredkv.clock import Clock
+from tieredkv.config import Settings
+from tieredkv.engine.checkpoint import load_tokenizer
+from tieredkv.engine.engine_messages import EngineInfo
+from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.prefixes import Prefixes
+from tieredkv.server.inspected import planned
+from tieredkv.server.keys import Keys
+from tieredkv.server.threads import Stop
+from tieredkv.server.tokenizations import make_tokenization
+from tieredkv.storage.calls import Inspect
+from tieredkv.storage.control import StoreControl
+from tieredkv.types import BlockHash, KVSpec, Tier
+
+ASKED_BLOCKS = 8192  # in one call
+
+
+def inspect(
+    call: Inspect, settings: Settings, store: StoreControl, api_key: str | None
+) -> dict[str, Any]:
+    """Return the report on a prompt that a server would give, as far as the store can tell.
+
+    Why a block is missing is known to a server only, which remembers what has left its tiers.
+
+    Raises:
+        ModelError: the model cannot be found or read.
+        RequestError: a request with this prompt would be refused.
+    """
+    settings = replace(settings, api_keys=(api_key,) if api_key else (), api_keys_file=None)
+    found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+    fingerprint = found.find_fingerprint(fingerprint=settings.fingerprint)
+    spec, tokenizer = found.kv_spec(settings.block_size), load_tokenizer(settings.model)
+    tokenization = make_tokenization(tokenizer, settings, found.max_model_len)
+    info = EngineInfo(
+        model=found.name,
+        max_model_len=found.max_model_len,
+        vocab_size=found.vocab_size,
+        worker_pid=None,
+    )
+    keys = Keys(settings=settings, is_strict=False, is_local=True)
+    request = planned(call, tokenization.of, info, keys, Stop())
+    prefixes = Prefixes(settings, spec, fingerprint, Clock(settings.clock_offset_file))
+    prefix = prefixes.make(request, request.prompt_token_ids)
+    stored, roots = _look_up(store, prefix.hashes)
+    others = prefixes.elsewhere(prefix, request.prompt_token_ids, roots)
+    elsewhere = _look_up(store, [*others])[0] if others else set[BlockHash]()
+
+    def why_missed(index: int) -> str:
+        kinds = [] if index else [others[block_hash] for block_hash in elsewhere]
+        return next(iter(kinds), "not_stored")
+
+    made = report(
+        len(request.prompt_token_ids),
+        spec.block_size,
+        [Tier.DISK if block_hash in stored else None for block_hash in prefix.hashes],
+        why_missed,
+        _planners(settings, found, spec, fingerprint),
+        prefix.read_ends,
+    )
+    return dict(msgspec.to_builtins(made))
+
+
+def _look_up(
+    store: StoreControl, hashes: Sequence[BlockHash]
+) -> tuple[set[BlockHash], dict[BlockHash, bytes]]:
+    """Return which blocks are stored; if the first is not, also all roots with their namespaces."""
+    stored, roots = set[BlockHash](), dict[BlockHash, bytes]()
+    for start in range(0, len(hashes), ASKED_BLOCKS):
+        pages = store.pages(Inspect(hashes=[*hashes[start : start + ASKED_BLOCKS]]))
+        try:
+            while True:
+                stored.update(BlockHash(bytes.fromhex(info.block_hash)) for info in next(pages))
+        except StopIteration as ending:
+            roots.update(ending.value.get("roots", {}))
+    return stored, roots
+
+
+def _planners(
+    settings: Settings, found: FoundModel, spec: KVSpec, fingerprint: bytes
+) -> MakePlanner:
+    """Return what makes planners with the rates that a server of this model has left here."""
+    folder = str(settings.disk_dir)
+    try:
+        saved, disk = read_rates(folder), disk_name(folder)
+    except (OSError, ValueError):  # the next server measures them again
+        return lambda: None
+    machine = Machine(
+        device=device_name(found.device),
+        disk=disk,
+        model=found.name,
+        fingerprint=fingerprint.hex(),
+        block_bytes=spec.block_bytes,
+    )
+    if saved is None or saved.machine != machine or not saved.up_bytes_per_s:
+        return lambda: None
+    compute = ComputeRate(settings.resolve_max_num_alone_tokens(found.device.type))
+    compute.assume(saved.known_steps)
+    links = [LinkState(saved.up_bytes_per_s, is_steady=True)]
+    if saved.read_bytes_per_s:
+        rate = min(saved.read_bytes_per_s, settings.disk_read_limit or math.inf)
+        links.append(LinkState(rate, latency_s=READ_LATENCY_S, through=HOST))
+
+    def make() -> Planner:
+        return Planner(
+            links,
+            compute.seconds,
+            block_size=spec.block_size,
+            block_bytes=spec.block_bytes,
+            least_tokens=compute.least_tokens,
+        )
+
+    return make
