@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
@@ -422,8 +422,15 @@ class ExtentAllocator:
             txn.meta.needs_rebuild = True  # blocks are stored, but their `lru` keys are lost
         for located in victims:
             self.remove(txn, located)
-        self.num_evicted += len(victims)
+        self.note_evicted(txn, victims)
         return len(victims)
+
+    def note_evicted(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
+        """Count blocks that had to make room."""
+        self.num_evicted += len(victims)
+        now, counts = self.clock.now(), txn.meta.lifetimes
+        for record in (located.record for located in victims):
+            counts.note_evicted(record.retention, now, computed_at=record.computed_at)
 
     def enforce_budget(self) -> None:
         """Evict until the files fit into the budget, with room left for the index to grow."""

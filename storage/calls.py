@@ -40,7 +40,13 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Df(Verb, frozen=True, kw_only=True, tag="df"):
-    """How many blocks and bytes each tier holds."""
+    """How many blocks and bytes each tier holds.
+
+    Attributes:
+        verbose: tell what each model holds on disk in each namespace, too.
+    """
+
+    verbose: bool = False
 
 
 class Ls(Verb, frozen=True, kw_only=True, tag="ls"):

@@ -77,9 +77,13 @@ class StoreControl:
         )
         self._answer_timeout_s = answer_timeout_s
 
-    def df(self) -> dict[str, Any]:
-        """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`."""
-        return self.answer(Df())
+    def df(self, *, verbose: bool = False) -> dict[str, Any]:
+        """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`.
+
+        With `verbose` the answer also has `namespaces`, the largest first, and `num_namespaces`.
+        This reads the whole index.
+        """
+        return self.answer(Df(verbose=verbose))
 
     def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, None]:
         """Yield what the disk tier holds by chain, some chains at a time, the last used first.

@@ -13,6 +13,7 @@ import msgspec
 from tieredkv.errors import CorruptIndexError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import expiry_key
+from tieredkv.storage.lifetimes import LifetimeCounts
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
@@ -58,6 +59,7 @@ class Meta(msgspec.Struct):
         needs_rebuild: whether an entry was found damaged; the next sweep then makes the databases
             again.
         faults: cache faults by reason.
+        lifetimes: what was written lately, and the ages of blocks that were evicted.
     """
 
     format: int = 0
@@ -67,6 +69,7 @@ class Meta(msgspec.Struct):
     bytes_written: int = 0
     needs_rebuild: bool = False
     faults: dict[str, int] = {}
+    lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
 
 
 ExtentList = Literal["pending", "free"]

@@ -26,7 +26,14 @@ from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
-from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult, chain_id, named_blocks
+from tieredkv.storage.results import (
+    ChainInfo,
+    EvictResult,
+    NamespaceUse,
+    VerifyResult,
+    chain_id,
+    named_blocks,
+)
 
 _KEY_BYTES = 8
 GATHERED_BLOCKS = 1024  # in one step
@@ -111,6 +118,21 @@ def gathering(store: BlockStore) -> Generator[None, None, Chains]:
         chains.add([(key, link) for key, link in entries if link and now < link.expires_at])
         yield
     return chains
+
+
+def adding_up(store: BlockStore) -> Generator[None, None, list[NamespaceUse]]:
+    """Add up the blocks of each model in each namespace, the largest first, in steps."""
+    uses, now = dict[tuple[bytes, bytes], NamespaceUse](), store.clock.now()
+    for entries in walking(store, IndexTxn.links, GATHERED_BLOCKS):
+        for link in (link for _, link in entries if link and now < link.expires_at):
+            if (use := uses.get((link.namespace, link.root))) is None:
+                use = NamespaceUse(namespace=link.namespace.hex(), root=link.root.hex())
+                uses[link.namespace, link.root] = use
+            use.blocks += 1
+            use.bytes += link.size_bytes
+            use.last_used = max(use.last_used, link.last_used)
+        yield
+    return sorted(uses.values(), key=lambda use: (-use.bytes, use.root))
 
 
 class Chosen(NamedTuple):

@@ -414,7 +414,7 @@ class BlockStore:
     def stats(self) -> StoreStats:
         """Return the store's counters and sizes as of now."""
         with self.index.reading() as txn:
-            totals, noted = txn.meta.totals, txn.meta.bytes_written
+            totals, noted, counts = txn.meta.totals, txn.meta.bytes_written, txn.meta.lifetimes
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -441,6 +441,7 @@ class BlockStore:
             decompression_rate=self._files.unpacking.bytes_per_s,
             direct_io=self._files.direct_io,
             punch_hole=self._files.punch_hole,
+            lifetimes=self._space.lifetimes(counts, self.clock.now()),
         )
 
     @property
@@ -498,6 +499,8 @@ class BlockStore:
                 if located is not None and key in (None, expiry_key(located.record)):
                     self.allocator.remove(txn, located)
                     num_dropped += 1
+                    if key is not None:
+                        txn.meta.lifetimes.note_expired(located.record.retention, now)
                 elif key is not None:
                     txn.drop_expiry_key(key)
             txn.saw_time(now)
@@ -518,6 +521,8 @@ class BlockStore:
             self.allocator.remove(txn, old)
         txn.insert(new)
         txn.drop_extent("pending", new.extent)
+        times = {"computed_at": record.computed_at, "expires_at": record.expires_at}
+        txn.meta.lifetimes.note_written(record.retention, new.extent_bytes, now, **times)
         return new.extent
 
     def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:

@@ -350,7 +350,7 @@ def _make_room(txn: IndexTxn, allocator: ExtentAllocator, num_blocks: int) -> in
         if (victim := txn.get(block_hash)) is not None:
             victims.append(victim)
             short_bytes -= victim.extent_bytes
-    allocator.num_evicted += len(victims)
+    allocator.note_evicted(txn, victims)
     for victim in victims:
         allocator.erase(victim.extent)
         txn.remove(victim)

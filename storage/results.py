@@ -123,6 +123,23 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
     hits: int
 
 
+class NamespaceUse(msgspec.Struct, kw_only=True):
+    """What one model has stored in one namespace.
+
+    Attributes:
+        namespace: hex digest; the first `TENANT_BYTES` bytes of it identify the tenant.
+        root: hex digest that the chains of one model, in one namespace, share.
+        bytes: size of the blocks, before any compression.
+        last_used: the latest use of any of the blocks.
+    """
+
+    namespace: str
+    root: str
+    blocks: int = 0
+    bytes: int = 0
+    last_used: float = 0.0
+
+
 class VerifyResult(msgspec.Struct, kw_only=True):
     """What `verify` found."""
 
@@ -136,6 +153,35 @@ class VerifyResult(msgspec.Struct, kw_only=True):
         self.bad += 1
         self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
         self.repaired += is_repaired
+
+
+class Lifetimes(msgspec.Struct, kw_only=True):
+    """How long the disk keeps blocks, by retention policy; see `tieredkv.storage.lifetimes`.
+
+    Attributes:
+        measured_s: the time that the write rates were measured for, at most the last two hours.
+        write_bytes_per_s: the present write rate, in bytes of extents; empty until it was measured
+            for ten minutes, like all that is told by it.
+        promised_s: from the computation of the blocks that were written to their expiry.
+        expected_s: age at which such a block will leave the disk, by eviction or expiry.
+        needed_bytes: the `disk_size` that would keep every promise; None until the rate is known.
+        ages_since: since when evicted and expired blocks count: for the last one or two days.
+        evicted_age_p1_s, evicted_age_p50_s: age since their computation of the blocks that had to
+            make room for others, to within 5 %; 1 % and half of them were not older.
+        shortfall: why the promises will not be kept, and what would help; empty if they will.
+    """
+
+    measured_s: float = 0.0
+    write_bytes_per_s: dict[str, float] = {}
+    promised_s: dict[str, float] = {}
+    expected_s: dict[str, float] = {}
+    needed_bytes: int | None = None
+    ages_since: float = 0.0
+    num_evicted: dict[str, int] = {}
+    num_expired: dict[str, int] = {}
+    evicted_age_p1_s: dict[str, float] = {}
+    evicted_age_p50_s: dict[str, float] = {}
+    shortfall: str = ""
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +210,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         store_error: why the last blocks could not be stored; empty once one was stored again.
         num_lookups_dropped, num_touches_dropped: calls not carried out, because too much was
             waiting for a stuck worker; a dropped lookup is a miss, a dropped touch is lost.
+        lifetimes: how long blocks are kept.
     """
 
     blocks: int
@@ -194,13 +241,14 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     store_error: str = ""
     num_lookups_dropped: int = 0
     num_touches_dropped: int = 0
+    lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
 
 
 NO_STATS = StoreStats(
     **{  # type: ignore[arg-type]
         name: {"faults": {}, "deleted": {}, "compression_trial": {}, "compression": ""}.get(name, 0)
         for name in StoreStats.__struct_fields__
-        if name != "store_error"
+        if name not in ("store_error", "lifetimes")
     }
 )
 """The figures of a store that was not opened yet."""

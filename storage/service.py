@@ -17,8 +17,11 @@ answer is sent. The service knows the engine only as the other end of a channel;
 models nor what a payload means.
 """
 
+import logging
+import math
 import os
 import selectors
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,6 +38,7 @@ from tieredkv.storage.deletions import Deletions
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_txn import batches
+from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
@@ -45,6 +49,8 @@ from tieredkv.storage.verbs import Verbs
 from tieredkv.storage.write_share import WriteShare
 from tieredkv.storage.writes import Writes
 from tieredkv.wire.channel import FrameChannel
+
+logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5  # how often to check for what sends no event: a lost parent, silent clients
 _FORGOTTEN_S = 3.0  # a worker that a command line started ends after this time without a request
@@ -85,6 +91,7 @@ class StoreService:
         self._is_over = Event()
         self._has_all = Event()  # set when the front thread hands over nothing more
         self._stats = store.stats()  # as of the last turn; the front thread reads them too
+        self._warned_at = -math.inf
 
         # Both threads call these: the front thread gathers what the index thread carries out.
         self._touches = GatheredTouches()
@@ -268,8 +275,18 @@ class StoreService:
     def _begin_sweep(self) -> None:
         """Retry what the disk refused, and try compression if that is not decided yet."""
         self._deletions.retry_refused()
+        self._warn_of_shortfall()
+        told = messages.Completions([], self._stats)  # figures that change while nothing is stored
+        self._front.hand(lambda: self._channel.send(told))
         if trial := self._store.compression_trial(self._launch.options.num_readers):
             self._readers.submit(self._log.attempt, "compression", trial)
+
+    def _warn_of_shortfall(self) -> None:
+        """Log that the disk is too small for what retention policies promise, once an hour."""
+        shortfall, now = self._stats.lifetimes.shortfall, time.monotonic()
+        if shortfall and self._arena is not None and now - self._warned_at >= RATE_SPAN_S:
+            self._warned_at = now
+            logger.warning("the disk tier is too small: %s", shortfall)
 
     def _refresh_stats(self) -> None:
         stats = self._log.attempt("stats", self._store.stats) or self._stats

@@ -14,6 +14,8 @@ from tieredkv.storage.filesystem import lack_of_room
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES
 from tieredkv.storage.index_txn import TXN_BLOCKS
+from tieredkv.storage.lifetimes import LifetimeCounts
+from tieredkv.storage.results import Lifetimes
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,11 @@ class Space:
         budget = self.budget_bytes
         limit = min(budget, self._most_there) if self.is_disk_full else budget
         return limit - self.overhead_bytes - self.headroom_bytes
+
+    def lifetimes(self, counts: LifetimeCounts, now: float) -> Lifetimes:
+        """Return how long the budget keeps blocks, by what was written and evicted."""
+        other_bytes = self.overhead_bytes + self.headroom_bytes
+        return counts.figures(now, budget_bytes=self.budget_bytes, other_bytes=other_bytes)
 
     def check_fits(self, extent_bytes: int) -> None:
         """Raise an error if no eviction could make room for an extent of this size.

@@ -39,6 +39,7 @@ _SLICE_S = 0.02
 _REPORT_INTERVAL_S = 0.1
 _ASKED_BLOCKS = 65_536  # of which the engine is told in one frame
 _PAGE_BLOCKS = 4096  # of a chain, in one frame
+_TOLD_NAMESPACES = 10_000  # the largest, in one frame
 _SUMMED = ("evicted_blocks", "freed_bytes")
 
 Hand = Callable[[Callable[[], None]], None]
@@ -90,11 +91,12 @@ class Verbs:
 
     def _carry_out(self, call: Call, caller: Caller) -> dict[str, Any]:
         match call:
-            case Df():
+            case Df(verbose=verbose):
                 tiers = {"device": None, "host": None, **self._ask(call, caller)}
                 writer_pid = None if self.ask_engine is None else os.getpid()
                 disk = msgspec.to_builtins(self._finish(self._figures(), caller))
-                return {**tiers, "disk": disk, "writer_pid": writer_pid}
+                answer = {**tiers, "disk": disk, "writer_pid": writer_pid}
+                return answer | (self._namespaces(caller) if verbose else {})
             case Ls():
                 chains = self._gather(caller)
                 steps = inspection.listing(self.store, chains, call.limit)
@@ -245,6 +247,11 @@ class Verbs:
     def _figures(self) -> Generator[None, None, StoreStats]:
         yield
         return self.store.stats()
+
+    def _namespaces(self, caller: Caller) -> dict[str, Any]:
+        uses = self._finish(inspection.adding_up(self.store), caller)
+        told = msgspec.to_builtins(uses[:_TOLD_NAMESPACES])
+        return {"namespaces": told, "num_namespaces": len(uses)}
 
     def _verify(self, caller: Caller, *, repair: bool) -> VerifyResult:
         """Verify; an index that cannot be read ends the worker, and its next start makes it again.

@@ -13,11 +13,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.storage.blocks import make_record as make_small_record
 from tests.storage.blocks import open_store, put
 from tests.storage.conftest import (
+    NAMESPACE,
     PAGE_BYTES,
+    ROOT,
     Harness,
     Mailbox,
     is_alive,
@@ -89,6 +92,21 @@ def test_df_on_a_stopped_store_has_the_disk_and_its_last_budget(harness: Harness
     assert (df["device"], df["host"], df["writer_pid"]) == (None, None, None)
     assert (df["disk"]["blocks"], df["disk"]["bytes_budget"]) == (3, 48 << 20)
     assert all(done.ok for done in Mailbox(harness.open()).load(make_chain("a", 3)))
+
+
+def test_df_adds_up_what_each_namespace_holds(harness: Harness) -> None:
+    mailbox = Mailbox(client := harness.open())
+    other = [replace(each, namespace=b"M" * 32) for each in make_chain("b", 2)]
+    mailbox.store([*make_chain("a", 3), *other])
+    client.close()
+    df = StoreControl(harness.folder).df(verbose=True)
+    assert df["num_namespaces"] == 2
+    assert [(use["namespace"], use["root"], use["blocks"]) for use in df["namespaces"]] == [
+        (NAMESPACE.hex(), ROOT.hex(), 3),
+        ((b"M" * 32).hex(), ROOT.hex(), 2),
+    ]
+    assert [use["bytes"] for use in df["namespaces"]] == [3 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert "namespaces" not in StoreControl(harness.folder).df()
 
 
 def test_an_engine_that_does_not_answer_leaves_the_disk_part(harness: Harness) -> None:

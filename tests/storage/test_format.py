@@ -103,6 +103,14 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
     (computed_at, *_) = entry_of(record_of(databases, 0)[1])[0][7:]
     assert meta.pop("clock") >= computed_at
     assert meta.pop("bytes_written") >= NUM_BLOCKS * EXTENT_BYTES
+    (began_at, hour, present, before), gone = meta.pop("lifetimes")
+    assert began_at >= computed_at
+    assert hour == int(began_at // 3600)
+    assert (before, gone) == ({}, [0.0, 0, {}, {}])
+    num_bytes, promised_byte_s, left_byte_s = present["24h"]
+    assert num_bytes == NUM_BLOCKS * EXTENT_BYTES
+    assert promised_byte_s == pytest.approx(num_bytes * 24 * 3600)
+    assert 0 < left_byte_s <= promised_byte_s
     assert meta == {
         "format": 2,
         "next_segment": 2,

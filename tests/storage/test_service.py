@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.fakes import FakeClock
 from tests.storage.blocks import make_record, open_store, payload_of, put
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.storage import inspection, service, touches, write_share
@@ -104,6 +105,10 @@ class Engine:
             self._receive()
         return self.pages.pop(0)
 
+    def hears_stats(self) -> bool:
+        self._receive()
+        return self.stats is not None
+
     def _receive(self) -> None:
         assert not self.served.done(), self.served.exception()
         for message in self.channel.receive():
@@ -154,6 +159,27 @@ def serving(
             engine.channel.close()
             channel.close()
     store.close()
+
+
+def test_a_disk_that_is_too_small_is_told_once_an_hour_and_with_the_figures(
+    tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock(NOW - 3000)
+    with open_store(tmp_path / "store", clock) as store:
+        for i in range(300):
+            put(store, make_record(f"{i}", now=clock.now()))
+            clock.advance(10)
+    with serving(tmp_path / "store", arena) as engine:
+        for _ in range(3):  # figures come with each sweep, although nothing is stored
+            engine.stats = None
+            wait_until(engine.hears_stats, "figures")
+    assert engine.stats is not None
+    shortfall = engine.stats.lifetimes.shortfall
+    assert "`24h` promises 1d, but at the present write rate of" in shortfall
+    assert shortfall.endswith("would do, it is `4 MiB`")
+    told = [each.message for each in caplog.records if "too small" in each.message]
+    assert len(told) == 1
+    assert told[0].startswith("the disk tier is too small: `24h` promises 1d")
 
 
 @pytest.mark.parametrize("label", ["reserve:before", "write:before", "commit:before"])

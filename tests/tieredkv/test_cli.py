@@ -14,8 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.fakes import FakeClock
 from tests.serving import heed_ctrl_c
-from tests.storage.blocks import make_record, open_store, put
+from tests.storage.blocks import digest, make_record, open_store, put
 from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
 from tieredkv.cli.main import cli
@@ -32,6 +33,7 @@ from tieredkv.errors import (
 )
 from tieredkv.storage import calls
 from tieredkv.storage.results import short_id
+from tieredkv.units import format_duration
 
 VERBS = ["serve", "generate", "bench ttft", *calls.VERBS, "doctor", "config show"]
 
@@ -314,6 +316,26 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert evicted["freed_bytes"] == planned["freed_bytes"]
     assert ask(stored, "ls") == {"chains": []}
     assert tieredkv("ls", "--disk-dir", str(stored)).stdout == "nothing is stored\n"
+
+
+def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_path: Path) -> None:
+    clock, path = FakeClock(time.time() - 3000), tmp_path / "store"
+    with open_store(path, clock, budget_bytes=3 << 20) as store:
+        for i in range(300):
+            put(store, make_record(f"{i}", now=clock.now()))
+            clock.advance(10)
+    shown = tieredkv("df", "--disk-dir", str(path), "-v")
+    assert shown.returncode == 0
+    lifetimes = ask(path, "df")["disk"]["lifetimes"]  # type: ignore[index]
+    [row] = [line.split() for line in shown.stdout.splitlines() if line.startswith(" 24h ")]
+    assert (row[0], row[2:4]) == ("24h", ["KiB", "1d"])
+    assert float(row[1]) == pytest.approx(12_288 / 10 / 1024, rel=0.01)
+    assert str(lifetimes["num_evicted"]["24h"]) in row
+    assert format_duration(lifetimes["evicted_age_p1_s"]["24h"]) in " ".join(row)
+    warning = shown.stdout.splitlines()[-1]
+    assert warning.startswith("warning: the disk tier is too small: `24h` promises 1d, but at the")
+    assert "would do, it is `3 MiB`" in warning
+    assert f" {digest('tenant').hex()[:16]} " in shown.stdout
 
 
 def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Path) -> None:

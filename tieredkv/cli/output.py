@@ -16,6 +16,7 @@ from rich.table import Table
 from tieredkv.units import format_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Rows = Sequence[Mapping[str, object]]
 
 PIPE_COLUMNS = 200
 """Width of tables if stdout is not a terminal."""
@@ -31,16 +32,18 @@ class Answer(NamedTuple):
     Attributes:
         document: the JSON document that `--json` prints.
         rows: rows of the table for people.
-        lines: text lines below the table.
+        lines: text lines below the tables.
         texts: how many columns of the table are text; the columns after them are numbers.
         is_problem: whether the exit code is 1.
+        more: rows of further tables, each with the number of its columns that are text.
     """
 
     document: object
-    rows: Sequence[Mapping[str, object]] = ()
+    rows: Rows = ()
     lines: Sequence[str] = ()
     texts: int = 99
     is_problem: bool = False
+    more: Sequence[tuple[Rows, int]] = ()
 
 
 class Listing(NamedTuple):
@@ -73,8 +76,9 @@ def answering(verb: Callable[..., Answer | Listing]) -> Any:
             return 0
         if as_json:
             print_json(found.document)
-        elif found.rows:
-            print_table(found.rows, texts=found.texts)
+        for rows, texts in () if as_json else ((found.rows, found.texts), *found.more):
+            if rows:
+                print_table(rows, texts=texts)
         for line in () if as_json else found.lines:
             click.echo(line)
         return int(found.is_problem)
@@ -109,7 +113,7 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, ensure_ascii=False))
 
 
-def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> None:
+def print_table(rows: Rows, *, texts: int = 99) -> None:
     """Write rows as a table to stdout; the first columns are text, the others numbers.
 
     Columns whose name ends with `_all` are left out.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
@@ -16,8 +17,8 @@ from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.control import StoreControl, document
-from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, short_id
-from tieredkv.types import Tier
+from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
+from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
 
 SHORT_HEX = 12
@@ -54,16 +55,28 @@ def control_of(settings: Settings) -> StoreControl:
 
 
 @store_verb
-def df(store: StoreControl) -> Answer:
-    """Show how many blocks and bytes each tier holds.
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also show what each namespace holds on disk. This reads the whole index.",
+)
+def df(store: StoreControl, verbose: bool) -> Answer:
+    """Show how many blocks and bytes each tier holds, and how long the disk keeps them.
 
     While the server is stopped, only the disk tier holds anything.
 
+    The second table has a row for each retention policy of blocks on disk. `expected` is the age at
+    which a block will leave the disk at the present write rate, which is that of the last one to
+    two hours. `evicted` and `expired` count the blocks of the last one to two days. 1 % of the
+    evicted ones were not older than `p1 age`, and half of them were not older than `p50 age`.
+
     \b
-    Example:
+    Examples:
       tieredkv df --disk-dir ./kv
+      tieredkv df --disk-dir ./kv -v
     """
-    answer, rows, lines = store.df(), [], []
+    answer, rows, lines = store.df(verbose=verbose), [], []
     for tier in Tier:
         stats = answer.get(tier) or {}
         sizes = {key: stats.get(f"bytes_{key}") for key in SIZES}
@@ -76,7 +89,46 @@ def df(store: StoreControl) -> Answer:
         lines.append(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
     writer = answer.get("writer_pid")
     lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
-    return Answer(answer, rows, lines, texts=1)
+    lifetimes = msgspec.convert(disk["lifetimes"], Lifetimes)
+    if lifetimes.shortfall:
+        lines.append(f"warning: the disk tier is too small: {lifetimes.shortfall}")
+    uses = [
+        {
+            "tenant": use["namespace"][: 2 * TENANT_BYTES],
+            "namespace": use["namespace"][:SHORT_HEX],
+            "root": use["root"][:SHORT_HEX],
+            "blocks": use["blocks"],
+            "size": format_bytes(use["bytes"]),
+            "idle": format_duration(max(0.0, time.time() - use["last_used"])),
+        }
+        for use in answer.get("namespaces", ())
+    ]
+    more = [(_rows_of(lifetimes), 1), (uses, 3)]
+    return Answer(answer, rows, lines, texts=1, more=more)
+
+
+def _rows_of(lifetimes: Lifetimes) -> list[dict[str, object]]:
+    """Return the rows of the table of retention policies."""
+
+    def duration(seconds: float | None) -> str | None:
+        return None if seconds is None else format_duration(seconds)
+
+    rows = list[dict[str, object]]()
+    for policy in sorted({*lifetimes.num_evicted, *lifetimes.write_bytes_per_s}):
+        rate = lifetimes.write_bytes_per_s.get(policy)
+        rows.append(
+            {
+                "retention": policy,
+                "written/s": None if rate is None else format_bytes(int(rate)),
+                "promised": duration(lifetimes.promised_s.get(policy)),
+                "expected": duration(lifetimes.expected_s.get(policy)),
+                "evicted": lifetimes.num_evicted.get(policy, 0),
+                "p1 age": duration(lifetimes.evicted_age_p1_s.get(policy)),
+                "p50 age": duration(lifetimes.evicted_age_p50_s.get(policy)),
+                "expired": lifetimes.num_expired.get(policy, 0),
+            }
+        )
+    return rows
 
 
 @store_verb
