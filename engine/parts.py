@@ -35,6 +35,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.known_models import KnownModel, note_model
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
@@ -148,6 +149,14 @@ def build_parts(
     rate_file = None
     if settings.disk_dir is not None:
         rate_file = open_rate_file(settings.disk_dir, tiers, model)
+        known = KnownModel(
+            name=settings.served_model_name or model.name,
+            fingerprint=model.fingerprint.hex(),
+            dtype=spec.dtype,
+            block_size=spec.block_size,
+            hash_algo=settings.hash_algo,
+        )
+        note_model(settings.disk_dir, known)
     if rate_file is not None:
         stack.callback(rate_file.close)
     return Parts(

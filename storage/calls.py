@@ -10,6 +10,7 @@ from typing import Any, ClassVar, get_args
 import msgspec
 
 from tieredkv.errors import ConfigError
+from tieredkv.storage.filters import ChainFilter, sort_key
 from tieredkv.storage.results import ID_HINT, named_blocks
 
 
@@ -53,16 +54,23 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
     """The chains on disk, those whose last block was used last first.
 
     Attributes:
+        filter: see `filters.ChainFilter`; "" for all chains.
+        sort: see `filters.sort_key`; "" for the last used first, which needs no memory for all.
         limit: how many chains to list at most; None for all.
     """
 
     needs_disk: ClassVar[bool] = True
     listed_as: ClassVar[str] = "chains"
 
+    filter: str = ""
+    sort: str = ""
     limit: int | None = None
 
     def check(self) -> None:
-        """Refuse a limit below one."""
+        """Refuse an unknown field, and a limit below one."""
+        ChainFilter(self.filter)
+        if self.sort:
+            sort_key(self.sort, 0.0)
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"`limit` = {self.limit} must be at least 1")
 

@@ -6,10 +6,11 @@ only chooses them.
 """
 
 import math
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import chain, islice, takewhile
@@ -21,10 +22,12 @@ from msgspec.structs import asdict
 
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage import codec
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.filters import ChainFilter, sort_key
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
+from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
 from tieredkv.storage.results import (
     ChainInfo,
@@ -34,6 +37,7 @@ from tieredkv.storage.results import (
     chain_id,
     named_blocks,
 )
+from tieredkv.types import Tier
 
 _KEY_BYTES = 8
 GATHERED_BLOCKS = 1024  # in one step
@@ -269,23 +273,67 @@ def evicting(
     return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids)
 
 
-def listing(
-    store: BlockStore, chains: Chains, limit: int | None = None
-) -> Generator[list[ChainInfo] | None, None, None]:
-    """List chains, those whose last block was used last first, in steps and by pages.
+class InRam(NamedTuple):
+    """The first bytes of the hashes of all blocks in VRAM and in host memory."""
 
-    A chain whose last blocks have gone meanwhile is listed as what is left of it.
+    device: frozenset[bytes] = frozenset()
+    host: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def of(cls, answer: Mapping[str, bytes]) -> "InRam":
+        """Read what an engine tells; see `key_of`."""
+        return cls(*(frozenset(_cut(answer.get(tier, b""))) for tier in cls._fields))
+
+
+def key_of(block_hash: bytes) -> bytes:
+    """Return the first bytes of a hash, by which a block is known in lists."""
+    return block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0")
+
+
+def _cut(keys: bytes) -> list[bytes]:
+    return [keys[start : start + _KEY_BYTES] for start in range(0, len(keys), _KEY_BYTES)]
+
+
+def listing(
+    store: BlockStore, chains: Chains, call: Ls, models: KnownModels, in_ram: InRam
+) -> Generator[list[ChainInfo] | None, None, None]:
+    """List chains as `Ls` wants them, in steps and by pages.
+
+    A chain whose last blocks have gone meanwhile is listed as what is left of it. With `sort`, all
+    chains that match are in memory.
     """
-    now, shared = store.clock.now(), dict[bytes, _Sums]()
     page: list[ChainInfo] = []
-    for leaf in chains.leaves[:limit]:
-        with store.index.reading() as txn:
-            page += _sum_up(txn, chains, leaf, shared, now)
-        is_full = len(page) == PAGE_CHAINS
+    found: Iterator[ChainInfo | None] = _matching(store, chains, call.filter, models, in_ram)
+    if call.sort:
+        matching = list[ChainInfo]()
+        for info in found:
+            matching += [info] if info is not None else []
+            yield None
+        key, is_reverse = sort_key(call.sort, store.clock.now())
+        matching.sort(key=key, reverse=is_reverse)
+        found = iter(matching)
+    left = sys.maxsize if call.limit is None else call.limit
+    for info in found:
+        page += [info] if info is not None else []
+        is_full = len(page) == min(PAGE_CHAINS, left)
         yield page if is_full else None
-        page = [] if is_full else page
+        if is_full:
+            left, page = left - len(page), []
+        if not left:
+            return
     if page:
         yield page
+
+
+def _matching(
+    store: BlockStore, chains: Chains, text: str, models: KnownModels, in_ram: InRam
+) -> Iterator[ChainInfo | None]:
+    """Yield the chains that match a filter, the last used first, and None for others."""
+    now, shared, wanted = store.clock.now(), dict[bytes, _Sums](), ChainFilter(text)
+    for leaf in chains.leaves:
+        with store.index.reading() as txn:
+            found = _sum_up(txn, chains, leaf, shared, now, models, in_ram)
+        yield next((info for info in found if wanted.matches(info, now)), None)
 
 
 def verifying(
@@ -371,6 +419,8 @@ class _Sums(msgspec.Struct):
     """The sums over the first blocks of a chain; see `ChainInfo`."""
 
     blocks: int = 0
+    in_device: int = 0
+    in_host: int = 0
     bytes: int = 0
     stored_bytes: int = 0
     computed_at_min: float = math.inf
@@ -379,9 +429,13 @@ class _Sums(msgspec.Struct):
     last_used_max: float = 0.0
     hits: int = 0
 
-    def add(self, located: Located) -> None:
+    def add(self, located: Located, in_ram: InRam) -> None:
         """Count one more block."""
         record = located.record
+        if in_ram.device or in_ram.host:
+            key = key_of(record.block_hash)
+            self.in_device += key in in_ram.device
+            self.in_host += key in in_ram.host
         self.blocks += 1
         self.bytes += record.size_bytes
         self.stored_bytes += located.payload_bytes
@@ -393,7 +447,13 @@ class _Sums(msgspec.Struct):
 
 
 def _sum_up(
-    txn: IndexTxn, chains: Chains, leaf: int, shared: dict[bytes, _Sums], now: float
+    txn: IndexTxn,
+    chains: Chains,
+    leaf: int,
+    shared: dict[bytes, _Sums],
+    now: float,
+    models: KnownModels,
+    in_ram: InRam,
 ) -> list[ChainInfo]:
     """Describe a chain, if anything of its own is left.
 
@@ -404,6 +464,8 @@ def _sum_up(
         shared: sums up to blocks where chains part, so that what they share is summed up once; the
             latest few are kept.
         now: what has expired by then is not there.
+        models: name the chains.
+        in_ram: which blocks have other copies.
     """
     path: list[Located] = []
     sums = _Sums()
@@ -416,14 +478,15 @@ def _sum_up(
         return []
     first = path[-1]
     for located, following in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
-        sums.add(located)
+        sums.add(located, in_ram)
         block_hash = located.record.block_hash
         if following is not None and chains.num_children(block_hash) > 1:
             shared[block_hash] = copy(sums)
             if len(shared) > _MAX_SHARED_SUMS:
                 del shared[next(iter(shared))]
             first = following
-    last = path[0].record
+    last, summed = path[0].record, asdict(sums)
+    model = models.of(last.root, last.namespace)
     info = ChainInfo(
         id=chain_id(first.record.block_hash, last.block_hash),
         namespace=last.namespace.hex(),
@@ -431,7 +494,14 @@ def _sum_up(
         last_position=last.position,
         retention=last.retention,
         last_used=last.last_used,
-        **asdict(sums),
+        model=None if model is None else model.name,
+        tokens=None if model is None else model.block_size * sums.blocks,
+        blocks_by_tier={
+            Tier.DEVICE: summed.pop("in_device"),
+            Tier.HOST: summed.pop("in_host"),
+            Tier.DISK: sums.blocks,
+        },
+        **summed,
     )
     return [info]
 

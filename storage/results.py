@@ -71,6 +71,10 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
         blocks: stored blocks, those shared with other chains included.
         last_position: position of the last block; `blocks - 1` where there is no hole.
         bytes, stored_bytes: size of these blocks, and of their payloads as they are on disk.
+        model: name of the model; None where it is not known.
+        tokens: of these blocks; None where the model is not known.
+        blocks_by_tier: how many of these blocks each tier has. What only VRAM and host memory have
+            is not listed.
         retention: retention policy of the last block.
         last_used: last use of the last block; `last_used_max` is that of any of the blocks.
     """
@@ -82,6 +86,9 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     last_position: int
     bytes: int
     stored_bytes: int
+    model: str | None = None
+    tokens: int | None = None
+    blocks_by_tier: dict[Tier, int] = {}
     retention: str
     computed_at_min: float
     computed_at_max: float
@@ -89,6 +96,11 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     last_used: float
     last_used_max: float
     hits: int
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers that have some of it, the fastest first."""
+        return [tier for tier in Tier if self.blocks_by_tier.get(tier)]
 
 
 class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from tieredkv.errors import (
 from tieredkv.storage import chain_blocks, inspection
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Verify
 from tieredkv.storage.control_server import Caller
+from tieredkv.storage.known_models import KnownModels, read_models
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ID_HINT, BlockInfo, StoreStats, VerifyResult, named_blocks
 from tieredkv.storage.worker_messages import ControlPage, ControlRequest, EngineAnswer
@@ -99,7 +100,9 @@ class Verbs:
                 return answer | (self._namespaces(caller) if verbose else {})
             case Ls():
                 chains = self._gather(caller)
-                steps = inspection.listing(self.store, chains, call.limit)
+                models = KnownModels(read_models(self.store.path))
+                in_ram = inspection.InRam.of(self._ask(call, caller))
+                steps = inspection.listing(self.store, chains, call, models, in_ram)
                 for page in self._steps(steps, caller):
                     caller.send_page(ControlPage(chains=page))
                 return {}

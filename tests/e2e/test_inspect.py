@@ -70,6 +70,14 @@ def test_a_server_and_its_stopped_store_tell_of_a_prompt_and_of_a_chain(tmp_path
         assert sum(again["by_tier"].values()) == again["prompt_tokens"] // 16 * 16
 
         [chain, *_] = ask_store(folder, "ls")["chains"]
+        assert (chain["model"], chain["tokens"]) == ("tiny-random", 16 * chain["blocks"])
+        assert chain["blocks_by_tier"]["disk"] == chain["blocks"]
+        in_ram = ask_store(folder, "ls", "--filter", "tier=host,model=tiny-random")["chains"]
+        assert in_ram and all(each["blocks_by_tier"]["host"] for each in in_ram)
+        listed = http.post(url.replace("inspect", "ls"), json={"filter": "size>1GB"}).json()
+        assert listed == {"chains": []}
+        refused = http.post(url.replace("inspect", "ls"), json={"filter": "sise>1GB"})
+        assert refused.status_code == 400 and "did you mean `size`" in refused.text
         live = ask_store(folder, "inspect", chain["id"])["chain"]
         assert [block["position"] for block in live] == [*range(len(live))]
         assert http.post(url, json={"id": chain["id"]}).json()["chain"] == live

@@ -15,10 +15,12 @@ from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
+from tieredkv.storage.inspection import InRam
+from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
 from tieredkv.storage.worker_messages import StoreOptions
@@ -215,7 +217,8 @@ def chains(store: BlockStore) -> list[ChainInfo]:
     """List all chains, in all steps."""
     gathered = end_of(inspection.gathering(store))
     gathered.arrange()
-    return [each for page in inspection.listing(store, gathered) for each in page or ()]
+    pages = inspection.listing(store, gathered, Ls(), KnownModels([]), InRam())
+    return [each for page in pages for each in page or ()]
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

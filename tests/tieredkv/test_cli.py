@@ -19,6 +19,7 @@ from tests.serving import heed_ctrl_c
 from tests.storage.blocks import digest, make_record, open_store, put
 from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
+from tieredkv.cli import output
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
 from tieredkv.clock import Clock
@@ -336,6 +337,19 @@ def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_pa
     assert warning.startswith("warning: the disk tier is too small: `24h` promises 1d, but at the")
     assert "would do, it is `3 MiB`" in warning
     assert f" {digest('tenant').hex()[:16]} " in shown.stdout
+
+
+def test_a_row_becomes_a_paragraph_where_the_table_is_too_wide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": "1f9c", "last_hit": "1h 2m", "hits": 3}]
+    output.print_table(rows)
+    assert [line.split() for line in capsys.readouterr().out.splitlines() if "1f9c" in line] == [
+        ["1f9c", "1h", "2m", "3"]
+    ]
+    monkeypatch.setattr(output, "PIPE_COLUMNS", 18)
+    output.print_table(rows)
+    assert capsys.readouterr().out == "1f9c\n  last hit 1h 2m,\n  hits 3\n"
 
 
 def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Path) -> None:

@@ -165,6 +165,11 @@ class BlockPool:
         """Evictable blocks that are evicted first, in that order."""
         return self._duplicates
 
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """The hashes of all blocks whose bytes are complete."""
+        return [block_hash for block_hash, block in self._index.items() if block.is_ready]
+
     def lookup(self, block_hash: BlockHash) -> Block | None:
         """Return the block of this hash, ready or not; no side effect."""
         return self._index.get(block_hash)

@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from tieredkv.units import format_bytes
@@ -20,6 +22,9 @@ Rows = Sequence[Mapping[str, object]]
 
 PIPE_COLUMNS = 200
 """Width of tables if stdout is not a terminal."""
+
+MOST_COLUMNS = 10_000
+"""More than any table has."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Answer with one JSON document on the last line."
@@ -116,7 +121,8 @@ def print_json(document: object) -> None:
 def print_table(rows: Rows, *, texts: int = 99) -> None:
     """Write rows as a table to stdout; the first columns are text, the others numbers.
 
-    Columns whose name ends with `_all` are left out.
+    Columns whose name ends with `_all` are left out. On a terminal that is too narrow for the
+    table, each row is written as a paragraph.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(key for row in rows for key in row if not key.endswith("_all"))
@@ -128,7 +134,16 @@ def print_table(rows: Rows, *, texts: int = 99) -> None:
             table.add_column(title, justify="right")
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in names))
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
+    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    unbounded = console.options.update_width(MOST_COLUMNS)
+    if Measurement.get(console, unbounded, table).maximum <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        head, *others = ((name, _cell(name, row.get(name))) for name in names)
+        text = ", ".join(f"{name.replace('_', ' ')} {cell}" for name, cell in others)
+        click.echo(head[1])
+        click.echo(textwrap.fill(text, console.width, initial_indent="  ", subsequent_indent="  "))
 
 
 def _cell(name: str, value: object) -> str:

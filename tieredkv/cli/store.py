@@ -131,35 +131,64 @@ def _rows_of(lifetimes: Lifetimes) -> list[dict[str, object]]:
     return rows
 
 
+filter_option = click.option(
+    "--filter",
+    metavar="CONDITIONS",
+    help="Take only chains for which all conditions hold, such as tier=host,idle>1h.",
+)
+
+
 @store_verb
+@filter_option
+@click.option(
+    "--sort",
+    metavar="FIELD",
+    help="Sort by a field of --filter; - before it puts the largest first. By default the last "
+    "used come first.",
+)
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List at most N chains.")
-def ls(store: StoreControl, limit: int | None) -> Listing:
+def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | None) -> Listing:
     """List the chains of blocks on disk, the most recently used first.
 
-    A chain is a prompt's blocks up to one that no other block follows. `evict` takes the ids.
+    A chain is a prompt's blocks up to one that no other block follows. `inspect` and `evict` take
+    the ids.
+
+    \b
+    Conditions of --filter, with commas between them:
+      tier=host                 some block is in this tier: device, host or disk
+      idle>1h, age>2d           time since the last use, and since the oldest block was computed
+      expires<10m               time until the first block expires
+      size>1GB, tokens>=8192    also: blocks, hits
+      ns=1f9c                   first digits of the namespace
+      model=NAME, retention=24h
+
+    Equality is = or !=. Quote a filter with < or > in a shell.
 
     \b
     Examples:
       tieredkv ls --disk-dir ./kv
-      tieredkv ls --disk-dir ./kv --limit 20
+      tieredkv ls --disk-dir ./kv --filter 'idle>1h,size>1GB' --sort -size --limit 20
     """
-    call, now = Ls(limit=limit), time.time()
+    call, now = Ls(filter=filter or "", sort=sort or "", limit=limit), time.time()
+    call.check()
 
     def as_row(chain: ChainInfo) -> dict[str, object]:
         return {
             "id": short_id(chain.id, SHORT_HEX),
             "namespace": chain.namespace[:SHORT_HEX],
             "retention": chain.retention,
-            "blocks": chain.blocks,
+            "tiers": " ".join(chain.tiers),
+            "tokens": chain.tokens,
             "size": format_bytes(chain.bytes),
-            "ratio": chain.bytes / chain.stored_bytes,
-            "idle": format_duration(max(0.0, now - chain.last_used)),
+            "age": format_duration(max(0.0, now - chain.computed_at_min)),
             "expires in": format_duration(max(0.0, chain.expires_at_min - now)),
+            "last hit": format_duration(max(0.0, now - chain.last_used)),
             "hits": chain.hits,
         }
 
     as_json = functools.partial(document, call)
-    return Listing(store.pages(call), as_json, as_row, "nothing is stored", texts=3)
+    nothing = "no chain matches" if call.filter else "nothing is stored"
+    return Listing(store.pages(call), as_json, as_row, nothing, texts=3)
 
 
 @store_verb

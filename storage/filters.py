@@ -1,0 +1,144 @@
+"""Filters of chains as people write them: `tier=disk,idle>1h,size>1GB,ns=1f9c`.
+
+This module knows the fields of a chain, and how they are compared and sorted.
+"""
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tieredkv.errors import ConfigError
+from tieredkv.storage.results import ChainInfo
+from tieredkv.types import Tier
+from tieredkv.units import parse_bytes, parse_duration
+
+_ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "=": operator.eq,
+}
+_CONDITION = re.compile(r"\s*(\w*)\s*(!=|>=|<=|>|<|=)\s*(.*?)\s*", re.DOTALL)
+
+
+class Field(NamedTuple):
+    """A field of a chain.
+
+    Attributes:
+        of: returns its value now; None if it is not known.
+        parse: reads a value that it is compared with.
+        equals: for a text, whether it equals what is written; texts have no order.
+    """
+
+    of: Callable[[ChainInfo, float], Any]
+    parse: Callable[[str], Any]
+    equals: Callable[[Any, str], bool] | None = None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"`{text}` is not a whole number")
+    return int(text)
+
+
+def _tier(text: str) -> Tier:
+    if (name := text.lower()) not in [*Tier]:
+        raise ConfigError(f"`{text}` is no tier; the tiers are {', '.join(Tier)}")
+    return Tier(name)
+
+
+FIELDS: Mapping[str, Field] = {
+    "tier": Field(lambda chain, _: chain.tiers, _tier, lambda tiers, name: name in tiers),
+    "ns": Field(lambda chain, _: chain.namespace, str.lower, str.startswith),
+    "model": Field(lambda chain, _: chain.model or "", str, operator.eq),
+    "retention": Field(lambda chain, _: chain.retention, str, operator.eq),
+    "size": Field(lambda chain, _: chain.bytes, parse_bytes),
+    "tokens": Field(lambda chain, _: chain.tokens, _count),
+    "blocks": Field(lambda chain, _: chain.blocks, _count),
+    "hits": Field(lambda chain, _: chain.hits, _count),
+    "age": Field(lambda chain, now: now - chain.computed_at_min, parse_duration),
+    "idle": Field(lambda chain, now: now - chain.last_used, parse_duration),
+    "expires": Field(lambda chain, now: chain.expires_at_min - now, parse_duration),
+}
+"""By their names. Durations count from now, and `ns` is compared with first digits."""
+
+
+class Condition(NamedTuple):
+    """One condition of a filter: how a field is compared, and with what."""
+
+    field: str
+    sign: str
+    value: Any
+
+    def holds(self, chain: ChainInfo, now: float) -> bool:
+        """Return whether it holds for a chain; not where the field is not known."""
+        field = FIELDS[self.field]
+        if (value := field.of(chain, now)) is None:
+            return False
+        equals = field.equals or _ORDERS.get(self.sign, operator.eq)
+        return bool(equals(value, self.value)) != (self.sign == "!=")
+
+
+class ChainFilter:
+    """Conditions that all have to hold.
+
+    Args:
+        text: conditions with commas between them; "" for none.
+
+    Raises:
+        ConfigError: a condition is none, its field is unknown (the nearest one is named), or its
+            value is not one of that field.
+    """
+
+    def __init__(self, text: str) -> None:
+        parts = text.split(",") if text.strip() else []
+        self.conditions = [_parse(part) for part in parts]
+
+    def matches(self, chain: ChainInfo, now: float) -> bool:
+        """Return whether a chain matches."""
+        return all(condition.holds(chain, now) for condition in self.conditions)
+
+
+def _parse(part: str) -> Condition:
+    match = _CONDITION.fullmatch(part)
+    if match is None or not match[1] or not match[3]:
+        what = f"`{part.strip()}` is no condition of a filter"
+        raise ConfigError(f"{what}; write one such as `idle>1h`, `size>1GB` or `tier=disk`")
+    name, sign, text = match.groups()
+    field = _field(name, "filter")
+    if field.equals is not None and sign not in ("=", "!="):
+        raise ConfigError(f"`{part.strip()}`: `{name}` can only be compared with = or !=")
+    try:
+        return Condition(name, sign, field.parse(text))
+    except ConfigError as error:
+        raise ConfigError(f"`{part.strip()}`: {error}") from None
+
+
+def _field(name: str, what: str) -> Field:
+    if (field := FIELDS.get(name)) is None:
+        near = difflib.get_close_matches(name, [*FIELDS], n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"the fields are {', '.join(FIELDS)}"
+        raise ConfigError(f"a {what} has no field `{name}`\nhint: {hint}")
+    return field
+
+
+def sort_key(text: str, now: float) -> tuple[Callable[[ChainInfo], Any], bool]:
+    """Return a key by which chains are sorted, and whether the largest come first.
+
+    Args:
+        text: a field, with a `-` before it for the largest first.
+        now: the time.
+
+    Raises:
+        ConfigError: there is no such field.
+    """
+    field = _field(text.removeprefix("-"), "list")
+
+    def key(chain: ChainInfo) -> Any:
+        value = field.of(chain, now)
+        return value is not None, value, chain.id
+
+    return key, text.startswith("-")

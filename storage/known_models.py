@@ -1,0 +1,94 @@
+"""The models whose blocks a store has or had, in a file in its folder, so that chains have names.
+
+A block's root is a digest of the model's fingerprint among others. The file has what the roots of a
+model are made of. Without it, or without a model in it, chains are listed without name and tokens.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tieredkv.hashing import model_root
+from tieredkv.types import HashAlgo, KVSpec
+
+logger = logging.getLogger(__name__)
+
+NAME = "models.json"
+MOST_MODELS = 64
+MOST_BYTES = 1 << 20
+
+
+class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One model, by what its roots are made of.
+
+    Attributes:
+        name: for people.
+        fingerprint: in hex.
+        dtype: of keys and values.
+        block_size: tokens a block.
+        hash_algo: which hash names its blocks.
+    """
+
+    name: str
+    fingerprint: str
+    dtype: str
+    block_size: int
+    hash_algo: HashAlgo
+
+    def root(self, namespace: bytes) -> bytes:
+        """Return the root of this model's chains in a namespace."""
+        heads = {"num_layers": 0, "num_kv_heads": 0, "head_dim": 0}  # are not part of it
+        spec = KVSpec(**heads, dtype=self.dtype, block_size=self.block_size)
+        return model_root(bytes.fromhex(self.fingerprint), spec, namespace, algo=self.hash_algo)
+
+
+class KnownModels:
+    """Tells whose a chain is.
+
+    Args:
+        models: as `read_models` returns them.
+    """
+
+    def __init__(self, models: Sequence[KnownModel]) -> None:
+        self._models = models
+        self._of_root: dict[bytes, KnownModel | None] = {}
+
+    def of(self, root: bytes, namespace: bytes) -> KnownModel | None:
+        """Return the model of a chain; None if it is not known."""
+        if root not in self._of_root:
+            models = (model for model in self._models if model.root(namespace) == root)
+            self._of_root[root] = next(models, None)
+        return self._of_root[root]
+
+
+def read_models(folder: str | Path) -> list[KnownModel]:
+    """Read the file in a store's folder; models that cannot be read are not known."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(Path(folder, NAME), flags), "rb") as file:
+            return msgspec.json.decode(file.read(MOST_BYTES), type=list[KnownModel])
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("`%s` in `%s` cannot be read: %s", NAME, folder, error)
+    return []
+
+
+def note_model(folder: str | Path, model: KnownModel) -> None:
+    """Add a model to the file; where that fails, its chains have no name."""
+    known = [each for each in read_models(folder) if each != model]
+    text = msgspec.json.encode([*known, model][-MOST_MODELS:]) + b"\n"
+    draft = Path(folder, f"{NAME}.tmp")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(text)
+        draft.rename(Path(folder, NAME))
+    except OSError as error:
+        logger.warning("`%s` in `%s` cannot be written: %s", NAME, folder, error)

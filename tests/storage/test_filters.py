@@ -1,0 +1,173 @@
+"""Filters of chains, as people write them, and the lists that they leave."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.storage.blocks import make_record, open_store, put
+from tieredkv.clock import Clock
+from tieredkv.errors import ConfigError
+from tieredkv.storage.calls import Ls
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.filters import FIELDS, ChainFilter, sort_key
+from tieredkv.storage.known_models import NAME, KnownModel, note_model, read_models
+from tieredkv.storage.results import ChainInfo
+from tieredkv.types import Tier
+
+NOW = 1_000_000.0
+CHAIN = ChainInfo(
+    id="a" * 32 + "-" + "b" * 32,
+    namespace="c0ffee",
+    root="d",
+    blocks=10,
+    last_position=9,
+    bytes=2 << 30,
+    stored_bytes=1 << 30,
+    model="m",
+    tokens=160,
+    blocks_by_tier={Tier.DEVICE: 0, Tier.HOST: 4, Tier.DISK: 10},
+    retention="24h",
+    computed_at_min=NOW - 7200,
+    computed_at_max=NOW - 7000,
+    expires_at_min=NOW + 600,
+    last_used=NOW - 60,
+    last_used_max=NOW - 60,
+    hits=3,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_match"),
+    [
+        ("", True),
+        ("tier=disk", True),
+        ("tier=HOST", True),
+        ("tier=device", False),
+        ("tier!=device", True),
+        ("idle>59s, idle<2m", True),
+        ("idle>1h", False),
+        ("age>=2h", True),
+        ("expires<10m", False),
+        ("expires<=10m", True),
+        ("size>1GB", True),
+        ("size>2GiB", False),
+        ("size=2GiB", True),
+        ("size!=2GiB", False),
+        ("tokens>100,blocks=10,hits<4", True),
+        ("ns=c0f", True),
+        ("ns=C0F", True),
+        ("ns=0f", False),
+        ("model=m", True),
+        ("model!=m", False),
+        ("retention=24h", True),
+        ("retention=24", False),
+        ("tier=disk,idle>1h", False),
+    ],
+)
+def test_all_conditions_have_to_hold(text: str, is_match: bool) -> None:
+    assert ChainFilter(text).matches(CHAIN, NOW) is is_match
+
+
+def test_what_is_not_known_matches_no_number() -> None:
+    unknown = msgspec.structs.replace(CHAIN, tokens=None, model=None)
+    assert not ChainFilter("tokens>0").matches(unknown, NOW)
+    assert not ChainFilter("tokens!=5").matches(unknown, NOW)
+    assert ChainFilter("model!=m").matches(unknown, NOW)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sze>1GB", "no field `sze`\nhint: did you mean `size`?"),
+        ("namespace=a", "no field `namespace`\nhint: the fields are tier, ns,"),
+        ("idle", "`idle` is no condition of a filter"),
+        ("idle>", "`idle>` is no condition"),
+        ("idle>1h,,size>1", "`` is no condition"),
+        ("idle>1 parsec", "`idle>1 parsec`: `1 parsec` is not a duration"),
+        ("size>big", "`size>big`: `big` is not a size"),
+        ("hits>x", "`hits>x`: `x` is not a whole number"),
+        ("tier>disk", "`tier` can only be compared with = or !="),
+        ("tier=ssd", "`tier=ssd`: `ssd` is no tier"),
+    ],
+)
+def test_a_mistake_is_named(text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChainFilter(text)
+    assert told in str(caught.value)
+
+
+def test_every_field_sorts_and_a_minus_reverses() -> None:
+    for name in FIELDS:
+        key, is_reverse = sort_key(f"-{name}", NOW)
+        assert is_reverse and key(CHAIN)[0] is True
+    with pytest.raises(ConfigError, match="did you mean `size`"):
+        sort_key("sizes", NOW)
+
+
+def fill(folder: Path) -> KnownModel:
+    """Make a store with five chains of 1 to 5 blocks; return the model of three of them."""
+    model = KnownModel(
+        name="m", fingerprint="ab" * 32, dtype="float32", block_size=16, hash_algo="sha256"
+    )
+    namespace, now = b"n" * 32, Clock().now()
+    with open_store(folder, Clock(), budget_bytes=64 << 20) as store:
+        for length in range(1, 6):
+            root = model.root(namespace) if length < 4 else b"other" * 6
+            records = [
+                make_record(
+                    f"{length}",
+                    position,
+                    now=now,
+                    size_bytes=100,
+                    root=root,
+                    namespace=namespace,
+                    last_used=now - 100 * length,
+                )
+                for position in range(length)
+            ]
+            put(store, *records)
+    note_model(folder, model)
+    return model
+
+
+def blocks(folder: Path, **how: object) -> list[int]:
+    """Return the lengths of the chains that `ls` lists."""
+    call = Ls(**how)  # type: ignore[arg-type]
+    return [chain.blocks for page in StoreControl(folder).pages(call) for chain in page]
+
+
+def test_a_list_is_filtered_sorted_and_cut(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    fill(folder)
+    [page] = StoreControl(folder).pages(Ls())
+    assert [(it.blocks, it.model, it.tokens) for it in page] == [
+        *((1, "m", 16), (2, "m", 32), (3, "m", 48)),
+        *((4, None, None), (5, None, None)),
+    ]
+    assert page[0].blocks_by_tier == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 1}
+    assert blocks(folder, filter="model=m", limit=2) == [1, 2]
+    assert blocks(folder, filter="idle>250s,tier=disk") == [3, 4, 5]
+    assert blocks(folder, sort="-size", limit=2) == [5, 4]
+    assert blocks(folder, sort="idle") == [1, 2, 3, 4, 5]
+    assert blocks(folder, sort="-tokens") == [3, 2, 1, *blocks(folder, sort="-tokens")[3:]]
+    assert blocks(folder, filter="hits>0") == []
+    with pytest.raises(ConfigError, match="`limit` = 0"):
+        blocks(folder, limit=0)
+
+
+def test_models_are_noted_once_and_a_damaged_file_is_none(tmp_path: Path) -> None:
+    model = KnownModel(
+        name="m", fingerprint="ab", dtype="float32", block_size=16, hash_algo="sha256"
+    )
+    other = KnownModel(
+        name="o", fingerprint="cd", dtype="float32", block_size=16, hash_algo="sha256"
+    )
+    for each in (model, other, model):
+        note_model(tmp_path, each)
+    assert read_models(tmp_path) == [other, model]
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+    (tmp_path / NAME).write_text("{")
+    assert read_models(tmp_path) == []
+    note_model(tmp_path, model)
+    assert read_models(tmp_path) == [model]
