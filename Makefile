@@ -9,12 +9,13 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # set TORCH_INDEX_URL to the index that holds the CPU builds.
 CPU_TORCH := torch==2.13.0
 
+BROWSER := $(shell which chromium-headless-shell chromium chromium-browser google-chrome 2>/dev/null | head -1)
 CLIENTS := .venv-clients
 VLLM := .venv-vllm
 # With a GPU, shapes and a length that leave something to save.
 DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --prefix-tokens 2048)
 
-.PHONY: help setup demo test test-full test-clients test-vllm lint types cpu-tests format reference clean
+.PHONY: help setup demo test test-full test-clients test-vllm browser lint types cpu-tests format reference clean
 
 help:
 	@echo "make setup         virtual environment in $(VENV), the package and its development tools"
@@ -46,9 +47,15 @@ cpu-tests: setup
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 		$(BIN)/pytest -q -m "not gpu and not slow and not stress and not clients" -n 4 --dist loadfile
 
-test-full: lint types
-	@$(BIN)/pytest -q -m "not gpu and not clients"
+test-full: lint types browser
+	@$(BIN)/pytest -q -rs -m "not gpu and not clients"
 	@$(if $(HAS_GPU),$(BIN)/pytest -q -m gpu,echo "not run: the gpu tests, there is no GPU here")
+
+# A Chromium of the system will do. Without one, playwright downloads its own, if it can.
+browser: setup
+	@$(BIN)/python -m pip install --quiet --group browser || echo "not run: the page in a browser, playwright cannot be installed"
+	@$(if $(BROWSER),true,timeout 300 $(BIN)/playwright install --only-shell chromium \
+		|| echo "not run: the page in a browser, there is no Chromium here")
 
 # What cannot be installed is named, and its tests are skipped with the reason.
 test-clients: setup

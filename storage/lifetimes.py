@@ -118,9 +118,9 @@ class LifetimeCounts(msgspec.Struct, array_like=True):
     def figures(self, now: float, *, budget_bytes: int, other_bytes: int) -> Lifetimes:
         """Return what the counts say.
 
-        The longest unused block is evicted first, whatever its policy. So a block stays until as
-        many bytes as there is room for were written after it, unless it expires sooner. Uses of
-        stored blocks, pins and the tenants' shares of the disk are left out of this estimate.
+        The longest unused block is evicted first, whatever its policy. So blocks stay, on average,
+        until as many bytes as there is room for were written after them (Little's law), unless they
+        expire sooner. A block that is used again stays longer than that, and others shorter.
 
         Args:
             now: seconds since the epoch.
@@ -190,7 +190,7 @@ def _shortfall(told: Lifetimes, budget_bytes: int) -> str:
     measured, kept = format_duration(told.measured_s), format_duration(kept_s[policy])
     return (
         f"`{policy}` promises {format_duration(promised_s[policy])}, but at the present write rate "
-        f"of {rate}/s (of the last {measured}) a block is evicted when it is {kept} old; "
-        f"`disk_size` = `{format_bytes(told.needed_bytes or 0)}` would do, it is "
+        f"of {rate}/s (of the last {measured}) blocks are evicted when they are {kept} old on "
+        f"average; `disk_size` = `{format_bytes(told.needed_bytes or 0)}` would do, it is "
         f"`{format_bytes(budget_bytes)}`"
     )

@@ -27,7 +27,7 @@ from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
@@ -411,8 +411,13 @@ class BlockStore:
         with self._changing() as txn:
             txn.meta.needs_rebuild = True
 
-    def stats(self) -> StoreStats:
-        """Return the store's counters and sizes as of now."""
+    def stats(self, lifetimes: Lifetimes | None = None) -> StoreStats:
+        """Return the store's counters and sizes as of now.
+
+        Args:
+            lifetimes: what to tell of them; None for what they are now, which takes far longer to
+                find out than the other figures.
+        """
         with self.index.reading() as txn:
             totals, noted, counts = txn.meta.totals, txn.meta.bytes_written, txn.meta.lifetimes
         return StoreStats(
@@ -441,7 +446,7 @@ class BlockStore:
             decompression_rate=self._files.unpacking.bytes_per_s,
             direct_io=self._files.direct_io,
             punch_hole=self._files.punch_hole,
-            lifetimes=self._space.lifetimes(counts, self.clock.now()),
+            lifetimes=lifetimes or self._space.lifetimes(counts, self.clock.now()),
         )
 
     @property

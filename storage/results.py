@@ -175,7 +175,7 @@ class Lifetimes(msgspec.Struct, kw_only=True):
         write_bytes_per_s: the present write rate, in bytes of extents; empty until it was measured
             for ten minutes, like all that is told by it.
         promised_s: from the computation of the blocks that were written to their expiry.
-        expected_s: age at which such a block will leave the disk, by eviction or expiry.
+        expected_s: age at which such blocks will leave the disk on average, evicted or expired.
         needed_bytes: the `disk_size` that would keep every promise; None until the rate is known.
         ages_since: since when evicted and expired blocks count: for the last one or two days.
         evicted_age_p1_s, evicted_age_p50_s: age since their computation of the blocks that had to

@@ -43,6 +43,7 @@ from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
 from tieredkv.storage.reads import Reads
+from tieredkv.storage.results import Lifetimes
 from tieredkv.storage.sweeper import Sweeper
 from tieredkv.storage.touches import GatheredTouches
 from tieredkv.storage.verbs import Verbs
@@ -225,7 +226,7 @@ class StoreService:
         def judge() -> None:
             failed = partial(self._store.read_failed, located, error)
             reason = self._log.attempt("load", failed) or "io_error"
-            self._refresh_stats()
+            self._refresh_stats(self._stats.lifetimes)
             self._front.hand(lambda: tell(reason))
 
         self._changes.hand(judge)
@@ -247,7 +248,7 @@ class StoreService:
         self._changes.wait(0.0 if self._touches.are_due else min(waits_s))
         self._store.check_place()
         self._writes.step()
-        self._refresh_stats()
+        self._refresh_stats(self._stats.lifetimes)  # these are found out at each sweep
         if stored := self._writes.take_ended():
             # Sent by the front thread, so that counters never go back.
             done = messages.Completions([*stored], self._stats)
@@ -273,8 +274,9 @@ class StoreService:
         self._log.attempt("touch", lambda: self._store.claim_or_touch(items))
 
     def _begin_sweep(self) -> None:
-        """Retry what the disk refused, and try compression if that is not decided yet."""
+        """Retry what the disk refused, tell all figures, and try compression if it is undecided."""
         self._deletions.retry_refused()
+        self._refresh_stats()
         self._warn_of_shortfall()
         told = messages.Completions([], self._stats)  # figures that change while nothing is stored
         self._front.hand(lambda: self._channel.send(told))
@@ -288,6 +290,7 @@ class StoreService:
             self._warned_at = now
             logger.warning("the disk tier is too small: %s", shortfall)
 
-    def _refresh_stats(self) -> None:
-        stats = self._log.attempt("stats", self._store.stats) or self._stats
+    def _refresh_stats(self, lifetimes: Lifetimes | None = None) -> None:
+        read = partial(self._store.stats, lifetimes)
+        stats = self._log.attempt("stats", read) or self._stats
         self._stats = replace(stats, store_error=self._writes.last_error)

@@ -9,6 +9,7 @@ import itertools
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -30,10 +31,12 @@ from tieredkv.errors import (
 from tieredkv.storage import chain_blocks, inspection
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Verify
 from tieredkv.storage.control_server import Caller
+from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.known_models import KnownModels, read_models
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ID_HINT, BlockInfo, StoreStats, VerifyResult, named_blocks
 from tieredkv.storage.worker_messages import ControlPage, ControlRequest, EngineAnswer
+from tieredkv.types import TENANT_BYTES
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
@@ -96,7 +99,8 @@ class Verbs:
                 tiers = {"device": None, "host": None, **self._ask(call, caller)}
                 writer_pid = None if self.ask_engine is None else os.getpid()
                 disk = msgspec.to_builtins(self._finish(self._figures(), caller))
-                answer = {**tiers, "disk": disk, "writer_pid": writer_pid}
+                tenants = self._finish(self._tenants(), caller)
+                answer = {**tiers, "disk": disk, "tenants": tenants, "writer_pid": writer_pid}
                 return answer | (self._namespaces(caller) if verbose else {})
             case Ls():
                 chains = self._gather(caller)
@@ -250,6 +254,17 @@ class Verbs:
     def _figures(self) -> Generator[None, None, StoreStats]:
         yield
         return self.store.stats()
+
+    def _tenants(self) -> Generator[None, None, dict[str, Any]]:
+        """Return the blocks and payload bytes on disk by tenant, of those who have the most."""
+        yield
+        sums = defaultdict[str, Totals](lambda: Totals(0, 0))
+        with self.store.index.reading() as txn:
+            for namespace, totals in txn.namespaces().items():
+                tenant = namespace[:TENANT_BYTES].hex()
+                sums[tenant] = sums[tenant].plus(*totals)
+        most = sorted(sums, key=lambda tenant: -sums[tenant].payload_bytes)[:_TOLD_NAMESPACES]
+        return {it: {"blocks": sums[it].num_blocks, "bytes": sums[it].payload_bytes} for it in most}
 
     def _namespaces(self, caller: Caller) -> dict[str, Any]:
         uses = self._finish(inspection.adding_up(self.store), caller)

@@ -276,7 +276,9 @@ class Settings:
     api_keys_file: str | None = _server(
         None, "TOML file of API keys, with a table for each. SIGHUP reads it again."
     )
-    admin_key: str | None = _server(None, "Key that opens /admin.", is_secret=True)
+    admin_key: str | None = _server(
+        None, "Key that opens /admin, and that the page at /ui asks for.", is_secret=True
+    )
     metrics_key: MetricsKey = _server(
         "auto",
         "Whether /metrics needs a key. With `auto` it does unless the server listens on "

@@ -23,7 +23,10 @@ class LogHistogram(msgspec.Struct, array_like=True):
     @classmethod
     def sum(cls, histograms: Iterable["LogHistogram"]) -> "LogHistogram":
         """Return a histogram of all the numbers in others."""
-        return cls(dict(sum((Counter(each.counts) for each in histograms), Counter[int]())))
+        total = Counter[int]()
+        for each in histograms:
+            total.update(each.counts)
+        return cls(dict(total))
 
     def add(self, number: float) -> None:
         """Count a number; zero and what is below it counts as the least of all."""

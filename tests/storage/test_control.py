@@ -36,6 +36,7 @@ from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl, document
 from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import ControlRequest
+from tieredkv.types import TENANT_BYTES
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
 
@@ -106,7 +107,11 @@ def test_df_adds_up_what_each_namespace_holds(harness: Harness) -> None:
         ((b"M" * 32).hex(), ROOT.hex(), 2),
     ]
     assert [use["bytes"] for use in df["namespaces"]] == [3 * PAGE_BYTES, 2 * PAGE_BYTES]
-    assert "namespaces" not in StoreControl(harness.folder).df()
+    assert "namespaces" not in (df := StoreControl(harness.folder).df())
+    assert df["tenants"] == {
+        NAMESPACE[:TENANT_BYTES].hex(): {"blocks": 3, "bytes": 3 * PAGE_BYTES},
+        (b"M" * TENANT_BYTES).hex(): {"blocks": 2, "bytes": 2 * PAGE_BYTES},
+    }
 
 
 def test_an_engine_that_does_not_answer_leaves_the_disk_part(harness: Harness) -> None:

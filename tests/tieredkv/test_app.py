@@ -22,7 +22,7 @@ from tieredkv.engine.engine_messages import (
     failed,
 )
 from tieredkv.errors import RequestError
-from tieredkv.server import app
+from tieredkv.server import event_stream
 from tieredkv.server.admin import respond
 from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
@@ -182,7 +182,7 @@ def test_a_server_that_stops_is_overloaded_in_the_words_of_its_api(
 def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     tokenization: Tokenization, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "PING_S", 0.02)
+    monkeypatch.setattr(event_stream, "PING_S", 0.02)
     ping = ""  # not a comment, because clients that read lines would parse it as JSON
     if path == "/v1/messages":
         ping = 'event: ping\ndata: {"type":"ping"}'

@@ -67,9 +67,9 @@ def df(store: StoreControl, verbose: bool) -> Answer:
     While the server is stopped, only the disk tier holds anything.
 
     The second table has a row for each retention policy of blocks on disk. `expected` is the age at
-    which a block will leave the disk at the present write rate, which is that of the last one to
-    two hours. `evicted` and `expired` count the blocks of the last one to two days. 1 % of the
-    evicted ones were not older than `p1 age`, and half of them were not older than `p50 age`.
+    which blocks will leave the disk on average, at the write rate of the last one to two hours.
+    `evicted` and `expired` count the blocks of the last one to two days. 1 % of the evicted ones
+    were not older than `p1 age`, and half of them were not older than `p50 age`.
 
     \b
     Examples:

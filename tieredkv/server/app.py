@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,9 +34,10 @@ from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
 from tieredkv.server import anthropic_api as anthropic
+from tieredkv.server import event_stream
 from tieredkv.server.admin import respond
 from tieredkv.server.anthropic_answers import STATUS, anthropic_body
-from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
+from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
@@ -48,6 +49,7 @@ from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
+from tieredkv.server.page import OperatorPage
 from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
 from tieredkv.server.response_items import listed
@@ -64,12 +66,6 @@ GONE = (ClientDisconnect, ClientGoneError)
 SHORT_BYTES = 4096
 """Shorter bodies are read on the event loop, as a switch to a thread would take about as long."""
 
-PING_S = 10.0
-"""Seconds between the pings of a stream that waits for its first token.
-
-The headers of such a stream are sent with the first ping.
-"""
-
 ANSWERED: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -83,7 +79,10 @@ ANSWERED: dict[str, type[ApiRequest]] = {
 """The type of the body that each path takes by `POST`."""
 
 CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", "/version"}
-"""Paths outside of `/v1/` that pages of `cors_origins` may call; never `/admin` or `/metrics`."""
+"""Paths outside of `/v1/` that pages of `cors_origins` may call.
+
+Never add `/admin`, `/metrics` or `/ui`.
+"""
 
 _HTTP_ERRORS = {
     404: ("Unknown request URL: {} {}.", "unknown_url"),
@@ -124,6 +123,8 @@ class Api:
         self._keys.on_adopt = self._forget_unknown_tenants
         self._engine.on_evict, self._engine.on_prompt = self._evict, self._plan
         self._metrics = Metrics(settings, self._engine, self._responses, self._remembered)
+        self.history = self._metrics.history
+        self.page = OperatorPage(settings, self._keys, self._engine, self.history)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
         self._grammars = GrammarChecker(settings.model, info, settings.grammar_timeout)
@@ -338,7 +339,7 @@ class Api:
         return Memory(self._remembered, namespace, digest, self._keys.knows)
 
     def _forget_unknown_tenants(self) -> None:
-        for store in (self._responses, self._remembered):
+        for store in (self._responses, self._remembered, self.history):
             store.keep_tenants(self._keys.knows)
 
     def _evict(self, wanted: EvictFilter) -> Json:
@@ -429,10 +430,10 @@ class Api:
         size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
         seen = await self._run(request, gone, size, lambda _stop: asked.seen(isolate_by))
         shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
-        await generation.has_begun(PING_S if asked.stream else None)
+        await generation.has_begun(event_stream.PING_S if asked.stream else None)
         scope["is_answered"] = True
         if asked.stream:
-            return EventStream(generation, shape, on_end=ending.pop_all().close)
+            return event_stream.EventStream(generation, shape, on_end=ending.pop_all().close)
         async for _ in generation.pieces():
             pass
         return JSONResponse(shape.whole(generation.answers))
@@ -448,49 +449,6 @@ class Api:
         model |= {"owned_by": "tieredkv", "max_model_len": info.max_model_len}
         family = self._tokenization.family
         return {**model, "tool_parser": family.name if family and family.call else None}
-
-
-class EventStream(StreamingResponse):
-    """A stream of server-sent events, with pings until the first event.
-
-    Args:
-        generation: produces the answer; its `RequestError` becomes the last event.
-        shape: the form of the answer.
-        on_end: called when the stream ends for any reason.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, generation: Generation, shape: Shape, *, on_end: Callable[[], None]) -> None:
-        super().__init__(_event_lines(generation, shape), headers={"Cache-Control": "no-cache"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a client that disconnects is not an error."""
-        try:
-            await self.stream_response(send)
-        except (ClientGoneError, OSError):
-            pass
-        finally:
-            self._on_end()
-
-
-async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
-    def line(event: Json) -> bytes:
-        head = f"event: {event['type']}\n".encode() if shape.names_events else b""
-        return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
-
-    try:
-        while not await generation.has_begun(PING_S):
-            # No comment, since some clients that read lines would parse it as JSON.
-            yield b"".join(map(line, shape.waiting())) or b"\n\n"
-        async for event in shape.events(generation.answers, generation.pieces()):
-            yield line(event)
-    except RequestError as error:
-        yield line(shape.failure(error))
-    else:
-        if not shape.names_events:
-            yield b"data: [DONE]\n\n"
 
 
 def build_app(api: Api) -> ASGIApp:
@@ -511,6 +469,7 @@ def build_app(api: Api) -> ASGIApp:
             Route("/tokenizer_info", api.tokenizer_info),
             Route("/version", api.version),
             Route("/admin/cache/{verb}", api.admin, methods=["POST"]),
+            *api.page.routes,
         ],
         exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )

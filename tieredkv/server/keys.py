@@ -48,11 +48,13 @@ class Access(NamedTuple):
         rules: the rules for the requests of each key.
         admins: the digests of the keys that open `/admin`.
         shares: the reserved fraction of every tier, for the tenants that have one.
+        names: the tables of the file of keys that the keys came from.
     """
 
     rules: dict[str, Rules]
     admins: list[str]
     shares: dict[str, float]
+    names: dict[str, str]
 
 
 @dataclass(kw_only=True)
@@ -90,13 +92,13 @@ class Keys:
         settings, own = self.settings, {_digest(key): Key() for key in self.settings.api_keys}
         by_table = {} if settings.api_keys_file is None else _read_file(settings.api_keys_file)
         keys = dict(own)
-        tables = dict.fromkeys(own, "`api_keys`")
+        tables = dict.fromkeys(own, "api_keys")
         for table, key in by_table.items():
             digest = key.key_sha256 or _digest(key.key)
             if digest in keys:
-                told = f"`{table}` has the same key as {tables[digest]}; remove one of them"
+                told = f"`{table}` has the same key as `{tables[digest]}`; remove one of them"
                 raise ConfigError(f"`{settings.api_keys_file}`: {told}")
-            keys[digest], tables[digest] = key, f"`{table}`"
+            keys[digest], tables[digest] = key, table
             _check_retention(settings, table, key)
         shares = {digest: key.share for digest, key in keys.items() if key.share}
         shares = {**settings.tenant_shares, **shares}
@@ -106,7 +108,8 @@ class Keys:
         rules = {
             digest: Rules(settings, self.is_strict, key.retention) for digest, key in keys.items()
         }
-        return Access(rules, admins, shares)
+        names = {digest: table for digest, table in tables.items() if digest not in own}
+        return Access(rules, admins, shares, names)
 
     def adopt(self, access: Access) -> None:
         """Use what was read for all later requests; called on the server's event loop."""
@@ -116,6 +119,10 @@ class Keys:
     def knows(self, tenant: str) -> bool:
         """Return whether requests of a tenant are still taken."""
         return tenant in self._access.rules if self._access.rules else not tenant
+
+    def name_of(self, tenant: str) -> str:
+        """Return what an operator knows a tenant by: its table, or the beginning of its digest."""
+        return self._access.names.get(tenant, f"key {tenant[:8]}" if tenant else "without a key")
 
     @property
     def num_keys(self) -> int:

@@ -17,6 +17,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.history import History
 from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import RememberedAnswers
 from tieredkv.server.stored_responses import StoredResponses
@@ -42,6 +43,7 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._settings = settings
         self._engine = engine
+        self.history = History(engine)
         self._stores = {"responses": responses, "remembered": remembered}
         self._labels: dict[tuple[str, ...], str] = {}  # the first tenant to use each
         self._registry = prometheus_client.CollectorRegistry()
@@ -113,8 +115,8 @@ class Observer:
         arrived_at: float,
         recorder: Recorder | None = None,
     ) -> None:
-        self._recorder = recorder
-        self._families = metrics.observed
+        self._recorder, self._tenant = recorder, tenant
+        self._families, self._history = metrics.observed, metrics.history
         self._labels = metrics.labels_of(tenant, metadata)
         self._arrived_at, self._submitted_at = arrived_at, time.perf_counter()
         self._spans: dict[str, list[float]] = {}  # times of the first and the newest token
@@ -134,6 +136,7 @@ class Observer:
         by_tier = usage.cached_tokens_by_tier
         source = next((str(tier) for tier in reversed(Tier) if by_tier[tier]), "cold")
         self._families["tieredkv_ttft_seconds"].labels(source).observe(now - self._arrived_at)
+        self._history.note_first_token(self._tenant, usage, source, now - self._arrived_at)
         self._families["tieredkv_queue_seconds"].observe(usage.queue_s)
         self._count("prefill_seconds", max(0.0, now - self._submitted_at - usage.queue_s))
         self._count("prompt_tokens", usage.prompt_tokens)

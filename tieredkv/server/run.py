@@ -246,4 +246,8 @@ class Server:
         http.should_exit = engine.has_died  # already, while the tokenizer was loaded
         sock.listen(config.backlog)  # from here on nobody is turned away
         self.on_ready(url, engine.info)
-        await http.serve([sock])
+        keeping = asyncio.create_task(api.history.keep())
+        try:
+            await http.serve([sock])
+        finally:
+            keeping.cancel()

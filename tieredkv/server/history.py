@@ -1,0 +1,182 @@
+"""What a server did in the last hours: samples of two minutes, and sums by tenant since its start.
+
+The page at `/ui` draws them. Memory is bounded, as there are a fixed number of samples, and one
+entry for each key. This module knows figures of requests and of the engine; it does not know HTTP.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tieredkv.engine.engine_messages import RequestUsage
+from tieredkv.histogram import LogHistogram
+from tieredkv.server.engine_client import EngineClient
+
+SAMPLE_S = 120.0
+NUM_SAMPLES = 360
+"""Twelve hours."""
+
+Ttft = dict[str, LogHistogram]
+"""Times to first token in seconds, by the slowest tier that the prefix came from, or `cold`."""
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """What happened in a stretch of time.
+
+    Attributes:
+        began_at: in seconds since the epoch.
+        cached_tokens: prompt tokens that were not computed, by the tier that had them.
+        saved_s: time that the device would have taken to compute them, by its learnt rate.
+        moved_bytes: by `from,to`; to and from the disk those that its device read and wrote.
+        held_bytes: what each tier held at the end.
+    """
+
+    began_at: float
+    num_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: Counter[str] = msgspec.field(default_factory=Counter)
+    saved_s: float = 0.0
+    ttft: Ttft = {}
+    moved_bytes: dict[str, int] = {}
+    held_bytes: dict[str, int] = {}
+
+
+class TenantUse(msgspec.Struct):
+    """What one tenant has asked for since the server started."""
+
+    num_answers: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass
+class History:
+    """Keeps samples of one server; called on the server's event loop.
+
+    Attributes:
+        tenants: sums since the server started, for the tenants that asked for anything.
+    """
+
+    _engine: EngineClient
+    _now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._samples = deque[Sample](maxlen=NUM_SAMPLES)
+        self._present = Sample(began_at=self._now())
+        self._total = Sample(began_at=self._now())
+        self._moved_before = dict[str, int]()  # in all, at the end of the last sample
+        self.tenants = dict[str, TenantUse]()
+
+    def note_first_token(
+        self, tenant: str, usage: RequestUsage, source: str, ttft_s: float
+    ) -> None:
+        """Count a request whose first token has come."""
+        cached = {str(tier): count for tier, count in usage.cached_tokens_by_tier.items() if count}
+        num_cached = sum(cached.values())
+        rate = self._prefill_rate(num_cached // 2)
+        for sums in (self._present, self._total):
+            sums.prompt_tokens += usage.prompt_tokens
+            sums.cached_tokens.update(cached)
+            sums.saved_s += num_cached / rate if rate else 0.0
+        self._present.ttft.setdefault(source, LogHistogram()).add(ttft_s)
+        use = self.tenants.setdefault(tenant, TenantUse())
+        use.num_answers += 1
+        use.prompt_tokens += usage.prompt_tokens
+        use.cached_tokens += num_cached
+
+    def keep_tenants(self, knows: Callable[[str], bool]) -> None:
+        """Forget the tenants whose keys were removed."""
+        self.tenants = {tenant: use for tenant, use in self.tenants.items() if knows(tenant)}
+
+    async def keep(self) -> None:
+        """End samples, for as long as the server runs."""
+        while True:
+            await asyncio.sleep(SAMPLE_S - self._now() % SAMPLE_S)
+            self.end_sample()
+
+    def end_sample(self) -> None:
+        """End the present sample and begin the next one."""
+        self._samples.append(self._measured())
+        self._moved_before = self._moved_bytes()
+        self._present = Sample(began_at=self._now())
+
+    def document(self) -> dict[str, Any]:
+        """Return the samples, the oldest first, and sums over all of them and since the start."""
+        samples = [*self._samples, self._measured()]
+        sources = sorted({source for each in samples for source in each.ttft})
+        ttft = {it: LogHistogram.sum(s.ttft[it] for s in samples if it in s.ttft) for it in sources}
+        return {
+            "now": self._now(),
+            "samples": [_told(each) for each in samples],
+            "ttft": _quantiles(ttft),
+            "kept": _sums(samples),
+            "since_start": _sums([self._total]),
+        }
+
+    def _measured(self) -> Sample:
+        """Return the present sample as it is now."""
+        stats, present = self._engine.stats, self._present
+        tiers = {tier: stats.get(tier) or {} for tier in ("device", "host", "disk")}
+        return msgspec.structs.replace(
+            present,
+            num_s=max(0.0, self._now() - present.began_at),
+            # A worker that was started again counts from zero.
+            moved_bytes={
+                between: max(0, moved - self._moved_before.get(between, 0))
+                for between, moved in self._moved_bytes().items()
+            },
+            held_bytes={tier: each["bytes_live"] for tier, each in tiers.items() if each},
+        )
+
+    def _moved_bytes(self) -> dict[str, int]:
+        """Return how many bytes were moved since the start; nothing before the first report."""
+        if not (stats := self._engine.stats):
+            return {}
+        size, counters, disk = stats["block_bytes"], stats["counters"], stats["disk"]
+        moved = {
+            "device,host": size * counters["demoted_host_blocks"],
+            "host,device": size * counters["promoted_host_blocks"],
+        }
+        if disk:
+            moved |= {"host,disk": disk["bytes_written"], "disk,host": disk["bytes_read"]}
+        return moved
+
+    def _prefill_rate(self, position: int) -> float:
+        """Return how many tokens the device computes a second behind a position; 0 if unknown.
+
+        The engine tells it for a few positions; that of the last one before `position` is taken.
+        """
+        rates = self._engine.stats.get("learnt", {}).get("prefill_tokens_per_s", {})
+        known = [(int(told), rate) for told, rate in rates.items() if int(told) <= position]
+        return float(max(known)[1]) if known else 0.0
+
+
+def _told(sample: Sample) -> dict[str, Any]:
+    """Return a sample as the page reads it."""
+    told: dict[str, Any] = msgspec.to_builtins(sample)
+    return {**told, "ttft": _quantiles(sample.ttft)}
+
+
+def _quantiles(ttft: Ttft) -> dict[str, Any]:
+    return {
+        source: {"num": each.num, "p50_s": each.quantile(0.5), "p90_s": each.quantile(0.9)}
+        for source, each in ttft.items()
+    }
+
+
+def _sums(samples: Iterable[Sample]) -> dict[str, Any]:
+    """Return what was asked for and saved in some samples, and since when."""
+    samples, cached_tokens = list(samples), Counter[str]()
+    for each in samples:
+        cached_tokens.update(each.cached_tokens)
+    return {
+        "began_at": samples[0].began_at,
+        "prompt_tokens": sum(each.prompt_tokens for each in samples),
+        "cached_tokens": dict(cached_tokens),
+        "saved_s": sum(each.saved_s for each in samples),
+    }
