@@ -44,7 +44,7 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
 
 BLOCK_BYTES = 64
 POISON = 0xEE
-OnEvict = Callable[[Block, BlockHash], None]
+OnEvict = Callable[[Block, BlockHash], object]
 DAY_S = 86_400.0
 
 

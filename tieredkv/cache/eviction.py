@@ -9,7 +9,7 @@ Only the engine's thread may call it.
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -124,6 +124,9 @@ class EvictionOrder:
     def __len__(self) -> int:
         return len(self.unseen) + sum(map(len, self._seen))
 
+    def __bool__(self) -> bool:
+        return bool(self.unseen) or any(self._seen)
+
     def __iter__(self) -> Iterator[Block]:
         seen = sorted(chain.from_iterable(self._seen), key=lambda block: block.rank)
         return chain(seen, reversed(self.unseen) if self._is_youngest_first else self.unseen)
@@ -170,25 +173,27 @@ class EvictionOrder:
                     break
                 self._put(block, self._part_for(block))
         chosen: list[Block] = []
+        queued, clean, can_evict = self._to_evict, self._clean, self.can_evict
         while len(chosen) < count:
-            block = _pop(self._to_evict, self._clean)
+            block = _pop(queued, clean) if queued else None
+            oldest = [block] if block is not None else []
             if block is None:
-                if not self.unseen or not most_looks:
+                oldest = self._take_unseen(min(count - len(chosen), most_looks))
+                most_looks -= len(oldest)
+                if not oldest:
                     break
-                most_looks -= 1
-                block = self._take_unseen()
-            if spare.get(block.tenant, 1) <= 0:
-                self._put(block, self._kept)
-                continue
-            part = self._part_for(block)
-            if part is not self._clean:
-                self._put(block, part)
-                continue
-            if block.part is not part:
-                self._move(block, part)
-            if block.tenant in spare:
-                spare[block.tenant] -= 1
-            chosen.append(block)
+            for block in oldest:
+                if spare and spare.get(block.tenant, 1) <= 0:
+                    self._put(block, self._kept)
+                    continue
+                if block.pin_count or not can_evict(block):
+                    self._put(block, self._moving if block.pin_count else self._dirty)
+                    continue
+                if block.part is not clean:
+                    self._move(block, clean)
+                if block.tenant in spare:
+                    spare[block.tenant] -= 1
+                chosen.append(block)
         return chosen
 
     def put_back(self, block: Block) -> None:
@@ -198,8 +203,7 @@ class EvictionOrder:
     def look_ahead(self, num_ahead: int, most_looks: int) -> None:
         """Look at the oldest blocks until the state of `num_ahead` outside of floors is known."""
         num_known = self.num_ready + sum(map(len, self._waiting))
-        for _ in range(min(num_ahead - num_known, most_looks, len(self.unseen))):
-            block = self._take_unseen()
+        for block in self._take_unseen(min(num_ahead - num_known, most_looks)):
             self._put(block, self._part_for(block))
 
     def dirty(self, at_most: int) -> list[Block]:
@@ -207,17 +211,20 @@ class EvictionOrder:
         return list(islice(chain.from_iterable(self._waiting), max(0, at_most)))
 
     def note_evicted(
-        self, blocks: Collection[Block], is_within_floor: Callable[[Block], bool]
+        self, blocks: Iterable[Block], is_within_floor: Callable[[Block], bool]
     ) -> None:
-        """Note for which blocks that wait for a copy these are evicted, to make room.
+        """Note for which blocks that wait for a copy others are evicted, to make room.
+
+        Those of other orders do not count.
 
         An eviction makes at most one block late, however many older ones wait: with fewer
         evictions, it would not have been the turn of the others either.
         """
-        if not (blocks and self._dirty):
+        if not self._dirty:
             return
-        self._last_evicted = max(self._last_evicted, *(block.rank for block in blocks))
-        for _ in blocks:
+        ranks = [each.rank for each in blocks if each.part is not None and each.part.order is self]
+        self._last_evicted = max([self._last_evicted, *ranks])
+        for _ in ranks:
             block = next(iter(self._dirty), None)
             if block is None or block.rank > self._last_evicted:
                 break
@@ -284,12 +291,15 @@ class EvictionOrder:
             return self._moving
         return self._clean if self.can_evict(block) else self._dirty
 
-    def _take_unseen(self) -> Block:
-        """Return the first unseen block, after giving it a rank; the caller moves it."""
-        block = next(reversed(self.unseen) if self._is_youngest_first else iter(self.unseen))
-        self._num_looks += 1
-        block.rank = self._num_looks
-        return block
+    def _take_unseen(self, count: int) -> list[Block]:
+        """Return the first unseen blocks, after giving them ranks; the caller moves them."""
+        unseen = self.unseen
+        oldest = reversed(unseen) if self._is_youngest_first else iter(unseen)
+        taken = list(islice(oldest, max(0, count)))
+        for rank, block in enumerate(taken, start=self._num_looks + 1):
+            block.rank = rank
+        self._num_looks += len(taken)
+        return taken
 
     def _move(self, block: Block, part: Part) -> None:
         """Move a block that is in the order to another part."""

@@ -59,7 +59,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.most_pinned = num_blocks // 2
-        self.on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None
+        self.on_evict: Callable[[Block, BlockHash], object] = lambda _block, _block_hash: None
         self.on_filled: Callable[[BlockHash], object] | None = None
         self.on_unindexed: Callable[[BlockHash, bool], object] | None = None
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -422,9 +422,10 @@ class BlockPool:
             max(0, sum(_num_of(order, other) for order in self._orders) - num)
             for other, num in spare.items()
         )
-        num_lacking = num_needed - (self.num_evictable - num_kept)
+        num_evictable = self.num_evictable
+        num_lacking = num_needed - (num_evictable - num_kept)
         self.num_kept = num_kept if tenant is not None else 0
-        is_hopeless = num_needed > self.num_evictable - self.num_kept
+        is_hopeless = num_needed > num_evictable - self.num_kept
         if not num_needed or (is_hopeless and not is_partial):
             return []
         most_looks = num_needed + PARTIAL_LOOKS if is_partial else sys.maxsize
@@ -446,37 +447,35 @@ class BlockPool:
         Unpinned blocks that cannot be evicted yet count as well: no pinned block replaces them.
         """
         *unpinned, last = self._orders
-        num_unpinned = (
-            sum(map(len, unpinned))
-            - num_chosen
-            - sum(
-                max(0, sum(_num_of(order, each) for order in unpinned) - num)
-                for each, num in spare.items()
-            )
-        )
+        num_of_last = 0
+        if last:
+            num_unpinned = sum(map(len, unpinned)) - num_chosen
+            for tenant, num in spare.items():
+                num_unpinned -= max(0, sum(_num_of(order, tenant) for order in unpinned) - num)
+            num_of_last = num_needed - max(0, num_unpinned)
         victims: list[Block] = []
         for order in unpinned:
             victims += order.choose(num_needed - len(victims), spare, most_looks)
-        return victims + last.choose(num_needed - max(0, num_unpinned), spare, most_looks)
+        return victims + last.choose(num_of_last, spare, most_looks)
 
     def _note_evicted(self, victims: Iterable[Block], tenant: bytes | None) -> None:
         """Note for which blocks that wait for a copy a tenant's allocation evicts others."""
-        first, num_of, floors = self._first, self._num_of, self._floors
+        num_of, floors = self._num_of, self._floors
 
         def is_within_floor(block: Block) -> bool:
             return block.tenant != tenant and num_of[block.tenant] <= floors.get(block.tenant, 0)
 
-        evicted = [each for each in victims if each.part is not None and each.part.order is first]
-        first.note_evicted(evicted, is_within_floor)
+        self._first.note_evicted(victims, is_within_floor)
 
     def _evict(self, victims: Iterable[Block]) -> None:
         """Take chosen blocks out of the order and the index."""
+        on_evict, unindex = self.on_evict, self._unindex
         for block in victims:
-            remove(block)
             block_hash = block.block_hash
             assert block_hash is not None, block
-            self._unindex(block)
-            self.on_evict(block, block_hash)
+            remove(block)
+            unindex(block)
+            on_evict(block, block_hash)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""

@@ -19,8 +19,8 @@ from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import to_us
 from tieredkv.types import BlockHash
 
-_Queued = tuple[int, int, BlockHash, int, "Life"]
-"""What orders blocks for eviction: last use in microseconds, position from the tail, hash. The
+_Queued = tuple[int, BlockHash, int, "Life"]
+"""What orders blocks that were last used at the same time: position from the tail, and hash. The
 number of the entry and the block follow.
 """
 
@@ -33,7 +33,7 @@ class Life(msgspec.Struct, gc=False):
         position: index of the block in its prompt.
         computed_at, last_used: as of a `catalog.Entry`.
         expires_at: when the block becomes unreachable.
-        queued: number of its entry in the index's heaps; 0 while it is not on disk.
+        queued: number of its entry in the index's queues; 0 while it is not on disk.
     """
 
     block_hash: BlockHash
@@ -52,8 +52,9 @@ class Life(msgspec.Struct, gc=False):
 class DiskIndex:
     """Which blocks are on disk, and which of them go when there is no room.
 
-    Invariants (`check`): the index has as many blocks as fit at most; each of them is in both heaps
-    once, no later than its place; the blocks know that they are on disk.
+    Invariants (`check`): the index has as many blocks as fit at most; each of them is queued once
+    to be evicted and once to expire, no later than its place; the blocks know that they are on
+    disk.
 
     Attributes:
         num_blocks: how many fit; may be infinite.
@@ -65,10 +66,13 @@ class DiskIndex:
     ) -> None:
         self.num_blocks, self.on_evict = num_blocks, on_evict
         self._lives: dict[BlockHash, Life] = {}
-        # Heaps. Uses and claims only move a block back in both, so that its entry is put right once
-        # it has come to the top. The numbers tell the entries of a block that has come back from
-        # those that it had before.
-        self._unused: list[_Queued] = []
+        # Queues. Uses and claims only move a block back in both, so that its entry is put right
+        # once its turn has come. The numbers tell the entries of a block that has come back from
+        # those that it had before. A request uses many blocks at once: a heap has the times of last
+        # use in microseconds, and each time has its blocks.
+        self._times: list[int] = []
+        self._used_at: dict[int, list[_Queued]] = {}
+        self._sorted_time = -1  # whose blocks are sorted, the first to be evicted last
         self._expiry: list[tuple[int, int, Life]] = []
         self._numbers = itertools.count(1)
 
@@ -98,7 +102,7 @@ class DiskIndex:
             self.drop(old)
         self._lives[life.block_hash] = life
         life.queued = number = next(self._numbers)
-        heapq.heappush(self._unused, _queued(life, number))
+        self._queue(life, number)
         if life.expires_at < math.inf:
             heapq.heappush(self._expiry, (to_us(life.expires_at), number, life))
         return True
@@ -122,37 +126,61 @@ class DiskIndex:
             dropped.append(life)
         return dropped
 
+    def _queue(self, life: Life, number: int) -> None:
+        """Queue a block to be evicted, as `codec.lru_order` orders records."""
+        time_us = int(life.last_used * 1e6)
+        queued = self._used_at.get(time_us)
+        if queued is None:
+            queued = self._used_at[time_us] = []
+            heapq.heappush(self._times, time_us)
+        elif time_us == self._sorted_time:
+            self._sorted_time = -1
+        queued.append((-life.position, life.block_hash, number, life))
+
     def _make_room(self) -> None:
         """Evict what was unused for longest until one more block fits."""
-        heap = self._unused
-        while heap and len(self._lives) >= self.num_blocks:
-            used_us, _, _, number, life = heap[0]
-            if life.queued != number:
-                heapq.heappop(heap)
-            elif used_us != int(life.last_used * 1e6):
-                heapq.heapreplace(heap, _queued(life, number))
-            else:
-                heapq.heappop(heap)
-                del self._lives[life.block_hash]  # as `drop`, but faster
+        times, lives = self._times, self._lives
+        while times and len(lives) >= self.num_blocks:
+            time_us = times[0]
+            queued = self._used_at[time_us]
+            if time_us != self._sorted_time:
+                queued.sort(reverse=True)
+                self._sorted_time = time_us
+            while queued and len(lives) >= self.num_blocks:
+                _, _, number, life = queued.pop()
+                if life.queued != number:
+                    continue
+                if time_us != int(life.last_used * 1e6):
+                    self._queue(life, number)
+                    continue
+                del lives[life.block_hash]  # as `drop`, but faster
                 life.queued = 0
                 self.on_evict(life)
+            if not queued:
+                heapq.heappop(times)
+                del self._used_at[time_us]
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         if len(self._lives) > self.num_blocks:
             raise IntegrityError(f"{len(self._lives)} blocks on disk, room for {self.num_blocks}")
-        unused = [each for each in self._unused if each[4].queued == each[3]]
+        unused = [
+            (time_us, life)
+            for time_us, queued in self._used_at.items()
+            for _, _, number, life in queued
+            if life.queued == number
+        ]
         expiry = [life for _, number, life in self._expiry if life.queued == number]
         may_expire = [it for it in self._lives.values() if it.expires_at < math.inf]
-        for lives, queued in (self._lives.values(), [it[4] for it in unused]), (may_expire, expiry):
-            if sorted(it.block_hash for it in lives) != sorted(it.block_hash for it in queued):
+        on_disk = self._lives.values(), [life for _, life in unused]
+        for lives, queued_lives in on_disk, (may_expire, expiry):
+            if sorted(it.block_hash for it in lives) != sorted(
+                it.block_hash for it in queued_lives
+            ):
                 raise IntegrityError("a block on disk is queued twice or not at all")
-        if any(each > _queued(each[4], each[3]) for each in unused):
+        if any(time_us > int(life.last_used * 1e6) for time_us, life in unused):
             raise IntegrityError("a block on disk is queued behind its place")
+        if sorted(self._times) != sorted(self._used_at):
+            raise IntegrityError("the times of last uses are not those of the queued blocks")
         if not all(life.is_on_disk for life in self._lives.values()):
             raise IntegrityError("a block does not know that it is on disk")
-
-
-def _queued(life: Life, number: int) -> _Queued:
-    """Return the entry of a block, which is ordered as `codec.lru_order` orders records."""
-    return int(life.last_used * 1e6), -life.position, life.block_hash, number, life

@@ -107,16 +107,16 @@ class Tiers:
         enough = num_distinct + most_blocks
         kept = int(min(room.device, enough))
         self.device = BlockPool(max(kept, most_blocks))
-        self.device.on_evict = self._on_device_evict
+        self._off_device, self._off_host = dict[Block, BlockHash](), dict[Block, BlockHash]()
+        self.device.on_evict = self._off_device.setdefault
         self._num_beside, self._beside = self.device.num_blocks - kept, list[Block]()
         self.host = None
         if room.host > 0:
             self.host = BlockPool(max(1, int(min(room.host, enough)) - self._reserve(room, kept)))
-            self.host.on_evict = self._on_host_evict
+            self.host.on_evict = self._off_host.setdefault
             self.host.is_duplicate = self.device.holds_young
         self._off_disk = list[Life]()  # evicted from disk by this request
         self.index = DiskIndex(room.disk, self._off_disk.append) if room.disk > 0 else None
-        self._evicted = list[BlockHash]()  # by the pool that was last asked for blocks
         self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
         # What may expire: blocks by the time at which they do if they are not used again, and at
         # which they do in any case.
@@ -182,8 +182,8 @@ class Tiers:
             if page is not None:
                 pages.append(page)
                 sources[i] = Tier.HOST
-            elif index is not None and index.get(block_hash, now) is not None:
-                sources[i] = Tier.DISK
+            elif (old := lives.get(block_hash)) and old.queued and now < old.expires_at:
+                sources[i] = Tier.DISK  # as `index.get`, but faster
                 num_from[Tier.DISK] += 1
             else:
                 sources[i] = None
@@ -229,14 +229,12 @@ class Tiers:
 
     # Down
 
-    def _on_device_evict(self, _block: Block, block_hash: BlockHash) -> None:
-        self._evicted.append(block_hash)
-
     def _move_down(self) -> None:
         """Copy to host memory what VRAM has evicted, unless it has pages there."""
-        evicted, self._evicted = self._evicted, []
+        evicted = [*self._off_device.values()]
         if not evicted:
             return
+        self._off_device.clear()
         host, lives, now = self.host, self._lives, self._now
         self.ages[Tier.DEVICE].extend([now - lives[each].computed_at for each in evicted])
         if host is None:
@@ -255,12 +253,10 @@ class Tiers:
             for block_hash in some[num_copied:]:
                 self._leave_ram(lives[block_hash])
 
-    def _on_host_evict(self, _page: Block, block_hash: BlockHash) -> None:
-        self._evicted.append(block_hash)
-
     def _leave_host(self) -> None:
         """Keep what host memory has evicted on disk, unless VRAM has it."""
-        evicted, self._evicted = self._evicted, []
+        evicted = [*self._off_host.values()]
+        self._off_host.clear()
         now, some = self._now, list(map(self._lives.__getitem__, evicted))
         self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
         for life, block in zip(some, self.device.find(evicted), strict=True):
@@ -298,7 +294,7 @@ class Tiers:
         host = self.host
         assert host is not None
         pages = host.allocate(len(hashes), is_partial=True) or []
-        if self._evicted:
+        if self._off_host:
             self._leave_host()
         for block_hash, page in zip(hashes, pages, strict=False):
             host.insert(page, block_hash)
