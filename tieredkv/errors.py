@@ -63,6 +63,10 @@ class ShapeError(TieredKVError, ValueError):
     """Tensors handed to a kernel do not fit each other."""
 
 
+class ServerUnreachableError(TieredKVError):
+    """A server does not answer at its URL."""
+
+
 class DeviceError(TieredKVError):
     """A CUDA call failed."""
 

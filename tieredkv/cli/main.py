@@ -14,8 +14,8 @@ import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, doctor, inspect, serve, settings, sizing, store
-from tieredkv.errors import StoreUnreachableError, TieredKVError
+from tieredkv.cli import bench, doctor, inspect, serve, settings, sizing, store, warm
+from tieredkv.errors import TieredKVError
 
 EXIT_PROBLEM = 1
 EXIT_USAGE = 2
@@ -53,6 +53,7 @@ def cli(context: click.Context) -> None:
       tieredkv inspect --disk-dir ./kv ID                  show the blocks of a prefix, tier by tier
       tieredkv evict --disk-dir ./kv --older-than 2h       evict what was unused for two hours
       tieredkv verify --disk-dir ./kv                      compare every block with its checksums
+      tieredkv warm prompts.jsonl --retention 24h          compute prompts before they are needed
 
     \b
     Measure and check:
@@ -70,6 +71,7 @@ def cli(context: click.Context) -> None:
 
 
 verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config, inspect.inspect]
+verbs += [warm.warm]
 for command in (*verbs, sizing.replay, sizing.size, *store.commands):
     cli.add_command(command)
 
@@ -114,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _exit_code(error: TieredKVError) -> int:
     if isinstance(error, errors.ConfigError | errors.RequestError | errors.ModelError):
         return EXIT_USAGE
-    return EXIT_UNREACHABLE if isinstance(error, StoreUnreachableError) else EXIT_PROBLEM
+    is_silent = isinstance(error, errors.StoreUnreachableError | errors.ServerUnreachableError)
+    return EXIT_UNREACHABLE if is_silent else EXIT_PROBLEM
 
 
 def _complain(message: str) -> None:
