@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.bench_options import COMMIT, PLOT, with_options
+from tieredkv.cli.bench_options import COMMIT, PLOT, several, with_options
 from tieredkv.cli.output import Answer, answering
 from tieredkv.errors import ConfigError
 from tieredkv.units import parse_bytes, parse_duration
@@ -151,6 +151,12 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
 @click.command()
 @TRACE
 @with_options([*SIZES[:-3], MODEL, BLOCK_TOKENS])
+@several(
+    "--orders",
+    parse_bytes,
+    metavar="SIZES",
+    help="Compare orders of eviction instead, in one cache of each of these sizes.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Parallel processes.")
 @PLOT
 @COMMIT
@@ -158,6 +164,7 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
 def size(
     trace: Path,
     block_tokens: int | None,
+    orders: list[int] | None,
     jobs: int,
     plot: Path | None,
     commit: str | None,
@@ -175,11 +182,17 @@ def size(
       tieredkv size trace.jsonl.gz --vram 40GiB --disk 1TiB
       tieredkv size trace.jsonl.gz --vram 40GiB --host 100GiB \\
         --disk 1TiB --jobs 8 --plot sizes.png
+      tieredkv size trace.jsonl.gz --orders 64GiB,1TiB
 
     With --plot sizes.png the curves of the tiers are drawn there, and those of the retentions in
     sizes-retention.png. Ctrl-C ends the sweep with the replays that have ended, and exit code 1.
+
+    With --orders nothing of this is done. Instead it tells what one cache of each size would find
+    with other orders of eviction than a server's, which is LRU, and what an order that knows the
+    future would, which is the most that there is to find.
     """
     from tieredkv.bench import plots, raw
+    from tieredkv.sizing import orders as comparing
     from tieredkv.sizing import sweep as sweeping
     from tieredkv.traces import read_trace
 
@@ -187,6 +200,12 @@ def size(
     progress = terminal_progress(lambda line: click.echo(line, err=True))
     sizes = _sizes(options)
     read = read_trace(trace, progress, block_tokens=block_tokens)
+    if orders is not None:
+        if plot is not None:
+            raise ConfigError("`--plot` draws tiers and retentions; leave it or `--orders` out")
+        compared = comparing.compare(read, orders, sizes.token_bytes, progress)
+        head = raw.head(commit) | {"trace": read.name, "bytes_per_token": sizes.token_bytes}
+        return Answer(head | {"rows": compared}, comparing.table(compared))
     found = sweeping.sweep(read, sizes, progress, num_jobs=jobs)
     told = found.sentence
     if plot is not None and found.rows:
