@@ -2,7 +2,8 @@
 
 Each line of the file is a request: `timestamp` in ms, `input_length` and `output_length` in tokens,
 and `hash_ids`, one for each block of the prompt. Equal ids are equal blocks with equal blocks
-before them. The last block may be a partial one. Other fields are ignored.
+before them. The last block may be a partial one. A line may name its `session`. Other fields are
+ignored.
 
 Lines that a server records also have `block_tokens`. Their `hash_ids` are of the full blocks that
 may be cached, `answer_hash_ids` of those that the answer has filled, and `retention` is the policy
@@ -48,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         answer_hash_ids: of the blocks behind these that the answer has filled.
         block_tokens: tokens of one id, where a server recorded the request; else None.
         retention: name of its longest retention policy, where a server recorded it.
+        session: the conversation that it belongs to, where a trace names it.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -57,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     answer_hash_ids: list[_Count] = []
     block_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     retention: str | None = None
+    session: str | int | None = None
 
     @property
     def chain(self) -> list[int]:

@@ -1,8 +1,6 @@
 """The scripts and arrivals of the crowd benches, and the figures that they report."""
 
-import gzip
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -10,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from tieredkv.bench import crowd, crowd_figures, returns, sessions
 from tieredkv.bench.crowd import Answer, Ask, Crowd, Outcome, WatchedReads
 from tieredkv.bench.returns import Capacity, capacity, compared
-from tieredkv.bench.sessions import Shape, read_trace, replay, write_script
+from tieredkv.bench.sessions import Shape, replay, sessions_of, write_script
 from tieredkv.errors import ConfigError
+from tieredkv.traces import Request, Trace
 from tieredkv.types import KVSpec, Tier, ignore_progress
 
 SHAPE = Shape(turns=15, scale=10, trace=None)
@@ -133,19 +133,19 @@ def test_returns_come_in_turn_at_the_rate_that_was_asked_for() -> None:
     assert asks[0].prompt != RETURNS.returns(2.0, prefixes, 250)[0].prompt
 
 
-def request(at_s: float, ids: list[int], tokens: int = 0, answer: int = 500) -> dict[str, Any]:
-    length = tokens or 512 * len(ids)
-    times = {"timestamp": int(1000 * at_s), "input_length": length, "output_length": answer}
-    return {**times, "hash_ids": ids}
+def request(
+    at_s: float, ids: list[int], tokens: int = 0, answer: int = 500, **more: Any
+) -> Request:
+    return Request(
+        timestamp=1000 * at_s,
+        input_length=tokens or 512 * len(ids),
+        output_length=answer,
+        hash_ids=ids,
+        **more,
+    )
 
 
-def write_trace(path: Path, requests: list[dict[str, Any]]) -> Path:
-    lines = "".join(json.dumps(each) + "\n" for each in requests)
-    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
-    return path
-
-
-def test_a_traces_requests_are_told_apart_by_what_they_repeat(tmp_path: Path) -> None:
+def test_a_traces_requests_are_told_apart_by_what_they_repeat() -> None:
     long = [0, *range(10, 14)]
     trace = [
         request(0, long),
@@ -154,18 +154,16 @@ def test_a_traces_requests_are_told_apart_by_what_they_repeat(tmp_path: Path) ->
         request(21, [0, 20, 21, 22, 23], 2100, 7),
         request(22, [0, *range(10, 14), 15]),  # another branch of the first session
     ]
-    for name in ("trace.jsonl", "trace.jsonl.gz"):
-        path = write_trace(tmp_path / name, trace)
-        found = list(read_trace(path, 2, 1 << 20))
-        assert found == [[trace[0], trace[2]], [trace[1], trace[3]]]
-        assert list(read_trace(path, 3, 1 << 20)) == [[trace[0], trace[2], trace[4]]]
-        assert list(read_trace(path, 2, 2500)) == [[trace[1], trace[3]]], "the others are too long"
+    found = list(sessions_of(Trace("", trace), 2, 1 << 20))
+    assert found == [[trace[0], trace[2]], [trace[1], trace[3]]]
+    assert list(sessions_of(Trace("", trace), 3, 1 << 20)) == [[trace[0], trace[2], trace[4]]]
+    assert list(sessions_of(Trace("", trace), 2, 2500)) == [[trace[1], trace[3]]], "too long"
 
 
-def test_a_trace_may_name_its_sessions(tmp_path: Path) -> None:
-    named = [request(at, [0, at]) | {"session": at % 2} for at in range(4)]
-    path = write_trace(tmp_path / "trace.jsonl", [*named, request(4, [0, 3])])
-    assert list(read_trace(path, 2, 1 << 20)) == [[named[0], named[2]], [named[1], named[3]]]
+def test_a_trace_may_name_its_sessions() -> None:
+    named = [request(at, [0, at], session=at % 2) for at in range(1, 5)]
+    found = list(sessions_of(Trace("", [*named, request(5, [0, 4])]), 2, 1 << 20))
+    assert found == [[named[0], named[2]], [named[1], named[3]]]
 
 
 def test_a_replayed_session_repeats_tokens_as_the_trace_repeats_ids() -> None:
@@ -182,25 +180,18 @@ def test_a_replayed_session_repeats_tokens_as_the_trace_repeats_ids() -> None:
     assert replay(recorded, 1, Shape(3, 4, None), 1000)[0].prompt != first
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ('{"timestamp": 0}\n', "line 1 is not a trace: KeyError('hash_ids')"),
-        ("nonsense\n", "line 1 is not a trace: JSONDecodeError"),
-        (json.dumps(request(0, [1], 9999)), "`hash_ids` does not fit `input_length`"),
-        (json.dumps(request(0, [1]) | {"timestamp": None}), "line 1 is not a trace: TypeError"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as told:
-        list(read_trace(path, 1, 1 << 20))
-    assert complaint in str(told.value)
+def test_a_session_that_a_server_recorded_has_prompts_of_the_recorded_lengths() -> None:
+    first = request(0, [1, 2], 40, block_tokens=16)
+    script = replay([first, request(9, [1, 2, 3], 50, block_tokens=16)], 0, Shape(2, 1, None), 1000)
+    assert [len(turn.prompt) for turn in script] == [40, 50]
+    assert script[0].prompt[:32] == script[1].prompt[:32]
+    assert script[0].prompt[32:40] != script[1].prompt[32:40]
 
 
 def test_a_trace_with_too_few_sessions_is_refused(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "t.jsonl", [request(0, [1]), request(0, [2])])
+    lines = [msgspec.json.encode(request(0, [each])) + b"\n" for each in (1, 2)]
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(lines))
     shape = Shape(turns=1, scale=1, trace=path)
     assert len(sessions.recorded_sessions(2, 0, shape, 512)) == 2
     with pytest.raises(ConfigError, match="has 2 sessions of 1 turns that fit, but 4 are needed"):

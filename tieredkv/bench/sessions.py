@@ -23,9 +23,7 @@ The arms are `no_disk` (VRAM and host memory only), `load` and `planned` (the di
 `restore = "load"` and `"auto"`). Each has a process and a store of its own.
 """
 
-import gzip
 import itertools
-import json
 import math
 import random
 import statistics
@@ -40,7 +38,8 @@ from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.kept_runs import KeptRuns, Run
 from tieredkv.bench.progress import bench_progress
 from tieredkv.errors import ConfigError
-from tieredkv.types import Progress, Tier
+from tieredkv.traces import BLOCK_TOKENS, Request, Trace, read_trace
+from tieredkv.types import Progress, Tier, ignore_progress
 
 FIRST_TOKENS, FIRST_SIGMA = 18_000, 0.6
 FIRST_RANGE = (8_000, 60_000)
@@ -50,7 +49,6 @@ ANSWER_TOKENS = 120
 REPLACED_SHARE = 1 / 8
 THINK_S, MAX_THINK_S = 1.0, 6.0
 P90_SIGMAS = statistics.NormalDist().inv_cdf(0.9)
-TRACE_BLOCK_TOKENS = 512
 TRACE_THINK_SHARE = 0.1
 TRACE_SESSIONS = 8
 TIER_TOKENS: dict[Tier, float] = {Tier.DEVICE: 196_608, Tier.HOST: 131_072}
@@ -145,56 +143,39 @@ def write_script(seed: int, session: int, shape: Shape, vocab_size: int) -> Scri
     return script
 
 
-def read_trace(path: Path, turns: int, most_tokens: int) -> Iterator[list[Row]]:
+def sessions_of(trace: Trace, turns: int, most_tokens: int) -> Iterator[list[Request]]:
     """Yield the sessions of a trace that have enough turns, in their order, cut to that number.
 
-    Each line of the file (or of the gzipped file) is a request: `timestamp` in ms, `input_length`
-    and `output_length` in tokens, and `hash_ids`, one for each 512 tokens of the prompt; equal ids
-    are equal tokens. A request belongs to the session that its `session` names. Without one, it
-    continues the session with which it shares its deepest known block, if it begins with at least
-    half of that one's last prompt.
+    A request belongs to the session that its `session` names. Without one, it continues the session
+    with which it shares its deepest known block, if it begins with at least half of that one's last
+    prompt.
 
     Args:
-        path: of the trace.
+        trace: the requests.
         turns: of each session.
         most_tokens: sessions with longer prompts are left out.
-
-    Raises:
-        ConfigError: the file is not such a trace.
     """
-    sessions, owner = list[list[Row]](), dict[int, list[Row]]()
-    named = dict[object, list[Row]]()
-    opened = gzip.open if path.suffix == ".gz" else open
-    number = 0
-    try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                number += 1
-                request = json.loads(line)
-                ids = request["hash_ids"]
-                if len(ids) != -(-request["input_length"] // TRACE_BLOCK_TOKENS):
-                    raise ValueError("`hash_ids` does not fit `input_length`")
-                float(request["timestamp"]), int(request["output_length"])
-                if (name := request.get("session")) is not None:
-                    session = named.get(name)
-                else:
-                    session = next((owner[each] for each in reversed(ids) if each in owner), None)
-                    if session is not None and not _continues(ids, session[-1]["hash_ids"]):
-                        session = None
-                if session is None:
-                    session = []
-                    sessions.append(session)
-                session.append(request)
-                if name is not None:
-                    named[name] = session
-                else:
-                    owner.update(dict.fromkeys(ids, session))
-    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-        where = f"`{path}`, line {number}" if number else f"`{path}`"
-        raise ConfigError(f"{where} is not a trace: {error!r}") from error
+    sessions, owner = list[list[Request]](), dict[int, list[Request]]()
+    named = dict[object, list[Request]]()
+    for request in trace.requests:
+        ids, name = request.hash_ids, request.session
+        if name is not None:
+            session = named.get(name)
+        else:
+            session = next((owner[each] for each in reversed(ids) if each in owner), None)
+            if session is not None and not _continues(ids, session[-1].hash_ids):
+                session = None
+        if session is None:
+            session = []
+            sessions.append(session)
+        session.append(request)
+        if name is not None:
+            named[name] = session
+        else:
+            owner.update(dict.fromkeys(ids, session))
     for session in sessions:
         some = session[:turns]
-        if len(some) == turns and max(each["input_length"] for each in some) <= most_tokens:
+        if len(some) == turns and max(each.input_length for each in some) <= most_tokens:
             yield some
 
 
@@ -207,32 +188,36 @@ def _continues(ids: list[int], before: list[int]) -> bool:
     return 2 * shared >= len(before)
 
 
-def replay(recorded: Iterable[Row], seed: int, shape: Shape, vocab_size: int) -> Script:
+def replay(recorded: Iterable[Request], seed: int, shape: Shape, vocab_size: int) -> Script:
     """Return a recorded session: think times a tenth, answers of at most 120 tokens."""
     script, before_ms = Script(), None
-    block_tokens = shape.scaled(TRACE_BLOCK_TOKENS)
+
+    def tokens(name: object, count: int) -> list[int]:
+        return random.Random(f"{seed}/{name}").choices(range(vocab_size), k=count)
+
     for request in recorded:
-        text = array("I")
-        for each in request["hash_ids"]:
-            generator = random.Random(f"{seed}/{each}")
-            text.extend(generator.choices(range(vocab_size), k=block_tokens))
-        pause_ms = request["timestamp"] - (request["timestamp"] if before_ms is None else before_ms)
-        before_ms = request["timestamp"]
+        text, length = array("I"), shape.scaled(request.input_length)
+        for each in request.hash_ids:
+            text.extend(tokens(each, shape.scaled(request.block_tokens or BLOCK_TOKENS)))
+        if request.block_tokens is not None:  # it has no id for what is not a full block
+            text.extend(tokens(f"after {request.timestamp}", max(0, length - len(text))))
+        pause_ms = request.timestamp - (request.timestamp if before_ms is None else before_ms)
+        before_ms = request.timestamp
         think_s = min(MAX_THINK_S, max(0.0, pause_ms / 1e3 * TRACE_THINK_SHARE))
-        answer_tokens = shape.scaled(min(ANSWER_TOKENS, request["output_length"]))
-        length = shape.scaled(request["input_length"])
+        answer_tokens = shape.scaled(min(ANSWER_TOKENS, request.output_length))
         script.append(Turn(think_s, text[:length], answer_tokens))
     return script
 
 
-def recorded_sessions(count: int, seed: int, shape: Shape, most_tokens: int) -> list[list[Row]]:
+def recorded_sessions(count: int, seed: int, shape: Shape, most_tokens: int) -> list[list[Request]]:
     """Return the recorded sessions of a run; each seed takes others.
 
     Raises:
-        ConfigError: the trace has too few sessions.
+        ConfigError: the file is not a trace, or has too few sessions.
     """
     assert shape.trace is not None
-    known = list(read_trace(shape.trace, shape.turns, most_tokens))
+    trace = read_trace(shape.trace, ignore_progress)
+    known = list(sessions_of(trace, shape.turns, most_tokens))
     some = known[seed * count : (seed + 1) * count]
     if len(some) < count:
         what = f"`{shape.trace}` has {len(known)} sessions of {shape.turns} turns that fit"

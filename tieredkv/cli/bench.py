@@ -311,8 +311,9 @@ def sessions() -> None:
     With --trace, recorded sessions are replayed: think times a tenth of the recorded ones, answers
     of at most 120 tokens. Each line of the file is a request, {"timestamp": ms, "input_length":
     tokens, "output_length": tokens, "hash_ids": [...]}, with an id for each 512 tokens; equal ids
-    are equal tokens. A request may name its "session"; without a name, it continues the session
-    whose last prompt it repeats by half or more.
+    are equal tokens. A trace that `serve --record` has written may be given, too. A request may
+    name its "session"; without a name, it continues the session whose last prompt it repeats by
+    half or more.
     Sessions with fewer than --turns requests, and those that do not fit, are left out.
 
     The columns are explained in `bench returns`. Earlier runs leave nothing behind, and `by tier`
