@@ -70,6 +70,18 @@ class Verbs:
             is_of_chains = not wanted.ids or entry.block_hash in chains
             return is_of_chains and wanted.matches(entry.namespace, entry.last_used, now)
 
+        if wanted.tiers:
+            pools = {tier: it for tier, it in self._tiers.pools.items() if wanted.concerns(tier)}
+            entries = [entry for entry in self._tiers.catalog.entries() if is_wanted(entry)]
+            copies = [
+                (tier, entry.block_hash)
+                for tier, pool in pools.items()
+                for entry in entries
+                if pool.lookup(entry.block_hash)
+            ]
+            if not wanted.dry_run:
+                self._cache.evict_copies(copies)
+            return len(copies)
         if wanted.dry_run:
             return sum(map(is_wanted, self._tiers.catalog.entries()))
         return self._cache.evict(is_wanted)

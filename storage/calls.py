@@ -12,6 +12,7 @@ import msgspec
 from tieredkv.errors import ConfigError
 from tieredkv.storage.filters import ChainFilter, sort_key
 from tieredkv.storage.results import ID_HINT, named_blocks
+from tieredkv.types import Tier
 
 
 class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +127,8 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         namespace_prefix: hex prefix of the namespace digest.
         ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
             that other chains share stay. See `ChainInfo`.
+        filter: the chains that `ls` lists with this filter, as if they were named by their ids.
+        tiers: evict only the copies in these tiers; empty for every tier.
         dry_run: count the blocks that would be evicted, and change nothing.
     """
 
@@ -133,13 +136,32 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     older_than_s: float | None = None
     namespace_prefix: str | None = None
     ids: tuple[str, ...] = ()
+    filter: str = ""
+    tiers: tuple[Tier, ...] = ()
     dry_run: bool = False
 
+    @property
+    def needs_disk(self) -> bool:  # type: ignore[override]
+        """Whether it is about chains on disk only."""
+        return bool(self.filter) or self.tiers == (Tier.DISK,)
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether it is about certain chains or copies, and not about all that requests left."""
+        return bool(self.ids or self.filter or self.tiers)
+
+    def concerns(self, tier: Tier) -> bool:
+        """Return whether copies in this tier are evicted."""
+        return not self.tiers or tier in self.tiers
+
     def check(self) -> None:
-        """Refuse a filter that selects nothing."""
+        """Refuse a filter that selects nothing, or that is none."""
         if self == EvictFilter(dry_run=self.dry_run):
-            criteria = "`ids`, `namespace_prefix`, `older_than_s` or `all`"
+            criteria = "`ids`, `filter`, `tiers`, `namespace_prefix`, `older_than_s` or `all`"
             raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
+        if self.filter and self.ids:
+            raise ConfigError("`filter` and `ids` cannot be combined")
+        ChainFilter(self.filter)
 
     def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
         """Return whether the age and namespace of a block match; the caller looks up the ids."""
@@ -148,17 +170,39 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         return namespace.hex().startswith((self.namespace_prefix or "").lower())
 
 
+class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
+    """Drop blocks on disk that nothing can use; see `storage.pruning`.
+
+    Attributes:
+        model: the name of the model that is in use, so that all others' blocks are dropped; "" if
+            every model is.
+        dry_run: count the blocks, and change nothing.
+    """
+
+    needs_disk: ClassVar[bool] = True
+
+    model: str = ""
+    dry_run: bool = False
+
+
 class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
     """Compare every block on disk with its checksums.
 
     Attributes:
         repair: whether bad blocks are dropped.
+        sample: the part of the blocks that is read, chosen by chance; 1.0 for all.
     """
 
     needs_disk: ClassVar[bool] = True
 
     repair: bool = True
+    sample: float = 1.0
+
+    def check(self) -> None:
+        """Refuse a part that is none, or more than all."""
+        if not 0 < self.sample <= 1:
+            raise ConfigError(f"`sample` = {self.sample} must be above 0 and at most 1")
 
 
-Call = Df | Ls | Inspect | EvictFilter | Verify
+Call = Df | Ls | Inspect | EvictFilter | Prune | Verify
 VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}

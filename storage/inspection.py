@@ -6,6 +6,7 @@ only chooses them.
 """
 
 import math
+import random
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
@@ -337,13 +338,14 @@ def _matching(
 
 
 def verifying(
-    store: BlockStore, result: VerifyResult, *, repair: bool
+    store: BlockStore, result: VerifyResult, *, repair: bool, sample: float = 1.0
 ) -> Generator[None, None, None]:
     """Read every payload and check it, then check the index against itself, in steps.
 
-    `result` always holds the findings so far. With `repair`, bad blocks are dropped.
+    `result` always holds the findings so far. With `repair`, bad blocks are dropped. Below 1.0,
+    `sample` is the part of the payloads that is read.
     """
-    is_whole, last = yield from _reading(store, result, b"", repair=repair)
+    is_whole, last = yield from _reading(store, result, b"", repair=repair, sample=sample)
     for is_sound in chain(store.index.reading_ahead(), store.index.looking_over()):
         if not (is_whole := is_whole and is_sound):
             break
@@ -353,19 +355,22 @@ def verifying(
         if repair:
             store.make_index_again()
             # A walk that damage cut short goes on in the sound index.
-            yield from _reading(store, result, last + b"\0", repair=repair)
+            yield from _reading(store, result, last + b"\0", repair=repair, sample=sample)
 
 
 def _reading(
-    store: BlockStore, result: VerifyResult, start: bytes, *, repair: bool
+    store: BlockStore, result: VerifyResult, start: bytes, *, repair: bool, sample: float
 ) -> Generator[None, None, tuple[bool, bytes]]:
-    """Read and check the payloads of all blocks from a key on, in steps.
+    """Read and check the payloads of blocks from a key on, or of a sample of them, in steps.
 
     Returns whether their entries are whole, and the last key.
     """
     is_whole, page, block_hash = True, memoryview(b""), start
     entries_of = walking(store, IndexTxn.blocks, start=start)
     for block_hash in (key for entries in entries_of for key, _ in entries):
+        if random.random() >= sample:
+            yield
+            continue
         with store.index.reading() as txn:
             entry = dict(islice(txn.blocks(block_hash), 1))
         if block_hash not in entry:  # gone since the walk came by

@@ -57,6 +57,11 @@ class KnownModels:
         self._models = models
         self._of_root: dict[bytes, KnownModel | None] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all known models."""
+        return sorted({model.name for model in self._models})
+
     def of(self, root: bytes, namespace: bytes) -> KnownModel | None:
         """Return the model of a chain; None if it is not known."""
         if root not in self._of_root:

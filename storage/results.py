@@ -25,6 +25,14 @@ class EvictResult(NamedTuple):
     unknown_ids: tuple[str, ...] = ()
 
 
+class PruneResult(NamedTuple):
+    """What a pruning freed, and how many blocks for which reason."""
+
+    pruned_blocks: int
+    freed_bytes: int
+    by_reason: dict[str, int]
+
+
 _ID_DIGITS = 32
 MIN_ID_DIGITS = 8
 """An id with fewer digits would name other chains, too, in a store of millions of blocks."""

@@ -28,15 +28,22 @@ from tieredkv.errors import (
     StoreUnreachableError,
     UnknownIdError,
 )
-from tieredkv.storage import chain_blocks, inspection
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Verify
+from tieredkv.storage import chain_blocks, inspection, pruning
+from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Verify
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.known_models import KnownModels, read_models
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import ID_HINT, BlockInfo, StoreStats, VerifyResult, named_blocks
+from tieredkv.storage.results import (
+    ID_HINT,
+    BlockInfo,
+    ChainInfo,
+    StoreStats,
+    VerifyResult,
+    named_blocks,
+)
 from tieredkv.storage.worker_messages import ControlPage, ControlRequest, EngineAnswer
-from tieredkv.types import TENANT_BYTES
+from tieredkv.types import TENANT_BYTES, Tier
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
@@ -103,11 +110,7 @@ class Verbs:
                 answer = {**tiers, "disk": disk, "tenants": tenants, "writer_pid": writer_pid}
                 return answer | (self._namespaces(caller) if verbose else {})
             case Ls():
-                chains = self._gather(caller)
-                models = KnownModels(read_models(self.store.path))
-                in_ram = inspection.InRam.of(self._ask(call, caller))
-                steps = inspection.listing(self.store, chains, call, models, in_ram)
-                for page in self._steps(steps, caller):
+                for page in self._list(call, caller):
                     caller.send_page(ControlPage(chains=page))
                 return {}
             case Inspect(prompt=prompt) if prompt is not None:
@@ -123,8 +126,20 @@ class Verbs:
                 return {}
             case EvictFilter():
                 return self._evict(call, caller)
+            case Prune():
+                chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
+                in_ram = inspection.InRam.of(self._ask(Ls(), caller))
+                steps = pruning.pruning(self.store, call, chains, models, in_ram)
+                return self._finish(steps, caller)._asdict()
             case Verify():
-                return dict(msgspec.to_builtins(self._verify(caller, repair=call.repair)))
+                return dict(msgspec.to_builtins(self._verify(call, caller)))
+
+    def _list(self, call: Ls, caller: Caller) -> Iterator[list[ChainInfo]]:
+        """List chains by pages."""
+        chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
+        in_ram = inspection.InRam.of(self._ask(call, caller))
+        steps = inspection.listing(self.store, chains, call, models, in_ram)
+        return self._steps(steps, caller)
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):
@@ -202,10 +217,22 @@ class Verbs:
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
         engine = dict[str, Any]()
-        unknown_to_engine = set(wanted.ids)
-        if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
+        if wanted.filter:
+            pages = self._list(Ls(filter=wanted.filter), caller)
+            ids = tuple(chain.id for page in pages for chain in page)
+            if not ids:
+                return {**dict.fromkeys(_SUMMED, 0), "unknown_ids": [], "disk": None}
+            wanted = replace(wanted, filter="", ids=ids)
+        unknown_to_engine, on_disk = set(wanted.ids), wanted.concerns(Tier.DISK)
+        in_ram = wanted.concerns(Tier.DEVICE) or wanted.concerns(Tier.HOST)
+        # A dry run is about the disk's blocks, so that the engine is not disturbed.
+        if in_ram and not (wanted.dry_run and on_disk):
             engine = self._evict_from_ram(wanted, caller)
             unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
+        if not on_disk:
+            if "engine" in engine:
+                raise StoreUnreachableError("the engine is silent, so nothing was evicted")
+            return {**engine, "unknown_ids": sorted(unknown_to_engine), "disk": None}
         settled = threading.Event()
         self.after_writes(settled.set)
         while not settled.wait(_REPORT_INTERVAL_S):
@@ -271,16 +298,16 @@ class Verbs:
         told = msgspec.to_builtins(uses[:_TOLD_NAMESPACES])
         return {"namespaces": told, "num_namespaces": len(uses)}
 
-    def _verify(self, caller: Caller, *, repair: bool) -> VerifyResult:
+    def _verify(self, call: Verify, caller: Caller) -> VerifyResult:
         """Verify; an index that cannot be read ends the worker, and its next start makes it again.
 
         Raises:
             EOFError: nobody but the caller will start one.
         """
-        result = VerifyResult()
+        result, repair = VerifyResult(), call.repair
         try:
-            total = self._finish(self._figures(), caller).blocks
-            steps = inspection.verifying(self.store, result, repair=repair)
+            total = int(call.sample * self._finish(self._figures(), caller).blocks)
+            steps = inspection.verifying(self.store, result, repair=repair, sample=call.sample)
             self._finish(steps, caller, lambda: (result.checked, total))
         except CorruptIndexError as error:
             if not repair:

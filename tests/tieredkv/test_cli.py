@@ -120,11 +120,14 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder; give the"),
         (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
         (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
-        (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --ns, --older-than"),
+        (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --filter, --model"),
         (
             ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
-            "error: --all cannot be combined with an ID",
+            "error: --all can be combined with --tier only",
         ),
+        (["evict", "--disk-dir", ".", "--filter", "sise>1"], "error: a filter has no field `sise`"),
+        (["prune", "--disk-dir", "."], "error: There is no terminal to confirm on; give -y"),
+        (["verify", "--disk-dir", ".", "--sample", "some"], "error: `some` is no part; write one"),
         (["evict", "--disk-dir", ".", "--older-than", "soon"], "error: `soon` is not a duration"),
         (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
     ],
@@ -296,7 +299,13 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     table = tieredkv("ls", "--disk-dir", str(stored))
     assert short_id(chains[0]["id"], 12) in table.stdout
 
-    assert ask(stored, "evict", "--older-than", "1h", "-y")["evicted_blocks"] == 0
+    idle = tieredkv("evict", "--disk-dir", str(stored), "--older-than", "1h", "-y")
+    assert (idle.returncode, idle.stdout) == (1, "evicted 0 blocks, 0 B\n")
+    assert "nothing matches" in idle.stderr
+    some = ask(stored, "evict", "--model", "tiny-random", "--filter", "tier=disk", "--dry-run")
+    assert some["evicted_blocks"] == 20
+    other = tieredkv("evict", "--disk-dir", str(stored), "--model", "other", "-y")
+    assert other.returncode == 1
     planned = ask(stored, "evict", "--all", "--dry-run")
     assert (planned["evicted_blocks"], planned["dry_run"]) == (20, True)
     refused = tieredkv("evict", "--disk-dir", str(stored), "--all")

@@ -444,6 +444,12 @@ class TieredCache:
         self.demoter.note_change()
         return len(wanted)
 
+    def evict_copies(self, copies: Iterable[tuple[Tier, BlockHash]]) -> None:
+        """Make copies of blocks unreachable, each in one tier."""
+        for tier, block_hash in copies:
+            self.tiers.drop_copy(tier, block_hash, "admin")
+        self.demoter.note_change()
+
     @property
     def has_more(self) -> bool:
         """Whether only the bound of one step has kept the last `pump` from starting more."""

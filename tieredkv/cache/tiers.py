@@ -198,6 +198,22 @@ class Tiers:
                 self.counters.evictions[f"{tier},{reason}"] += 1
         self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
 
+    def drop_copy(self, tier: Tier, block_hash: BlockHash, reason: str) -> None:
+        """Make the copy in one tier unreachable now; forget the block if it was the last in RAM."""
+        if self.pools[tier].drop(block_hash) is None:
+            return
+        self.counters.evictions[f"{tier},{reason}"] += 1
+        self._note_left(tier, block_hash)
+        if not self.is_in_ram(block_hash):
+            self.catalog.forget(block_hash, reason)
+
+    def _note_left(self, tier: Tier, block_hash: BlockHash) -> None:
+        """Note that a copy has gone, in the pool of the other tier."""
+        if tier is Tier.HOST:
+            self.device.look_again(block_hash)
+        else:
+            self.host.end_duplicate(block_hash)
+
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
         """Count a copy that was evicted for room; forget the block if it was the last in RAM.
 
@@ -205,10 +221,7 @@ class Tiers:
         engine runs: every other way out of RAM is an expiry or an operator's eviction.
         """
         self.counters.evictions[f"{tier},capacity"] += 1
-        if tier is Tier.HOST:
-            self.device.look_again(block_hash)  # its copy in host memory is gone
-        else:
-            self.host.end_duplicate(block_hash)
+        self._note_left(tier, block_hash)
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
             if self.is_promised(entry):

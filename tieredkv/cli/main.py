@@ -52,6 +52,7 @@ def cli(context: click.Context) -> None:
       tieredkv ls --disk-dir ./kv                          list prefixes on disk
       tieredkv inspect --disk-dir ./kv ID                  show the blocks of a prefix, tier by tier
       tieredkv evict --disk-dir ./kv --older-than 2h       evict what was unused for two hours
+      tieredkv prune --disk-dir ./kv                       drop what nothing can use any more
       tieredkv verify --disk-dir ./kv                      compare every block with its checksums
       tieredkv warm prompts.jsonl --retention 24h          compute prompts before they are needed
 

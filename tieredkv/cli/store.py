@@ -15,7 +15,7 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, Settings
-from tieredkv.storage.calls import EvictFilter, Ls
+from tieredkv.storage.calls import EvictFilter, Ls, Prune, Verify
 from tieredkv.storage.control import StoreControl, document
 from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
 from tieredkv.types import TENANT_BYTES, Tier
@@ -206,58 +206,146 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
     metavar="HEX",
     help="Evict the blocks of the namespaces that begin with this.",
 )
+@filter_option
+@click.option("--model", "model_name", metavar="NAME", help="Evict the chains of this model.")
+@click.option(
+    "--tier",
+    "tiers",
+    type=click.Choice([str(tier) for tier in Tier]),
+    multiple=True,
+    help="Evict only the copies in this tier; may be given twice. By default every copy.",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be evicted from disk, and change nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be evicted from disk, or with --tier from there, and change nothing.",
 )
-def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
-    """Evict blocks from every tier: chains by their ID, or the blocks that a filter selects.
+def evict(
+    store: StoreControl,
+    yes: bool,
+    older_than_s: str | None,
+    filter: str | None,
+    model_name: str | None,
+    **more: Any,
+) -> Answer:
+    """Evict blocks from every tier: chains by their ID, or what all given criteria select.
 
     `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
-    uses is stored. Blocks that other chains use stay.
+    uses is stored. Blocks that other chains use stay. --filter and --model evict the chains that
+    `ls` lists with them. Requests that are being answered keep their blocks until they end. The
+    exit code is 1 if nothing matches, or if an ID is unknown.
 
     \b
     Examples:
       tieredkv evict --disk-dir ./kv 1f9c0a77d2e4
       tieredkv evict --disk-dir ./kv --older-than 2h -y
+      tieredkv evict --disk-dir ./kv --filter 'idle>1h,size>1GB' --dry-run
+      tieredkv evict --disk-dir ./kv --tier host
     """
-    if filters["older_than_s"] is not None:
-        filters["older_than_s"] = parse_duration(filters["older_than_s"])
-    wanted, nothing = EvictFilter(**filters), EvictFilter(dry_run=filters["dry_run"])
+    conditions = [filter or "", f"model={model_name}" if model_name else ""]
+    wanted = EvictFilter(
+        older_than_s=None if older_than_s is None else parse_duration(older_than_s),
+        filter=",".join(it for it in conditions if it),
+        **more,
+    )
+    nothing = EvictFilter(dry_run=wanted.dry_run)
     if wanted == nothing:
-        raise usage_error("Say what to evict: an ID, --ns, --older-than or --all.")
-    if wanted.all and wanted != replace(nothing, all=True):
-        raise usage_error("--all cannot be combined with an ID, --ns or --older-than.")
+        text = "Say what to evict: an ID, --filter, --model, --tier, --ns, --older-than or --all."
+        raise usage_error(text)
+    if wanted.all and wanted != replace(nothing, all=True, tiers=wanted.tiers):
+        raise usage_error("--all can be combined with --tier only.")
+    wanted.check()
     if not (yes or wanted.dry_run):
-        if not sys.stdin.isatty():
-            raise usage_error(
-                "There is no terminal to confirm on; give -y to evict without asking."
-            )
-        click.confirm("Evict these blocks from every tier?", abort=True, err=True)
-    answer = store.evict(wanted)
+        confirm("Evict these blocks?", "evict")
+    answer = store.answer(wanted)
     for unknown in answer["unknown_ids"]:
         is_short = len(unknown) < MIN_ID_DIGITS
         hint = f"an id needs at least {MIN_ID_DIGITS} digits" if is_short else "`ls` lists the ids"
         click.echo(f"error: no chain has the id `{unknown}`\nhint: {hint}", err=True)
+    if not (answer["evicted_blocks"] or answer["unknown_ids"]):
+        click.echo("error: nothing matches, so no block was evicted", err=True)
     verb, freed = "evicted", format_bytes(answer["freed_bytes"])
     if wanted.dry_run:
         verb, answer = "would evict", {**answer, "dry_run": True}
     lines = [f"{verb} {answer['evicted_blocks']} blocks, {freed}"]
-    return Answer(answer, lines=lines, is_problem=bool(answer["unknown_ids"]))
+    is_problem = bool(answer["unknown_ids"]) or not answer["evicted_blocks"]
+    return Answer(answer, lines=lines, is_problem=is_problem)
+
+
+def confirm(question: str, what: str) -> None:
+    """Ask before something is destroyed.
+
+    Raises:
+        UsageError: there is no terminal to ask on.
+        Abort: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        raise usage_error(f"There is no terminal to confirm on; give -y to {what} without asking.")
+    click.confirm(question, abort=True, err=True)
+
+
+@store_verb
+@click.option(
+    "--model", "model_name", metavar="NAME", default="", help="Drop blocks of all models but this."
+)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--dry-run", is_flag=True, help="Say what would be dropped, and change nothing.")
+def prune(store: StoreControl, model_name: str, yes: bool, dry_run: bool) -> Answer:
+    """Drop blocks on disk that nothing can use any more.
+
+    These are blocks that have expired, and orphans: blocks whose parent is in no tier, and all
+    behind them, so that a prompt would have to be computed up to them first. With --model, the
+    blocks of all other models go, too; `ls` lists the names.
+
+    \b
+    Examples:
+      tieredkv prune --disk-dir ./kv --dry-run
+      tieredkv prune --disk-dir ./kv --model ./Llama-3.1-8B-Instruct -y
+    """
+    if not (yes or dry_run):
+        confirm("Drop what nothing can use?", "prune")
+    answer = store.answer(Prune(model=model_name, dry_run=dry_run))
+    verb = "would drop" if dry_run else "dropped"
+    lines = [f"{verb} {answer['pruned_blocks']} blocks, {format_bytes(answer['freed_bytes'])}"]
+    lines += [as_text(answer["by_reason"])] if answer["by_reason"] else []
+    return Answer({**answer, "dry_run": True} if dry_run else answer, lines=lines)
 
 
 @store_verb
 @click.option("--no-repair", is_flag=True, help="Count bad blocks and leave them in the store.")
-def verify(store: StoreControl, no_repair: bool) -> Answer:
+@click.option(
+    "--sample",
+    default="100%",
+    metavar="PART",
+    help="Read only this part of the blocks, chosen by chance, such as 5% or 0.05.",
+)
+def verify(store: StoreControl, no_repair: bool, sample: str) -> Answer:
     """Read every block on disk and compare it with its checksums.
 
     Bad blocks are deleted, so that they are computed again when a prompt needs them. The exit code
-    is 1 if a block was bad.
+    is 1 if a block was bad. The index is always checked as a whole.
 
     \b
-    Example:
+    Examples:
       tieredkv verify --disk-dir ./kv
+      tieredkv verify --disk-dir ./kv --sample 5% --no-repair
     """
+    call = Verify(repair=not no_repair, sample=parse_part(sample))
+    call.check()
     progress = functools.partial(terminal_progress(), "verifying")
-    answer = store.verify(repair=not no_repair, progress=progress)
+    answer = store.answer(call, progress)
     return Answer(answer, lines=[as_text(answer)], is_problem=answer["bad"] > 0)
+
+
+def parse_part(text: str) -> float:
+    """Return a part that is written as a percentage or as a number.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        return float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        raise usage_error(f"`{text}` is no part; write one such as 5% or 0.05.") from None

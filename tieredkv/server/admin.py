@@ -35,7 +35,7 @@ async def respond(
     call = _read(verb, body)
     if settings.disk_dir is None and call.needs_disk:
         text = f"`{verb}` needs the disk tier, and there is none, since `disk_dir` is not set."
-        rest = ", ".join(f"`{name}`" for name, kind in VERBS.items() if not kind.needs_disk)
+        rest = ", ".join(f"`{name}`" for name, kind in VERBS.items() if not kind().needs_disk)
         text = f"{text} These verbs do without: {rest}."
         raise RequestError(text, code="no_disk_tier", status=409)
     # First of all, so that it is gone even if the tiers do not answer.

@@ -54,9 +54,9 @@ class TenantStore(Generic[Key, Entry]):
     def evict(self, wanted: EvictFilter) -> int:
         """Drop the entries that an operator wants to evict, and return how many.
 
-        Ids name chains of blocks, and so no entry. A dry run only counts.
+        Ids and filters name chains of blocks, and so no entry. A dry run only counts.
         """
-        if wanted.ids:
+        if wanted.is_of_blocks:
             return 0
         with self._lock:
             self._expire()

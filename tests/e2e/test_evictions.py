@@ -1,0 +1,92 @@
+"""An operator evicts blocks of a server under load, and no answer changes."""
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests import http
+from tests.serving import Server, ask_store, running
+from tests.waiting import wait_until
+
+TEXT = "Quicksand and xylophones rarely meet in the same sentence. " * 6
+FILTERS: list[dict[str, Any]] = [
+    {"all": True},
+    {"all": True, "tiers": ["device"]},
+    {"all": True, "tiers": ["host"]},
+    {"all": True, "tiers": ["disk"]},
+    {"filter": "tier=disk,idle<1h"},
+    {"older_than_s": 0.0},
+]
+
+
+def answer(server: Server, number: int) -> str:
+    """Return the answer to one of four prompts, which share their beginning."""
+    body = {
+        "model": "tiny-random",
+        "prompt": f"{TEXT}{number % 4}",
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    told = http.post(f"{server.url}/completions", json=body)
+    assert told.status_code == 200, told.text
+    text: str = told.json()["choices"][0]["text"]
+    return text
+
+
+def test_evictions_disturb_no_request_in_flight(tmp_path: Path) -> None:
+    flags = ("--device-size", "2MiB", "--host-size", "1MiB", "--disk-write", "write_behind")
+    with running(tmp_path, *flags) as server:
+        url = f"{server.root}/admin/cache/evict"
+        right = [answer(server, number) for number in range(4)]
+        is_over = threading.Event()
+
+        def evict() -> list[int]:
+            counts = [0] * len(FILTERS)
+            for index in itertools.cycle(range(len(FILTERS))):
+                if is_over.is_set():
+                    return counts
+                told = http.post(url, json=FILTERS[index])
+                assert told.status_code == 200, told.text
+                counts[index] += told.json()["evicted_blocks"]
+            raise AssertionError
+
+        with ThreadPoolExecutor(5) as pool:
+            evicting = pool.submit(evict)
+            try:
+                answers = [*pool.map(lambda number: answer(server, number), range(60))]
+            finally:
+                is_over.set()
+            counts = evicting.result()
+        assert answers == [right[number % 4] for number in range(60)]
+        assert counts[0] > 0 and sum(counts[1:]) > 0, counts
+        assert server.stop() == 0
+        assert "Traceback" not in server.log and "broken" not in server.log, server.log
+
+
+def test_one_tier_is_emptied_and_the_others_keep_their_copies(tmp_path: Path) -> None:
+    with running(tmp_path, "--disk-write", "write_behind") as server:
+
+        def cached() -> dict[str, int]:
+            body = {"prompt": TEXT}
+            told = http.post(f"{server.root}/admin/cache/inspect", json=body).json()
+            by_tier: dict[str, int] = told["by_tier"]
+            return by_tier
+
+        answer(server, 0)
+        full = len(TEXT) // 16 * 16
+        wait_until(lambda: server.df()["disk"]["blocks"] * 16 >= full, "nothing went to disk")
+        assert cached()["device"] > 0
+        would = ask_store(server.disk_dir, "evict", "--tier", "device", "--dry-run")
+        for tier in ("device", "host"):
+            ask_store(server.disk_dir, "evict", "--tier", tier, "-y", exit_code=0)
+        assert would["evicted_blocks"] * 16 >= full
+        assert cached() == {"device": 0, "host": 0, "disk": full}
+        [chain] = ask_store(server.disk_dir, "ls", "--filter", "tier=disk")["chains"]
+        assert chain["blocks_by_tier"]["device"] == 0
+        nothing = ask_store(server.disk_dir, "evict", "--filter", "hits>99", "-y", exit_code=1)
+        assert nothing["evicted_blocks"] == 0
+        gone = ask_store(server.disk_dir, "evict", "--model", "tiny-random", "-y")
+        assert gone["evicted_blocks"] == chain["blocks"]
+        assert sum(cached().values()) == 0

@@ -1,0 +1,105 @@
+"""`prune` drops what nothing can use, and `verify --sample` reads a part."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.storage.blocks import make_record, open_store, put
+from tests.storage.conftest import Harness, Mailbox, make_chain
+from tests.storage.test_control import engine_that_says
+from tieredkv.cli.store import parse_part
+from tieredkv.clock import Clock
+from tieredkv.errors import ConfigError
+from tieredkv.storage.calls import Inspect, Ls, Prune, Verify
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.known_models import KnownModel, note_model
+from tieredkv.types import BlockRecord
+
+NOW = Clock().now()
+NAMESPACE = b"n" * 32
+
+
+def model(name: str) -> KnownModel:
+    return KnownModel(
+        name=name,
+        fingerprint=name.encode().hex() * 8,
+        dtype="float32",
+        block_size=16,
+        hash_algo="sha256",
+    )
+
+
+def chain(name: str, of: KnownModel, length: int, **changes: object) -> list[BlockRecord]:
+    """Return the records of a chain of a model."""
+    how = {"root": of.root(NAMESPACE), "namespace": NAMESPACE, "size_bytes": 100, **changes}
+    return [make_record(name, position, now=NOW, **how) for position in range(length)]
+
+
+def fill(folder: Path, *records: BlockRecord) -> None:
+    with open_store(folder, Clock(), budget_bytes=64 << 20) as store:
+        put(store, *records)
+
+
+def left(control: StoreControl) -> int:
+    """Return how many blocks `ls` lists."""
+    return sum(each.blocks for page in control.pages(Ls()) for each in page)
+
+
+def test_expired_blocks_orphans_and_other_models_go(tmp_path: Path) -> None:
+    folder, used, old = tmp_path / "s", model("used"), model("old!")
+    hole = chain("hole", used, 6)
+    del hole[2]
+    expired = chain("short", used, 2, expires_at=NOW + 1000)
+    fill(folder, *chain("whole", used, 3), *hole, *expired, *chain("other", old, 4))
+    for each in (used, old):
+        note_model(folder, each)
+    (tmp_path / "offset").write_text("2000")
+    control = StoreControl(folder, clock_offset_file=str(tmp_path / "offset"))
+    would = control.answer(Prune(model="used", dry_run=True))
+    by_reason = would["by_reason"]
+    # The worker that answers also sweeps: what has expired may be gone already.
+    assert by_reason.pop("expired", 2) == 2
+    assert by_reason == {"orphan": 3, "other_model": 4}
+    assert would["freed_bytes"] > 0 and control.df()["disk"]["blocks"] >= 12
+    done = control.answer(Prune())
+    assert done["by_reason"].get("orphan") == 3 and "other_model" not in done["by_reason"]
+    assert left(control) == 3 + 2 + 4
+    assert control.answer(Prune(model="used"))["by_reason"] == {"other_model": 4}
+    assert left(control) == 3 + 2
+    assert control.answer(Prune(model="used"))["pruned_blocks"] == 0
+    assert control.verify()["bad"] == 0
+
+
+def test_a_model_that_the_store_does_not_know_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path / "s", *chain("a", model("a"), 2))
+    note_model(tmp_path / "s", model("a"))
+    control = StoreControl(tmp_path / "s")
+    with pytest.raises(ConfigError, match="knows no model `b`; it knows `a`"):
+        control.answer(Prune(model="b"))
+    assert left(control) == 2
+
+
+def test_a_parent_in_ram_makes_no_orphan(harness: Harness) -> None:
+    blocks = make_chain("a", 5)
+    client = harness.open()
+    Mailbox(client).store([*blocks[:1], *blocks[2:]])
+    control = StoreControl(harness.folder)
+    with engine_that_says(client, {"device": b"", "host": blocks[1].block_hash[:8]}):
+        assert control.answer(Prune())["pruned_blocks"] == 0
+    with engine_that_says(client, {"device": blocks[3].block_hash[:8]}):
+        assert control.answer(Prune())["by_reason"] == {"orphan": 1}
+    client.close()
+    hashes = [each.block_hash for each in blocks]
+    [page] = control.pages(Inspect(hashes=hashes))
+    assert [each.position for each in page] == [0, 3, 4]
+
+
+def test_a_sample_of_the_blocks_is_verified(tmp_path: Path) -> None:
+    fill(tmp_path / "s", *chain("a", model("a"), 60))
+    control = StoreControl(tmp_path / "s")
+    assert control.answer(Verify())["checked"] == 60
+    assert 0 < control.answer(Verify(sample=0.5))["checked"] < 60
+    for part in (0.0, 1.5, -1.0):
+        with pytest.raises(ConfigError, match="`sample`"):
+            control.answer(Verify(sample=part))
+    assert [parse_part(text) for text in ("5%", "0.05", "100%", " 50% ")] == [0.05, 0.05, 1.0, 0.5]
