@@ -149,12 +149,14 @@ class NamespaceUse(msgspec.Struct, kw_only=True):
     Attributes:
         namespace: hex digest; the first `TENANT_BYTES` bytes of it identify the tenant.
         root: hex digest that the chains of one model, in one namespace, share.
+        model: name of the model; None where it is not known.
         bytes: size of the blocks, before any compression.
         last_used: the latest use of any of the blocks.
     """
 
     namespace: str
     root: str
+    model: str | None = None
     blocks: int = 0
     bytes: int = 0
     last_used: float = 0.0

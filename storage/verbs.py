@@ -295,8 +295,11 @@ class Verbs:
 
     def _namespaces(self, caller: Caller) -> dict[str, Any]:
         uses = self._finish(inspection.adding_up(self.store), caller)
-        told = msgspec.to_builtins(uses[:_TOLD_NAMESPACES])
-        return {"namespaces": told, "num_namespaces": len(uses)}
+        told, models = uses[:_TOLD_NAMESPACES], KnownModels(read_models(self.store.path))
+        for use in told:
+            model = models.of(bytes.fromhex(use.root), bytes.fromhex(use.namespace))
+            use.model = model.name if model else None
+        return {"namespaces": msgspec.to_builtins(told), "num_namespaces": len(uses)}
 
     def _verify(self, call: Verify, caller: Caller) -> VerifyResult:
         """Verify; an index that cannot be read ends the worker, and its next start makes it again.

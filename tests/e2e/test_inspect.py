@@ -72,6 +72,8 @@ def test_a_server_and_its_stopped_store_tell_of_a_prompt_and_of_a_chain(tmp_path
         [chain, *_] = ask_store(folder, "ls")["chains"]
         assert (chain["model"], chain["tokens"]) == ("tiny-random", 16 * chain["blocks"])
         assert chain["blocks_by_tier"]["disk"] == chain["blocks"]
+        uses = ask_store(folder, "df", "-v")["namespaces"]
+        assert {use["model"] for use in uses} == {"tiny-random"}
         in_ram = ask_store(folder, "ls", "--filter", "tier=host,model=tiny-random")["chains"]
         assert in_ram and all(each["blocks_by_tier"]["host"] for each in in_ram)
         listed = http.post(url.replace("inspect", "ls"), json={"filter": "size>1GB"}).json()

@@ -13,14 +13,7 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 
 PAGE = "https://chat.example.com"
-OPERATORS = (
-    "/metrics",
-    "/admin/cache/df",
-    "/admin/history",
-    "/admin/largest",
-    "/ui",
-    "/ui/page.js",
-)
+OPERATORS = ("/metrics", "/admin/cache/df", "/admin/history", "/ui", "/ui/page.js")
 CLOSED = (*OPERATORS, "/ui/", "/", "/v1", "/nothing")
 OPEN = (*ANSWERED, "/v1/models", "/v1/models/m", "/tokenizer_info", "/version", "/health")
 SENT = "authorization,x-api-key,anthropic-version,anthropic-beta,content-type,x-stainless-os"

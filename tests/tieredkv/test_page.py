@@ -9,9 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from tests.storage.blocks import make_record, open_store, put
 from tests.tieredkv.test_app import Engine, answered
-from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.hashing import tenant_digest
 from tieredkv.server import page
@@ -95,9 +93,8 @@ def test_only_the_files_of_the_page_are_sent(name: str, tokenization: Tokenizati
     assert answer.status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/admin/history", "/admin/largest"])
-def test_what_it_shows_needs_the_admin_key(path: str, tokenization: Tokenization) -> None:
-    settings: dict[str, Any] = {"api_keys": ("k",), "admin_key": "operator"}
+def test_the_history_needs_the_admin_key(tokenization: Tokenization) -> None:
+    path, settings = "/admin/history", {"api_keys": ("k",), "admin_key": "operator"}
     asked = [("GET", path, each) for each in ({}, bearer("k"), bearer("operator"))]
     answers = serve(tokenization, *asked, **settings)
     assert [answer.status_code for answer in answers] == [401, 401, 200]
@@ -125,22 +122,3 @@ def test_tenants_are_told_by_name_with_their_shares(
     assert told["alice"]["share"] == 0.25
     assert (told["bob"]["num_answers"], told["alice"]["num_answers"]) == (1, 0)
     assert told["bob"]["id"] == tenant_digest(hashlib.sha256(b"b").hexdigest()).hex()
-
-
-def test_the_largest_prefixes_are_listed_the_largest_first(
-    tokenization: Tokenization, tmp_path: Path
-) -> None:
-    clock = Clock()
-    with open_store(tmp_path / "s", clock, budget_bytes=32 << 20) as store:
-        for length in range(1, page.NUM_LARGEST + 6):
-            chain = [make_record(f"{length}", i, now=clock.now()) for i in range(length)]
-            put(store, *chain)
-    asked: tuple[str, str, dict[str, Any]] = ("GET", "/admin/largest", {})
-    [answer] = serve(tokenization, asked, disk_dir=str(tmp_path / "s"))
-    lengths = [chain["blocks"] for chain in answer.json()["chains"]]
-    most = page.NUM_LARGEST + 5
-    assert lengths == list(range(most, most - page.NUM_LARGEST, -1))
-    [nothing] = serve(tokenization, asked)
-    assert nothing.json() == {"chains": []}
-    [gone] = serve(tokenization, asked, disk_dir=str(tmp_path / "no store"))
-    assert gone.status_code == 503 and "no store" in gone.json()["error"]["message"]

@@ -96,7 +96,7 @@ def df(store: StoreControl, verbose: bool) -> Answer:
         {
             "tenant": use["namespace"][: 2 * TENANT_BYTES],
             "namespace": use["namespace"][:SHORT_HEX],
-            "root": use["root"][:SHORT_HEX],
+            "model": use["model"] or f"root {use['root'][:SHORT_HEX]}",
             "blocks": use["blocks"],
             "size": format_bytes(use["bytes"]),
             "idle": format_duration(max(0.0, time.time() - use["last_used"])),

@@ -1,14 +1,11 @@
-"""The page at `/ui` for operators, and what it shows: the last hours, tenants, largest prefixes.
+"""The page at `/ui` for operators, and the history of the last hours that it shows.
 
 The page is three static files, which hold no figures and need no key. It asks the operator for the
-admin key and sends it in a header with each question to `/admin`. It uses nothing of other servers,
-and no other page may show it in a frame.
+admin key and sends it in a header with each question to `/admin`: here and for the verbs `df`, `ls`
+and `evict`. It uses nothing of other servers, and no other page may show it in a frame.
 """
 
-import asyncio
-import heapq
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -18,19 +15,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tieredkv.config import Settings
-from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.hashing import tenant_digest
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.history import History, TenantUse
 from tieredkv.server.keys import Keys
-from tieredkv.storage.control import StoreControl
 
-NUM_LARGEST = 20
 MAX_TENANTS = 1000
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_FILES = {path.name: path for path in Path(__file__).with_name("ui").iterdir()}
+_FILES = {path.name: path.read_bytes() for path in Path(__file__).with_name("ui").iterdir()}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -59,45 +53,27 @@ class OperatorPage:
 
     @property
     def routes(self) -> list[Route]:
-        """The page's files, and the questions that only it asks."""
+        """The page's files, and the question that only it asks."""
         return [
             Route("/ui", self.file),
             Route("/ui/{name}", self.file),
             Route("/admin/history", self.history),
-            Route("/admin/largest", self.largest),
         ]
 
     async def file(self, request: Request) -> Response:
         """Return a file of the page."""
-        path = _FILES.get(request.path_params.get("name", "index.html"))
-        if path is None:
+        name = request.path_params.get("name", "index.html")
+        if name not in _FILES:
             raise HTTPException(404)
-        media_type = f"{_TYPES[path.suffix]}; charset=utf-8"
-        return Response(path.read_bytes(), headers={**HEADERS, "Content-Type": media_type})
+        media_type = f"{_TYPES[Path(name).suffix]}; charset=utf-8"
+        return Response(_FILES[name], headers={**HEADERS, "Content-Type": media_type})
 
     async def history(self, request: Request) -> Response:
         """Return the last hours, and what each tenant asked for."""
         self._keys.check_operator(request.headers)
         told = {"model": self._engine.info.model, "tenants": self._tenants()}
-        return _private({**self._history.document(), **told})
-
-    async def largest(self, request: Request) -> Response:
-        """Return the largest chains on disk, as `ls` lists them; this reads the whole index."""
-        self._keys.check_operator(request.headers)
-        settings = self._settings
-        if settings.disk_dir is None:
-            return _private({"chains": []})
-        store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
-
-        def found() -> list[Json]:
-            chains = chain.from_iterable(store.ls())
-            largest = heapq.nlargest(NUM_LARGEST, chains, key=lambda each: each.bytes)
-            return [msgspec.to_builtins(each) for each in largest]
-
-        try:
-            return _private({"chains": await asyncio.to_thread(found)})
-        except TieredKVError as error:
-            raise RequestError(str(error), code="store", status=503) from None
+        body = {**self._history.document(), **told}
+        return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
     def _tenants(self) -> list[Json]:
         """Return the tenants with a share and those who asked for anything, the largest first."""
@@ -115,8 +91,3 @@ class OperatorPage:
             }
             for tenant in shown[:MAX_TENANTS]
         ]
-
-
-def _private(body: Json) -> Response:
-    """Return an answer that no cache keeps."""
-    return JSONResponse(body, headers={"Cache-Control": "no-store"})

@@ -2,6 +2,7 @@
 // and no URL. Everything that comes from the server is shown as text.
 
 const REFRESH_MS = 60_000;
+const NUM_LARGEST = 20;
 const TIERS = ["device", "host", "disk"];
 const MOVES = { "device,host": "device to host", "host,disk": "host to disk", "disk,host": "disk to host", "host,device": "host to device" };
 const SOURCES = ["cold", "device", "host", "disk"];
@@ -226,8 +227,9 @@ function showLargest(chains, now) {
       return [
         cell(each.id.slice(0, 12), "id"),
         cell(each.namespace.slice(0, 12), "id"),
+        cell(each.model, "name"),
         cell(each.retention),
-        cell(count(each.blocks)),
+        cell(each.tokens === null ? null : count(each.tokens)),
         cell(bytes(each.bytes)),
         cell(duration(Math.max(0, now - each.last_used))),
         cell(duration(Math.max(0, each.expires_at_min - now))),
@@ -245,12 +247,13 @@ async function refresh() {
   showHistory(history);
   showTiers(tiers);
   showTenants(history.tenants, tiers);
+  byId("on-disk").hidden = !tiers.disk;
   say(`Updated at ${clock(history.now)}.`);
   timer = setTimeout(() => refresh().catch(failed), REFRESH_MS);
 }
 
 async function listLargest() {
-  const { chains } = await ask("admin/largest");
+  const { chains } = await ask("admin/cache/ls", { sort: "-size", limit: NUM_LARGEST });
   showLargest(chains, Date.now() / 1000);
 }
 
@@ -296,7 +299,7 @@ byId("sign-in").addEventListener("submit", async (event) => {
   }
   byId("sign-in").hidden = true;
   byId("figures").hidden = byId("sign-out").hidden = false;
-  await listLargest().catch(failed);
+  if (!byId("on-disk").hidden) await listLargest().catch(failed);
 });
 byId("sign-out").addEventListener("click", () => signOut("The key is forgotten."));
 byId("list-again").addEventListener("click", () => listLargest().catch(failed));
