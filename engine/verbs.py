@@ -20,7 +20,7 @@ from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.storage.chain_blocks import in_order
 from tieredkv.storage.inspection import key_of
 from tieredkv.storage.results import BlockInfo, named_blocks
-from tieredkv.types import BlockHash, HashAlgo
+from tieredkv.types import BlockHash, HashAlgo, Tier
 
 EVERYTHING = EvictFilter(all=True)
 
@@ -63,6 +63,26 @@ class Verbs:
             following: further blocks that `wanted` names; see `Catalog.chains`.
             before: further blocks that precede the named ones.
         """
+        is_wanted = self._filter(wanted, following, before)
+        entries = [entry for entry in self._tiers.catalog.entries() if is_wanted(entry)]
+        if wanted.tiers:
+            pools = {tier: it for tier, it in self._tiers.pools.items() if wanted.concerns(tier)}
+            copies = [
+                (tier, entry.block_hash)
+                for tier, pool in pools.items()
+                for entry in entries
+                if pool.lookup(entry.block_hash)
+            ]
+            for tier, block_hash in () if wanted.dry_run else copies:
+                self._tiers.drop_copy(tier, block_hash, "admin")
+            self._cache.demoter.note_change()
+            return len(copies)
+        return len(entries) if wanted.dry_run else self._cache.evict(is_wanted)
+
+    def _filter(
+        self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
+    ) -> Callable[[Entry], bool]:
+        """Return which entries an eviction is about; for the arguments see `evict`."""
         now = self._tiers.clock.now()
         chains = self._tiers.catalog.chains(wanted.ids, following, before)
 
@@ -70,21 +90,7 @@ class Verbs:
             is_of_chains = not wanted.ids or entry.block_hash in chains
             return is_of_chains and wanted.matches(entry.namespace, entry.last_used, now)
 
-        if wanted.tiers:
-            pools = {tier: it for tier, it in self._tiers.pools.items() if wanted.concerns(tier)}
-            entries = [entry for entry in self._tiers.catalog.entries() if is_wanted(entry)]
-            copies = [
-                (tier, entry.block_hash)
-                for tier, pool in pools.items()
-                for entry in entries
-                if pool.lookup(entry.block_hash)
-            ]
-            if not wanted.dry_run:
-                self._cache.evict_copies(copies)
-            return len(copies)
-        if wanted.dry_run:
-            return sum(map(is_wanted, self._tiers.catalog.entries()))
-        return self._cache.evict(is_wanted)
+        return is_wanted
 
     def operate(self, call: Call, tell: Tell) -> None:
         """Carry out a verb where there is no disk tier; `tell` is called with its answer."""
@@ -170,10 +176,35 @@ class Verbs:
             hits=entry.hits,
         )
 
+    def _send_down(
+        self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
+    ) -> tuple[int, int]:
+        """Begin to move blocks to a slower tier.
+
+        Returns:
+            How many are moved, and how many are not, as no claim on them allows the disk.
+        """
+        tiers, to, now = self._tiers, Tier(wanted.to), self._tiers.clock.now()
+        is_wanted = self._filter(wanted, following, before)
+        entries = [entry for entry in tiers.catalog.entries() if is_wanted(entry)]
+        if to is Tier.HOST:
+            going = [entry for entry in entries if tiers.device.lookup(entry.block_hash)]
+            refused = 0
+        else:
+            going = [it for it in entries if it.is_on_disk or tiers.catalog.disk_deadline(it, now)]
+            refused = len(entries) - len(going)
+        if not wanted.dry_run:
+            self._cache.departures.send([entry.block_hash for entry in going], to)
+        return len(going), refused
+
     def _answer_evict(
         self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
     ) -> dict[str, Any]:
         unknown_ids = self._tiers.catalog.unknown_ids(wanted.ids)
+        if wanted.to != "drop":
+            moved, refused = self._send_down(wanted, following, before)
+            freed = {"freed_bytes": moved * self._tiers.block_bytes, "unknown_ids": unknown_ids}
+            return {"evicted_blocks": moved, "refused_blocks": refused, **freed}
         evicted = self.evict(wanted, following, before)
         freed_bytes = evicted * self._tiers.block_bytes
         sums = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}

@@ -5,7 +5,7 @@ added by a struct here, a branch of `storage.verbs.Verbs` and of `engine.verbs.V
 concerns their tiers, and a command in `cli.store`.
 """
 
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -129,6 +129,9 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
             that other chains share stay. See `ChainInfo`.
         filter: the chains that `ls` lists with this filter, as if they were named by their ids.
         tiers: evict only the copies in these tiers; empty for every tier.
+        to: `drop` makes copies unreachable. `host` and `disk` move blocks from the faster tiers to
+            this one instead, where that has no copy yet; only blocks whose retention allows the
+            disk go there.
         dry_run: count the blocks that would be evicted, and change nothing.
     """
 
@@ -138,27 +141,32 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     ids: tuple[str, ...] = ()
     filter: str = ""
     tiers: tuple[Tier, ...] = ()
+    to: Literal["host", "disk", "drop"] = "drop"
     dry_run: bool = False
 
     @property
     def needs_disk(self) -> bool:  # type: ignore[override]
         """Whether it is about chains on disk only."""
-        return bool(self.filter) or self.tiers == (Tier.DISK,)
+        return bool(self.filter) or self.tiers == (Tier.DISK,) or self.to == "disk"
 
     @property
     def is_of_blocks(self) -> bool:
         """Whether it is about certain chains or copies, and not about all that requests left."""
-        return bool(self.ids or self.filter or self.tiers)
+        return bool(self.ids or self.filter or self.tiers) or self.to != "drop"
 
     def concerns(self, tier: Tier) -> bool:
         """Return whether copies in this tier are evicted."""
+        if self.to != "drop":
+            return tier is not Tier.DISK
         return not self.tiers or tier in self.tiers
 
     def check(self) -> None:
         """Refuse a filter that selects nothing, or that is none."""
-        if self == EvictFilter(dry_run=self.dry_run):
+        if self == EvictFilter(to=self.to, dry_run=self.dry_run):
             criteria = "`ids`, `filter`, `tiers`, `namespace_prefix`, `older_than_s` or `all`"
             raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
+        if self.tiers and self.to != "drop":
+            raise ConfigError("`tiers` and `to` cannot be combined")
         if self.filter and self.ids:
             raise ConfigError("`filter` and `ids` cannot be combined")
         ChainFilter(self.filter)

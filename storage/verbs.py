@@ -51,7 +51,7 @@ _REPORT_INTERVAL_S = 0.1
 _ASKED_BLOCKS = 65_536  # of which the engine is told in one frame
 _PAGE_BLOCKS = 4096  # of a chain, in one frame
 _TOLD_NAMESPACES = 10_000  # the largest, in one frame
-_SUMMED = ("evicted_blocks", "freed_bytes")
+SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")
 
 Hand = Callable[[Callable[[], None]], None]
 Item = TypeVar("Item")
@@ -221,7 +221,7 @@ class Verbs:
             pages = self._list(Ls(filter=wanted.filter), caller)
             ids = tuple(chain.id for page in pages for chain in page)
             if not ids:
-                return {**dict.fromkeys(_SUMMED, 0), "unknown_ids": [], "disk": None}
+                return {**dict.fromkeys(SUMMED, 0), "unknown_ids": [], "disk": None}
             wanted = replace(wanted, filter="", ids=ids)
         unknown_to_engine, on_disk = set(wanted.ids), wanted.concerns(Tier.DISK)
         in_ram = wanted.concerns(Tier.DEVICE) or wanted.concerns(Tier.HOST)
@@ -232,7 +232,8 @@ class Verbs:
         if not on_disk:
             if "engine" in engine:
                 raise StoreUnreachableError("the engine is silent, so nothing was evicted")
-            return {**engine, "unknown_ids": sorted(unknown_to_engine), "disk": None}
+            sums = {**dict.fromkeys(SUMMED, 0), **engine}
+            return {**sums, "unknown_ids": sorted(unknown_to_engine), "disk": None}
         settled = threading.Event()
         self.after_writes(settled.set)
         while not settled.wait(_REPORT_INTERVAL_S):
@@ -262,7 +263,7 @@ class Verbs:
             if "engine" in answers[-1]:  # it is silent
                 break
         told = {key: answer[key] for answer in reversed(answers) for key in answer}
-        sums = {key: sum(answer.get(key, 0) for answer in answers) for key in _SUMMED}
+        sums = {key: sum(answer.get(key, 0) for answer in answers) for key in SUMMED}
         return {**told, **sums}
 
     def _choose(self, ids: Sequence[str], caller: Caller) -> inspection.Chosen:

@@ -18,6 +18,8 @@ FILTERS: list[dict[str, Any]] = [
     {"all": True, "tiers": ["disk"]},
     {"filter": "tier=disk,idle<1h"},
     {"older_than_s": 0.0},
+    {"all": True, "to": "host"},
+    {"all": True, "to": "disk"},
 ]
 
 
@@ -90,3 +92,41 @@ def test_one_tier_is_emptied_and_the_others_keep_their_copies(tmp_path: Path) ->
         gone = ask_store(server.disk_dir, "evict", "--model", "tiny-random", "-y")
         assert gone["evicted_blocks"] == chain["blocks"]
         assert sum(cached().values()) == 0
+
+
+def test_blocks_are_sent_to_slower_tiers(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        url = f"{server.root}/admin/cache"
+
+        def cached(prompt: str) -> dict[str, int]:
+            told = http.post(f"{url}/inspect", json={"prompt": prompt}).json()
+            by_tier: dict[str, int] = told["by_tier"]
+            return by_tier
+
+        def ask(prompt: str, retention: str) -> int:
+            body = {"model": "tiny-random", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            body["prompt_cache_retention"] = retention
+            assert http.post(f"{server.url}/completions", json=body).status_code == 200
+            return len(prompt) // 16 * 16
+
+        kept, short = f"kept {TEXT}", f"short {TEXT}"
+        num_kept, num_short = ask(kept, "24h"), ask(short, "in_memory")
+        assert cached(kept)["device"] == num_kept
+        sent = ask_store(server.disk_dir, "evict", "--all", "--to", "host", "-y")
+        assert sent["evicted_blocks"] * 16 == num_kept + num_short
+        for prompt, num in ((kept, num_kept), (short, num_short)):
+            wait_until(lambda it=prompt, n=num: cached(it)["host"] == n, prompt)  # type: ignore[misc]
+        sent = ask_store(server.disk_dir, "evict", "--all", "--to", "disk", "-y", exit_code=1)
+        assert sent["evicted_blocks"] * 16 == num_kept
+        assert sent["refused_blocks"] * 16 == num_short
+        wait_until(lambda: cached(kept)["disk"] == num_kept, "nothing went to disk")
+        assert cached(short) == {"device": 0, "host": num_short, "disk": 0}
+        assert ask(kept, "24h") == num_kept and cached(kept)["device"] == num_kept
+        bad = http.post(f"{url}/evict", json={"all": True, "to": "disk", "tiers": ["host"]})
+        assert bad.status_code == 400
+        nowhere = http.post(f"{url}/evict", json={"all": True, "to": "moon"})
+        assert nowhere.status_code == 400
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+    nothing = ask_store(server.disk_dir, "evict", "--all", "--to", "host", "-y", exit_code=1)
+    assert nothing["evicted_blocks"] == 0

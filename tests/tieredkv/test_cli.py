@@ -123,7 +123,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --filter, --model"),
         (
             ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
-            "error: --all can be combined with --tier only",
+            "error: --all can be combined with --tier",
         ),
         (["evict", "--disk-dir", ".", "--filter", "sise>1"], "error: a filter has no field `sise`"),
         (["prune", "--disk-dir", "."], "error: There is no terminal to confirm on; give -y"),

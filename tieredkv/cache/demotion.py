@@ -175,6 +175,11 @@ class Demoter:
         pages = self._dirty(self._tiers.host, num_ahead, min(at_most, room)) if room else []
         return self._write_out(pages)
 
+    def copy_down(self, blocks: list[Block]) -> None:
+        """Start copies of device blocks to host pages, as far as there is room."""
+        self._copy_out(blocks)
+        self.note_change()
+
     def on_copied(self, began_at: float, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: each page may serve hits, each device block may be reused."""
         tiers = self._tiers

@@ -24,6 +24,7 @@ from typing import Any
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
 from tieredkv.cache.forecasts import Forecasts
@@ -60,6 +61,7 @@ class TieredCache:
 
     Attributes:
         lookups: asks the disk which blocks it has.
+        departures: blocks that an operator sends to a slower tier.
         drainer: empties VRAM and host memory.
         forecasts: tells when requests are expected to get their first token.
         touches: refreshes the chains that requests have used.
@@ -74,6 +76,7 @@ class TieredCache:
         self.restores = self.promoter.restores
         self.demoter = Demoter(tiers)
         self.forecasts = Forecasts()
+        self.departures = Departures(tiers, self.demoter)
         self.touches = Touches(tiers, self.demoter)
         self.drainer = Drainer(tiers, self.demoter, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
@@ -402,6 +405,7 @@ class TieredCache:
         """Expire blocks, ask the disk, load and demote ahead of need; called once a step."""
         self.lookups.ask_deferred()
         self.expire_due()
+        self.departures.pump()
         if self.promoter.pump():
             self.demoter.note_change()
         self.demoter.pump()
@@ -443,12 +447,6 @@ class TieredCache:
         self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)
-
-    def evict_copies(self, copies: Iterable[tuple[Tier, BlockHash]]) -> None:
-        """Make copies of blocks unreachable, each in one tier."""
-        for tier, block_hash in copies:
-            self.tiers.drop_copy(tier, block_hash, "admin")
-        self.demoter.note_change()
 
     @property
     def has_more(self) -> bool:

@@ -215,6 +215,13 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
     multiple=True,
     help="Evict only the copies in this tier; may be given twice. By default every copy.",
 )
+@click.option(
+    "--to",
+    type=click.Choice(["host", "disk", "drop"]),
+    default="drop",
+    help="Drop the blocks, or move those in faster tiers down to this one. A running server moves "
+    "them; only blocks that 24h or another retention with a disk asked for go to disk.",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
     "--dry-run",
@@ -242,6 +249,7 @@ def evict(
       tieredkv evict --disk-dir ./kv --older-than 2h -y
       tieredkv evict --disk-dir ./kv --filter 'idle>1h,size>1GB' --dry-run
       tieredkv evict --disk-dir ./kv --tier host
+      tieredkv evict --disk-dir ./kv --filter 'tier=device,idle>5m' --to host -y
     """
     conditions = [filter or "", f"model={model_name}" if model_name else ""]
     wanted = EvictFilter(
@@ -249,12 +257,12 @@ def evict(
         filter=",".join(it for it in conditions if it),
         **more,
     )
-    nothing = EvictFilter(dry_run=wanted.dry_run)
+    nothing = EvictFilter(to=wanted.to, dry_run=wanted.dry_run)
     if wanted == nothing:
         text = "Say what to evict: an ID, --filter, --model, --tier, --ns, --older-than or --all."
         raise usage_error(text)
     if wanted.all and wanted != replace(nothing, all=True, tiers=wanted.tiers):
-        raise usage_error("--all can be combined with --tier only.")
+        raise usage_error("--all can be combined with --tier and --to only.")
     wanted.check()
     if not (yes or wanted.dry_run):
         confirm("Evict these blocks?", "evict")
@@ -263,13 +271,18 @@ def evict(
         is_short = len(unknown) < MIN_ID_DIGITS
         hint = f"an id needs at least {MIN_ID_DIGITS} digits" if is_short else "`ls` lists the ids"
         click.echo(f"error: no chain has the id `{unknown}`\nhint: {hint}", err=True)
-    if not (answer["evicted_blocks"] or answer["unknown_ids"]):
+    if refused := answer.get("refused_blocks"):
+        what = f"{refused} blocks stay where they are, as no retention lets them onto the disk"
+        click.echo(f"error: {what}", err=True)
+    if not (answer["evicted_blocks"] or answer["unknown_ids"] or refused):
         click.echo("error: nothing matches, so no block was evicted", err=True)
-    verb, freed = "evicted", format_bytes(answer["freed_bytes"])
+    done, would = "evicted", "would evict"
+    if wanted.to != "drop":
+        done, would = f"sending to {wanted.to}:", f"would send to {wanted.to}:"
     if wanted.dry_run:
-        verb, answer = "would evict", {**answer, "dry_run": True}
-    lines = [f"{verb} {answer['evicted_blocks']} blocks, {freed}"]
-    is_problem = bool(answer["unknown_ids"]) or not answer["evicted_blocks"]
+        done, answer = would, {**answer, "dry_run": True}
+    lines = [f"{done} {answer['evicted_blocks']} blocks, {format_bytes(answer['freed_bytes'])}"]
+    is_problem = bool(answer["unknown_ids"] or refused) or not answer["evicted_blocks"]
     return Answer(answer, lines=lines, is_problem=is_problem)
 
 
