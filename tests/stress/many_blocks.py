@@ -118,7 +118,7 @@ class Lookups:
         while not self._is_over.wait(0.01):
             start = time.perf_counter()
             self._client.lookup(self._hashes)
-            while not any(map(self._is_answer, self._client.poll())):
+            while not any([self._is_answer(event) for event in self._client.poll()]):
                 time.sleep(0.0002)
             self._taken_ms.append(1e3 * (time.perf_counter() - start))
 
@@ -161,8 +161,10 @@ def run(folder: Path, *words: str, lookups: Lookups | None = None) -> dict[str, 
         beside = {} if lookups is None else {"lookup_ms": lookups.taken_ms()}
         out.seek(0)
         answer = json.loads(out.read())
-    chains = answer.pop("chains", None)
+    chains, blocks = answer.pop("chains", None), answer.pop("chain", None)
     found = {"seconds": seconds, "first_output_s": first_s, "exit": process.returncode} | beside
+    if blocks is not None:
+        return found | {"blocks": len(blocks)}
     if chains is not None:
         return found | {"chains": len(chains), "ids": [each["id"] for each in chains[:2000]]}
     return found | {k: v for k, v in answer.items() if isinstance(v, int | dict) and k != "disk"}
@@ -201,12 +203,20 @@ def measure(folder: Path, *, verifies: bool) -> dict[str, Any]:
             live("df_live", "df")
             live("ls_first_20_live", "ls", "--limit", "20")
             ids = live("ls_live", "ls")["ids"]
+            live("inspect_live", "inspect", ids[0])
+            live("inspect_following_live", "inspect", ids[0], "--following")
+            live("ls_filter_live", "ls", "--filter", "idle>30m", "--sort", "-size", "--limit", "20")
             if verifies:
                 live("verify_live", "verify")
             live("evict_1_id_live", "evict", "-y", ids[0])
             live("evict_1000_ids_live", "evict", "-y", *ids[1:1001])
             live("evict_older_live", "evict", "-y", "--older-than", "30m")
-    for name, words in (("df", ["df"]), ("ls_first_20", ["ls", "--limit", "20"])):
+    for name, words in (
+        ("df", ["df"]),
+        ("inspect", ["inspect", ids[-1]]),
+        ("ls_first_20", ["ls", "--limit", "20"]),
+        ("prune_dry", ["prune", "--dry-run"]),
+    ):
         report[f"{name}_stopped"] = run(folder, *words)
         report[f"{name}_stopped"].pop("ids", None)
         click.echo(f"{name}_stopped: {report[f'{name}_stopped']}", err=True)
