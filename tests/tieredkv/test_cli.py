@@ -33,6 +33,7 @@ from tieredkv.errors import (
     TieredKVError,
 )
 from tieredkv.storage import calls
+from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import short_id
 from tieredkv.units import format_duration
 
@@ -346,6 +347,23 @@ def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_pa
     assert warning.startswith("warning: the disk tier is too small: `24h` promises 1d, but at the")
     assert "would do, it is `3 MiB`" in warning
     assert f" {digest('tenant').hex()[:16]} " in shown.stdout
+
+
+def test_quiet_verbs_print_errors_and_ids_only(tmp_path: Path) -> None:
+    path, now = tmp_path / "store", time.time()
+    with open_store(path, FakeClock(now), budget_bytes=3 << 20) as store:
+        put(store, *(make_record("chain", i, now=now) for i in range(20)))
+    folder = ("--disk-dir", str(path))
+    [chain] = StoreControl(path).ls()
+    assert tieredkv("ls", *folder, "-q").stdout == f"{chain[0].id}\n"
+    assert tieredkv("ls", *folder, "-q", "--filter", "blocks>20").stdout == ""
+    for words in (("df", *folder), ("verify", *folder), ("evict", *folder, "--all", "--dry-run")):
+        shown = tieredkv(*words, "--quiet")
+        assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    nothing = tieredkv("evict", *folder, "--older-than", "1h", "-y", "-q")
+    assert (nothing.returncode, nothing.stdout) == (1, "")
+    assert nothing.stderr.startswith("error: nothing matches")
+    assert json.loads(tieredkv("df", *folder, "-q", "--json").stdout)["disk"]["blocks"] == 20
 
 
 def test_a_row_becomes_a_paragraph_where_the_table_is_too_wide(

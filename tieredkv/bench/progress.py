@@ -4,16 +4,20 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from tieredkv.types import Progress
+from tieredkv.types import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 2.0
+
+is_quiet = ContextVar("is_quiet", default=False)
+"""Whether no progress is shown."""
 
 
 def bench_progress() -> Progress:
@@ -23,6 +27,8 @@ def bench_progress() -> Progress:
 
 def terminal_progress(log_line: Callable[[str], object] = logger.info) -> Progress:
     """Return a function that draws one bar per stage on stderr, or logs if that is no terminal."""
+    if is_quiet.get():
+        return ignore_progress
     parts = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     screen = RichProgress(*parts, console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}

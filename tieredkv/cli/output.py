@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from tieredkv.bench.progress import is_quiet
 from tieredkv.units import format_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -58,6 +59,7 @@ class Listing(NamedTuple):
         pages: yields the list a few items at a time; it is read once, then closed.
         document: turns the pages into parts of the JSON document that `--json` prints.
         as_row: turns an item into a row of the table for people.
+        name_of: what `-q` prints of an item.
         nothing: text for people if the list is empty.
         texts: how many columns of the table are text; the columns after them are numbers.
     """
@@ -65,20 +67,32 @@ class Listing(NamedTuple):
     pages: Generator[Any, None, object]
     document: Callable[[Iterable[Any]], Iterable[str]]
     as_row: Callable[[Any], Mapping[str, object]]
+    name_of: Callable[[Any], str]
     nothing: str
     texts: int = 99
 
 
+quiet_option = click.option(
+    *("-q", "--quiet"),
+    is_flag=True,
+    help="Show no progress and no table, only errors, and of a list its ids.",
+)
+
+
 def answering(verb: Callable[..., Answer | Listing]) -> Any:
-    """Add `--json` to a verb and print its result: as JSON with that flag, else as a table."""
+    """Add `--json` and `-q` to a verb and print its result: as JSON, as a table, or not at all."""
 
     @functools.wraps(verb)
-    def answer(*, as_json: bool, **options: Any) -> int:
+    def answer(*, as_json: bool, quiet: bool, **options: Any) -> int:
+        is_quiet.set(quiet)
         found = verb(**options)
         if isinstance(found, Listing):
+            show = _print_in_parts if as_json else _print_names if quiet else _print_tables
             with closing(found.pages):
-                _print_in_parts(found) if as_json else _print_tables(found)
+                show(found)
             return 0
+        if quiet and not as_json:
+            return int(found.is_problem)
         if as_json:
             print_json(found.document)
         for rows, texts in () if as_json else ((found.rows, found.texts), *found.more):
@@ -88,7 +102,7 @@ def answering(verb: Callable[..., Answer | Listing]) -> Any:
             click.echo(line)
         return int(found.is_problem)
 
-    return json_option(answer)
+    return json_option(quiet_option(answer))
 
 
 def _print_in_parts(listing: Listing) -> None:
@@ -96,6 +110,13 @@ def _print_in_parts(listing: Listing) -> None:
     for part in listing.document(listing.pages):
         click.echo(part, nl=False)
     click.echo()
+
+
+def _print_names(listing: Listing) -> None:
+    """Write what names each item, one a line."""
+    for page in listing.pages:
+        for item in page:
+            click.echo(listing.name_of(item))
 
 
 def _print_tables(listing: Listing) -> None:

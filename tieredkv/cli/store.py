@@ -188,7 +188,7 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
 
     as_json = functools.partial(document, call)
     nothing = "no chain matches" if call.filter else "nothing is stored"
-    return Listing(store.pages(call), as_json, as_row, nothing, texts=3)
+    return Listing(store.pages(call), as_json, as_row, lambda chain: chain.id, nothing, texts=3)
 
 
 @store_verb
