@@ -479,19 +479,19 @@ class BlockPool:
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
-        if block.block_hash is not None:
-            self._order_of(block.block_hash).append(block)
-        elif not block.pin_count:  # else `unpin` puts it there
-            block.is_ready = False
-            self._empty.append(block)
-
-    def _order_of(self, block_hash: BlockHash) -> EvictionOrder:
-        """Return the order that a free block of this hash belongs in."""
+        if (block_hash := block.block_hash) is None:
+            if not block.pin_count:  # else `unpin` puts it there
+                block.is_ready = False
+                self._empty.append(block)
+            return
         is_duplicate = self.is_duplicate is not None and self.is_duplicate(block_hash)
         is_last = block_hash in self.pinned or (block_hash in self.prefetched and not is_duplicate)
         if is_last and self.num_pinned < self.most_pinned:
-            return self._last
-        return self._duplicates if is_duplicate else self._first
+            self._last.append(block)
+        elif is_duplicate:
+            self._duplicates.append(block)
+        else:
+            self._first.append(block)
 
     def _unindex(self, block: Block) -> None:
         if (block_hash := block.block_hash) is not None:
