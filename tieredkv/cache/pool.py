@@ -9,7 +9,7 @@ Only the engine's thread may call it.
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from tieredkv.cache.eviction import Block, EvictionOrder, remove
@@ -248,6 +248,20 @@ class BlockPool:
         self._index[block_hash] = block
         self._num_of[tenant] += 1
         return block
+
+    def insert_filled(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
+        """Give used blocks hashes that the index lacks, and note that their content is complete."""
+        index, tenant = self._index, b""
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            assert block.block_hash is None and block_hash not in index, block
+            index[block_hash] = block
+            block.block_hash = block_hash
+            block.tenant = tenant
+            block.is_ready = True
+        self._num_of[tenant] += len(blocks)
+        if self.on_filled is not None:
+            for block_hash in hashes:
+                self.on_filled(block_hash)
 
     def fill(self, block: Block) -> None:
         """Note that a block's content is complete, so that hits may use it."""

@@ -195,10 +195,8 @@ class Tiers:
             host.acquire(pages)
         fresh = device.allocate(len(missing))
         assert fresh is not None, "VRAM has no room for one request"
-        insert = device.insert
+        device.insert_filled(fresh, wanted)
         for i, block in zip(missing, fresh, strict=True):
-            insert(block, hashes[i])
-            block.is_ready = True  # as `fill`, but faster
             table[i] = block
         if host is not None:
             host.release(pages)
@@ -296,9 +294,7 @@ class Tiers:
         pages = host.allocate(len(hashes), is_partial=True) or []
         if self._off_host:
             self._leave_host()
-        for block_hash, page in zip(hashes, pages, strict=False):
-            host.insert(page, block_hash)
-            page.is_ready = True  # as `fill`, but faster
+        host.insert_filled(pages, hashes[: len(pages)])
         host.release(pages)
         self.moved["device_host"] += len(pages)
         self.written[Tier.HOST] += len(pages)
