@@ -26,6 +26,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         sync: `commit` flushes every group commit to the device; `none` leaves flushing to the
             system, which still lets blocks survive `kill -9`.
         compression, element_bytes: see `tieredkv.storage.compression.Packing`.
+        encryption: whether new blocks are encrypted. `as_it_is` goes by the store and serves it
+            without its keys where they are not there: no payload can be read then.
+        key_dir, master_key, master_key_command: see `tieredkv.storage.store_keys`.
         sweep_interval_s: expired bytes are erased within this time.
         create: whether to make a new store if the folder is none.
         write_limit: bytes a second that may be written; 0 for no limit.
@@ -45,6 +48,10 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     sync: Literal["commit", "none"] = "commit"
     compression: Literal["off", "on", "auto"] = "off"
     element_bytes: int = 2
+    encryption: Literal["off", "on", "as_it_is"] = "off"
+    key_dir: str | None = None
+    master_key: str | None = None
+    master_key_command: str | None = None
     sweep_interval_s: float = 10.0
     create: bool = True
     write_limit: int = 0

@@ -394,6 +394,12 @@ _SECRET_VARIABLES = {
 }
 
 
+def default_key_dir() -> str:
+    """Return the folder of the disk tier's keys where no setting names one."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return os.path.join(state, "tieredkv", "keys")
+
+
 def child_environment() -> dict[str, str]:
     """Return the environment for a child process: that of this process without the secrets."""
     return {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}

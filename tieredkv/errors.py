@@ -14,6 +14,7 @@ TieredKVError
    ├─ UnknownIdError          an id names no block
    ├─ NoServerError           only a server could do it, and none uses the store
    ├─ FormatVersionError      the store was written by another format version
+   ├─ MissingKeyError         keys of an encrypted store are missing, wrong or damaged
    ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
    ├─ StoreFailedError        the store failed for an unknown reason: no verdict
    ├─ BlocksLostError         blocks that a policy promised to the disk could not be stored
@@ -105,6 +106,10 @@ class NoServerError(StorageError):
 
 class FormatVersionError(StorageError):
     """The store was written by another format version and was left untouched."""
+
+
+class MissingKeyError(StorageError):
+    """The master key or the key table of an encrypted store is missing, wrong or damaged."""
 
 
 class CorruptIndexError(StorageError):

@@ -1,0 +1,106 @@
+"""The master key of a store: where it comes from, and what it must be.
+
+It is read from a file or from the output of a command, or made in a new file. It has 32 bytes,
+which may be given as they are, as 64 hexadecimal digits or in base64. This module knows no store.
+"""
+
+import base64
+import binascii
+import os
+import secrets
+import shlex
+import stat
+import subprocess
+
+from tieredkv.errors import MissingKeyError
+from tieredkv.storage.limits import described
+
+KEY_BYTES = 32
+_COMMAND_TIMEOUT_S = 30.0
+_MOST_BYTES = 1024  # of a file or an output that could hold a key
+_HEX_DIGITS, _BASE64_CHARACTERS = 2 * KEY_BYTES, 44
+
+
+def read_file(path: str) -> bytes:
+    """Read a master key from a file that only its owner can read.
+
+    Raises:
+        MissingKeyError: there is no such file, others can read it, or it holds no key.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            mode, data = os.fstat(fd).st_mode, os.read(fd, _MOST_BYTES)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        hint = "restore it from a copy; without it nothing in the store can be read"
+        raise MissingKeyError(f"the master key `{path}` is missing; {hint}") from None
+    except OSError as error:
+        what = f"the master key `{path}` cannot be read: {described(error)}"
+        raise MissingKeyError(what) from error
+    if mode & 0o077:
+        what = f"the master key `{path}` is open to others (mode {stat.S_IMODE(mode):04o})"
+        raise MissingKeyError(f"{what}; run `chmod 600 {path}`")
+    return _parse(data, f"the master key `{path}`")
+
+
+def make_file(path: str) -> bytes:
+    """Make a new master key in a file that does not exist yet, and flush it to the device.
+
+    Raises:
+        MissingKeyError: the file cannot be made.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(key.hex().encode() + b"\n")
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        what = f"the master key `{path}` cannot be made: {described(error)}"
+        raise MissingKeyError(what) from error
+    return key
+
+
+def ask_command(command: str) -> bytes:
+    """Run a command without a shell, and take what it prints for the master key.
+
+    Raises:
+        MissingKeyError: the command fails, takes longer than half a minute or prints no key.
+    """
+    what = f"the command of the master key, `{command}`,"
+    try:
+        words = shlex.split(command)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        text = f"{what} did not end within {_COMMAND_TIMEOUT_S:.0f} s"
+        raise MissingKeyError(text) from None
+    except (OSError, ValueError, IndexError) as error:  # no program, no closing quote, no word
+        raise MissingKeyError(f"{what} cannot be run: {error}") from error
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip()[-300:]
+        raise MissingKeyError(f"{what} ended with exit code {done.returncode}: {why}")
+    return _parse(done.stdout, f"the output of `{command}`")
+
+
+def _parse(data: bytes, what: str) -> bytes:
+    """Return the key that a file or an output holds."""
+    if len(data) == KEY_BYTES:
+        return data
+    text = data.strip()
+    try:
+        if len(text) == _HEX_DIGITS:
+            return binascii.unhexlify(text)
+        if len(text) == _BASE64_CHARACTERS:
+            key = base64.b64decode(text, validate=True)
+            if len(key) == KEY_BYTES:
+                return key
+    except binascii.Error:
+        pass
+    size = f"more than {_MOST_BYTES - 1}" if len(data) >= _MOST_BYTES else f"{len(data)}"
+    forms = f"{KEY_BYTES} bytes, as they are, as {_HEX_DIGITS} hexadecimal digits or in base64"
+    raise MissingKeyError(f"{what} has {size} bytes, but a master key is {forms}")

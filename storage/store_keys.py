@@ -1,0 +1,242 @@
+"""Where the keys of a store are: finds or makes its master key and its key table.
+
+The folder of an encrypted store remembers, in `encryption.json`, the store's id and the paths of
+both files, which lie outside the folder. This module knows that file and how paths are chosen;
+`tieredkv.storage.key_table` knows the keys.
+"""
+
+import logging
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tieredkv.config import default_key_dir
+from tieredkv.errors import ConfigError, MissingKeyError, StorageError
+from tieredkv.storage import master_key
+from tieredkv.storage.key_table import DRAFT_SUFFIX, STORE_ID_BYTES, KeyTable, flush_folder
+from tieredkv.storage.verdicts import storage_errors
+from tieredkv.storage.worker_messages import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+NOTE = "encryption.json"
+"""The file in a store's folder that says where its keys are."""
+
+
+class KeyNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What `encryption.json` holds.
+
+    Attributes:
+        store_id: 32 hexadecimal digits.
+        key_table: path of the key table.
+        master_key: path of the master key; None if a command prints it.
+    """
+
+    store_id: str
+    key_table: str
+    master_key: str | None
+
+
+class StoreKeys:
+    """The keys of one store: its table, and where its master key comes from.
+
+    Attributes:
+        table: the key table.
+        note: what the folder remembers.
+    """
+
+    def __init__(self, folder: str, note: KeyNote, table: KeyTable) -> None:
+        self.folder, self.note, self.table = folder, note, table
+
+    @property
+    def store_id(self) -> str:
+        """The id of the store, in hexadecimal digits."""
+        return self.note.store_id
+
+    def rotate(self, path: str | None, command: str | None) -> str:
+        """Replace the master key; no payload is rewritten. Returns where the new one is.
+
+        Args:
+            path: a file with the new master key, which is made if it does not exist.
+            command: prints the new master key. If neither is given, a new key takes the place of
+                the old one in its file.
+
+        Raises:
+            MissingKeyError: there is no such key, or none to replace.
+            StorageError: a file cannot be written; either key may apply.
+        """
+        if command is not None:
+            self.table.wrap(master_key.ask_command(command))
+            self._remember(None)
+            return f"the output of `{command}`"
+        if path is not None:
+            is_there = os.path.lexists(path)
+            self.table.wrap(master_key.read_file(path) if is_there else master_key.make_file(path))
+            self._remember(os.path.abspath(path))
+            return path
+        if (old := self.note.master_key) is None:
+            what = "the master key of the store is printed by a command"
+            raise MissingKeyError(f"{what}; name the command or the file of the new one")
+        # A crash between the two steps leaves the new key in the draft: see `_read_master_key`.
+        draft = old + DRAFT_SUFFIX
+        with storage_errors(draft):
+            with suppress(FileNotFoundError):
+                os.unlink(draft)
+            self.table.wrap(master_key.make_file(draft))
+            os.rename(draft, old)
+            flush_folder(os.path.dirname(old))
+        return old
+
+    def _remember(self, path: str | None) -> None:
+        self.note = msgspec.structs.replace(self.note, master_key=path)
+        _write_note(self.folder, self.note)
+
+
+def open_keys(folder: str, options: StoreOptions, *, known_id: str) -> StoreKeys | None:
+    """Open the keys of a store, or make them for a store that is to be encrypted from now on.
+
+    Args:
+        folder: the absolute path of the store's folder.
+        options: whether the store is encrypted, and where its keys are.
+        known_id: the id that the index knows; empty if it knows none.
+
+    Returns:
+        None for a store that is not encrypted.
+
+    Raises:
+        ConfigError: the options do not fit the store.
+        MissingKeyError: the keys of an encrypted store are not there.
+    """
+    note = read_note(folder)
+    if note is None:
+        if known_id:
+            what = f"the store at `{folder}` is encrypted, but its file `{NOTE}` is missing"
+            raise MissingKeyError(f"{what}; restore it from a copy of the folder")
+        return _make_keys(folder, options) if options.encryption == "on" else None
+    if options.encryption == "off":
+        what = f"the store at `{folder}` is encrypted, but `disk_encryption` is off"
+        raise ConfigError(f"{what}; turn it on or choose another folder")
+    if known_id not in ("", note.store_id):
+        what = f"`{folder}/{NOTE}` belongs to another store"
+        raise MissingKeyError(f"{what}; restore the one of this store")
+    return _open_keys(folder, options, note)
+
+
+def read_note(folder: str) -> KeyNote | None:
+    """Return what a folder remembers of its keys; None if the store is not encrypted.
+
+    Raises:
+        MissingKeyError: the file is damaged.
+    """
+    path = os.path.join(folder, NOTE)
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=KeyNote)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise MissingKeyError(f"`{path}` is damaged; restore it from a copy: {error}") from error
+
+
+def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
+    """Make the key table of a store, and its master key if none is given."""
+    key_dir = os.path.abspath(options.key_dir or default_key_dir())
+    store_id = secrets.token_bytes(STORE_ID_BYTES)
+    _check_outside(key_dir, folder, "disk_key_dir")
+    try:
+        os.makedirs(key_dir, 0o700, exist_ok=True)
+    except OSError as error:
+        what = f"the folder of keys `{key_dir}` cannot be made: {error.strerror}"
+        raise ConfigError(f"{what}; set `disk_key_dir`") from error
+    path: str | None = None
+    if options.master_key_command is not None:
+        key = master_key.ask_command(options.master_key_command)
+    elif options.master_key is not None:
+        path = os.path.abspath(options.master_key)
+        _check_outside(path, folder, "disk_master_key")
+        key = master_key.read_file(path)
+    else:
+        path = os.path.join(key_dir, f"{store_id.hex()}.master")
+        key = master_key.make_file(path)
+        text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
+        logger.warning(text, folder, path)
+    table_path = os.path.join(key_dir, f"{store_id.hex()}.keys")
+    table = KeyTable.create(table_path, store_id, key, folder)
+    note = KeyNote(store_id=store_id.hex(), key_table=table_path, master_key=path)
+    _write_note(folder, note)
+    return StoreKeys(folder, note, table)
+
+
+def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
+    """Read the keys of a store; paths that are given take precedence over those remembered."""
+    table_path = note.key_table
+    if options.key_dir is not None:
+        given = os.path.join(os.path.abspath(options.key_dir), f"{note.store_id}.keys")
+        if os.path.lexists(given) or not os.path.lexists(table_path):
+            table_path = given
+    store_id = bytes.fromhex(note.store_id)
+    if options.master_key_command is not None:
+        path, key = None, master_key.ask_command(options.master_key_command)
+        table = KeyTable.open(table_path, store_id, key)
+    elif options.master_key is None and note.master_key is None:
+        what = f"the master key of the store at `{folder}` is printed by a command"
+        raise MissingKeyError(f"{what}; set `disk_master_key_command`")
+    else:
+        path = os.path.abspath(options.master_key or note.master_key or "")
+        table = _open_table(table_path, store_id, path)
+    _refuse_copy(folder, note, table)
+    found = KeyNote(store_id=note.store_id, key_table=table_path, master_key=path)
+    if found != note:
+        _write_note(folder, found)
+    return StoreKeys(folder, found, table)
+
+
+def _open_table(table_path: str, store_id: bytes, path: str) -> KeyTable:
+    """Open a table with the master key in a file; finish a rotation that was cut short."""
+    draft = path + DRAFT_SUFFIX
+    with suppress(MissingKeyError):
+        table = KeyTable.open(table_path, store_id, master_key.read_file(draft))
+        with storage_errors(path):
+            os.rename(draft, path)
+        return table
+    return KeyTable.open(table_path, store_id, master_key.read_file(path))
+
+
+def _refuse_copy(folder: str, note: KeyNote, table: KeyTable) -> None:
+    """Refuse a copy of a store that is still in its place: both would use one key table.
+
+    What expires in one of the two would take the keys of the other.
+    """
+    if table.folder == folder:
+        return
+    other = None
+    with suppress(StorageError):
+        other = read_note(table.folder)
+    if other is not None and other.store_id == note.store_id:
+        if not os.path.samefile(folder, table.folder):
+            what = f"`{folder}` is a copy of the store at `{table.folder}`, which has its keys"
+            raise MissingKeyError(f"{what}; remove one of the two")
+        return
+    table.move_to(folder)
+
+
+def _check_outside(path: str, folder: str, setting: str) -> None:
+    """Refuse to keep keys in the folder that they protect."""
+    if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        what = f"`{setting}` = `{path}` lies in the folder of the store"
+        raise ConfigError(f"{what}, so a copy of the folder would hold its keys; choose another")
+
+
+def _write_note(folder: str, note: KeyNote) -> None:
+    path = os.path.join(folder, NOTE)
+    draft = path + ".tmp"
+    with storage_errors(path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(note) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+        flush_folder(folder)

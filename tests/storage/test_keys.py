@@ -1,0 +1,345 @@
+"""The master key and the key table of a store, as files."""
+
+import base64
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tieredkv.config import default_key_dir
+from tieredkv.errors import ConfigError, MissingKeyError, StorageError
+from tieredkv.storage import master_key
+from tieredkv.storage.key_table import KeyTable
+from tieredkv.storage.store_keys import NOTE, StoreKeys, open_keys
+from tieredkv.storage.worker_messages import StoreOptions
+
+MASTER = bytes(range(32))
+OTHER = bytes(range(1, 33))
+STORE_ID = b"i" * 16
+ONE, TWO, THREE = (name * 36 for name in (b"1", b"2", b"3"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "table")
+
+
+@pytest.fixture
+def table(path: str) -> KeyTable:
+    """A table with keys of two scopes, added one after the other."""
+    table = KeyTable.create(path, STORE_ID, MASTER, "/kv")
+    table.add([ONE])
+    table.add([ONE, TWO])
+    return table
+
+
+def reopened(table: KeyTable, key: bytes = MASTER) -> KeyTable:
+    return KeyTable.open(table.path, table.store_id, key)
+
+
+# --- the master key -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data", [MASTER, MASTER.hex().encode() + b"\n", base64.b64encode(MASTER), b"\n" * 32]
+)
+def test_a_master_key_is_read_in_each_form(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(data)
+    file.chmod(0o600)
+    assert master_key.read_file(str(file)) == (data if len(data) == 32 else MASTER)
+
+
+@pytest.mark.parametrize("data", [b"", MASTER[:-1], MASTER.hex().encode()[:-2], b"z" * 64])
+def test_a_master_key_of_the_wrong_length_is_refused_with_its_length(
+    tmp_path: Path, data: bytes
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(data)
+    file.chmod(0o600)
+    with pytest.raises(MissingKeyError, match=rf"has {len(data)} bytes, but a master key is 32"):
+        master_key.read_file(str(file))
+
+
+def test_a_master_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(MASTER)
+    file.chmod(0o640)
+    with pytest.raises(MissingKeyError, match=r"open to others \(mode 0640\); run `chmod 600"):
+        master_key.read_file(str(file))
+
+
+def test_a_new_master_key_is_closed_to_others_and_overwrites_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    key = master_key.make_file(str(file))
+    assert master_key.read_file(str(file)) == key
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with pytest.raises(MissingKeyError, match="cannot be made"):
+        master_key.make_file(str(file))
+
+
+def test_a_command_prints_the_master_key() -> None:
+    assert master_key.ask_command(f"echo {MASTER.hex()}") == MASTER
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("false", "exit code 1"),
+        ("/nowhere/kms get", "cannot be run"),
+        ("echo 'x", "cannot be run"),
+        ("", "cannot be run"),
+        ("echo short", "has 6 bytes"),
+    ],
+)
+def test_a_command_that_prints_no_key_is_refused(command: str, why: str) -> None:
+    with pytest.raises(MissingKeyError, match=why):
+        master_key.ask_command(command)
+
+
+# --- the key table --------------------------------------------------------------------------------
+
+
+def test_keys_are_found_again_after_a_restart(table: KeyTable) -> None:
+    again = reopened(table)
+    assert list(again) == list(table)
+    assert [each.scope for each in again] == [ONE, TWO]
+    assert (again.folder, again.names_key) == ("/kv", table.names_key)
+    one = again.of_scope(ONE)
+    assert one is not None and again.of_id(one.id) == one
+
+
+def test_a_dropped_key_is_gone_and_the_table_has_a_fresh_key(table: KeyTable) -> None:
+    one, before = table.of_scope(ONE), Path(table.path).read_bytes()
+    assert one is not None
+    old = os.open(table.path, os.O_RDONLY)
+    assert table.drop([ONE, THREE]) == [one.id]
+    assert table.of_id(one.id) is None
+    assert [each.scope for each in reopened(table)] == [TWO]
+    assert table._table_key not in (b"", None)
+    after = Path(table.path).read_bytes()
+    assert before[:92] != after[:92]
+    assert os.pread(old, len(before) + 1, 0) == bytes(len(before))  # what was there is overwritten
+    os.close(old)
+    table.add([ONE])
+    again = reopened(table).of_scope(ONE)
+    assert again is not None and again.id != one.id and again.key != one.key
+
+
+def test_another_master_key_opens_nothing_and_changes_nothing(table: KeyTable) -> None:
+    before = Path(table.path).read_bytes()
+    with pytest.raises(MissingKeyError, match="not the one that"):
+        reopened(table, OTHER)
+    with pytest.raises(MissingKeyError, match="another store"):
+        KeyTable.open(table.path, b"x" * 16, MASTER)
+    assert Path(table.path).read_bytes() == before
+
+
+def test_another_master_key_can_take_over(table: KeyTable) -> None:
+    keys = list(table)
+    table.wrap(OTHER)
+    table.add([THREE])
+    assert list(reopened(table, OTHER))[:2] == keys
+    with pytest.raises(MissingKeyError):
+        reopened(table)
+
+
+@pytest.mark.parametrize("at", [10, 30, 50, 100, 150])
+def test_a_flipped_byte_of_what_opens_the_table_is_refused(table: KeyTable, at: int) -> None:
+    table.drop([ONE])  # so that all is in one frame
+    data = bytearray(Path(table.path).read_bytes())
+    data[at] ^= 1
+    Path(table.path).write_bytes(data)
+    with pytest.raises(MissingKeyError):
+        reopened(table)
+
+
+def test_a_key_whose_writing_was_cut_short_is_ignored(
+    table: KeyTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = Path(table.path).stat().st_size
+    table.add([THREE])
+    for cut in (size + 1, size + 40):
+        os.truncate(table.path, cut)
+        again = reopened(table)
+        assert [each.scope for each in again] == [ONE, TWO]
+        assert f"its last {cut - size} bytes hold no key" in caplog.text
+    again.add([THREE])
+    assert [each.scope for each in reopened(table)] == [ONE, TWO, THREE]
+
+
+def test_a_table_that_cannot_be_written_keeps_its_keys(table: KeyTable, tmp_path: Path) -> None:
+    Path(table.path).rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageError):
+        table.add([THREE])
+    assert table.of_scope(THREE) is None
+    os.mkdir(table.path)
+    with pytest.raises(StorageError):
+        table.drop([ONE])
+    assert table.of_scope(ONE) is not None
+
+
+# --- where they are -------------------------------------------------------------------------------
+
+
+class Place:
+    """A folder that is to be a store, with a folder for its keys."""
+
+    def __init__(self, base: Path) -> None:
+        self.folder, self.key_dir = base / "kv", base / "keys"
+        self.folder.mkdir()
+
+    def open(self, folder: Path | None = None, **changes: object) -> StoreKeys:
+        settings: dict[str, object] = {"encryption": "on", "key_dir": str(self.key_dir)}
+        folder = folder or self.folder
+        options = StoreOptions(path=str(folder), **(settings | changes))  # type: ignore[arg-type]
+        keys = open_keys(str(folder), options, known_id="")
+        assert keys is not None
+        return keys
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_the_first_start_makes_the_keys_and_prints_where(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = place.open()
+    [master] = place.key_dir.glob("*.master")
+    assert f"its master key was made at `{master}`" in caplog.text
+    for file in (*place.key_dir.iterdir(), place.folder / NOTE):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.key_dir.stat().st_mode) == 0o700
+    again = place.open(key_dir=None, encryption="as_it_is")  # which the folder remembers
+    assert (again.note, again.table.names_key) == (keys.note, keys.table.names_key)
+    assert MASTER.hex() not in (place.folder / NOTE).read_text()
+
+
+def test_a_store_that_is_not_encrypted_has_no_keys(place: Place) -> None:
+    for encryption in ("off", "as_it_is"):
+        options = StoreOptions(path=str(place.folder), encryption=encryption)
+        assert open_keys(str(place.folder), options, known_id="") is None
+    assert not place.key_dir.exists()
+
+
+@pytest.mark.parametrize("suffix", ["master", "keys"])
+def test_a_lost_file_is_refused_and_nothing_is_made_in_its_place(place: Place, suffix: str) -> None:
+    place.open()
+    [lost] = place.key_dir.glob(f"*.{suffix}")
+    lost.unlink()
+    before = {each.name: each.read_bytes() for each in place.key_dir.iterdir()}
+    with pytest.raises(MissingKeyError, match="is missing"):
+        place.open()
+    assert {each.name: each.read_bytes() for each in place.key_dir.iterdir()} == before
+
+
+def test_a_store_without_its_note_is_refused(place: Place) -> None:
+    store_id = place.open().store_id
+    (place.folder / NOTE).unlink()
+    options = StoreOptions(path=str(place.folder), encryption="on", key_dir=str(place.key_dir))
+    with pytest.raises(MissingKeyError, match=f"its file `{NOTE}` is missing"):
+        open_keys(str(place.folder), options, known_id=store_id)
+
+
+def test_a_store_that_is_encrypted_is_not_opened_with_encryption_off(place: Place) -> None:
+    place.open()
+    with pytest.raises(ConfigError, match="`disk_encryption` is off"):
+        place.open(encryption="off")
+
+
+def test_a_given_master_key_is_remembered_by_its_path(place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "mine"
+    master_key.make_file(str(file))
+    place.open(master_key=str(file))
+    assert not list(place.key_dir.glob("*.master"))
+    assert place.open().note.master_key == str(file)
+    other = tmp_path / "other"
+    master_key.make_file(str(other))
+    with pytest.raises(MissingKeyError, match="not the one that"):
+        place.open(master_key=str(other))
+
+
+def test_a_command_is_not_remembered(place: Place) -> None:
+    place.open(master_key_command=f"echo {MASTER.hex()}")
+    assert "echo" not in (place.folder / NOTE).read_text()
+    with pytest.raises(MissingKeyError, match="set `disk_master_key_command`"):
+        place.open()
+    place.open(master_key_command=f"echo {MASTER.hex()}")
+
+
+@pytest.mark.parametrize("setting", ["key_dir", "master_key"])
+def test_keys_in_the_folder_that_they_protect_are_refused(place: Place, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"`disk_{setting}` = .* lies in the folder of the store"):
+        place.open(None, **{setting: str(place.folder / "within")})
+
+
+def test_a_copy_of_a_store_that_is_still_there_is_refused(place: Place, tmp_path: Path) -> None:
+    keys = place.open()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / NOTE).write_bytes((place.folder / NOTE).read_bytes())
+    with pytest.raises(MissingKeyError, match=f"is a copy of the store at `{place.folder}`"):
+        place.open(copy)
+    place.folder.rename(tmp_path / "gone")
+    (tmp_path / "gone" / NOTE).unlink()
+    assert place.open(copy).table.names_key == keys.table.names_key  # it was moved, then
+
+
+def test_keys_may_move_to_another_folder(place: Place, tmp_path: Path) -> None:
+    place.open()
+    moved = tmp_path / "moved"
+    place.key_dir.rename(moved)
+    with pytest.raises(MissingKeyError, match="is missing"):
+        place.open()
+    [master] = moved.glob("*.master")
+    place.open(key_dir=str(moved), master_key=str(master))
+    place.open(key_dir=None)
+
+
+def test_the_master_key_is_replaced_in_its_place(place: Place) -> None:
+    keys = place.open()
+    keys.table.add([ONE])
+    [file] = place.key_dir.glob("*.master")
+    before = file.read_bytes()
+    assert keys.rotate(None, None) == str(file)
+    assert file.read_bytes() != before
+    assert [each.scope for each in place.open().table] == [ONE]
+    file.write_bytes(before)
+    with pytest.raises(MissingKeyError):
+        place.open()
+
+
+def test_a_rotation_that_was_cut_short_is_finished(place: Place) -> None:
+    keys = place.open()
+    [file] = place.key_dir.glob("*.master")
+    draft = file.with_name(file.name + ".new")
+    keys.table.wrap(master_key.make_file(str(draft)))
+    place.open()
+    assert not draft.exists()
+    master_key.make_file(str(draft))  # one that was made, and then never used
+    place.open()
+
+
+def test_the_master_key_is_replaced_by_another_file_or_command(
+    place: Place, tmp_path: Path
+) -> None:
+    keys, file = place.open(), str(tmp_path / "mine")
+    keys.rotate(file, None)
+    assert place.open().note.master_key == file
+    keys.rotate(None, f"echo {OTHER.hex()}")
+    with pytest.raises(MissingKeyError, match="set `disk_master_key_command`"):
+        place.open()
+    again = place.open(master_key_command=f"echo {OTHER.hex()}")
+    with pytest.raises(MissingKeyError, match="name the command or the file"):
+        again.rotate(None, None)
+
+
+def test_keys_are_kept_where_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert default_key_dir() == "/state/tieredkv/keys"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/kv")
+    assert default_key_dir() == "/home/kv/.local/state/tieredkv/keys"
