@@ -24,6 +24,7 @@ from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn
+from tieredkv.storage.key_use import KeyUse
 from tieredkv.storage.space import Space
 from tieredkv.types import TENANT_BYTES
 
@@ -60,6 +61,7 @@ class ExtentAllocator:
             the filesystem has no inode left.
         gone: blocks that have left the index since they were taken from here; they may have come
             back. None if nobody takes them.
+        key_use: told which payload keys may have lost their last block.
     """
 
     folder: StoreFolder
@@ -68,6 +70,7 @@ class ExtentAllocator:
     space: Space
     clock: Clock
     failpoint: Callable[[str], None]
+    key_use: KeyUse
     shares: Mapping[bytes, float] = field(default_factory=dict)
     lent: dict[Extent, int] = field(default_factory=dict)
     # Keys are extent sizes; the size is 0 if the segment file is missing.
@@ -114,6 +117,7 @@ class ExtentAllocator:
             raise
         if self.gone is not None:
             self.gone += txn.gone
+        self.key_use.suspect(txn.emptied)
         self._lacks_room = False
         self._made.clear()
         self.space.measure()
@@ -176,6 +180,7 @@ class ExtentAllocator:
         """End the loan of an extent: it now holds a stored block, or it is dirty."""
         if self.lent.pop(extent, None) is None:
             raise IntegrityError(f"extent {extent} is not lent")
+        self.key_use.end(extent)
         self.files.refresh(extent.segment)
         if not is_stored:
             self._add_dirty(extent)

@@ -17,6 +17,7 @@ from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 FORMAT_VERSION = 2
 CODEC_RAW = 0
+FIRST_ENCRYPTED, NUM_CLEAR = 3, 3  # codecs 3, 4 and 5 are encrypted payloads of codecs 0, 1 and 2
 HEADER_BYTES = PAGE_ALIGNMENT_BYTES
 PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the same page
 MAX_DIGEST_BYTES = 32
@@ -29,7 +30,12 @@ _DEADLINE = struct.Struct("<d")
 _HEADER = struct.Struct("<8sI")
 _EXTENT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 
+# What follows the record in the header of an encrypted payload: id of the key, nonce, tag.
+_ENCRYPTION = struct.Struct("8s12s16s")
+_DIGESTS_AT = _SEAL_BYTES + _DEADLINE.size + 2  # in a sealed record, behind the heads of two arrays
+
 _EXPIRY = struct.Struct(">Q")
+_SCOPE = struct.Struct(">32sI")
 _LRU = struct.Struct(">32sQI")
 _EXTENT = struct.Struct(">II")
 _MAX_U32 = 0xFFFF_FFFF
@@ -56,6 +62,14 @@ class Located(NamedTuple):
     def extent_bytes(self) -> int:
         """The extent size class that holds this payload."""
         return extent_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
+
+
+class Encryption(NamedTuple):
+    """How one payload was encrypted; the header of its extent has it."""
+
+    key_id: bytes
+    nonce: bytes
+    tag: bytes
 
 
 class Link(msgspec.Struct, array_like=True, gc=False):
@@ -89,9 +103,24 @@ def padded_bytes(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
 
 
+def is_encrypted(codec: int) -> bool:
+    """Return whether payloads of this codec are encrypted."""
+    return FIRST_ENCRYPTED <= codec < FIRST_ENCRYPTED + NUM_CLEAR
+
+
+def encrypted(codec: int) -> int:
+    """Return the codec of encrypted payloads of a clear codec."""
+    return FIRST_ENCRYPTED + codec
+
+
+def clear_codec(codec: int) -> int:
+    """Return the codec of a payload once it is decrypted."""
+    return codec - FIRST_ENCRYPTED if is_encrypted(codec) else codec
+
+
 def header_bytes_for(codec: int) -> int:
     """Return the size of the header, after which the payload begins in its extent."""
-    return HEADER_BYTES if codec == CODEC_RAW else PACKED_HEADER_BYTES
+    return HEADER_BYTES if clear_codec(codec) == CODEC_RAW else PACKED_HEADER_BYTES
 
 
 def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: int = 0) -> int:
@@ -100,7 +129,8 @@ def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: in
     The size for a compressed payload is rounded up to sixteenths of the block, so that extents can
     be reused for other blocks.
     """
-    step = PAGE_ALIGNMENT_BYTES if codec == CODEC_RAW else padded_bytes(-(-block_bytes // 16))
+    is_raw = clear_codec(codec) == CODEC_RAW
+    step = PAGE_ALIGNMENT_BYTES if is_raw else padded_bytes(-(-block_bytes // 16))
     return -(-(header_bytes_for(codec) + payload_bytes) // step) * step
 
 
@@ -174,10 +204,60 @@ def decode_link(data: bytes) -> Link | None:
         return None
 
 
-def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:
-    """Write the extent header: the current record, so that a block is found without the index."""
+def linked_digests(sealed: bytes) -> tuple[bytes, bytes]:
+    """Read the first two digests of a sealed record: the block's and its parent's."""
+    start = _DIGESTS_AT + 2
+    end = start + sealed[start - 1]
+    return sealed[start:end], sealed[end + 2 : end + 2 + sealed[end + 1]]
+
+
+def with_digests(sealed: bytes, block_hash: bytes, parent_hash: bytes) -> tuple[bytes, bytes]:
+    """Put other digests of the same lengths into a sealed record; return the first one and it."""
+    start = _DIGESTS_AT + 2
+    end = start + len(block_hash)
+    head, between = sealed[_SEAL_BYTES:start], sealed[end : end + 2]
+    body = head + block_hash + between + parent_hash + sealed[end + 2 + len(parent_hash) :]
+    return block_hash, xxh3_64_digest(block_hash + body) + body
+
+
+def scope_of(record: BlockRecord) -> bytes:
+    """Return which payload key is a block's: that of its namespace and its hour of computing."""
+    hour = min(max(int(record.computed_at // 3600), 0), _MAX_U32)
+    return _SCOPE.pack(record.namespace, hour)
+
+
+def split_scope(scope: bytes) -> tuple[bytes, int]:
+    """Undo `scope_of`: the namespace, filled up with zeroes, and the first second of the hour."""
+    namespace, hour = _SCOPE.unpack(scope)
+    return namespace, hour * 3600
+
+
+def identity_of(record: BlockRecord, codec: int) -> bytes:
+    """Return what an encrypted payload is authenticated with: the facts that never change."""
+    digests = (record.block_hash, record.parent_hash, record.root, record.namespace)
+    return _encode((codec, *digests, record.position, record.size_bytes, record.computed_at))
+
+
+def encode_header_into(
+    buffer: bytearray | memoryview, located: Located, how: Encryption | None = None
+) -> None:
+    """Write the extent header: the current record, so that a block is found without the index.
+
+    Args:
+        buffer: where the header begins.
+        located: the block.
+        how: of an encrypted payload.
+    """
     sealed, end = encode_record(located), header_bytes_for(located.codec)
-    buffer[:end] = (_HEADER.pack(_EXTENT_MAGIC, len(sealed)) + sealed).ljust(end, b"\0")
+    fields = b"" if how is None else _ENCRYPTION.pack(*how)
+    header = _HEADER.pack(_EXTENT_MAGIC, len(sealed)) + sealed + fields
+    buffer[:end] = header.ljust(end, b"\0")
+
+
+def decode_encryption(header: bytes | memoryview) -> Encryption:
+    """Read how the payload behind a sound header was encrypted."""
+    _, length = _HEADER.unpack_from(header)
+    return Encryption(*_ENCRYPTION.unpack_from(header, _HEADER.size + length))
 
 
 def decode_header(header: bytes | memoryview) -> Located | None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tieredkv.errors import StorageError
+from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
 from tieredkv.storage.compression import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
@@ -24,6 +24,9 @@ from tieredkv.storage.filesystem import (
     punch_hole,
     set_aside,
 )
+from tieredkv.storage.key_table import KeyTable
+from tieredkv.storage.names import Names
+from tieredkv.storage.payload_cipher import decrypt, encrypt
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -51,11 +54,18 @@ class SegmentFiles:
       - a descriptor is closed only when no thread uses it;
       - a file is truncated before it is removed, so that its bytes are gone at once;
       - `occupied_bytes` is the sum of `st_blocks`, in bytes.
+
+    Attributes:
+        keys: new payloads are encrypted under these; None if the store is not encrypted, or its
+            keys are not there.
+        block_names: hides the hashes of blocks, if there are keys.
     """
 
-    def __init__(self, folder: str, filesystem: Filesystem) -> None:
+    def __init__(self, folder: str, filesystem: Filesystem, keys: KeyTable | None = None) -> None:
         self.folder = folder
         self.filesystem = filesystem
+        self.keys = keys
+        self.block_names = None if keys is None else Names(keys.names_key)
         self.direct_io = filesystem.can(DIRECT_IO)
         self.punch_hole = filesystem.can(PUNCHING)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
@@ -224,19 +234,26 @@ class SegmentFiles:
 
         The payload is written from its page without a copy; bytes of the page behind the block are
         set to zero first. If `packed` is given, it is written instead, with zeroes to the end of
-        the extent, where older bytes may lie. Before each piece of the block, `before_piece` is
-        called with the number of bytes that are written; what it raises ends the write.
+        the extent, where older bytes may lie. If there are keys, either is encrypted into memory of
+        this thread and written from there. Before each piece of the block, `before_piece` is called
+        with the number of bytes that are written; what it raises ends the write.
         """
-        if packed is None:
+        if self.keys is not None:
+            clear = payload[: record.size_bytes] if packed is None else packed.payload
+            number = codec.CODEC_RAW if packed is None else packed.codec
+            written, image = self._encrypt(self.keys, extent, record, clear, number)
+            buffers = [image]
+        elif packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
             written = Located(record, extent, size, codec.payload_checksum(payload[:size]))
             payload[size:padded] = bytes(padded - size)
             buffers = [scratch(HEADER_BYTES), payload[:padded]]
+            codec.encode_header_into(buffers[0], written)
         else:
             checksum = codec.payload_checksum(packed.payload)
             written = Located(record, extent, len(packed.payload), checksum, packed.codec)
             buffers = [packed.image]
-        codec.encode_header_into(buffers[0], written)
+            codec.encode_header_into(packed.image, written)
         file = self._file(extent.segment)
         offset, whole, num_written = extent.number * file.extent_bytes, buffers.pop(), 0
         for start in range(0, len(whole), _PIECE_BYTES):
@@ -245,6 +262,25 @@ class SegmentFiles:
             num_written += self._write(file, buffers, offset + num_written)
         return written
 
+    @staticmethod
+    def _encrypt(
+        keys: KeyTable, extent: Extent, record: BlockRecord, payload: memoryview, number: int
+    ) -> tuple[Located, memoryview]:
+        """Return a block's entry for the index, and the whole image of its extent."""
+        key = keys.of_scope(codec.scope_of(record))
+        if key is None:
+            raise IntegrityError("a block is written whose payload key was not made")
+        number, size = codec.encrypted(number), len(payload)
+        image = scratch(codec.extent_bytes_for(size, number, record.size_bytes))
+        start = codec.header_bytes_for(number)
+        end = start + size
+        how = encrypt(key, record, number, payload, image[start:end])
+        image[end:] = bytes(len(image) - end)
+        checksum = codec.payload_checksum(image[start:end])
+        written = Located(record, extent, size, checksum, number)
+        codec.encode_header_into(image, written, how)
+        return written, image
+
     def read_block(self, located: Located, into: memoryview) -> None:
         """Read a block from its extent into `into` and check it; see `BlockStore.read_payload`.
 
@@ -252,11 +288,11 @@ class SegmentFiles:
         checksum. They must agree before the bytes may be used.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
-        block = into[: located.record.size_bytes]
-        if located.codec == codec.CODEC_RAW and size == len(block):
+        block, number = into[: located.record.size_bytes], codec.clear_codec(located.codec)
+        if number == codec.CODEC_RAW and size == len(block):
             header, payload = scratch(HEADER_BYTES), block
             buffers = [header, into[: padded_bytes(size)]]
-        elif located.codec in WIDTHS and size < len(block):
+        elif number in WIDTHS and size < len(block):
             header = scratch(padded_bytes(codec.PACKED_HEADER_BYTES + size))
             payload = header[codec.PACKED_HEADER_BYTES :][:size]
             buffers = [header]
@@ -269,24 +305,59 @@ class SegmentFiles:
         if count < size:
             what = f"only {max(count, 0)} of its {size} bytes are in the file"
             raise corrupt(block_hash, "truncated", what)
-        if not codec.is_header_of(codec.decode_header(header), located):
+        if not codec.is_header_of(self._named(codec.decode_header(header)), located):
             what = "the extent header is damaged or belongs to another block"
             raise corrupt(block_hash, "header", what)
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-        if located.codec != codec.CODEC_RAW:
+        if codec.is_encrypted(located.codec):
+            self._decrypt(located, codec.decode_encryption(header), payload)
+        if number != codec.CODEC_RAW:
             with self.unpacking.timing(len(block)):
-                is_block = unpack(payload, located.codec, block)
+                is_block = unpack(payload, number, block)
             if not is_block:
                 raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
 
+    def _decrypt(self, located: Located, how: codec.Encryption, payload: memoryview) -> None:
+        """Decrypt a payload in place."""
+        record, block_hash = located.record, located.record.block_hash
+        if self.keys is None:
+            raise StorageError(f"`{self.folder}`: the keys of its blocks are not there")
+        key = self.keys.of_id(how.key_id)
+        if key is None or key.scope != codec.scope_of(record):
+            raise corrupt(block_hash, "key", "the key of its payload is gone")
+        if not decrypt(key, record, located.codec, how, payload):
+            raise corrupt(block_hash, "tag", "the payload is not the one that was encrypted")
+
+    def _named(self, header: Located | None) -> Located | None:
+        """Return what a header says as the index says it.
+
+        The header of a block that was stored before its store was encrypted has hashes, not names.
+        """
+        if header is None or self.block_names is None or codec.is_encrypted(header.codec):
+            return header
+        return header._replace(record=self.block_names.hide_record(header.record))
+
     def header_at(self, extent: Extent) -> Located | None:
-        """Return what an extent's header says of its block; None if there is no sound header."""
+        """Return what an extent's header says of its block; None if there is no sound header.
+
+        The header of a payload whose key is gone does not count.
+        """
+        found, key_id = self.stored_at(extent)
+        place = (extent, self.extent_bytes(extent.segment))
+        if found is None or (found.extent, found.extent_bytes) != place:
+            return None
+        if self.keys is not None and key_id and self.keys.of_id(key_id) is None:
+            return None
+        return self._named(found)
+
+    def stored_at(self, extent: Extent) -> tuple[Located | None, bytes]:
+        """Return what lies in an extent, and the id of its key; empty if it is not encrypted."""
         header = scratch(HEADER_BYTES)
         self._read(extent, [header])
         found = codec.decode_header(header)
-        place = (extent, self.extent_bytes(extent.segment))
-        return found if found and (found.extent, found.extent_bytes) == place else None
+        is_encrypted = found is not None and codec.is_encrypted(found.codec)
+        return found, codec.decode_encryption(header).key_id if is_encrypted else b""
 
     def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
         """Fill aligned buffers from the start of an extent; return how many bytes were read."""

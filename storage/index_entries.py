@@ -16,7 +16,7 @@ from tieredkv.storage.codec import expiry_key
 from tieredkv.storage.lifetimes import LifetimeCounts
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
-NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
+NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending", "keys")
 """The names of the databases."""
 
 META_KEY = b"store"
@@ -60,6 +60,8 @@ class Meta(msgspec.Struct):
             again.
         faults: cache faults by reason.
         lifetimes: what was written lately, and the ages of blocks that were evicted.
+        store_id: of an encrypted store, as hexadecimal digits; its index has names for hashes.
+        num_encrypted: how many of the blocks are encrypted.
     """
 
     format: int = 0
@@ -70,6 +72,8 @@ class Meta(msgspec.Struct):
     needs_rebuild: bool = False
     faults: dict[str, int] = {}
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
+    store_id: str = ""
+    num_encrypted: int = 0
 
 
 ExtentList = Literal["pending", "free"]
@@ -81,6 +85,7 @@ ORDERS = {"expiry": expiry_key, "lru": codec.lru_key}
 encode = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 _decode_totals = msgspec.msgpack.Decoder(Totals).decode
+_decode_count = msgspec.msgpack.Decoder(int).decode
 _decode_segment = msgspec.msgpack.Decoder(SegmentState).decode
 Value = TypeVar("Value")
 
@@ -105,6 +110,11 @@ def decode_meta(data: bytes) -> Meta:
 def decode_totals(data: bytes) -> Totals:
     """Decode the counters of a namespace."""
     return understand("namespaces", _decode_totals, data)
+
+
+def decode_count(data: bytes) -> int:
+    """Decode how many blocks are encrypted under one key."""
+    return understand("keys", _decode_count, data)
 
 
 def decode_segment(data: bytes) -> SegmentState:

@@ -23,6 +23,7 @@ from tieredkv.storage.index_entries import (
     Meta,
     SegmentState,
     Totals,
+    decode_count,
     decode_lru_hash,
     decode_meta,
     decode_segment,
@@ -51,10 +52,12 @@ class IndexTxn:
 
     Attributes:
         gone: blocks whose entries were dropped; they may have got new ones since.
+        emptied: scopes of payload keys that have lost their last block; see `codec.scope_of`.
     """
 
     def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
         self.gone: list[bytes] = []
+        self.emptied: set[bytes] = set()
         self._txn = txn
         self._dbs = dbs
         self._blocks = dbs["blocks"]
@@ -253,6 +256,22 @@ class IndexTxn:
             self._txn.put(namespace, encode(counted), db=self._dbs["namespaces"])
         else:
             self._txn.delete(namespace, db=self._dbs["namespaces"])
+        if codec.is_encrypted(located.codec):
+            self._count_encrypted(codec.scope_of(located.record), sign)
+
+    def _count_encrypted(self, scope: bytes, sign: int) -> None:
+        self.meta.num_encrypted = max(self.meta.num_encrypted + sign, 0)
+        count = self.num_encrypted(scope) + sign
+        if count > 0:
+            self._txn.put(scope, encode(count), db=self._dbs["keys"])
+        else:
+            self._txn.delete(scope, db=self._dbs["keys"])
+            self.emptied.add(scope)
+
+    def num_encrypted(self, scope: bytes) -> int:
+        """Return how many blocks are encrypted under the key of a scope."""
+        data = self._txn.get(scope, db=self._dbs["keys"])
+        return 0 if data is None else decode_count(data)
 
     # --- whole databases --------------------------------------------------------------------
 
@@ -282,9 +301,11 @@ class IndexTxn:
         num_used = sum(each.num_used for each in self.segments().values())
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_extents = num_blocks + num["free"] + num["pending"]
+        num_encrypted = sum(decode_count(data) for _, data in self._walk("keys"))
         wrong = {
             "keys": any(num[name] != num_blocks for name in ORDERS),
             "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
+            "encrypted": num_encrypted != self.meta.num_encrypted,
             "extents": num_used != num_extents,
             "damaged entries": self.meta.needs_rebuild,
         }
@@ -297,7 +318,7 @@ class IndexTxn:
 
     def begin(self, meta: Meta, segments: dict[int, SegmentState]) -> None:
         """Fill an empty index with a store's meta data and segments, before any block is added."""
-        self.meta = replace(meta, totals=Totals(0, 0), needs_rebuild=False)
+        self.meta = replace(meta, totals=Totals(0, 0), num_encrypted=0, needs_rebuild=False)
         for segment, state in segments.items():
             self.put_segment(segment, state)
 
@@ -306,7 +327,8 @@ class IndexTxn:
         for name in NAMES:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
-        self.meta.totals, self.meta.needs_rebuild = Totals(0, 0), False
+        self.meta.totals, self.meta.num_encrypted = Totals(0, 0), 0
+        self.meta.needs_rebuild = False
 
     def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk("lru", prefix))

@@ -254,6 +254,7 @@ def evicting(
         chosen: what the ids of the filter name.
     """
     now = store.clock.now()
+    key_ids = set[bytes]()
     source: Iterator[Sequence[Located | None]] = iter(())
     if which.ids:
         hashes = [*chosen.following, *chosen.before]
@@ -266,12 +267,16 @@ def evicting(
         doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
         freed_bytes += sum(located.extent_bytes for located in doomed)
         num_evicted += len(doomed)
+        key_ids |= store.key_use.ids_of(doomed)
         if not which.dry_run:
             store.delete([located.record.block_hash for located in doomed], "operator")
         yield
     if not which.dry_run:
+        store.key_use.drop_unused()
         yield from store.allocator.erasing()
-    return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids)
+    kept_ids = store.key_use.known(key_ids)
+    erased, kept = (tuple(sorted(map(bytes.hex, each))) for each in (key_ids - kept_ids, kept_ids))
+    return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids, erased, kept)
 
 
 class InRam(NamedTuple):

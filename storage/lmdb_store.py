@@ -27,8 +27,10 @@ from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
+from tieredkv.storage.key_use import KeyUse
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
+from tieredkv.storage.store_keys import StoreKeys, try_keys
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
@@ -60,13 +62,24 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, allocator: ExtentAllocator, options: StoreOptions, num_expired: int) -> None:
+    def __init__(
+        self,
+        allocator: ExtentAllocator,
+        options: StoreOptions,
+        num_expired: int,
+        keys: StoreKeys | None,
+        lacks_keys: str,
+    ) -> None:
         self.path = allocator.folder.path
         self._folder = allocator.folder
         self.index = allocator.index
-        self._files = allocator.files
+        self.files = allocator.files
         self._space = allocator.space
         self.allocator = allocator
+        self.names = allocator.files.block_names
+        self.key_use = allocator.key_use
+        self.keys = keys
+        self.lacks_keys = lacks_keys  # why the keys of an encrypted store are not there
         self.clock = allocator.clock
         self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
         self.packing = Packing(options.compression, options.element_bytes)
@@ -107,7 +120,7 @@ class BlockStore:
 
         Raises:
             CorruptIndexError, StoreFailedError, StoreBusyError, FormatVersionError,
-            StoreFullError, StorageError
+            MissingKeyError, StoreFullError, StorageError, ConfigError
         """
         with ExitStack() as undo:
             is_flushed = options.sync == "commit"
@@ -122,15 +135,22 @@ class BlockStore:
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
                 index = Index(folder.index_path, sync=is_flushed)
                 undo.callback(index.close)
-                files = SegmentFiles(folder.segments_path, filesystem)
+                with index.reading() as txn:
+                    known_id = txn.meta.store_id
+                keys, lacks_keys = try_keys(folder.path, options, known_id=known_id)
+                table = None if keys is None else keys.table
+                files = SegmentFiles(folder.segments_path, filesystem, table)
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
-                allocator = ExtentAllocator(folder, files, index, space, clock, failpoint)
-                num_expired = recovery.recover(allocator, progress)
+                use = KeyUse(table, index)
+                allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
+                num_expired = recovery.recover(allocator, progress, lacks_keys)
             recovery.reach_budget(allocator, budget)
+            use.suspect_all()
+            use.drop_unused()
             folder.note_budget(budget)  # used when the store is opened without a budget
             undo.pop_all()
-        return cls(allocator, options, num_expired)
+        return cls(allocator, options, num_expired, keys, lacks_keys)
 
     def check_place(self) -> None:
         """Raise StorageError if the folder is not at its path any more."""
@@ -139,7 +159,7 @@ class BlockStore:
     def close(self) -> None:
         """Flush and close the store; every lent extent must be back. May be called again."""
         try:
-            self._files.close()
+            self.files.close()
             self.index.close()
         finally:
             self._folder.release()
@@ -181,7 +201,7 @@ class BlockStore:
             StorageError: the system could not read; nothing is known about the bytes.
             Pass either error to `read_failed`.
         """
-        self._files.read_block(located, into)
+        self.files.read_block(located, into)
 
     def read_failed(self, located: Located, error: StorageError) -> str:
         """Count a failed read, drop the block if its bytes are bad, and return the reason.
@@ -240,6 +260,7 @@ class BlockStore:
             is_full = self._space.is_disk_full or self.allocator.has_no_file
             if is_full and not any(answer):
                 raise StoreFullError(errno.ENOSPC, self._space.lack)
+            self.key_use.begin(records, answer)
         except BaseException as error:
             for extent in self.allocator.lent.keys() - lent_before:
                 self.abandon(extent)
@@ -270,7 +291,7 @@ class BlockStore:
             StoreFullError, StorageError: not written; hand the extent to `write_failed`.
         """
         self._failpoint("write:before")
-        written = self._files.write_block(extent, record, payload, packed, before_piece)
+        written = self.files.write_block(extent, record, payload, packed, before_piece)
         self._failpoint("write:done")
         return written
 
@@ -297,14 +318,14 @@ class BlockStore:
         segments = {new.extent.segment for new in writes}
         try:
             for segment in segments:
-                self._files.refresh(segment)
-            if any(segment not in self._files for segment in segments):
+                self.files.refresh(segment)
+            if any(segment not in self.files for segment in segments):
                 raise StorageError(errno.ENOENT, f"a segment file of `{self.path}` was removed")
             if self._sync:
                 with storage_errors(self.path):
-                    self._files.sync(segments)
+                    self.files.sync(segments)
             for batch in batches(writes):
-                now, bytes_written = self.clock.now(), self._files.bytes_written
+                now, bytes_written = self.clock.now(), self.files.bytes_written
                 with self._changing() as txn:
                     owners = [self._insert(txn, new, now) for new in batch]
                     txn.saw_time(now)
@@ -358,7 +379,7 @@ class BlockStore:
             return None
         with self.index.reading() as txn:
             blocks = [located for _, located in islice(txn.blocks(), _TRIAL_BLOCKS) if located]
-        decide = partial(self.packing.decide, blocks, self._files.read_block, num_readers)
+        decide = partial(self.packing.decide, blocks, self.files.read_block, num_readers)
         return decide if len(blocks) == _TRIAL_BLOCKS else None
 
     # --- dropping -----------------------------------------------------------------------------
@@ -387,10 +408,11 @@ class BlockStore:
                 break
             self._num_expired += self._drop(due, now)
             yield
+        self.key_use.drop_unused()
         yield from self.allocator.erasing()  # this makes room for a rebuild
         with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
-        if needs_rebuild or self._damaged:
+        if (needs_rebuild or self._damaged) and not self.lacks_keys:
             self.make_index_again()
 
     def take_gone(self) -> list[bytes]:
@@ -420,6 +442,7 @@ class BlockStore:
         """
         with self.index.reading() as txn:
             totals, noted, counts = txn.meta.totals, txn.meta.bytes_written, txn.meta.lifetimes
+            num_encrypted = txn.meta.num_encrypted
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -427,32 +450,35 @@ class BlockStore:
             bytes_index=self._space.overhead_bytes,
             bytes_budget=self._space.budget_bytes,
             bytes_pending=self.allocator.pending_bytes,
-            bytes_written=self._files.bytes_written,
-            bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,
+            bytes_written=self.files.bytes_written,
+            bytes_written_ever=noted + self.files.bytes_written - self._bytes_noted,
             bytes_write_limit=self.write_limit.bytes_per_s or None,
-            bytes_read=self._files.bytes_read,
-            bytes_erased=self._files.bytes_erased,
+            bytes_read=self.files.bytes_read,
+            bytes_erased=self.files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
             num_evicted=self.allocator.num_evicted,
             num_extents_retired=sum(map(self.allocator.is_retired, self.allocator.strikes)),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
+            encryption="no keys" if self.lacks_keys else "off" if self.keys is None else "on",
+            num_clear=totals.num_blocks - num_encrypted,
+            num_keys=0 if self.keys is None else len(self.keys.table),
             compression=self.packing.setting,
             is_compressing=self.packing.is_on,
             compression_trial=self.packing.trial,
             compression_ratio=self._block_bytes / max(self._payload_bytes, 1),
             compression_rate=self.packing.rate.bytes_per_s,
-            decompression_rate=self._files.unpacking.bytes_per_s,
-            direct_io=self._files.direct_io,
-            punch_hole=self._files.punch_hole,
+            decompression_rate=self.files.unpacking.bytes_per_s,
+            direct_io=self.files.direct_io,
+            punch_hole=self.files.punch_hole,
             lifetimes=lifetimes or self._space.lifetimes(counts, self.clock.now()),
         )
 
     @property
     def bytes_read(self) -> int:
         """The current value of `bytes_read` in `stats`; any thread may read it."""
-        return self._files.bytes_read
+        return self.files.bytes_read
 
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
@@ -460,6 +486,7 @@ class BlockStore:
             with self.index.reading() as txn:
                 self.allocator.gone += txn.hashes_from(b"")  # not all of them may come back
         recovery.make_again(self.allocator)
+        self.key_use.suspect_all()
         with self._counting:
             self._faults["index"] += 1
         self._damaged.clear()
@@ -549,7 +576,7 @@ class BlockStore:
         block_hash = located.record.block_hash
         owner = None
         with suppress(OSError):
-            owner = self._files.header_at(located.extent)
+            owner = self.files.header_at(located.extent)
         with self._changing() as txn:
             owner_hash = block_hash if owner is None else owner.record.block_hash
             other = None if owner_hash == block_hash else self._get(txn, owner_hash)

@@ -15,9 +15,9 @@ from itertools import chain, islice
 from msgspec.structs import replace
 
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
+from tieredkv.errors import CorruptBlockError, MissingKeyError, StorageError, StoreFullError
 from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
-from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
+from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES, Index
@@ -78,17 +78,28 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     return max(stored, wanted), wanted
 
 
-def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
+def recover(allocator: ExtentAllocator, progress: OpeningProgress, lacks_keys: str = "") -> int:
     """Open the segments, erase what a crash left pending, and make a lost index again.
 
     A crash can leave a segment file that the index does not know. Such a file is removed if it
-    holds no block; if it holds one, the index is wrong and is made again.
+    holds no block; if it holds one, the index is wrong and is made again. An index that knows
+    blocks by their hashes is made again with names once its store is encrypted.
+
+    Args:
+        allocator: of the store.
+        progress: told how far a lost index is made again.
+        lacks_keys: why the keys of an encrypted store are not there; empty if they are.
 
     Returns how many blocks expired because the clock is behind the store's latest time.
+
+    Raises:
+        MissingKeyError: a lost index cannot be made again without keys.
     """
     index, files = allocator.index, allocator.files
     with index.reading() as txn:
         is_lost = not txn.meta.format
+    if is_lost and lacks_keys:
+        raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {lacks_keys}")
     if is_lost:
         _adopt_extents(allocator, progress)
     num_expired = _settle_clock(index, files, allocator.clock)
@@ -96,6 +107,8 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
         known = txn.segments()
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
+    if files.keys is not None:
+        _give_names(allocator, files.keys.store_id.hex())
     unknown = _open_unknown(allocator)
     allocator.reload()
     for _ in allocator.erasing():  # what was evicted from an unknown file is erased as well
@@ -203,20 +216,52 @@ def _stray_blocks(allocator: ExtentAllocator, extents: Iterable[Extent]) -> Iter
 # --- a new index ------------------------------------------------------------------------------
 
 
+def _give_names(allocator: ExtentAllocator, store_id: str) -> None:
+    """Have the index of a store that is encrypted now know its blocks by names.
+
+    The old index is removed, since it knows them by their hashes.
+    """
+    with allocator.index.reading() as txn:
+        has_names, num_blocks = txn.meta.store_id == store_id, txn.meta.totals.num_blocks
+    if has_names:
+        return
+    if num_blocks:
+        make_again(allocator)
+        allocator.folder.drop_set_aside()
+    else:
+        with allocator.index.writing() as txn:
+            txn.meta.store_id = store_id
+
+
 def make_again(allocator: ExtentAllocator) -> None:
     """Make the index again from its sound records, and from the headers in files unknown to it.
 
-    If several records claim the same extent, none of them is kept, as at most one can be right.
+    If several records claim the same extent, none of them is kept, as at most one can be right. Nor
+    is a block whose payload key is gone.
     """
     unknown = _open_unknown(allocator)
+    keys, names = allocator.files.keys, allocator.files.block_names
     with allocator.index.reading() as txn:
         segments = txn.segments() | unknown
+        needs_names = names is not None and not txn.meta.store_id
+
+    def is_readable(located: Located) -> bool:
+        if keys is None or not is_encrypted(located.codec):
+            return True
+        return keys.of_scope(scope_of(located.record)) is not None
+
+    def named(located: Located) -> Located:
+        if names is None or not needs_names:
+            return located
+        return located._replace(record=names.hide_record(located.record))
 
     def sound_records(txn: IndexTxn) -> Iterator[Found]:
         claims = Counter(chain(allocator.lent, (each.extent for _, each in txn.blocks() if each)))
         kept = set[Extent]()
         blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
-        sound = (each for each in blocks if each.extent.segment in segments)
+        sound = (
+            named(each) for each in blocks if each.extent.segment in segments and is_readable(each)
+        )
         while some := list(islice(sound, _ADOPTED_EXTENTS)):
             extents = [each.extent for each in some]
             kept.update(extents)
@@ -292,8 +337,14 @@ def _fill_new_index(
     with index.reading() as txn:
         old, holds_blocks = txn.meta, any(True for _ in txn.blocks())
     next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
+    keys = allocator.files.keys
+    store_id = old.store_id if keys is None else keys.store_id.hex()
     faults = {**old.faults, "index": old.faults.get("index", 0) + 1}
-    meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
+    if holds_blocks and store_id != old.store_id:  # it was sound, but knew no names
+        faults = old.faults
+    meta = replace(
+        old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults, store_id=store_id
+    )
     folder.make_draft()
     draft = Index(folder.draft_path, sync=index.sync)
     try:

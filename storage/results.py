@@ -18,11 +18,16 @@ class TouchItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EvictResult(NamedTuple):
-    """What an operator's eviction freed; `unknown_ids` matched no chain."""
+    """What an operator's eviction freed; `unknown_ids` matched no chain.
+
+    The payload keys of the evicted blocks are erased, or kept while other blocks need them.
+    """
 
     evicted_blocks: int
     freed_bytes: int
     unknown_ids: tuple[str, ...] = ()
+    erased_keys: tuple[str, ...] = ()
+    kept_keys: tuple[str, ...] = ()
 
 
 class PruneResult(NamedTuple):
@@ -162,6 +167,39 @@ class NamespaceUse(msgspec.Struct, kw_only=True):
     last_used: float = 0.0
 
 
+class Erased(msgspec.Struct, frozen=True, array_like=True):
+    """What an operator wants to see erased: one payload key, or all of some namespaces.
+
+    Attributes:
+        key_id: 16 hexadecimal digits; empty if namespaces are meant.
+        namespace_prefix: hexadecimal prefix of the namespaces' digests.
+    """
+
+    key_id: str = ""
+    namespace_prefix: str = ""
+
+
+class ErasureResult(msgspec.Struct, kw_only=True):
+    """What is left of what should be erased.
+
+    Attributes:
+        checked: extents whose headers were read.
+        keys: payload keys that are left in the key table.
+        blocks: blocks that are left in the index.
+        extents: extents that still hold a payload.
+    """
+
+    checked: int = 0
+    keys: int = 0
+    blocks: int = 0
+    extents: int = 0
+
+    @property
+    def is_erased(self) -> bool:
+        """Whether nothing is left."""
+        return not (self.keys or self.blocks or self.extents)
+
+
 class VerifyResult(msgspec.Struct, kw_only=True):
     """What `verify` found."""
 
@@ -222,6 +260,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         faults: cache faults in the store's life by reason; each was a miss, a block that was not
             stored, or (`index`) an index that was made again.
         deleted: blocks deleted on request by reason.
+        encryption: `on`, `off`, or `no keys` if the store is encrypted and served without them.
+        num_clear: blocks that are not encrypted.
+        num_keys: payload keys, one for each namespace and hour of computing.
         compression, is_compressing: the setting, and whether new blocks are compressed.
         compression_trial: result of the trial of `auto`: the ratio, and the bytes per second
             decoded by one thread and read by all; empty before the trial.
@@ -252,6 +293,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_extents_retired: int
     faults: dict[str, int]
     deleted: dict[str, int]
+    encryption: str
+    num_clear: int
+    num_keys: int
     compression: str
     is_compressing: bool
     compression_trial: dict[str, float]
@@ -266,9 +310,16 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
 
 
+_NO_FIGURE = {
+    "faults": {},
+    "deleted": {},
+    "compression_trial": {},
+    "compression": "",
+    "encryption": "",
+}
 NO_STATS = StoreStats(
     **{  # type: ignore[arg-type]
-        name: {"faults": {}, "deleted": {}, "compression_trial": {}, "compression": ""}.get(name, 0)
+        name: _NO_FIGURE.get(name, 0)
         for name in StoreStats.__struct_fields__
         if name not in ("store_error", "lifetimes")
     }

@@ -42,6 +42,7 @@ from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
+from tieredkv.storage.names import Naming
 from tieredkv.storage.reads import Reads
 from tieredkv.storage.results import Lifetimes
 from tieredkv.storage.sweeper import Sweeper
@@ -73,6 +74,7 @@ class StoreService:
         self._channel = channel
         self._arena = arena
         self._front, self._changes = Loop(), Loop()  # of the front thread and the index thread
+        self._naming = Naming(store.names)
         self._readers = ThreadPoolExecutor(options.num_readers)
         self._writers = ThreadPoolExecutor(options.num_writers)
         self._log = FaultLog()
@@ -97,7 +99,7 @@ class StoreService:
         # Both threads call these: the front thread gathers what the index thread carries out.
         self._touches = GatheredTouches()
         self._deletions = Deletions(
-            store, self._writes, self._log, self._front, self._changes, answer=channel.send
+            store, self._writes, self._log, self._front, self._changes, answer=self._tell_engine
         )
 
         # These belong to the front thread.
@@ -137,7 +139,7 @@ class StoreService:
         self._store.close()
 
     def _serve(self) -> None:
-        self._channel.send(messages.WorkerUp(self._stats))
+        self._tell_engine(messages.WorkerUp(self._stats))
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
 
         def end() -> None:
@@ -167,7 +169,11 @@ class StoreService:
     def _ask_engine(self, request: messages.ControlRequest) -> None:
         """Ask the engine, on a verb's thread, unless the engine has stopped reading."""
         if not self._channel.is_stuck:
-            self._channel.send(request)
+            self._tell_engine(request)
+
+    def _tell_engine(self, message: messages.WorkerMessage) -> None:
+        """Send a message to the engine, which knows blocks by their hashes."""
+        self._channel.send(self._naming.tell(message))
 
     # --- front thread --------------------------------------------------------------------------
 
@@ -180,21 +186,21 @@ class StoreService:
                 bytes_read=self._store.bytes_read,
                 num_touches_dropped=self._touches.num_dropped,
             )
-            self._channel.send(messages.Completions([*loaded], stats))
+            self._tell_engine(messages.Completions([*loaded], stats))
         for probed in self._reads.take_ended_probes():
-            self._channel.send(probed)
+            self._tell_engine(probed)
         is_forgotten = self._arena is None and self._verbs.idle_s > _FORGOTTEN_S
         if is_forgotten or os.getppid() != self._launch.parent_pid:
             raise EOFError
 
     def _hear_engine(self) -> None:
         for message in self._channel.receive():
-            self._obey(message)
+            self._obey(self._naming.hear(message))
 
     def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                self._channel.send(messages.LookupDone(job, self._find("lookup", hashes)))
+                self._tell_engine(messages.LookupDone(job, self._find("lookup", hashes)))
             case messages.LoadCall(pages):
                 self._reads.add(pages)
             case messages.ProbeCall(job, hashes):
@@ -252,7 +258,7 @@ class StoreService:
         if stored := self._writes.take_ended():
             # Sent by the front thread, so that counters never go back.
             done = messages.Completions([*stored], self._stats)
-            self._front.hand(lambda: self._channel.send(done))
+            self._front.hand(lambda: self._tell_engine(done))
         if self._touches.are_due:
             self._flush_touches()
         self._sweeper.step()
@@ -266,7 +272,7 @@ class StoreService:
         """Have the front thread tell which blocks have left, after it told what was stored."""
         for hashes in batches(self._log.attempt("gone", self._store.take_gone) or []):
             told = messages.BlocksGone([*hashes])
-            self._front.hand(partial(self._channel.send, told))
+            self._front.hand(partial(self._tell_engine, told))
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""

@@ -125,6 +125,19 @@ def open_keys(folder: str, options: StoreOptions, *, known_id: str) -> StoreKeys
     return _open_keys(folder, options, note)
 
 
+def try_keys(folder: str, options: StoreOptions, *, known_id: str) -> tuple[StoreKeys | None, str]:
+    """Open keys as `open_keys` does; with `as_it_is`, a store may do without them.
+
+    Returns the keys and, if the store is encrypted and they are not there, why.
+    """
+    try:
+        return open_keys(folder, options, known_id=known_id), ""
+    except MissingKeyError as error:
+        if options.encryption != "as_it_is":
+            raise
+        return None, str(error)
+
+
 def read_note(folder: str) -> KeyNote | None:
     """Return what a folder remembers of its keys; None if the store is not encrypted.
 

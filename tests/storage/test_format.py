@@ -117,6 +117,8 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
         "totals": totals,
         "needs_rebuild": False,
         "faults": {},
+        "store_id": "",
+        "num_encrypted": 0,
     }
     assert list(map(msgspec.msgpack.decode, databases["namespaces"].values())) == [totals]
     [(segment, state)] = databases["segments"].items()

@@ -1,0 +1,134 @@
+"""The names of blocks in the index of an encrypted store: their hashes, under a keyed permutation.
+
+A block hash follows from a prompt, so whoever has an index of such hashes can test whether a prompt
+was cached. Names tell nothing without their key. AES-256 is applied to each 16 bytes of a hash, so
+a name is as long as its hash, and the worker can turn it back.
+
+The engine knows hashes only, and the store names only: this module translates the messages between
+them. It knows neither index nor keys' whereabouts. Any thread may use it.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
+
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from msgspec.structs import replace
+
+from tieredkv.errors import StorageError
+from tieredkv.storage import codec
+from tieredkv.storage import worker_messages as messages
+from tieredkv.storage.results import TouchItem
+from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
+from tieredkv.types import BlockRecord
+
+_AES_BYTES = 16
+
+
+class Names:
+    """Turns block hashes into names and names into block hashes."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(algorithms.AES256(key), modes.ECB())
+
+    def hide(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the names of blocks.
+
+        Raises:
+            StorageError: a hash does not have 16 or 32 bytes.
+        """
+        return _apply(self._cipher.encryptor(), hashes)
+
+    def reveal(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the hashes of blocks by their names."""
+        return _apply(self._cipher.decryptor(), names)
+
+    def hide_record(self, record: BlockRecord) -> BlockRecord:
+        """Return a record with names in the places of the block's hash and its parent's."""
+        block, parent = self.hide([record.block_hash, record.parent_hash])
+        return replace(record, block_hash=block, parent_hash=parent)
+
+    def reveal_record(self, record: BlockRecord) -> BlockRecord:
+        """Undo `hide_record`."""
+        block, parent = self.reveal([record.block_hash, record.parent_hash])
+        return replace(record, block_hash=block, parent_hash=parent)
+
+    def reveal_found(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        """Return sealed records by block hash, with hashes in the places of names."""
+        pairs = [codec.linked_digests(sealed) for sealed in found.values()]
+        digests = iter(self.reveal([*chain.from_iterable(pairs)]))
+        renamed = (
+            codec.with_digests(each, next(digests), next(digests)) for each in found.values()
+        )
+        return {block_hash: sealed for block_hash, sealed in renamed}
+
+
+def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:
+    if any(len(each) % _AES_BYTES for each in digests):
+        raise StorageError("the blocks of an encrypted store have hashes of 16 or 32 bytes")
+    changed = context.update(b"".join(digests))
+    ends = accumulate(map(len, digests), initial=0)
+    return [changed[start:end] for start, end in pairwise(ends)]
+
+
+class Naming:
+    """Translates messages: the engine's for the store, and the store's for the engine.
+
+    Args:
+        names: of the store; None if it knows blocks by their hashes.
+    """
+
+    def __init__(self, names: Names | None) -> None:
+        self._names = names
+
+    def hear(self, message: messages.EngineMessage) -> messages.EngineMessage:
+        """Return a message of the engine with names instead of hashes."""
+        if (names := self._names) is None:
+            return message
+        match message:
+            case messages.LookupCall(_, hashes) | messages.ProbeCall(_, hashes):
+                return replace(message, hashes=names.hide(hashes))
+            case messages.DeleteCall(_, hashes):
+                return replace(message, hashes=names.hide(hashes))
+            case messages.LoadCall(pages) | messages.StoreCall(pages):
+                lent = [LentPage(names.hide_record(it.record), it.page_id) for it in pages]
+                return replace(message, pages=lent)
+            case messages.TouchCall(items):
+                return messages.TouchCall(self._hide_touches(names, items))
+            case _:
+                return message
+
+    def tell(self, message: messages.WorkerMessage) -> messages.WorkerMessage:
+        """Return a message of the store with hashes instead of names."""
+        if (names := self._names) is None:
+            return message
+        match message:
+            case messages.LookupDone(job, found):
+                return messages.LookupDone(job, names.reveal_found(found))
+            case messages.BlocksGone(hashes):
+                return messages.BlocksGone(names.reveal(hashes))
+            case messages.Completions(pages):
+                return replace(message, pages=self._reveal_pages(names, pages))
+            case messages.ControlRequest(_, _, following, before):
+                following, before = names.reveal(following), names.reveal(before)
+                return replace(message, following=following, before=before)
+            case _:
+                return message
+
+    @staticmethod
+    def _hide_touches(names: Names, items: Sequence[TouchItem]) -> list[TouchItem]:
+        hidden = names.hide([each.block_hash for each in items])
+        return [replace(it, block_hash=name) for it, name in zip(items, hidden, strict=True)]
+
+    @staticmethod
+    def _reveal_pages(
+        names: Names, pages: Sequence[PageLoaded | PageStored]
+    ) -> list[PageLoaded | PageStored]:
+        hashes = names.reveal([each.block_hash for each in pages])
+        revealed = list[PageLoaded | PageStored]()
+        for page, block_hash in zip(pages, hashes, strict=True):
+            if isinstance(page, PageLoaded) and page.record is not None:
+                record = names.reveal_record(page.record)
+                revealed.append(replace(page, block_hash=block_hash, record=record))
+            else:
+                revealed.append(replace(page, block_hash=block_hash))
+        return revealed
