@@ -5,6 +5,7 @@ added by a struct here, a branch of `storage.verbs.Verbs` and of `engine.verbs.V
 concerns their tiers, and a command in `cli.store`.
 """
 
+import re
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
@@ -194,23 +195,54 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
 
 
 class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
-    """Compare every block on disk with its checksums.
+    """Compare every block on disk with its checksums, or look for what should be erased.
 
     Attributes:
         repair: whether bad blocks are dropped.
         sample: the part of the blocks that is read, chosen by chance; 1.0 for all.
+        erased_key: look for what is left of this payload key, which has 16 hexadecimal digits.
+        erased_namespace: look for what is left of the namespaces whose digests begin so, in hex.
     """
 
     needs_disk: ClassVar[bool] = True
 
     repair: bool = True
     sample: float = 1.0
+    erased_key: str = ""
+    erased_namespace: str = ""
 
     def check(self) -> None:
-        """Refuse a part that is none, or more than all."""
+        """Refuse a part that is none, two things to look for, and what is no id of a key."""
         if not 0 < self.sample <= 1:
             raise ConfigError(f"`sample` = {self.sample} must be above 0 and at most 1")
+        if self.erased_key and self.erased_namespace:
+            raise ConfigError("give either `erased_key` or `erased_namespace`")
+        if self.erased_key and not _KEY_ID.fullmatch(self.erased_key):
+            what = f"`{self.erased_key}` is no id of a key, which has 16 hexadecimal digits"
+            raise ConfigError(f"{what}; `evict` prints the ids")
 
 
-Call = Df | Ls | Inspect | EvictFilter | Prune | Verify
+_KEY_ID = re.compile(r"[0-9a-fA-F]{16}")
+
+
+class Rotate(Verb, frozen=True, kw_only=True, tag="rotate"):
+    """Replace the master key of an encrypted store.
+
+    Attributes:
+        master_key: path of a file with the new key, which is made if it does not exist.
+        command: prints the new key. Without either, a new key takes the old one's place.
+    """
+
+    needs_disk: ClassVar[bool] = True
+
+    master_key: str | None = None
+    command: str | None = None
+
+    def check(self) -> None:
+        """Refuse two places."""
+        if self.master_key is not None and self.command is not None:
+            raise ConfigError("give either `master_key` or `command`")
+
+
+Call = Df | Ls | Inspect | EvictFilter | Prune | Verify | Rotate
 VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}

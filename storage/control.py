@@ -25,7 +25,7 @@ from tieredkv.errors import (
     named,
 )
 from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.calls import Call, Df, EvictFilter, Ls, Verify
+from tieredkv.storage.calls import Call, Df, EvictFilter, Ls, Rotate, Verify
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
@@ -62,6 +62,8 @@ class StoreControl:
         answer_timeout_s: how long a worker may say nothing before this is reported as an error. A
             worker that is busy with a long verb says so several times a second.
         clock_offset_file: for a worker that has to be started; see `tieredkv.clock`.
+        key_dir, master_key, master_key_command: for such a worker, where the keys of the store are
+            not where it remembers; see `tieredkv.storage.store_keys`.
     """
 
     def __init__(
@@ -70,10 +72,19 @@ class StoreControl:
         *,
         answer_timeout_s: float = 60.0,
         clock_offset_file: str | None = None,
+        key_dir: str | None = None,
+        master_key: str | None = None,
+        master_key_command: str | None = None,
     ) -> None:
         self._path = str(Path(path))
         self._options = StoreOptions(
-            path=self._path, create=False, clock_offset_file=clock_offset_file
+            path=self._path,
+            create=False,
+            clock_offset_file=clock_offset_file,
+            encryption="as_it_is",
+            key_dir=key_dir,
+            master_key=master_key,
+            master_key_command=master_key_command,
         )
         self._answer_timeout_s = answer_timeout_s
 
@@ -106,6 +117,14 @@ class StoreControl:
     ) -> dict[str, Any]:
         """Read every block and compare; `{"checked", "bad", "by_reason", "repaired"}`."""
         return self.answer(Verify(repair=repair), progress)
+
+    def prove_erased(self, key_id: str = "", namespace_prefix: str = "") -> dict[str, Any]:
+        """Look for what is left; `{"erased", "checked", "keys", "blocks", "extents"}`."""
+        return self.answer(Verify(erased_key=key_id, erased_namespace=namespace_prefix))
+
+    def rotate(self, master_key: str | None, command: str | None) -> dict[str, Any]:
+        """Replace the master key; `{"master_key", "keys"}`: where the new one is, keys it wraps."""
+        return self.answer(Rotate(master_key=master_key, command=command))
 
     def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one.

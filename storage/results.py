@@ -167,18 +167,6 @@ class NamespaceUse(msgspec.Struct, kw_only=True):
     last_used: float = 0.0
 
 
-class Erased(msgspec.Struct, frozen=True, array_like=True):
-    """What an operator wants to see erased: one payload key, or all of some namespaces.
-
-    Attributes:
-        key_id: 16 hexadecimal digits; empty if namespaces are meant.
-        namespace_prefix: hexadecimal prefix of the namespaces' digests.
-    """
-
-    key_id: str = ""
-    namespace_prefix: str = ""
-
-
 class ErasureResult(msgspec.Struct, kw_only=True):
     """What is left of what should be erased.
 

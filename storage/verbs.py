@@ -23,13 +23,14 @@ from msgspec.structs import replace
 from tieredkv.errors import (
     ConfigError,
     CorruptIndexError,
+    MissingKeyError,
     NoServerError,
     StoreFailedError,
     StoreUnreachableError,
     UnknownIdError,
 )
-from tieredkv.storage import chain_blocks, inspection, pruning
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Verify
+from tieredkv.storage import chain_blocks, erasure, inspection, pruning
+from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Rotate, Verify
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.known_models import KnownModels, read_models
@@ -38,6 +39,7 @@ from tieredkv.storage.results import (
     ID_HINT,
     BlockInfo,
     ChainInfo,
+    ErasureResult,
     StoreStats,
     VerifyResult,
     named_blocks,
@@ -131,6 +133,14 @@ class Verbs:
                 in_ram = inspection.InRam.of(self._ask(Ls(), caller))
                 steps = pruning.pruning(self.store, call, chains, models, in_ram)
                 return self._finish(steps, caller)._asdict()
+            case Rotate():
+                return self._finish(self._rotate(call), caller)
+            case Verify() if self.store.lacks_keys:
+                raise MissingKeyError(self.store.lacks_keys)
+            case Verify() if call.erased_key or call.erased_namespace:
+                proof = ErasureResult()
+                self._finish(erasure.proving(self.store, call, proof), caller)
+                return {"erased": proof.is_erased, **msgspec.to_builtins(proof)}
             case Verify():
                 return dict(msgspec.to_builtins(self._verify(call, caller)))
 
@@ -247,8 +257,9 @@ class Verbs:
             raise StoreUnreachableError(f"{gone}, but the engine is silent: {why}\n{hint}")
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
+        keys = {"erased_keys": [*result.erased_keys], "kept_keys": [*result.kept_keys]}
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
-        return {**engine, **sums, "unknown_ids": unknown_ids, "disk": disk}
+        return {**engine, **sums, "unknown_ids": unknown_ids, "disk": {**disk, **keys}}
 
     def _evict_from_ram(self, wanted: EvictFilter, caller: Caller) -> dict[str, Any]:
         """Have the engine evict, in questions that fit into a frame; sum up what it answers."""
@@ -301,6 +312,21 @@ class Verbs:
             model = models.of(bytes.fromhex(use.root), bytes.fromhex(use.namespace))
             use.model = model.name if model else None
         return {"namespaces": msgspec.to_builtins(told), "num_namespaces": len(uses)}
+
+    def _rotate(self, call: Rotate) -> Generator[None, None, dict[str, Any]]:
+        """Replace the master key.
+
+        Raises:
+            ConfigError: the store is not encrypted.
+            MissingKeyError: its keys are not there, or no new key is.
+        """
+        yield
+        if self.store.lacks_keys:
+            raise MissingKeyError(self.store.lacks_keys)
+        if (keys := self.store.keys) is None:
+            raise ConfigError(f"the store at `{self.store.path}` is not encrypted")
+        where = keys.rotate(call.master_key, call.command)
+        return {"master_key": where, "keys": len(keys.table)}
 
     def _verify(self, call: Verify, caller: Caller) -> VerifyResult:
         """Verify; an index that cannot be read ends the worker, and its next start makes it again.

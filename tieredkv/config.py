@@ -157,6 +157,24 @@ class Settings:
         "off",
         "Whether blocks on disk are compressed. `auto` compresses if that makes loads faster.",
     )
+    disk_encryption: Switch = _cache(
+        "off",
+        "Whether blocks on disk are encrypted, so that what has expired or was deleted cannot be "
+        "read in any copy of `disk_dir`. Blocks of an older store are read until they expire.",
+    )
+    disk_key_dir: str | None = _cache(
+        None,
+        "Folder of the key table, and of the master key if none is given; it must not lie in "
+        "`disk_dir`. By default ~/.local/state/tieredkv/keys, or where the keys of the store are.",
+    )
+    disk_master_key: str | None = _cache(
+        None,
+        "File of the master key, 32 bytes that only its owner can read. By default one is made at "
+        "the first start, and its path is printed.",
+    )
+    disk_master_key_command: str | None = _cache(
+        None, "Command that prints the master key, for a key service. It is never remembered."
+    )
     hash_algo: HashAlgo = _cache(
         "sha256",
         "Hash that names blocks. `xxh3_128` is faster and safe only where one tenant is trusted.",

@@ -55,6 +55,7 @@ def cli(context: click.Context) -> None:
       tieredkv prune --disk-dir ./kv                       drop what nothing can use any more
       tieredkv verify --disk-dir ./kv                      compare every block with its checksums
       tieredkv warm prompts.jsonl --retention 24h          compute prompts before they are needed
+      tieredkv rotate --disk-dir ./kv                      replace the master key of the store
 
     \b
     Measure and check:

@@ -1,4 +1,4 @@
-"""`tieredkv df`, `ls`, `evict` and `verify`, on a running server or a stopped store."""
+"""`tieredkv df`, `ls`, `evict`, `verify` and `rotate`, on a running server or a stopped store."""
 
 import functools
 import sys
@@ -51,7 +51,13 @@ def control_of(settings: Settings) -> StoreControl:
         raise usage_error("Missing option '--disk-dir'.")
     if not Path(folder).is_dir():
         raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
-    return StoreControl(folder, clock_offset_file=settings.clock_offset_file)
+    return StoreControl(
+        folder,
+        clock_offset_file=settings.clock_offset_file,
+        key_dir=settings.disk_key_dir,
+        master_key=settings.disk_master_key,
+        master_key_command=settings.disk_master_key_command,
+    )
 
 
 @store_verb
@@ -87,6 +93,9 @@ def df(store: StoreControl, verbose: bool) -> Answer:
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
         speed = f"a thread compresses {packs}/s and decompresses {unpacks}/s"
         lines.append(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
+    if disk["encryption"] != "off":
+        rest = f"; {disk['num_clear']} blocks of an older store are clear" * bool(disk["num_clear"])
+        lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys{rest}")
     writer = answer.get("writer_pid")
     lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
     lifetimes = msgspec.convert(disk["lifetimes"], Lifetimes)
@@ -282,6 +291,10 @@ def evict(
     if wanted.dry_run:
         done, answer = would, {**answer, "dry_run": True}
     lines = [f"{done} {answer['evicted_blocks']} blocks, {format_bytes(answer['freed_bytes'])}"]
+    disk = answer.get("disk") or {}
+    lines += [f"erased key {key}" for key in disk.get("erased_keys", ())]
+    kept = {*disk.get("kept_keys", ())} - {*disk.get("erased_keys", ())}
+    lines += [f"kept key {key}, which other blocks of its hour need" for key in sorted(kept)]
     is_problem = bool(answer["unknown_ids"] or refused) or not answer["evicted_blocks"]
     return Answer(answer, lines=lines, is_problem=is_problem)
 
@@ -333,17 +346,50 @@ def prune(store: StoreControl, model_name: str, yes: bool, dry_run: bool) -> Ans
     metavar="PART",
     help="Read only this part of the blocks, chosen by chance, such as 5% or 0.05.",
 )
-def verify(store: StoreControl, no_repair: bool, sample: str) -> Answer:
+@click.option(
+    "--prove-erased",
+    "key_id",
+    is_flag=False,
+    flag_value="",
+    metavar="[KEY]",
+    help="Show instead that nothing is left of a key, or of what --ns names.",
+)
+@click.option(
+    "--ns",
+    "namespace_prefix",
+    metavar="HEX",
+    help="With --prove-erased: the namespaces that begin with this.",
+)
+def verify(
+    store: StoreControl,
+    no_repair: bool,
+    sample: str,
+    key_id: str | None,
+    namespace_prefix: str | None,
+) -> Answer:
     """Read every block on disk and compare it with its checksums.
 
     Bad blocks are deleted, so that they are computed again when a prompt needs them. The exit code
     is 1 if a block was bad. The index is always checked as a whole.
 
+    With --prove-erased it looks for what should be erased: in the key table, in the index and in
+    every part of the store's files. The exit code is 1 if any is left. `evict` prints the ids of
+    keys.
+
     \b
     Examples:
       tieredkv verify --disk-dir ./kv
       tieredkv verify --disk-dir ./kv --sample 5% --no-repair
+      tieredkv verify --disk-dir ./kv --prove-erased 6f1d8ab1c0a2e937
+      tieredkv verify --disk-dir ./kv --prove-erased --ns 1f9c0a77d2e4
     """
+    if key_id is not None or namespace_prefix is not None:
+        if key_id is None or bool(key_id) == bool(namespace_prefix):
+            raise usage_error("Give --prove-erased with either a key or --ns.")
+        if no_repair:
+            raise usage_error("--no-repair cannot be combined with --prove-erased.")
+        answer = store.prove_erased(key_id, namespace_prefix or "")
+        return Answer(answer, lines=[as_text(answer)], is_problem=not answer["erased"])
     call = Verify(repair=not no_repair, sample=parse_part(sample))
     call.check()
     progress = functools.partial(terminal_progress(), "verifying")
@@ -362,3 +408,23 @@ def parse_part(text: str) -> float:
         return float(number) / (100 if number != text.strip() else 1)
     except ValueError:
         raise usage_error(f"`{text}` is no part; write one such as 5% or 0.05.") from None
+
+
+@store_verb
+@click.option("--to", "path", metavar="FILE", help="Take the new key from this file, or make it.")
+@click.option("--to-command", "command", metavar="COMMAND", help="Take it from what this prints.")
+def rotate(store: StoreControl, path: str | None, command: str | None) -> Answer:
+    """Replace the master key of an encrypted store; no block is rewritten.
+
+    Without an option a new key takes the place of the old one in its file. Otherwise set
+    `disk_master_key` or `disk_master_key_command` to the new place, if the old one was set.
+
+    \b
+    Example:
+      tieredkv rotate --disk-dir ./kv
+    """
+    if path is not None and command is not None:
+        raise usage_error("--to cannot be combined with --to-command.")
+    answer = store.rotate(path and str(Path(path).resolve()), command)
+    lines = [f"{answer['keys']} keys are wrapped by the new master key: {answer['master_key']}"]
+    return Answer(answer, lines=lines)

@@ -16,6 +16,7 @@ TRIED = ("0.26", "0.33")
 
 _SETTINGS = (
     *("disk_dir", "disk_size", "disk_sync", "disk_compression", "disk_write_limit"),
+    *("disk_encryption", "disk_key_dir", "disk_master_key", "disk_master_key_command"),
     *("sweep_interval", "load_timeout", "drain_timeout", "default_retention", "fingerprint"),
     *("restore", "kv_events_namespaces"),
 )

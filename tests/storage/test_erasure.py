@@ -1,0 +1,209 @@
+"""The command line on encrypted stores: keys that evict prints, proofs of erasure, rotation."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.storage.blocks import change_bytes, digest, make_record, open_store, put
+from tests.storage.conftest import Harness, Mailbox, make_chain
+from tests.storage.test_control import engine_that_says
+from tieredkv.cli.main import cli, main
+from tieredkv.clock import Clock
+from tieredkv.errors import ConfigError, MissingKeyError
+from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.control import StoreControl
+from tieredkv.types import BlockRecord
+
+MINE, THEIRS = digest("tenant"), digest("other")
+
+
+class Stopped:
+    """A stopped store with three chains of one tenant and one of another."""
+
+    def __init__(self, base: Path) -> None:
+        self.folder, self.key_dir = base / "kv", base / "keys"
+        now = Clock().now()
+        mine = [make_record(f"mine {i}", now=now) for i in range(3)]
+        theirs = [make_record("theirs", i, now=now, namespace=THEIRS) for i in range(2)]
+        self.records: list[BlockRecord] = [*mine, *theirs]
+        with open_store(self.folder, Clock(), **self.options()) as store:
+            put(store, *self.records)
+            assert store.keys is not None
+            self.keys = {key.scope[:32]: key.id.hex() for key in store.keys.table}
+
+    def options(self) -> dict[str, Any]:
+        return {"encryption": "on", "key_dir": str(self.key_dir)}
+
+    def invoke(self, *arguments: str) -> Result:
+        return CliRunner().invoke(cli, [*arguments, "--disk-dir", str(self.folder)])
+
+    def ask(self, *arguments: str) -> Any:
+        return json.loads(self.invoke(*arguments, "--json").stdout.splitlines()[-1])
+
+
+def old_bytes(old: bytes, _: bytes) -> bytes:
+    return old
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Stopped:
+    return Stopped(tmp_path)
+
+
+def test_evict_prints_the_keys_that_it_erased_and_kept(stopped: Stopped) -> None:
+    chains = stopped.ask("ls")["chains"]
+    one = next(each["id"] for each in chains if each["namespace"] == MINE.hex())
+    text = stopped.invoke("evict", one, "-y").stdout
+    assert f"kept key {stopped.keys[MINE]}, which other blocks of its hour need" in text
+    told = stopped.ask("evict", "--ns", THEIRS.hex()[:12], "-y")["disk"]
+    assert (told["erased_keys"], told["kept_keys"]) == ([stopped.keys[THEIRS]], [])
+    dry = stopped.ask("evict", "--all", "--dry-run")["disk"]
+    assert (dry["erased_keys"], dry["kept_keys"]) == ([], [stopped.keys[MINE]])
+    assert f"erased key {stopped.keys[MINE]}" in stopped.invoke("evict", "--all", "-y").stdout
+
+
+def test_a_proof_finds_what_is_left_and_then_nothing(stopped: Stopped) -> None:
+    key, left = stopped.keys[THEIRS], {"keys": 1, "blocks": 2, "extents": 2}
+    for what in ([key], ["--ns", THEIRS.hex()[:16]]):
+        found = stopped.invoke("verify", "--prove-erased", *what, "--json")
+        answer = json.loads(found.stdout)
+        assert answer.pop("checked") >= 5
+        assert (found.exit_code or 0, answer) == (0, {"erased": False, **left})
+        # The exit code is what the verb returns outside of click's own process.
+        assert main(["verify", "--prove-erased", *what, "--disk-dir", str(stopped.folder)]) == 1
+    stopped.invoke("evict", "--ns", THEIRS.hex(), "-y")
+    for what in ([key], ["--ns", THEIRS.hex()[:16]]):
+        answer = stopped.ask("verify", "--prove-erased", *what)
+        assert answer.pop("checked") >= 5
+        assert answer == {"erased": True, "keys": 0, "blocks": 0, "extents": 0}
+    assert stopped.ask("verify", "--prove-erased", stopped.keys[MINE])["blocks"] == 3
+
+
+def test_a_proof_finds_a_payload_that_no_index_knows(stopped: Stopped) -> None:
+    [file] = (stopped.folder / "segments").iterdir()
+    size = int(file.stem.split("-")[1])
+    data = file.read_bytes()
+    stopped.invoke("evict", "--ns", THEIRS.hex(), "-y")
+    for number in range(5):
+        start = number * size
+        if not any(file.read_bytes()[start : start + 8]):
+            change_bytes(file, start, partial(old_bytes, data[start : start + size]), size)
+    answer = stopped.ask("verify", "--prove-erased", "--ns", THEIRS.hex())
+    assert (answer["erased"], answer["extents"], answer["blocks"]) == (False, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--prove-erased"], "either a key or --ns"),
+        (["--ns", "12ab"], "either a key or --ns"),
+        (["--prove-erased", "12" * 8, "--ns", "12ab"], "either a key or --ns"),
+        (["--prove-erased", "12" * 8, "--no-repair"], "cannot be combined"),
+        (["--prove-erased", "12ab"], "`12ab` is no id of a key, which has 16 hexadecimal digits"),
+        (["--prove-erased", "zz" * 8], "is no id of a key"),
+    ],
+)
+def test_a_proof_of_nothing_is_refused(
+    stopped: Stopped, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *arguments, "--disk-dir", str(stopped.folder)]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_store_that_is_not_encrypted_has_nothing_to_prove_or_rotate(tmp_path: Path) -> None:
+    open_store(tmp_path / "kv", Clock()).close()
+    control = StoreControl(tmp_path / "kv")
+    with pytest.raises(ConfigError, match="is not encrypted, so it has no keys"):
+        control.prove_erased("12" * 8)
+    with pytest.raises(ConfigError, match="is not encrypted"):
+        control.rotate(None, None)
+    assert control.df()["disk"]["encryption"] == "off"
+
+
+def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
+    [master] = stopped.key_dir.glob("*.master")
+    key = master.read_bytes()
+    master.unlink()
+    control = StoreControl(stopped.folder)
+    disk = control.df()["disk"]
+    assert (disk["blocks"], disk["encryption"]) == (5, "no keys")
+    assert sum(len(page) for page in control.ls()) == 4
+    with pytest.raises(MissingKeyError, match=r"master key .* is missing"):
+        control.verify()
+    with pytest.raises(MissingKeyError, match=r"master key .* is missing"):
+        control.prove_erased("12" * 8)
+    with pytest.raises(MissingKeyError, match="is missing"):
+        control.rotate(None, None)
+    assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 5
+    master.write_bytes(key)
+    master.chmod(0o600)
+    answer = StoreControl(stopped.folder).prove_erased(stopped.keys[MINE])
+    assert answer["erased"]
+
+
+def test_df_tells_of_encryption_and_of_clear_blocks(tmp_path: Path) -> None:
+    folder, now = tmp_path / "kv", Clock().now()
+    with open_store(folder, Clock()) as store:
+        put(store, make_record("old", now=now))
+    options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
+    open_store(folder, Clock(), **options).close()
+    shown = CliRunner().invoke(cli, ["df", "--disk-dir", str(folder)]).stdout
+    assert "encryption: on, 0 keys; 1 blocks of an older store are clear" in shown
+
+
+def test_the_master_key_is_rotated_without_rewriting_payloads(stopped: Stopped) -> None:
+    [file] = (stopped.folder / "segments").iterdir()
+    [master] = stopped.key_dir.glob("*.master")
+    before, key = file.read_bytes(), master.read_bytes()
+    assert stopped.ask("rotate") == {"master_key": str(master), "keys": 2}
+    assert file.read_bytes() == before
+    assert master.read_bytes() != key
+    assert stopped.ask("verify") == {"checked": 5, "bad": 0, "by_reason": {}, "repaired": 0}
+    given = stopped.key_dir.parent / "given"
+    assert stopped.ask("rotate", "--to", str(given))["master_key"] == str(given)
+    master.unlink()
+    assert stopped.ask("verify")["checked"] == 5
+    assert (
+        main(["rotate", "--to", "a", "--to-command", "b", "--disk-dir", str(stopped.folder)]) == 2
+    )
+
+
+def test_a_running_store_is_rotated_and_proved_beside_its_engine(
+    harness: Harness, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
+    box, chain = Mailbox(harness.open(**options)), make_chain("a", 3)
+    box.store(chain)
+    control = StoreControl(harness.folder)
+    before = control.rotate(None, None)
+    assert before["keys"] == 1
+    assert all(done.ok for done in box.load(chain))
+    box.client.close()
+    box = Mailbox(harness.open(**options))
+    assert all(done.ok for done in box.load(chain))
+    namespace = chain[0].namespace.hex()
+    assert control.prove_erased(namespace_prefix=namespace)["blocks"] == 3
+    box.client.close()
+    assert control.evict(EvictFilter(namespace_prefix=namespace))["disk"]["evicted_blocks"] == 3
+    assert control.prove_erased(namespace_prefix=namespace)["erased"]
+
+
+def test_an_eviction_names_the_blocks_to_the_engine_by_their_hashes(
+    harness: Harness, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
+    client = harness.open(**options)
+    chain = make_chain("a", 3)
+    Mailbox(client).store(chain)
+    control = StoreControl(harness.folder)
+    [[listed]] = list(control.ls())
+    assert chain[0].block_hash.hex()[:32] not in listed.id
+    with engine_that_says(client, {"evicted_blocks": 0, "freed_bytes": 0}) as asked:
+        answer = control.evict(EvictFilter(ids=(listed.id,)))
+    assert answer["disk"]["evicted_blocks"] == 3
+    hashes = {each.block_hash for each in chain}
+    assert {*asked[0].following, *asked[0].before} == hashes
