@@ -242,7 +242,9 @@ class SegmentFiles:
             clear = payload[: record.size_bytes] if packed is None else packed.payload
             number = codec.CODEC_RAW if packed is None else packed.codec
             written, image = self._encrypt(self.keys, extent, record, clear, number)
-            buffers = [image]
+            # Cut as a block that is not encrypted: the last piece is no single page.
+            start = HEADER_BYTES if packed is None else 0
+            buffers = [each for each in (image[:start], image[start:]) if each]
         elif packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
             written = Located(record, extent, size, codec.payload_checksum(payload[:size]))

@@ -355,7 +355,8 @@ def arm_settings(arm: str, store_dir: str | None) -> Row:
     """Return the settings in which an arm differs from others; one without a disk has no folder."""
     restore = "load" if arm == "load" else "auto"
     retention = "24h" if store_dir else "in_memory"
-    return {"restore": restore, "disk_dir": store_dir, "default_retention": retention}
+    places = {"disk_dir": store_dir, "disk_key_dir": store_dir and f"{store_dir}-keys"}
+    return {"restore": restore, "default_retention": retention, **places}
 
 
 class Plan(NamedTuple):

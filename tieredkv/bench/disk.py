@@ -30,16 +30,19 @@ from msgspec.structs import replace
 
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
+from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import Extent, Located, extent_bytes_for, payload_checksum
+from tieredkv.storage.codec import CODEC_RAW, Extent, Located, extent_bytes_for, payload_checksum
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import INDEX, SEGMENTS
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.key_table import PayloadKey
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
+from tieredkv.storage.payload_cipher import encrypt
 from tieredkv.storage.worker_messages import (
     LentPage,
     LookupDone,
@@ -70,6 +73,7 @@ def run(
     disk_size: str,
     index_blocks: list[int],
     repeats: int,
+    encryption: Switch,
 ) -> Row:
     """Measure in a temporary folder under `folder`.
 
@@ -89,7 +93,8 @@ def run(
         closing(HostArena(min(max(64, ARENA_BYTES // size), budget // size // 4), size)) as arena,
         tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=folder) as made,
     ):
-        disk = _Disk(StoreOptions(path=f"{made}/store", budget_bytes=budget), arena)
+        keys: Row = {"encryption": encryption, "key_dir": f"{made}/keys"}
+        disk = _Disk(StoreOptions(path=f"{made}/store", budget_bytes=budget, **keys), arena)
         rows = disk.measure_moves(progress, repeats)
         indexes = [disk.measure_index(it) for it in tracked(progress, "looking up", index_blocks)]
     for row in indexes:
@@ -102,6 +107,8 @@ def run(
     limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in reversed(rows)}
     limits = dict(sorted(limits.items()))
     limits["checksum_GBps"] = len(block) / raw.median_s(partial(payload_checksum, block)) / 1e9
+    if encryption == "on":
+        limits["cipher_GBps"] = len(block) / raw.median_s(partial(_encrypt, block)) / 1e9
     return {"raw": limits, "disk": disk.facts, "rows": rows + indexes, "problems": disk.problems}
 
 
@@ -117,6 +124,7 @@ class _Disk:
         blocks = (options.budget_bytes or 0) // extent_bytes_for(arena.page_bytes)
         counter = raw.block_device(self._folder) or "/proc/PID/io of the worker"
         self.facts: Row = {"blocks": blocks, "block_bytes": arena.page_bytes, "counter": counter}
+        self.facts["encryption"] = options.encryption
         self.problems = list[str]()
 
     def measure_moves(self, progress: Progress, repeats: int) -> list[Row]:
@@ -186,7 +194,8 @@ class _Disk:
             open_s = time.perf_counter() - start
             cold_us, warm_us = (self._us(store.find, calls, size) for _ in range(2))
             miss_us = self._us(store.find, misses, 0)
-        with closing(self._serve(path=str(path), budget_bytes=UNBOUNDED_BYTES)) as client:
+        changes = {"path": str(path), "budget_bytes": UNBOUNDED_BYTES, "encryption": "off"}
+        with closing(self._serve(**changes)) as client:
             lookup = partial(self._lookup, client)
             _, client_us = (self._us(lookup, calls, size) for _ in range(2))
             client_miss_us = self._us(lookup, misses, 0)
@@ -300,6 +309,13 @@ class _Disk:
                 reason = event.reason or "the bytes are not those that were stored"
                 self._faults[f"{'store' if is_store else 'load'}: {reason}"] += 1
         return events
+
+
+def _encrypt(block: bytes) -> None:
+    """Encrypt as much as a block of the bench in one go, as a writer thread does."""
+    key = PayloadKey(bytes(8), bytes(32), bytes(36))
+    payload = memoryview(block)
+    encrypt(key, _record(0, len(block)), CODEC_RAW, payload, memoryview(bytearray(len(block))))
 
 
 def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]:

@@ -205,7 +205,8 @@ def run(
         prefix_tokens, repeats * len(disk_rate), kv_spec.token_bytes, found.max_model_len
     )
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
-        settings = sizes | settings | {"restore": "load", "disk_dir": str(Path(folder) / "store")}
+        places = {"disk_dir": f"{folder}/store", "disk_key_dir": f"{folder}/keys"}
+        settings = sizes | settings | {"restore": "load"} | places
         runs, learnt = in_new_process(
             measure, settings, Path(folder), arms, prefix_tokens, disk_rate, repeats
         )

@@ -206,7 +206,8 @@ def run(
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)
         limits = {"h2d_GBps": raw.h2d_GBps(), "disk_read_GBps": disk_read_GBps}
-        settings = sizes | settings | {"restore": "load", "disk_dir": str(path / "store")}
+        places = {"disk_dir": str(path / "store"), "disk_key_dir": str(path / "keys")}
+        settings = sizes | settings | {"restore": "load"} | places
         first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
         last = TIER_OF_ARM["restart"] if "restart" in arms else None
         samples = in_new_process(measure, settings, prefix_tokens, repeats, first, last)

@@ -376,6 +376,12 @@ def transfer() -> None:
         default="10000,1000000",
         help="Sizes of indexes in blocks, with commas between.",
     ),
+    click.option(
+        "--encryption",
+        type=click.Choice(["on", "off"]),
+        default="on",
+        help="Whether the blocks that are read and written are encrypted.",
+    ),
     repeats(3),
 )
 def disk() -> None:
