@@ -6,6 +6,7 @@ nothing.
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -32,7 +33,8 @@ _EXTENT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 
 # What follows the record in the header of an encrypted payload: id of the key, nonce, tag.
 _ENCRYPTION = struct.Struct("8s12s16s")
-_DIGESTS_AT = _SEAL_BYTES + _DEADLINE.size + 2  # in a sealed record, behind the heads of two arrays
+# The first digest of a sealed record lies behind the heads of two arrays and its own head.
+_DIGEST_AT = _SEAL_BYTES + _DEADLINE.size + 4
 
 _EXPIRY = struct.Struct(">Q")
 _SCOPE = struct.Struct(">32sI")
@@ -204,20 +206,24 @@ def decode_link(data: bytes) -> Link | None:
         return None
 
 
-def linked_digests(sealed: bytes) -> tuple[bytes, bytes]:
-    """Read the first two digests of a sealed record: the block's and its parent's."""
-    start = _DIGESTS_AT + 2
-    end = start + sealed[start - 1]
-    return sealed[start:end], sealed[end + 2 : end + 2 + sealed[end + 1]]
+def linked_digests(records: Iterable[bytes]) -> list[bytes]:
+    """Read the first two digests of each sealed record: the block's and its parent's."""
+    digests = list[bytes]()
+    for sealed in records:
+        end = _DIGEST_AT + sealed[_DIGEST_AT - 1]
+        digests += (sealed[_DIGEST_AT:end], sealed[end + 2 : end + 2 + sealed[end + 1]])
+    return digests
 
 
-def with_digests(sealed: bytes, block_hash: bytes, parent_hash: bytes) -> tuple[bytes, bytes]:
-    """Put other digests of the same lengths into a sealed record; return the first one and it."""
-    start = _DIGESTS_AT + 2
-    end = start + len(block_hash)
-    head, between = sealed[_SEAL_BYTES:start], sealed[end : end + 2]
-    body = head + block_hash + between + parent_hash + sealed[end + 2 + len(parent_hash) :]
-    return block_hash, xxh3_64_digest(block_hash + body) + body
+def with_digests(records: Iterable[bytes], digests: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Put other digests of the same lengths into sealed records; return these by the first one."""
+    changed, rest = dict[bytes, bytes](), iter(digests)
+    for sealed, block_hash, parent_hash in zip(records, rest, rest, strict=False):
+        end = _DIGEST_AT + len(block_hash)
+        head, tail = sealed[_SEAL_BYTES:_DIGEST_AT], sealed[end + 2 + len(parent_hash) :]
+        body = b"".join((head, block_hash, sealed[end : end + 2], parent_hash, tail))
+        changed[block_hash] = xxh3_64_digest(block_hash + body) + body
+    return changed
 
 
 def scope_of(record: BlockRecord) -> bytes:

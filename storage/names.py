@@ -9,7 +9,6 @@ them. It knows neither index nor keys' whereabouts. Any thread may use it.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
 
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from msgspec.structs import replace
@@ -54,20 +53,17 @@ class Names:
 
     def reveal_found(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """Return sealed records by block hash, with hashes in the places of names."""
-        pairs = [codec.linked_digests(sealed) for sealed in found.values()]
-        digests = iter(self.reveal([*chain.from_iterable(pairs)]))
-        renamed = (
-            codec.with_digests(each, next(digests), next(digests)) for each in found.values()
-        )
-        return {block_hash: sealed for block_hash, sealed in renamed}
+        digests = self.reveal(codec.linked_digests(found.values()))
+        return codec.with_digests(found.values(), digests)
 
 
 def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:
     if any(len(each) % _AES_BYTES for each in digests):
         raise StorageError("the blocks of an encrypted store have hashes of 16 or 32 bytes")
-    changed = context.update(b"".join(digests))
-    ends = accumulate(map(len, digests), initial=0)
-    return [changed[start:end] for start, end in pairwise(ends)]
+    data, start, changed = context.update(b"".join(digests)), 0, []
+    for each in digests:
+        changed.append(data[start : (start := start + len(each))])
+    return changed
 
 
 class Naming:
