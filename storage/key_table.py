@@ -185,6 +185,16 @@ class KeyTable:
         """
         self._write_whole(list(self), folder=folder)
 
+    def copy_to(self, path: str, folder: str) -> "KeyTable":
+        """Write a second table with these keys, for a store in another folder.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        copied = KeyTable(path, self.store_id, self._master_key, folder, self.names_key)
+        copied._write_whole(list(self))
+        return copied
+
     # --- keys ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[PayloadKey]:

@@ -20,10 +20,12 @@ class KeyUse:
     Args:
         table: the keys; None if the store is not encrypted, or its keys are not there.
         index: counts the blocks of each scope.
+        is_shared: whether another store needs keys of the table, so that all of them stay.
     """
 
     table: KeyTable | None
     index: Index
+    is_shared: bool = False
     _lent: dict[Extent, bytes] = field(default_factory=dict)  # scopes of writes under way
     _suspects: set[bytes] = field(default_factory=set)  # scopes that may have no block
 
@@ -71,7 +73,7 @@ class KeyUse:
         Raises:
             StorageError: the key table cannot be written; this is tried again.
         """
-        if self.table is None or not self._suspects:
+        if self.table is None or self.is_shared or not self._suspects:
             return []
         suspects = self._suspects.difference(self._lent.values())
         with self.index.reading() as txn:

@@ -142,7 +142,7 @@ class BlockStore:
                 files = SegmentFiles(folder.segments_path, filesystem, table)
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
-                use = KeyUse(table, index)
+                use = KeyUse(table, index, is_shared=keys is not None and keys.is_shared)
                 allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
                 num_expired = recovery.recover(allocator, progress, lacks_keys)
             recovery.reach_budget(allocator, budget)

@@ -43,13 +43,15 @@ class Names:
 
     def hide_record(self, record: BlockRecord) -> BlockRecord:
         """Return a record with names in the places of the block's hash and its parent's."""
-        block, parent = self.hide([record.block_hash, record.parent_hash])
-        return replace(record, block_hash=block, parent_hash=parent)
+        return self.hide_records([record])[0]
 
-    def reveal_record(self, record: BlockRecord) -> BlockRecord:
-        """Undo `hide_record`."""
-        block, parent = self.reveal([record.block_hash, record.parent_hash])
-        return replace(record, block_hash=block, parent_hash=parent)
+    def hide_records(self, records: Sequence[BlockRecord]) -> list[BlockRecord]:
+        """Return records as `hide_record` does."""
+        return _with_digests(records, self.hide(_digests_of(records)))
+
+    def reveal_records(self, records: Sequence[BlockRecord]) -> list[BlockRecord]:
+        """Undo `hide_records`."""
+        return _with_digests(records, self.reveal(_digests_of(records)))
 
     def reveal_found(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """Return sealed records by block hash, with hashes in the places of names."""
@@ -64,6 +66,15 @@ def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:
     for each in digests:
         changed.append(data[start : (start := start + len(each))])
     return changed
+
+
+def _digests_of(records: Sequence[BlockRecord]) -> list[bytes]:
+    return [digest for each in records for digest in (each.block_hash, each.parent_hash)]
+
+
+def _with_digests(records: Sequence[BlockRecord], digests: list[bytes]) -> list[BlockRecord]:
+    pairs = zip(records, digests[::2], digests[1::2], strict=True)
+    return [replace(it, block_hash=block, parent_hash=parent) for it, block, parent in pairs]
 
 
 class Naming:
@@ -86,7 +97,9 @@ class Naming:
             case messages.DeleteCall(_, hashes):
                 return replace(message, hashes=names.hide(hashes))
             case messages.LoadCall(pages) | messages.StoreCall(pages):
-                lent = [LentPage(names.hide_record(it.record), it.page_id) for it in pages]
+                hidden = names.hide_records([each.record for each in pages])
+                pairs = zip(hidden, pages, strict=True)
+                lent = [LentPage(record, each.page_id) for record, each in pairs]
                 return replace(message, pages=lent)
             case messages.TouchCall(items):
                 return messages.TouchCall(self._hide_touches(names, items))
@@ -119,12 +132,13 @@ class Naming:
     def _reveal_pages(
         names: Names, pages: Sequence[PageLoaded | PageStored]
     ) -> list[PageLoaded | PageStored]:
+        records = [it.record for it in pages if isinstance(it, PageLoaded) and it.record]
+        found = iter(names.reveal_records(records))
         hashes = names.reveal([each.block_hash for each in pages])
         revealed = list[PageLoaded | PageStored]()
         for page, block_hash in zip(pages, hashes, strict=True):
-            if isinstance(page, PageLoaded) and page.record is not None:
-                record = names.reveal_record(page.record)
-                revealed.append(replace(page, block_hash=block_hash, record=record))
-            else:
-                revealed.append(replace(page, block_hash=block_hash))
+            page = replace(page, block_hash=block_hash)
+            if isinstance(page, PageLoaded) and page.record:
+                page = replace(page, record=next(found))
+            revealed.append(page)
         return revealed

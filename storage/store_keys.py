@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 NOTE = "encryption.json"
 """The file in a store's folder that says where its keys are."""
 
+TABLE_SUFFIX = ".keys"
+
 
 class KeyNote(msgspec.Struct, frozen=True, kw_only=True):
     """What `encryption.json` holds.
@@ -46,10 +48,14 @@ class StoreKeys:
     Attributes:
         table: the key table.
         note: what the folder remembers.
+        is_shared: whether the table belongs to a store of which this folder is a copy, so that
+            nothing in it may be changed.
     """
 
-    def __init__(self, folder: str, note: KeyNote, table: KeyTable) -> None:
-        self.folder, self.note, self.table = folder, note, table
+    def __init__(
+        self, folder: str, note: KeyNote, table: KeyTable, *, is_shared: bool = False
+    ) -> None:
+        self.folder, self.note, self.table, self.is_shared = folder, note, table, is_shared
 
     @property
     def store_id(self) -> str:
@@ -68,6 +74,9 @@ class StoreKeys:
             MissingKeyError: there is no such key, or none to replace.
             StorageError: a file cannot be written; either key may apply.
         """
+        if self.is_shared:
+            what = f"`{self.folder}` is a copy of the store at `{self.table.folder}`"
+            raise MissingKeyError(f"{what}, which has its keys; rotate the original")
         if command is not None:
             self.table.wrap(master_key.ask_command(command))
             self._remember(None)
@@ -175,7 +184,7 @@ def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
         key = master_key.make_file(path)
         text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
         logger.warning(text, folder, path)
-    table_path = os.path.join(key_dir, f"{store_id.hex()}.keys")
+    table_path = os.path.join(key_dir, store_id.hex() + TABLE_SUFFIX)
     table = KeyTable.create(table_path, store_id, key, folder)
     note = KeyNote(store_id=store_id.hex(), key_table=table_path, master_key=path)
     _write_note(folder, note)
@@ -186,7 +195,7 @@ def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
     """Read the keys of a store; paths that are given take precedence over those remembered."""
     table_path = note.key_table
     if options.key_dir is not None:
-        given = os.path.join(os.path.abspath(options.key_dir), f"{note.store_id}.keys")
+        given = os.path.join(os.path.abspath(options.key_dir), os.path.basename(table_path))
         if os.path.lexists(given) or not os.path.lexists(table_path):
             table_path = given
     store_id = bytes.fromhex(note.store_id)
@@ -199,11 +208,22 @@ def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
     else:
         path = os.path.abspath(options.master_key or note.master_key or "")
         table = _open_table(table_path, store_id, path)
-    _refuse_copy(folder, note, table)
+    is_shared = False
+    if table.folder != folder:
+        if not _has_original(folder, note, table):
+            table.move_to(folder)
+        elif options.encryption == "as_it_is":
+            is_shared = True
+        else:
+            table_path = f"{table_path.removesuffix(TABLE_SUFFIX)}-{secrets.token_hex(4)}"
+            table = table.copy_to(table_path := table_path + TABLE_SUFFIX, folder)
+            logger.warning(
+                "`%s` is a copy of a store and gets the key table `%s`", folder, table.path
+            )
     found = KeyNote(store_id=note.store_id, key_table=table_path, master_key=path)
-    if found != note:
+    if found != note and not is_shared:
         _write_note(folder, found)
-    return StoreKeys(folder, found, table)
+    return StoreKeys(folder, found, table, is_shared=is_shared)
 
 
 def _open_table(table_path: str, store_id: bytes, path: str) -> KeyTable:
@@ -217,22 +237,16 @@ def _open_table(table_path: str, store_id: bytes, path: str) -> KeyTable:
     return KeyTable.open(table_path, store_id, master_key.read_file(path))
 
 
-def _refuse_copy(folder: str, note: KeyNote, table: KeyTable) -> None:
-    """Refuse a copy of a store that is still in its place: both would use one key table.
+def _has_original(folder: str, note: KeyNote, table: KeyTable) -> bool:
+    """Return whether a folder is a copy of a store that is still in its place.
 
-    What expires in one of the two would take the keys of the other.
+    The key table belongs to the original. What expires in the copy must not take its keys.
     """
-    if table.folder == folder:
-        return
     other = None
     with suppress(StorageError):
         other = read_note(table.folder)
-    if other is not None and other.store_id == note.store_id:
-        if not os.path.samefile(folder, table.folder):
-            what = f"`{folder}` is a copy of the store at `{table.folder}`, which has its keys"
-            raise MissingKeyError(f"{what}; remove one of the two")
-        return
-    table.move_to(folder)
+    is_same_store = other is not None and other.store_id == note.store_id
+    return is_same_store and not os.path.samefile(folder, table.folder)
 
 
 def _check_outside(path: str, folder: str, setting: str) -> None:

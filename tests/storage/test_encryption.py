@@ -406,6 +406,27 @@ def test_encryption_cannot_be_turned_off_on_an_encrypted_store(encrypted: Encryp
         encrypted.open(encryption="off")
 
 
+def test_a_copy_that_is_looked_at_takes_no_key_of_the_original(
+    encrypted: Encrypted, tmp_path: Path
+) -> None:
+    record, later = encrypted.record("a"), encrypted.record("b", namespace=digest("other"))
+    with encrypted.open() as store:
+        put(store, record)
+        shutil.copytree(encrypted.folder, tmp_path / "copy")
+        put(store, later)
+    original, encrypted.folder = encrypted.folder, tmp_path / "copy"
+    with encrypted.open(encryption="as_it_is") as store:
+        assert load(store, record) == payload_of(record)
+        assert verify(store).checked == 1
+        assert evict(store, EvictFilter(all=True)).evicted_blocks == 1
+    with encrypted.open() as store:
+        put(store, encrypted.record("c"))
+    encrypted.folder = original
+    with encrypted.open() as store:
+        assert load(store, record) == payload_of(record)
+        assert load(store, later) == payload_of(later)
+
+
 # --- rebuilding ----------------------------------------------------------------------------------
 
 
@@ -528,6 +549,18 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     (gone,) = box.take(BlocksGone)
     assert gone.hashes == hashes[1:2]
     assert box.lookup(hashes)[1] is None
+
+
+def test_an_engine_whose_master_key_is_lost_is_told_so_at_its_start(
+    harness: Harness, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
+    harness.open(**options).close()
+    [master] = (tmp_path / "keys").glob("*.master")
+    master.rename(tmp_path / "elsewhere")
+    with pytest.raises(MissingKeyError, match=f"the master key `{master}` is missing"):
+        harness.open(**options)
+    harness.open(**options, master_key=str(tmp_path / "elsewhere"))
 
 
 def test_a_guess_is_not_confirmed_by_a_copy(encrypted: Encrypted) -> None:

@@ -276,16 +276,34 @@ def test_keys_in_the_folder_that_they_protect_are_refused(place: Place, setting:
         place.open(None, **{setting: str(place.folder / "within")})
 
 
-def test_a_copy_of_a_store_that_is_still_there_is_refused(place: Place, tmp_path: Path) -> None:
+def test_a_copy_of_a_store_that_is_still_there_gets_a_table_of_its_own(
+    place: Place, tmp_path: Path
+) -> None:
     keys = place.open()
+    keys.table.add([ONE])
     copy = tmp_path / "copy"
     copy.mkdir()
-    (copy / NOTE).write_bytes((place.folder / NOTE).read_bytes())
+    note = (place.folder / NOTE).read_bytes()
+    (copy / NOTE).write_bytes(note)
+    looked = place.open(copy, encryption="as_it_is")
+    assert looked.is_shared and list(looked.table) == list(keys.table)
     with pytest.raises(MissingKeyError, match=f"is a copy of the store at `{place.folder}`"):
-        place.open(copy)
-    place.folder.rename(tmp_path / "gone")
-    (tmp_path / "gone" / NOTE).unlink()
-    assert place.open(copy).table.names_key == keys.table.names_key  # it was moved, then
+        looked.rotate(None, None)
+    assert (copy / NOTE).read_bytes() == note
+    served = place.open(copy)
+    assert not served.is_shared
+    assert served.table.path != keys.table.path
+    served.table.drop([ONE])
+    assert [each.scope for each in place.open().table] == [ONE]
+    assert place.open(copy).table.path == served.table.path
+    assert len(place.open(copy).table) == 0
+
+
+def test_a_store_that_was_moved_keeps_its_table(place: Place, tmp_path: Path) -> None:
+    keys, moved = place.open(), tmp_path / "moved"
+    place.folder.rename(moved)
+    again = place.open(moved)
+    assert (again.table.path, again.table.folder) == (keys.table.path, str(moved))
 
 
 def test_keys_may_move_to_another_folder(place: Place, tmp_path: Path) -> None:
