@@ -18,7 +18,7 @@ from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.storage.chain_blocks import in_order
-from tieredkv.storage.inspection import key_of
+from tieredkv.storage.inspection import start_of
 from tieredkv.storage.results import BlockInfo, named_blocks
 from tieredkv.types import BlockHash, HashAlgo, Tier
 
@@ -128,7 +128,7 @@ class Verbs:
                 return self._tier_stats.read()
             case Ls():
                 pools = self._tiers.pools
-                return {tier: b"".join(map(key_of, pool.hashes)) for tier, pool in pools.items()}
+                return {tier: b"".join(map(start_of, pool.hashes)) for tier, pool in pools.items()}
             case Inspect():
                 return {"blocks": msgspec.to_builtins(self._inspect(call, following))}
             case EvictFilter():

@@ -46,7 +46,8 @@ class Packed(NamedTuple):
 
 def codec_name(number: int) -> str:
     """Name a codec for people."""
-    return _NAMES.get(number, f"codec {number}")
+    name = _NAMES.get(codec.clear_codec(number), f"codec {number}")
+    return f"{name}, encrypted" if codec.is_encrypted(number) else name
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:

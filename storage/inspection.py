@@ -30,6 +30,7 @@ from tieredkv.storage.filters import ChainFilter, sort_key
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
+from tieredkv.storage.names import Names
 from tieredkv.storage.results import (
     ChainInfo,
     EvictResult,
@@ -40,7 +41,7 @@ from tieredkv.storage.results import (
 )
 from tieredkv.types import Tier
 
-_KEY_BYTES = 8
+_KEY_BYTES, _START_BYTES = 8, 16
 GATHERED_BLOCKS = 1024  # in one step
 PAGE_CHAINS = 256
 _MAX_SHARED_SUMS = 8192
@@ -280,15 +281,26 @@ def evicting(
 
 
 class InRam(NamedTuple):
-    """The first bytes of the hashes of all blocks in VRAM and in host memory."""
+    """The keys of all blocks in VRAM and in host memory, by which `Chains` would know them."""
 
     device: frozenset[bytes] = frozenset()
     host: frozenset[bytes] = frozenset()
 
     @classmethod
-    def of(cls, answer: Mapping[str, bytes]) -> "InRam":
-        """Read what an engine tells; see `key_of`."""
-        return cls(*(frozenset(_cut(answer.get(tier, b""))) for tier in cls._fields))
+    def of(cls, answer: Mapping[str, bytes], names: Names | None) -> "InRam":
+        """Read what an engine tells, which is the `start_of` the hash of each block.
+
+        Args:
+            answer: of the engine.
+            names: of the store, if it knows blocks by names; also the start of a hash has one.
+        """
+        starts = (_cut(answer.get(tier, b"")) for tier in cls._fields)
+        return cls(*(frozenset(map(key_of, names.hide(it) if names else it)) for it in starts))
+
+
+def start_of(block_hash: bytes) -> bytes:
+    """Return the first bytes of a hash, by which an engine tells of a block."""
+    return block_hash[:_START_BYTES].ljust(_START_BYTES, b"\0")
 
 
 def key_of(block_hash: bytes) -> bytes:
@@ -296,8 +308,8 @@ def key_of(block_hash: bytes) -> bytes:
     return block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0")
 
 
-def _cut(keys: bytes) -> list[bytes]:
-    return [keys[start : start + _KEY_BYTES] for start in range(0, len(keys), _KEY_BYTES)]
+def _cut(starts: bytes) -> list[bytes]:
+    return [starts[at : at + _START_BYTES] for at in range(0, len(starts), _START_BYTES)]
 
 
 def listing(

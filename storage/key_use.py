@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from tieredkv.storage.codec import Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.index import Index
 from tieredkv.storage.key_table import KeyTable
+from tieredkv.storage.store_keys import StoreKeys
 from tieredkv.types import BlockRecord
 
 
@@ -18,16 +19,21 @@ class KeyUse:
     """Makes keys for new blocks, and drops keys without blocks.
 
     Args:
-        table: the keys; None if the store is not encrypted, or its keys are not there.
         index: counts the blocks of each scope.
-        is_shared: whether another store needs keys of the table, so that all of them stay.
+        keys: of the store; None if it is not encrypted, or its keys are not there.
+        lacks_keys: why the keys of an encrypted store are not there; empty otherwise.
     """
 
-    table: KeyTable | None
     index: Index
-    is_shared: bool = False
+    keys: StoreKeys | None
+    lacks_keys: str
     _lent: dict[Extent, bytes] = field(default_factory=dict)  # scopes of writes under way
     _suspects: set[bytes] = field(default_factory=set)  # scopes that may have no block
+
+    @property
+    def table(self) -> KeyTable | None:
+        """The payload keys, if there are any."""
+        return None if self.keys is None else self.keys.table
 
     def begin(self, records: Sequence[BlockRecord], extents: Sequence[Extent | None]) -> None:
         """See that there are keys for blocks that will be written into these extents.
@@ -73,11 +79,11 @@ class KeyUse:
         Raises:
             StorageError: the key table cannot be written; this is tried again.
         """
-        if self.table is None or self.is_shared or not self._suspects:
+        if self.keys is None or self.keys.is_shared or not self._suspects:
             return []
         suspects = self._suspects.difference(self._lent.values())
         with self.index.reading() as txn:
             unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
-        dropped = self.table.drop(unused)
+        dropped = self.keys.table.drop(unused)
         self._suspects -= suspects
         return dropped

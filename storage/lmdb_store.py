@@ -30,7 +30,7 @@ from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.key_use import KeyUse
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
-from tieredkv.storage.store_keys import StoreKeys, try_keys
+from tieredkv.storage.store_keys import try_keys
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
@@ -62,14 +62,7 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(
-        self,
-        allocator: ExtentAllocator,
-        options: StoreOptions,
-        num_expired: int,
-        keys: StoreKeys | None,
-        lacks_keys: str,
-    ) -> None:
+    def __init__(self, allocator: ExtentAllocator, options: StoreOptions, num_expired: int) -> None:
         self.path = allocator.folder.path
         self._folder = allocator.folder
         self.index = allocator.index
@@ -78,8 +71,7 @@ class BlockStore:
         self.allocator = allocator
         self.names = allocator.files.block_names
         self.key_use = allocator.key_use
-        self.keys = keys
-        self.lacks_keys = lacks_keys  # why the keys of an encrypted store are not there
+        self.keys, self.lacks_keys = self.key_use.keys, self.key_use.lacks_keys
         self.clock = allocator.clock
         self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
         self.packing = Packing(options.compression, options.element_bytes)
@@ -137,20 +129,18 @@ class BlockStore:
                 undo.callback(index.close)
                 with index.reading() as txn:
                     known_id = txn.meta.store_id
-                keys, lacks_keys = try_keys(folder.path, options, known_id=known_id)
-                table = None if keys is None else keys.table
-                files = SegmentFiles(folder.segments_path, filesystem, table)
+                use = KeyUse(index, *try_keys(folder.path, options, known_id=known_id))
+                files = SegmentFiles(folder.segments_path, filesystem, use.table)
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
-                use = KeyUse(table, index, is_shared=keys is not None and keys.is_shared)
                 allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
-                num_expired = recovery.recover(allocator, progress, lacks_keys)
+                num_expired = recovery.recover(allocator, progress)
             recovery.reach_budget(allocator, budget)
             use.suspect_all()
             use.drop_unused()
             folder.note_budget(budget)  # used when the store is opened without a budget
             undo.pop_all()
-        return cls(allocator, options, num_expired, keys, lacks_keys)
+        return cls(allocator, options, num_expired)
 
     def check_place(self) -> None:
         """Raise StorageError if the folder is not at its path any more."""

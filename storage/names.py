@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError
 from tieredkv.storage import codec
 from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.results import TouchItem
+from tieredkv.storage.results import BlockInfo, TouchItem
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
 from tieredkv.types import BlockRecord
 
@@ -53,6 +53,14 @@ class Names:
         """Undo `hide_records`."""
         return _with_digests(records, self.reveal(_digests_of(records)))
 
+    def hide_infos(self, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
+        """Return descriptions with names in the places of hashes, all in hex."""
+        return _with_hex_digests(blocks, self.hide(_hex_digests_of(blocks)))
+
+    def reveal_infos(self, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
+        """Undo `hide_infos`."""
+        return _with_hex_digests(blocks, self.reveal(_hex_digests_of(blocks)))
+
     def reveal_found(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """Return sealed records by block hash, with hashes in the places of names."""
         digests = self.reveal(codec.linked_digests(found.values()))
@@ -75,6 +83,15 @@ def _digests_of(records: Sequence[BlockRecord]) -> list[bytes]:
 def _with_digests(records: Sequence[BlockRecord], digests: list[bytes]) -> list[BlockRecord]:
     pairs = zip(records, digests[::2], digests[1::2], strict=True)
     return [replace(it, block_hash=block, parent_hash=parent) for it, block, parent in pairs]
+
+
+def _hex_digests_of(blocks: Sequence[BlockInfo]) -> list[bytes]:
+    return [bytes.fromhex(it) for each in blocks for it in (each.block_hash, each.parent_hash)]
+
+
+def _with_hex_digests(blocks: Sequence[BlockInfo], digests: list[bytes]) -> list[BlockInfo]:
+    pairs = zip(blocks, digests[::2], digests[1::2], strict=True)
+    return [replace(it, block_hash=one.hex(), parent_hash=two.hex()) for it, one, two in pairs]
 
 
 class Naming:

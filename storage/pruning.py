@@ -61,6 +61,7 @@ def pruning(
             store.delete(doomed, "operator")
         yield
     if not call.dry_run:
+        store.key_use.drop_unused()
         yield from store.allocator.erasing()
     return PruneResult(by_reason.total(), freed_bytes, dict(by_reason))
 

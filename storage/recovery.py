@@ -78,7 +78,7 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     return max(stored, wanted), wanted
 
 
-def recover(allocator: ExtentAllocator, progress: OpeningProgress, lacks_keys: str = "") -> int:
+def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
     """Open the segments, erase what a crash left pending, and make a lost index again.
 
     A crash can leave a segment file that the index does not know. Such a file is removed if it
@@ -88,7 +88,6 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress, lacks_keys: s
     Args:
         allocator: of the store.
         progress: told how far a lost index is made again.
-        lacks_keys: why the keys of an encrypted store are not there; empty if they are.
 
     Returns how many blocks expired because the clock is behind the store's latest time.
 
@@ -98,8 +97,8 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress, lacks_keys: s
     index, files = allocator.index, allocator.files
     with index.reading() as txn:
         is_lost = not txn.meta.format
-    if is_lost and lacks_keys:
-        raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {lacks_keys}")
+    if is_lost and (why := allocator.key_use.lacks_keys):
+        raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {why}")
     if is_lost:
         _adopt_extents(allocator, progress)
     num_expired = _settle_clock(index, files, allocator.clock)

@@ -193,11 +193,7 @@ def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
 
 def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
     """Read the keys of a store; paths that are given take precedence over those remembered."""
-    table_path = note.key_table
-    if options.key_dir is not None:
-        given = os.path.join(os.path.abspath(options.key_dir), os.path.basename(table_path))
-        if os.path.lexists(given) or not os.path.lexists(table_path):
-            table_path = given
+    table_path = _moved(note.key_table, options.key_dir)
     store_id = bytes.fromhex(note.store_id)
     if options.master_key_command is not None:
         path, key = None, master_key.ask_command(options.master_key_command)
@@ -206,7 +202,7 @@ def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
         what = f"the master key of the store at `{folder}` is printed by a command"
         raise MissingKeyError(f"{what}; set `disk_master_key_command`")
     else:
-        path = os.path.abspath(options.master_key or note.master_key or "")
+        path = os.path.abspath(options.master_key or _moved(note.master_key or "", options.key_dir))
         table = _open_table(table_path, store_id, path)
     is_shared = False
     if table.folder != folder:
@@ -224,6 +220,14 @@ def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
     if found != note and not is_shared:
         _write_note(folder, found)
     return StoreKeys(folder, found, table, is_shared=is_shared)
+
+
+def _moved(path: str, key_dir: str | None) -> str:
+    """Return where a file is that was remembered at `path` and may have moved to `key_dir`."""
+    if key_dir is None:
+        return path
+    given = os.path.join(os.path.abspath(key_dir), os.path.basename(path))
+    return given if os.path.lexists(given) else path
 
 
 def _open_table(table_path: str, store_id: bytes, path: str) -> KeyTable:

@@ -118,7 +118,7 @@ class Verbs:
             case Inspect(prompt=prompt) if prompt is not None:
                 return self._inspect_prompt(call, caller)
             case Inspect(hashes=hashes) if hashes:
-                blocks = self._finish(chain_blocks.reading(self.store, hashes), caller)
+                blocks = self._read(hashes, caller)
                 self._send(blocks, caller)
                 is_known = any(info.block_hash == hashes[0].hex() for info in blocks)
                 return {} if is_known else {"roots": self._roots(caller)}
@@ -130,7 +130,7 @@ class Verbs:
                 return self._evict(call, caller)
             case Prune():
                 chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
-                in_ram = inspection.InRam.of(self._ask(Ls(), caller))
+                in_ram = inspection.InRam.of(self._ask(Ls(), caller), self.store.names)
                 steps = pruning.pruning(self.store, call, chains, models, in_ram)
                 return self._finish(steps, caller)._asdict()
             case Rotate():
@@ -147,13 +147,26 @@ class Verbs:
     def _list(self, call: Ls, caller: Caller) -> Iterator[list[ChainInfo]]:
         """List chains by pages."""
         chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
-        in_ram = inspection.InRam.of(self._ask(call, caller))
+        in_ram = inspection.InRam.of(self._ask(call, caller), self.store.names)
         steps = inspection.listing(self.store, chains, call, models, in_ram)
         return self._steps(steps, caller)
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):
             caller.send_page(ControlPage(blocks=[*blocks[start : start + _PAGE_BLOCKS]]))
+
+    def _read(self, hashes: Sequence[bytes], caller: Caller) -> list[BlockInfo]:
+        """Describe those of some blocks that are on disk, by hashes as the caller knows them.
+
+        Raises:
+            MissingKeyError: the index has names for hashes, and the keys are not there.
+        """
+        if self.store.lacks_keys:
+            raise MissingKeyError(self.store.lacks_keys)
+        if (names := self.store.names) is None:
+            return self._finish(chain_blocks.reading(self.store, hashes), caller)
+        found = self._finish(chain_blocks.reading(self.store, names.hide(hashes)), caller)
+        return names.reveal_infos(found)
 
     def _roots(self, caller: Caller) -> dict[bytes, bytes]:
         return self._finish(chain_blocks.gathering_roots(self.store), caller)
@@ -212,7 +225,9 @@ class Verbs:
             if "engine" in answer:
                 what = "the engine is silent, so what VRAM and host memory hold is not known"
                 raise StoreUnreachableError(f"{what}\nhint: try again once the engine answers")
-            chain_blocks.add(known, msgspec.convert(answer.get("blocks", []), list[BlockInfo]))
+            in_ram = msgspec.convert(answer.get("blocks", []), list[BlockInfo])
+            names = self.store.names
+            chain_blocks.add(known, in_ram if names is None else names.hide_infos(in_ram))
             wanted = {*map(bytes.fromhex, known), *chain_blocks.missing_parents(known)}
             if wanted <= told:
                 return known

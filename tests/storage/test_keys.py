@@ -312,8 +312,7 @@ def test_keys_may_move_to_another_folder(place: Place, tmp_path: Path) -> None:
     place.key_dir.rename(moved)
     with pytest.raises(MissingKeyError, match="is missing"):
         place.open()
-    [master] = moved.glob("*.master")
-    place.open(key_dir=str(moved), master_key=str(master))
+    place.open(key_dir=str(moved))
     place.open(key_dir=None)
 
 
