@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 gc.disable()  # imports leave hardly any garbage; it is enabled again after the collection
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+STATE = tempfile.mkdtemp(prefix="tieredkv-test-state-")  # the keys of stores that tests make
+os.environ["XDG_STATE_HOME"] = STATE
 if not torch.cuda.is_available():  # Triton reads this variable when it is imported later
     os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis.settings.register_profile(  # no test may fail because the machine is slow
@@ -36,5 +40,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let extension modules free their objects; otherwise they report leaks."""
+    """Remove the keys of stores, and let extension modules free their objects.
+
+    They would report leaks otherwise.
+    """
+    shutil.rmtree(STATE, ignore_errors=True)
     gc.unfreeze()

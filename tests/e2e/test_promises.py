@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 HOUR_S = 3600
 SIZES: dict[str, Any] = {"device_size": "4MiB", "host_size": "4MiB", "restore": "load"}
-PRESSED = (*SMALL, "--device-size", "4MiB", "--host-size", "4MiB")
+CLEAR = ("--disk-encryption", "off")  # where bytes of blocks are looked for on disk
+PRESSED = (*SMALL, "--device-size", "4MiB", "--host-size", "4MiB", *CLEAR)
 
 
 def prompt(seed: int, num_tokens: int = 1000) -> list[int]:
@@ -84,7 +85,8 @@ def count_found(pieces: list[bytes], folder: Path) -> int:
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """Return stored KV bytes of `prompt(0)`, taken from a store that may keep them."""
     folder = tmp_path_factory.mktemp("pieces") / "store"
-    with LLM("tiny-random", retention="24h", disk_dir=folder, **SIZES) as llm:
+    sizes = SIZES | {"disk_encryption": "off"}
+    with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
         llm.generate(prompt(0), GREEDY)
     found = payload_pieces(folder)
     assert len(set(found)) == 1000 // 16

@@ -24,6 +24,7 @@ from tieredkv.integrations import offers
 from tieredkv.storage.calls import EvictFilter
 
 DAY_S = 86_400.0
+CLEAR = {"disk_encryption": "off"}  # where bytes of chunks are looked for on disk
 Open = Callable[..., Engine]
 
 
@@ -38,7 +39,7 @@ def test_what_was_asked_to_be_kept_comes_back_bit_for_bit(setup: Setup) -> None:
 
 
 def test_in_memory_never_reaches_the_disk(setup: Setup) -> None:
-    engine = setup.open()
+    engine = setup.open(tier=CLEAR)
     chain, other = engine.chain("a", 4), engine.chain("b", 2)
     engine.store(chain, "in_memory")
     engine.store(other, None)  # the default
@@ -188,13 +189,28 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_store_ends_it(setup: Setup)
     assert engine.hits(engine.chain("b", 4)) == [True] * 4
 
 
+def test_chunks_are_encrypted_on_disk_and_their_keys_go_with_them(
+    setup: Setup, tmp_path: Path
+) -> None:
+    keys = {"disk_encryption": "on", "disk_key_dir": str(tmp_path / "keys")}
+    engine = setup.open(tier=keys)
+    chain = engine.chain("a", 3)
+    engine.store(chain)
+    engine = setup.reopen(engine, tier=keys)
+    assert engine.hits(chain) == [True] * 3
+    assert not any(setup.holds(bytes_of(each, 512)) for each in chain)
+    assert engine.tier._rows.stats().num_keys == 1
+    setup.close(engine)
+    assert len(setup.control.evict(setup.everything)["disk"]["erased_keys"]) == 1
+
+
 def test_flipped_bits_are_a_miss(setup: Setup) -> None:
-    engine = setup.open()
+    engine = setup.open(tier=CLEAR)
     chain = engine.chain("a", 3)
     engine.store(chain)
     setup.close(engine)
     flip_a_bit(setup.folder, bytes_of(chain[1], 8192), 100)
-    engine = setup.open()
+    engine = setup.open(tier=CLEAR)
     assert engine.hits(chain) == [True, False, True]
     assert engine.hits(chain) == [True, False, True]
 
@@ -307,7 +323,7 @@ def test_two_requests_may_offer_one_chunk_at_once(setup: Setup) -> None:
 
 
 def test_a_chunk_expires_a_day_after_its_first_store_and_is_erased(setup: Setup) -> None:
-    engine = setup.open()
+    engine = setup.open(tier=CLEAR)
     chain = engine.chain("a", 2)
     engine.store(chain)
     for hours in (6, 12, 18):  # found, promoted, lost and offered again
@@ -315,7 +331,8 @@ def test_a_chunk_expires_a_day_after_its_first_store_and_is_erased(setup: Setup)
         engine.forget()
         assert engine.hits(chain, "24h") == [True, True]
         engine.store(chain)
-    engine = setup.reopen(engine)
+    assert setup.holds(bytes_of(chain[0], 512))
+    engine = setup.reopen(engine, tier=CLEAR)
     assert engine.hits(chain) == [True, True]
     engine.store(chain)  # offered again after a restart
     engine.forget()

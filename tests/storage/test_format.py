@@ -1,5 +1,9 @@
-"""Compares docs/format.md with the files of a real store, read without tieredkv's own code."""
+"""Compares docs/format.md and docs/encryption.md with the files of real stores.
 
+They are read without tieredkv's own code.
+"""
+
+import hashlib
 import json
 import re
 import struct
@@ -9,6 +13,8 @@ from typing import Any
 import lmdb
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv import LLM, SamplingParams
@@ -27,6 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a stopped store with one chain of 12 blocks."""
     folder = tmp_path_factory.mktemp("format") / "kv"
     sizes: dict[str, Any] = {"device_size": "2MiB", "host_size": "2MiB", "disk_size": BUDGET_BYTES}
+    sizes["disk_encryption"] = "off"
     with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
         llm.generate("y" * 200, SamplingParams(max_tokens=1))
     return folder
@@ -168,3 +175,78 @@ def test_extents_hold_the_header_and_the_bytes_that_the_record_seals(
         assert place == entry_of(record)[1:]
         assert written[:6] == block[:6]
         assert not any(header[12 + length :])
+
+
+# --- an encrypted store ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a stopped store that is encrypted; its keys are in the folder `keys` beside it."""
+    folder = tmp_path_factory.mktemp("encrypted") / "kv"
+    sizes: dict[str, Any] = {"device_size": "2MiB", "host_size": "2MiB", "disk_size": BUDGET_BYTES}
+    sizes |= {"disk_encryption": "on", "disk_key_dir": str(folder.with_name("keys"))}
+    with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
+        llm.generate("y" * 200, SamplingParams(max_tokens=1))
+    return folder
+
+
+def test_an_outsider_with_the_keys_decrypts_what_the_document_draws(
+    encrypted: Path, store: Path, databases: Databases
+) -> None:
+    """Read keys, names and payloads as docs/encryption.md says, without tieredkv's own code."""
+    note = json.loads((encrypted / "encryption.json").read_text())
+    store_id = bytes.fromhex(note["store_id"])
+    master_key = bytes.fromhex(Path(note["master_key"]).read_text())
+    table = Path(note["key_table"]).read_bytes()
+    assert table[:24] == b"TKVKEYS\1" + store_id
+    check = hashlib.sha256(b"tieredkv master key" + master_key).digest()
+    assert table[24:32] == check[:8]
+    table_key = AESGCM(master_key).decrypt(table[32:44], table[44:92], table[:24])
+    frames, at = list[bytes](), 92
+    while at < len(table):
+        (length,) = struct.unpack_from("<I", table, at)
+        sealed, place = table[at + 4 :][:length], store_id + struct.pack("<Q", len(frames))
+        frames.append(AESGCM(table_key).decrypt(sealed[:12], sealed[12:], place))
+        at += 4 + length
+    first, *others = map(msgspec.msgpack.decode, frames)
+    assert first["folder"] == str(encrypted)
+    keys = {
+        key_id: (key, scope) for each in (first, *others) for key_id, key, scope in each["keys"]
+    }
+    names = Cipher(algorithms.AES256(first["names_key"]), modes.ECB())
+    clear = {key: entry_of(record) for key, record in databases["blocks"].items()}
+    [file] = (encrypted / "segments").iterdir()
+    [clear_file] = (store / "segments").iterdir()
+    extents, clear_extents = file.read_bytes(), clear_file.read_bytes()
+    found = 0
+    for start in range(0, len(extents), EXTENT_BYTES):
+        extent = extents[start : start + EXTENT_BYTES]
+        if extent[:8] != b"TKVSLOT\2":
+            continue
+        (length,) = struct.unpack_from("<I", extent, 8)
+        block, _, size, checksum, codec = entry_of(extent[12 : 12 + length])
+        key_id, nonce, tag = struct.unpack_from("8s12s16s", extent, 12 + length)
+        key, scope = keys[key_id]
+        assert scope == block[3] + struct.pack(">I", int(block[7] // 3600))
+        data = extent[4096 : 4096 + size]
+        assert (codec, checksum) == (3, xxh3_128_digest(data))
+        identity = msgspec.msgpack.encode([codec, *block[:6], block[7]])
+        payload = AESGCM(key).decrypt(nonce, data + tag, identity)
+        block_hash = names.decryptor().update(block[0])
+        _, (_, number), *_ = clear[block_hash]
+        assert payload == clear_extents[number * EXTENT_BYTES + 4096 :][:size]
+        found += 1
+    assert found == NUM_BLOCKS
+
+
+def test_the_index_of_an_encrypted_store_counts_blocks_by_key(encrypted: Path) -> None:
+    with (
+        lmdb.open(str(encrypted / "index"), max_dbs=16, readonly=True, lock=False) as env,
+        env.begin() as txn,
+    ):
+        counts = dict(txn.cursor(db=env.open_db(b"keys", txn=txn, create=False)))
+        [(_, data)] = txn.cursor(db=env.open_db(b"meta", txn=txn))
+        meta = msgspec.msgpack.decode(data)
+    assert sum(map(msgspec.msgpack.decode, counts.values())) == NUM_BLOCKS
+    assert (meta["num_encrypted"], len(meta["store_id"])) == (NUM_BLOCKS, 32)
