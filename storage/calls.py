@@ -24,10 +24,12 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             a disk tier.
         listed_as: what the list is called that is its answer, and that may be too long for memory;
             empty for any other answer.
+        is_local: whether only the machine's own user may call it, not `/admin`.
     """
 
     needs_disk: ClassVar[bool] = False
     listed_as: ClassVar[str] = ""
+    is_local: ClassVar[bool] = False
 
     @property
     def verb(self) -> str:
@@ -234,6 +236,7 @@ class Rotate(Verb, frozen=True, kw_only=True, tag="rotate"):
     """
 
     needs_disk: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True  # it reads files and runs a command
 
     master_key: str | None = None
     command: str | None = None

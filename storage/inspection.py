@@ -268,8 +268,8 @@ def evicting(
         doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
         freed_bytes += sum(located.extent_bytes for located in doomed)
         num_evicted += len(doomed)
-        key_ids |= store.key_use.ids_of(doomed)
         if not which.dry_run:
+            key_ids |= store.key_use.ids_of(doomed)
             store.delete([located.record.block_hash for located in doomed], "operator")
         yield
     if not which.dry_run:

@@ -37,6 +37,7 @@ from tieredkv.storage import codec
 from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import Extent, Located, decode_encryption, decode_header, identity_of
 from tieredkv.storage.compression import WIDTHS
+from tieredkv.storage.inspection import InRam, key_of, start_of
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
 from tieredkv.storage.results import TouchItem
@@ -520,6 +521,13 @@ def test_a_sealed_record_gets_its_hashes_back(encrypted: Encrypted) -> None:
         [(block_hash, revealed)] = names.reveal_found({hidden.record.block_hash: sealed}).items()
         assert block_hash == record.block_hash
         assert codec.decode_record(block_hash, revealed) == located
+
+
+def test_what_the_engine_has_is_found_by_name() -> None:
+    names, hashes = Names(b"k" * 32), [digest("a"), digest("b")[:16]]
+    told = {"device": b"".join(map(start_of, hashes)), "host": b""}
+    assert InRam.of(told, names).device == set(map(key_of, names.hide(hashes)))
+    assert InRam.of(told, None).device == set(map(key_of, hashes))
 
 
 # --- through the worker --------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The command line on encrypted stores: keys that evict prints, proofs of erasure, rotation."""
 
+import asyncio
 import json
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.test_control import engine_that_says
 from tieredkv.cli.main import cli, main
 from tieredkv.clock import Clock
-from tieredkv.errors import ConfigError, MissingKeyError
+from tieredkv.config import Settings
+from tieredkv.errors import ConfigError, MissingKeyError, RequestError
+from tieredkv.server import admin
 from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.control import StoreControl
 from tieredkv.types import BlockRecord
@@ -62,7 +65,7 @@ def test_evict_prints_the_keys_that_it_erased_and_kept(stopped: Stopped) -> None
     told = stopped.ask("evict", "--ns", THEIRS.hex()[:12], "-y")["disk"]
     assert (told["erased_keys"], told["kept_keys"]) == ([stopped.keys[THEIRS]], [])
     dry = stopped.ask("evict", "--all", "--dry-run")["disk"]
-    assert (dry["erased_keys"], dry["kept_keys"]) == ([], [stopped.keys[MINE]])
+    assert (dry["erased_keys"], dry["kept_keys"]) == ([], [])
     assert f"erased key {stopped.keys[MINE]}" in stopped.invoke("evict", "--all", "-y").stdout
 
 
@@ -170,6 +173,14 @@ def test_the_master_key_is_rotated_without_rewriting_payloads(stopped: Stopped) 
     assert (
         main(["rotate", "--to", "a", "--to-command", "b", "--disk-dir", str(stopped.folder)]) == 2
     )
+
+
+def test_an_admin_key_does_not_rotate_the_master_key() -> None:
+    """It would read files of the server's machine, and run a command there."""
+    for body in ({"command": "id"}, {}):
+        call = admin.respond("rotate", body, Settings(), None, None)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="There is no verb `rotate`"):
+            asyncio.run(call)
 
 
 def test_a_running_store_is_rotated_and_proved_beside_its_engine(

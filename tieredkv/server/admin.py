@@ -18,6 +18,7 @@ from tieredkv.server.engine_client import EngineClient
 from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect
 from tieredkv.storage.control import StoreControl, document
 
+_VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}
 Forget = Callable[[EvictFilter], Json]
 """Drops what else is kept of requests, and returns how much of each kind."""
 
@@ -35,7 +36,7 @@ async def respond(
     call = _read(verb, body)
     if settings.disk_dir is None and call.needs_disk:
         text = f"`{verb}` needs the disk tier, and there is none, since `disk_dir` is not set."
-        rest = ", ".join(f"`{name}`" for name, kind in VERBS.items() if not kind().needs_disk)
+        rest = ", ".join(f"`{name}`" for name, kind in _VERBS.items() if not kind().needs_disk)
         text = f"{text} These verbs do without: {rest}."
         raise RequestError(text, code="no_disk_tier", status=409)
     # First of all, so that it is gone even if the tiers do not answer.
@@ -66,8 +67,8 @@ def _read(verb: str, body: Json) -> Call:
         RequestError: the verb is unknown, a field is unknown or wrong, or nothing says which blocks
             to evict.
     """
-    if (kind := VERBS.get(verb)) is None:
-        *some, last = VERBS
+    if (kind := _VERBS.get(verb)) is None:
+        *some, last = _VERBS
         text = f"There is no verb `{verb}`; the verbs are {', '.join(some)} and {last}."
         raise RequestError(text, code="unknown_url", status=404)
     try:
