@@ -251,14 +251,18 @@ class Verbs:
         unknown_to_engine, on_disk = set(wanted.ids), wanted.concerns(Tier.DISK)
         in_ram = wanted.concerns(Tier.DEVICE) or wanted.concerns(Tier.HOST)
         # A dry run is about the disk's blocks, so that the engine is not disturbed.
+        chosen = inspection.NOTHING_CHOSEN
         if in_ram and not (wanted.dry_run and on_disk):
-            engine = self._evict_from_ram(wanted, caller)
+            # RAM may have a part of a chain without the blocks that its id names.
+            chosen = self._choose(wanted.ids, caller)
+            engine = self._evict_from_ram(wanted, chosen, caller)
             unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
         if not on_disk:
             if "engine" in engine:
                 raise StoreUnreachableError("the engine is silent, so nothing was evicted")
+            unknown_ids = [each for each in chosen.unknown_ids if each in unknown_to_engine]
             sums = {**dict.fromkeys(SUMMED, 0), **engine}
-            return {**sums, "unknown_ids": sorted(unknown_to_engine), "disk": None}
+            return {**sums, "unknown_ids": unknown_ids, "disk": None}
         settled = threading.Event()
         self.after_writes(settled.set)
         while not settled.wait(_REPORT_INTERVAL_S):
@@ -276,10 +280,10 @@ class Verbs:
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
         return {**engine, **sums, "unknown_ids": unknown_ids, "disk": {**disk, **keys}}
 
-    def _evict_from_ram(self, wanted: EvictFilter, caller: Caller) -> dict[str, Any]:
+    def _evict_from_ram(
+        self, wanted: EvictFilter, chosen: inspection.Chosen, caller: Caller
+    ) -> dict[str, Any]:
         """Have the engine evict, in questions that fit into a frame; sum up what it answers."""
-        # RAM may have a part of a chain without the blocks that its id names.
-        chosen = self._choose(wanted.ids, caller)
         *following, last = _frames_of(chosen.following)
         first, *before = _frames_of(chosen.before)
         questions = [*((some, []) for some in following), (last, first), *(([], b) for b in before)]

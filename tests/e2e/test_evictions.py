@@ -86,6 +86,11 @@ def test_one_tier_is_emptied_and_the_others_keep_their_copies(tmp_path: Path) ->
         assert would["evicted_blocks"] * 16 >= full
         assert cached() == {"device": 0, "host": 0, "disk": full}
         [chain] = ask_store(server.disk_dir, "ls", "--filter", "tier=disk")["chains"]
+        for which in ("--filter=tier=disk", chain["id"]):
+            again = ask_store(
+                server.disk_dir, "evict", which, "--tier", "device", "-y", exit_code=1
+            )
+            assert (again["evicted_blocks"], again["unknown_ids"]) == (0, [])
         assert chain["blocks_by_tier"]["device"] == 0
         nothing = ask_store(server.disk_dir, "evict", "--filter", "hits>99", "-y", exit_code=1)
         assert nothing["evicted_blocks"] == 0
