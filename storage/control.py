@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tieredkv.errors import (
+    ConfigError,
     StorageError,
     StoreBusyError,
     StoreUnreachableError,
@@ -32,7 +33,7 @@ from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
-from tieredkv.wire.channel import FrameChannel, Incoming
+from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel, Incoming
 from tieredkv.wire.process import Refused
 
 VerbProgress = Callable[[int, int], None]
@@ -155,7 +156,14 @@ class StoreControl:
     # --- asking ------------------------------------------------------------------------------
 
     def _ask(self, call: Call, progress: VerbProgress | None = None) -> Asking:
-        """Ask the live worker, or start one; try again while a worker is starting or stopping."""
+        """Ask the live worker, or start one; try again while a worker is starting or stopping.
+
+        Raises:
+            ConfigError: the call is too long for the worker.
+        """
+        if (size := len(msgspec.msgpack.encode(call))) > MAX_CONTROL_FRAME_BYTES:
+            what = f"a call of `{call.verb}` may have {MAX_CONTROL_FRAME_BYTES} bytes at most"
+            raise ConfigError(f"{what}, but has {size}; give a shorter prompt or fewer names")
         folder_fd = _open_folder(self._path)
         self._has_page = False
         # VRAM and host memory cannot be asked while an engine's worker is down.

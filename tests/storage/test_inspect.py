@@ -170,6 +170,11 @@ def test_each_tier_is_asked_for_what_the_others_lack(harness: Harness) -> None:
     assert (found[5].codec, found[5].stored_bytes) == (None, None)
 
 
+def test_a_prompt_that_is_too_long_for_the_worker_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`inspect` may have 1048576 bytes.*shorter prompt"):
+        StoreControl(tmp_path).answer(Inspect(prompt="x" * 2_000_000))
+
+
 def test_a_silent_engine_is_reported(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store(make_chain("a", 2))
