@@ -75,7 +75,7 @@ def test_the_folder_holds_what_the_document_draws_and_is_closed_to_others(store:
     }
     assert len(segments) == 1
     assert found.keys() == segments | {
-        *("format.json", "lock", "rates.json"),
+        *("format.json", "lock", "models.json", "rates.json"),
         *("index", "index/data.mdb", "index/lock.mdb", "segments"),
     }
     assert json.loads((store / "format.json").read_text()) == {
