@@ -3,6 +3,7 @@
 import json
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from tests.fakes import FakeClock
@@ -110,6 +111,39 @@ def test_old_samples_go_and_sums_since_the_start_stay() -> None:
     assert told["ttft"]["cold"]["num"] == NUM_SAMPLES
     assert told["ttft"]["cold"]["p50_s"] == pytest.approx(0.001 * (NUM_SAMPLES / 2 + 10), rel=0.05)
     assert len(json.dumps(told)) < 400_000
+
+
+def test_the_last_minutes_can_be_told_alone() -> None:
+    history, _, clock = make()
+    for i in range(10):
+        history.note_first_token("a", usage(100 + i), "cold", 0.1 * (i + 1))
+        clock.advance(SAMPLE_S)
+        history.end_sample()
+    told = history.document(last_s=2 * SAMPLE_S)
+    assert [each["prompt_tokens"] for each in told["samples"]] == [108, 109, 0]
+    assert (told["kept"]["prompt_tokens"], told["ttft"]["cold"]["num"]) == (217, 2)
+    assert [each["prompt_tokens"] for each in history.document(last_s=0)["samples"]] == [0]
+
+
+def test_slow_requests_are_told_with_their_receipts() -> None:
+    history, _, clock = make()
+    receipt = msgspec.structs.replace(
+        usage(100, disk=64), queue_s=0.5, recomputed_tokens=16, miss_reason="never_seen"
+    )
+    history.note_first_token("a", usage(50), "cold", 0.2)
+    history.note_first_token("a", receipt, "disk", 2.0)
+    slowest, other = history.document()["slowest"]
+    assert slowest == {
+        "at": clock.now(),
+        "ttft_s": 2.0,
+        "queue_s": 0.5,
+        "source": "disk",
+        "prompt_tokens": 100,
+        "cached_tokens": {"disk": 64},
+        "recomputed_tokens": 16,
+        "miss_reason": "never_seen",
+    }
+    assert (other["prompt_tokens"], other["cached_tokens"]) == (50, {})
 
 
 def test_tenants_whose_keys_were_removed_are_forgotten() -> None:

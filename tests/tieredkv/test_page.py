@@ -103,6 +103,14 @@ def test_the_history_needs_the_admin_key(tokenization: Tokenization) -> None:
     assert off.status_code == 403 and "--admin-key" in off.text
 
 
+def test_a_part_of_the_history_is_asked_for_by_its_length(tokenization: Tokenization) -> None:
+    asked = [("GET", f"/admin/history?last={last}", dict[str, Any]()) for last in ("10m", "soon")]
+    told, refused = serve(tokenization, *asked)
+    assert (told.status_code, len(told.json()["samples"]), told.json()["slowest"]) == (200, 1, [])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "last")
+    assert "`soon` is not a duration" in refused.json()["error"]["message"]
+
+
 def test_tenants_are_told_by_name_with_their_shares(
     tokenization: Tokenization, tmp_path: Path
 ) -> None:

@@ -1,11 +1,13 @@
 """What the cache counts: blocks that were moved, evicted or lost, and how long moves took.
 
-Called by the engine's thread only.
+The counters are those of the engine's thread; what it reports of them may be read anywhere.
 """
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 COMPUTED_SOONER = "computed_sooner"
 """Why a block was computed although a slower tier has it: that was faster than to load it."""
@@ -52,3 +54,23 @@ class CacheCounters:
         """Count a copy that ends now and began at `began_at`, in `perf_counter` time."""
         count, seconds = self.move_seconds.get(between, (0, 0.0))
         self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
+
+
+def moved_bytes(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many bytes were moved since the start, by `from,to`.
+
+    Those to and from the disk are what its device wrote and read.
+
+    Args:
+        stats: what an engine reports of its tiers; without any, nothing is known to have moved.
+    """
+    if not stats:
+        return {}
+    size, counters, disk = stats["block_bytes"], stats["counters"], stats["disk"]
+    moved = {
+        "device,host": size * counters["demoted_host_blocks"],
+        "host,device": size * counters["promoted_host_blocks"],
+    }
+    if disk:
+        moved |= {"host,disk": disk["bytes_written"], "disk,host": disk["bytes_read"]}
+    return moved

@@ -1,7 +1,8 @@
 """What a server did in the last hours: samples of two minutes, and sums by tenant since its start.
 
-The page at `/ui` draws them. Memory is bounded, as there are a fixed number of samples, and one
-entry for each key. This module knows figures of requests and of the engine; it does not know HTTP.
+The page at `/ui` draws them. Memory is bounded: there is a fixed number of
+samples and of slow requests, and one entry for each key. This module knows figures of requests and
+of the engine; it does not know HTTP.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ from typing import Any
 
 import msgspec
 
+from tieredkv.cache.counters import moved_bytes
 from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.histogram import LogHistogram
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.slow_requests import SlowRequest, SlowRequests
 
 SAMPLE_S = 120.0
 NUM_SAMPLES = 360
@@ -70,6 +73,7 @@ class History:
         self._present = Sample(began_at=self._now())
         self._total = Sample(began_at=self._now())
         self._moved_before = dict[str, int]()  # in all, at the end of the last sample
+        self._slow = SlowRequests()
         self.tenants = dict[str, TenantUse]()
 
     def note_first_token(
@@ -84,6 +88,18 @@ class History:
             sums.cached_tokens.update(cached)
             sums.saved_s += num_cached / rate if rate else 0.0
         self._present.ttft.setdefault(source, LogHistogram()).add(ttft_s)
+        self._slow.add(
+            SlowRequest(
+                at=self._now(),
+                ttft_s=ttft_s,
+                queue_s=usage.queue_s,
+                source=source,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=cached,
+                recomputed_tokens=usage.recomputed_tokens,
+                miss_reason=usage.miss_reason,
+            )
+        )
         use = self.tenants.setdefault(tenant, TenantUse())
         use.num_answers += 1
         use.prompt_tokens += usage.prompt_tokens
@@ -102,12 +118,19 @@ class History:
     def end_sample(self) -> None:
         """End the present sample and begin the next one."""
         self._samples.append(self._measured())
-        self._moved_before = self._moved_bytes()
+        self._moved_before = moved_bytes(self._engine.stats)
         self._present = Sample(began_at=self._now())
 
-    def document(self) -> dict[str, Any]:
-        """Return the samples, the oldest first, and sums over all of them and since the start."""
+    def document(self, last_s: float | None = None) -> dict[str, Any]:
+        """Return samples, the oldest first, sums over them and since the start, and slow requests.
+
+        Args:
+            last_s: only samples that ended within this time are told; None for all.
+        """
         samples = [*self._samples, self._measured()]
+        if last_s is not None:
+            since = self._now() - last_s
+            samples = [it for it in samples[:-1] if it.began_at + it.num_s > since] + samples[-1:]
         sources = sorted({source for each in samples for source in each.ttft})
         ttft = {it: LogHistogram.sum(s.ttft[it] for s in samples if it in s.ttft) for it in sources}
         return {
@@ -116,6 +139,7 @@ class History:
             "ttft": _quantiles(ttft),
             "kept": _sums(samples),
             "since_start": _sums([self._total]),
+            "slowest": msgspec.to_builtins(self._slow.slowest(self._now())),
         }
 
     def _measured(self) -> Sample:
@@ -128,23 +152,10 @@ class History:
             # A worker that was started again counts from zero.
             moved_bytes={
                 between: max(0, moved - self._moved_before.get(between, 0))
-                for between, moved in self._moved_bytes().items()
+                for between, moved in moved_bytes(stats).items()
             },
             held_bytes={tier: each["bytes_live"] for tier, each in tiers.items() if each},
         )
-
-    def _moved_bytes(self) -> dict[str, int]:
-        """Return how many bytes were moved since the start; nothing before the first report."""
-        if not (stats := self._engine.stats):
-            return {}
-        size, counters, disk = stats["block_bytes"], stats["counters"], stats["disk"]
-        moved = {
-            "device,host": size * counters["demoted_host_blocks"],
-            "host,device": size * counters["promoted_host_blocks"],
-        }
-        if disk:
-            moved |= {"host,disk": disk["bytes_written"], "disk,host": disk["bytes_read"]}
-        return moved
 
     def _prefill_rate(self, position: int) -> float:
         """Return how many tokens the device computes a second behind a position; 0 if unknown.

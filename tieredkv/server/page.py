@@ -15,11 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tieredkv.config import Settings
+from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import tenant_digest
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.history import History, TenantUse
 from tieredkv.server.keys import Keys
+from tieredkv.units import parse_duration
 
 MAX_TENANTS = 1000
 
@@ -53,7 +55,7 @@ class OperatorPage:
 
     @property
     def routes(self) -> list[Route]:
-        """The page's files, and the question that only it asks."""
+        """The page's files, and the history."""
         return [
             Route("/ui", self.file),
             Route("/ui/{name}", self.file),
@@ -69,10 +71,19 @@ class OperatorPage:
         return Response(_FILES[name], headers={**HEADERS, "Content-Type": media_type})
 
     async def history(self, request: Request) -> Response:
-        """Return the last hours, and what each tenant asked for."""
+        """Return the last hours, or the time in `last`, and what each tenant asked for.
+
+        Raises:
+            RequestError: no admin key came with the request, or `last` is no duration.
+        """
         self._keys.check_operator(request.headers)
+        last = request.query_params.get("last")
+        try:
+            last_s = None if last is None else parse_duration(last)
+        except ConfigError as error:
+            raise RequestError(f"`last`: {error}", param="last") from None
         told = {"model": self._engine.info.model, "tenants": self._tenants()}
-        body = {**self._history.document(), **told}
+        body = {**self._history.document(last_s), **told}
         return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
     def _tenants(self) -> list[Json]:
