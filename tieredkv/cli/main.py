@@ -14,7 +14,7 @@ import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, doctor, inspect, serve, settings, sizing, store, warm
+from tieredkv.cli import bench, doctor, inspect, serve, settings, sizing, store, top, warm
 from tieredkv.errors import TieredKVError
 
 EXIT_PROBLEM = 1
@@ -56,6 +56,7 @@ def cli(context: click.Context) -> None:
       tieredkv verify --disk-dir ./kv                      compare every block with its checksums
       tieredkv warm prompts.jsonl --retention 24h          compute prompts before they are needed
       tieredkv rotate --disk-dir ./kv                      replace the master key of the store
+      tieredkv top --url http://127.0.0.1:8000             watch a running server
 
     \b
     Measure and check:
@@ -73,7 +74,7 @@ def cli(context: click.Context) -> None:
 
 
 verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config, inspect.inspect]
-verbs += [warm.warm]
+verbs += [top.top, warm.warm]
 for command in (*verbs, sizing.replay, sizing.size, *store.commands):
     cli.add_command(command)
 

@@ -10,8 +10,9 @@ import httpx
 import msgspec
 
 from tieredkv.bench.progress import terminal_progress
+from tieredkv.cli.http_answers import reason_of, unreachable
 from tieredkv.cli.output import Answer, answering
-from tieredkv.errors import ConfigError, RequestError, ServerUnreachableError
+from tieredkv.errors import ConfigError, RequestError
 from tieredkv.types import Progress
 
 TIMEOUT_S = 600.0
@@ -160,7 +161,7 @@ async def _send(
                 if answer.is_success:
                     warmed.count(answer.json().get("usage") or {})
                 else:
-                    warmed.failed[prompt.line] = _why(answer)
+                    warmed.failed[prompt.line] = reason_of(answer)
                 progress("warming", warmed.sent, len(prompts))
 
         try:
@@ -168,7 +169,7 @@ async def _send(
                 for _ in range(jobs):
                     group.create_task(work())
         except* httpx.HTTPError as errors:
-            raise _unreachable(url, errors.exceptions[0]) from None
+            raise unreachable(url, errors.exceptions[0]) from None
 
 
 async def _ask(http: httpx.AsyncClient, prompt: Prompt, body: Json) -> httpx.Response:
@@ -197,20 +198,8 @@ async def _connected(url: str, api_key: str | None) -> AsyncIterator[tuple[httpx
         try:
             answer = await http.get("/v1/models")
             if not answer.is_success:
-                raise ConfigError(f"`{url}` refuses: {_why(answer)}")
+                raise ConfigError(f"`{url}` refuses: {reason_of(answer)}")
             model = answer.json()["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, LookupError) as error:
-            raise _unreachable(url, error) from None
+            raise unreachable(url, error) from None
         yield http, model
-
-
-def _why(answer: httpx.Response) -> str:
-    """Return what a server says is wrong."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        return str(answer.json()["error"]["message"])
-    return f"status {answer.status_code}"
-
-
-def _unreachable(url: str, error: BaseException) -> ServerUnreachableError:
-    what = f"the server at `{url}` does not answer: {error or type(error).__name__}"
-    return ServerUnreachableError(f"{what}\nhint: start a server, and give its URL without /v1")

@@ -1,6 +1,6 @@
 """What a server did in the last hours: samples of two minutes, and sums by tenant since its start.
 
-The page at `/ui` draws them. Memory is bounded: there is a fixed number of
+The page at `/ui` and `tieredkv top` show them. Memory is bounded: there is a fixed number of
 samples and of slow requests, and one entry for each key. This module knows figures of requests and
 of the engine; it does not know HTTP.
 """

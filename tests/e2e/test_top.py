@@ -1,0 +1,166 @@
+"""`tieredkv top` against a real server, by its URL and by the folder of its store."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import http
+from tests.serving import COMMAND, Server, ask_store, heed_ctrl_c, running
+from tests.waiting import wait_until
+
+KEY = "operator"
+PROMPT = "These instructions are long enough for some blocks of a prompt cache. " * 3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that was asked the same thing twice."""
+    with running(tmp_path_factory.mktemp("top"), "--admin-key", KEY) as server:
+        for _ in range(2):
+            body = {"model": "tiny-random", "prompt": PROMPT, "max_tokens": 1}
+            http.post(f"{server.root}/v1/completions", json=body).raise_for_status()
+        yield server
+
+
+def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command, in a pipe."""
+    known = {**os.environ, "TIEREDKV_ADMIN_KEY": KEY, **environ}
+    return subprocess.run([*COMMAND, "top", *words], capture_output=True, text=True, env=known)
+
+
+def test_a_url_tells_all_figures(server: Server) -> None:
+    done = run("--url", server.root, "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert (told["source"], told["model"]) == (server.root, "tiny-random")
+    assert told["tiers"].keys() == {"device", "host", "disk"}
+    assert told["tiers"]["device"]["held_bytes"] > 0
+    assert told["tiers"]["disk"]["size_bytes"] == 256 << 20
+    assert told["moves"].keys() == {"device,host", "host,device", "host,disk", "disk,host"}
+    assert told["moves"]["disk,host"]["learnt_bytes_per_s"] > 0
+    assert told["recent"]["ttft"].keys() == {"cold", "device"}
+    slow = {request["source"]: request for request in told["slowest"]}
+    assert (slow["cold"]["cached_tokens"], slow["cold"]["miss_reason"]) == ({}, "never_seen")
+    num_tokens = slow["device"]["prompt_tokens"]
+    cached = slow["device"]["cached_tokens"]["device"]
+    assert 0.8 * num_tokens < cached <= num_tokens
+    assert told["recent"]["hit_rate"] == pytest.approx(cached / (2 * num_tokens))
+    assert slow["cold"]["ttft_s"] >= slow["cold"]["queue_s"] >= 0
+    assert PROMPT[:20] not in done.stdout
+
+
+def test_a_folder_tells_what_its_worker_knows(server: Server) -> None:
+    told = ask_store(server.disk_dir, "top")
+    assert told["tiers"]["device"]["held_bytes"] > 0
+    assert told["moves"].keys() == {"device,host", "host,device", "host,disk", "disk,host"}
+    assert told["lifetimes"]["shortfall"] == ""
+    assert (told["model"], told["recent"], told["slowest"]) == (None, None, None)
+
+
+def test_a_pipe_gets_one_picture_without_escape_codes(server: Server) -> None:
+    done = run("--url", server.root, COLUMNS="60")
+    assert done.returncode == 0, done.stderr
+    assert "slowest requests" in done.stdout and "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "exit_code", "told"),
+    [
+        ((), {"TIEREDKV_ADMIN_KEY": "wrong"}, 2, "refuses: Incorrect API key"),
+        (("--interval", "1ms"), {}, 2, "`1ms` is too short for --interval"),
+        (("--interval", "soon"), {}, 2, "`soon` is not a duration"),
+        (("--url", "http://127.0.0.1:1"), {}, 3, "the server at `http://127.0.0.1:1` does not"),
+        (("--url", "nonsense"), {}, 3, "the server at `nonsense` does not answer"),
+    ],
+)
+def test_bad_input_and_no_server(
+    server: Server, words: tuple[str, ...], environ: dict[str, str], exit_code: int, told: str
+) -> None:
+    done = run("--url", server.root, "--once", *words, **environ)
+    assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
+    assert told in done.stderr
+
+
+def test_a_stopped_store_is_left_alone(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        server.stop()
+    done = run("--disk-dir", str(server.disk_dir))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "no server uses" in done.stderr and "tieredkv df" in done.stderr
+
+
+class Terminal:
+    """The command in a terminal.
+
+    Attributes:
+        all_written: what was read of its output so far.
+    """
+
+    def __init__(self, *words: str) -> None:
+        self._fd, other_end = os.openpty()
+        self.settings = termios.tcgetattr(self._fd)
+        environ = {**os.environ, "TIEREDKV_ADMIN_KEY": KEY, "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            [*COMMAND, "top", *words],
+            stdin=other_end,
+            stdout=other_end,
+            stderr=subprocess.PIPE,
+            env=environ,
+            preexec_fn=heed_ctrl_c,
+        )
+        self._other_end = other_end
+        os.set_blocking(self._fd, False)
+        self.all_written = ""
+
+    def written(self) -> str:
+        """Read what it has written since, and return all of it."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.all_written += os.read(self._fd, 1 << 16).decode(errors="replace")
+        return self.all_written
+
+    def press(self, key: str) -> None:
+        os.write(self._fd, key.encode())
+
+    def wait(self) -> int:
+        """Wait for its end, while it can write; return the exit code."""
+        with self.process:
+            wait_until(lambda: bool(self.written()) and self.process.poll() is not None)
+        assert termios.tcgetattr(self._fd) == self.settings, "the terminal is not as it was"
+        self.written()
+        os.close(self._fd)
+        os.close(self._other_end)
+        return self.process.returncode
+
+
+@pytest.mark.parametrize("ending", ["q", "Ctrl-C"])
+def test_a_terminal_shows_pictures_until_the_user_ends_it(server: Server, ending: str) -> None:
+    terminal = Terminal("--url", server.root, "--interval", "100ms")
+    wait_until(
+        lambda: terminal.written().count(" running, ") >= 3, "no pictures", process=terminal.process
+    )
+    if ending == "q":
+        terminal.press("q")
+    else:
+        terminal.process.send_signal(signal.SIGINT)
+    assert terminal.wait() == 0
+    assert terminal.all_written.endswith("\x1b[?1049l"), "the screen is not as it was"
+
+
+def test_a_server_that_ends_leaves_its_last_picture_with_a_note(tmp_path: Path) -> None:
+    with running(tmp_path, "--admin-key", KEY) as server:
+        terminal = Terminal("--disk-dir", str(server.disk_dir), "--interval", "100ms")
+        wait_until(lambda: " running, " in terminal.written(), process=terminal.process)
+        server.stop()
+        wait_until(lambda: "no server uses" in terminal.written(), process=terminal.process)
+        terminal.press("q")
+        assert terminal.wait() == 0
