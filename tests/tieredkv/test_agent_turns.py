@@ -65,7 +65,7 @@ class CachingEngine(Engine):
 
         asyncio.get_running_loop().call_soon(write)
 
-    async def evict(self, _wanted: object) -> dict[str, Any]:
+    async def operate(self, _call: object) -> dict[str, Any]:
         return {}
 
 

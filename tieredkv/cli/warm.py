@@ -190,7 +190,7 @@ async def _connected(url: str, api_key: str | None) -> AsyncIterator[tuple[httpx
         ServerUnreachableError: it does not answer.
         ConfigError: it refuses the key.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits
