@@ -174,11 +174,17 @@ def kept_files(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in held.items()}
 
 
+def has_stopped(pid: int) -> bool:
+    """Whether no thread of a process that got SIGSTOP is in a system call any more, as to write."""
+    stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def kill(client: CheckedClient, folder: Path, flag: Path | None = None) -> dict[str, str]:
     """Stop a worker by a signal and kill it; return the digests of its files at that moment."""
     assert client.pid is not None
     os.kill(pid := client.pid, signal.SIGSTOP)
-    time.sleep(0.1)
+    wait_until(lambda: has_stopped(pid))
     before = kept_files(folder)
     if flag is not None:
         flag.touch()
