@@ -158,23 +158,12 @@ class Verbs:
 
     def _described(self, entry: Entry) -> BlockInfo:
         """Describe a block, without its copy on disk, which the store's worker knows."""
-        pools = self._tiers.pools
+        tiers, pools = self._tiers, self._tiers.pools
         copies = {tier: pool.lookup(entry.block_hash) for tier, pool in pools.items()}
-        return BlockInfo(
-            block_hash=entry.block_hash.hex(),
-            parent_hash=entry.parent_hash.hex(),
-            root=entry.root.hex(),
-            namespace=entry.namespace.hex(),
-            position=entry.position,
-            tiers=[tier for tier, copy in copies.items() if copy is not None and copy.is_ready],
-            size_bytes=self._tiers.block_bytes,
-            retention=self._tiers.catalog.retention(entry),
-            computed_at=entry.computed_at,
-            last_used=entry.last_used,
-            expires_at=self._tiers.catalog.deadline(entry),
-            pinned_until=entry.pinned_until,
-            hits=entry.hits,
-        )
+        until = tiers.catalog.deadline(entry)
+        record = tiers.catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=until)
+        ready = [tier for tier, copy in copies.items() if copy is not None and copy.is_ready]
+        return BlockInfo.of(record, ready)
 
     def _send_down(
         self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]

@@ -23,23 +23,9 @@ Blocks = dict[str, BlockInfo]
 
 def described(located: Located) -> BlockInfo:
     """Describe a block on disk."""
-    record = located.record
-    return BlockInfo(
-        block_hash=record.block_hash.hex(),
-        parent_hash=record.parent_hash.hex(),
-        root=record.root.hex(),
-        namespace=record.namespace.hex(),
-        position=record.position,
-        tiers=[Tier.DISK],
-        size_bytes=record.size_bytes,
-        stored_bytes=located.payload_bytes,
-        codec=codec_name(located.codec),
-        retention=record.retention,
-        computed_at=record.computed_at,
-        last_used=record.last_used,
-        expires_at=record.expires_at,
-        pinned_until=record.pinned_until,
-        hits=record.hits,
+    codec = codec_name(located.codec)
+    return BlockInfo.of(
+        located.record, [Tier.DISK], stored_bytes=located.payload_bytes, codec=codec
     )
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tieredkv.types import Tier
+from tieredkv.types import BlockRecord, Tier
 
 
 class TouchItem(msgspec.Struct, frozen=True, array_like=True):
@@ -146,6 +146,34 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     pinned_until: float = 0.0
     hits: int
+
+    @classmethod
+    def of(
+        cls,
+        record: BlockRecord,
+        tiers: list[Tier],
+        *,
+        stored_bytes: int | None = None,
+        codec: str | None = None,
+    ) -> "BlockInfo":
+        """Describe the block of a record."""
+        return cls(
+            block_hash=record.block_hash.hex(),
+            parent_hash=record.parent_hash.hex(),
+            root=record.root.hex(),
+            namespace=record.namespace.hex(),
+            position=record.position,
+            tiers=tiers,
+            size_bytes=record.size_bytes,
+            stored_bytes=stored_bytes,
+            codec=codec,
+            retention=record.retention,
+            computed_at=record.computed_at,
+            last_used=record.last_used,
+            expires_at=record.expires_at,
+            pinned_until=record.pinned_until,
+            hits=record.hits,
+        )
 
 
 class NamespaceUse(msgspec.Struct, kw_only=True):

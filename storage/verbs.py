@@ -129,9 +129,7 @@ class Verbs:
             case EvictFilter():
                 return self._evict(call, caller)
             case Prune():
-                chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
-                in_ram = inspection.InRam.of(self._ask(Ls(), caller), self.store.names)
-                steps = pruning.pruning(self.store, call, chains, models, in_ram)
+                steps = pruning.pruning(self.store, call, *self._survey(caller))
                 return self._finish(steps, caller)._asdict()
             case Rotate():
                 return self._finish(self._rotate(call), caller)
@@ -146,10 +144,13 @@ class Verbs:
 
     def _list(self, call: Ls, caller: Caller) -> Iterator[list[ChainInfo]]:
         """List chains by pages."""
+        chains, models, in_ram = self._survey(caller)
+        return self._steps(inspection.listing(self.store, chains, call, models, in_ram), caller)
+
+    def _survey(self, caller: Caller) -> tuple[inspection.Chains, KnownModels, inspection.InRam]:
+        """See which chains are on disk, of which models, and which blocks are in RAM, too."""
         chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
-        in_ram = inspection.InRam.of(self._ask(call, caller), self.store.names)
-        steps = inspection.listing(self.store, chains, call, models, in_ram)
-        return self._steps(steps, caller)
+        return chains, models, inspection.InRam.of(self._ask(Ls(), caller), self.store.names)
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):

@@ -127,20 +127,15 @@ def test_an_id_that_names_nothing_is_refused(harness: Harness, is_live: bool) ->
 
 def in_ram(record: BlockRecord, tier: Tier) -> BlockInfo:
     """Return what an engine says of a block."""
-    return BlockInfo(
-        block_hash=record.block_hash.hex(),
-        parent_hash=record.parent_hash.hex(),
-        root=record.root.hex(),
-        namespace=record.namespace.hex(),
-        position=record.position,
-        tiers=[tier],
-        size_bytes=record.size_bytes,
+    told = replace(
+        record,
         retention="in_memory",
         computed_at=record.computed_at + 5,
         last_used=record.last_used + 5,
         expires_at=record.expires_at - 5,
         hits=7,
     )
+    return BlockInfo.of(told, [tier])
 
 
 @contextmanager
