@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_each_token_is_compared_behind_the_same_tokens(
 
     comparison = asyncio.run(compare())
     assert comparison.counts == counts
+    assert comparison.ranks == Counter({2: counts["tie"]} if counts["tie"] else {})
     assert [each.partition(" of")[0] for each in comparison.wrong] == wrong
 
 

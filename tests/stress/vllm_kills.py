@@ -6,14 +6,15 @@ Sessions of `tieredkv bench sessions` take turns on a `vllm serve` with our tier
 SIGKILL every `--kill-every` seconds. When all sessions have ended, those of the next seed begin.
 With `--tier-options '{"restore": "load"}'` all that the disk has is loaded; else what is computed
 sooner is computed. A server without tiers answers the same prompts, afterwards or, with
-`--beside`, at the same time: then both share the GPU, so that `--flags` must leave each of them
-less than half of its memory.
+`--beside`, at the same time: then both share the GPU, so that `--flags` and `--beside-flags` must
+divide its memory between them.
 
 A request without an answer is lost. Each token of each answer is compared with the one that the
-second server computes behind the same tokens. It is `equal`; a `tie` if the second server has it as
-nearly as likely as its own (`--tie`), since in bfloat16 the order of computing decides such a case:
-it moves each logit by up to 0.26 with the shapes of Llama-3.1-8B; else it is `wrong`, and the rest
-of that answer is not compared.
+second server computes behind the same tokens. It is `equal`; a `tie` if the second server has it
+among the 20 likeliest and nearly as likely as its own (`--tie`), since in bfloat16 the order of
+computing decides such a case: it moves each logit by up to 0.26 with the shapes of Llama-3.1-8B;
+else it is `wrong`, and the rest of that answer is not compared. `ties_by_rank` counts ties by the
+token's place among the likeliest.
 
 The exit code is 1 if a request was lost, a token was wrong, or no worker was killed.
 """
@@ -27,19 +28,21 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 import click
 import httpx
 
-from tests.stress.client import NUM_TOPS, difference, gap, served_by
+from tests.stress.client import difference, gap, served_by
 from tests.stress.vllm_server import Server, Setup, with_setup, worker_of
 from tieredkv.bench import raw
 from tieredkv.bench.sessions import Shape, Turn, write_script
 
 TIMEOUT_S = 300.0
-AT_ONCE = 8  # whose prompts the second server has to keep while it goes on behind ties
+AT_ONCE = 12  # whose prompts the second server has to keep while it goes on behind ties
+NUM_TOPS = 20  # the most that vLLM tells unless it is started with --max-logprobs
 TOKEN_ID = "token_id:"
 Row = dict[str, Any]
 
@@ -78,11 +81,13 @@ class Comparison:
 
     Attributes:
         counts: how many tokens are equal, ties and wrong.
+        ranks: how many ties were the second likeliest, the third, and so on.
         wrong: where the wrong ones are.
     """
 
     def __init__(self, tie: float) -> None:
         self.counts = {"equal": 0, "tie": 0, "wrong": 0}
+        self.ranks = Counter[int]()
         self.wrong = list[str]()
         self._tie = tie
 
@@ -117,6 +122,8 @@ class Comparison:
                 less = gap(expected.tops[place], tokens[place])
                 self.wrong.append(f"{where}, {found}, less likely by {less:.3f}")
                 return
+            top = expected.tops[place]
+            self.ranks[1 + sum(each > top[tokens[place]] for each in top.values())] += 1
             prompt += [int(token.removeprefix(TOKEN_ID)) for token in tokens[: place + 1]]
             tokens = tokens[place + 1 :]
 
@@ -210,6 +217,7 @@ async def take_turns(
 @click.option("--scale", default=1.0, show_default=True, help="Prompts are shorter by it.")
 @click.option("--tie", default=0.5, show_default=True, help="See above.")
 @click.option("--beside", is_flag=True, help="Have both servers answer at the same time.")
+@click.option("--beside-flags", help="Flags of the second server, if not --flags.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 @with_setup
 def main(
@@ -220,6 +228,7 @@ def main(
     scale: float,
     tie: float,
     beside: bool,
+    beside_flags: str | None,
     commit: str | None,
 ) -> None:
     vocab_size, folder = setup.config["vocab_size"], setup.folder
@@ -232,7 +241,8 @@ def main(
         crowd = Crowd(server.url, shape, vocab_size)
         comparing = None
         if beside:
-            other = stack.enter_context(setup.beside().serving(None, has_memory=False))
+            second = setup.beside(setup.flags if beside_flags is None else beside_flags)
+            other = stack.enter_context(second.serving(None, has_memory=False))
             comparing = comparison.run(other.url, crowd.asked)
         turns = take_turns(server, crowd, sessions, minutes, kill_every, comparing)
         killed, metrics = asyncio.run(turns), server.metrics()
@@ -247,7 +257,8 @@ def main(
     report = raw.head(commit, "python -m tests.stress.vllm_kills")
     report |= {"answers": crowd.num_answers, "lost": len(crowd.lost), "kills": len(killed)}
     report |= {"hit_rate": crowd.cached_tokens / max(1, crowd.prompt_tokens)}
-    report |= {"tokens": comparison.counts, "metrics": metrics, "problems": problems}
+    report |= {"tokens": comparison.counts, "ties_by_rank": dict(sorted(comparison.ranks.items()))}
+    report |= {"metrics": metrics, "problems": problems}
     click.echo(json.dumps(report))
     sys.exit(1 if problems else 0)
 

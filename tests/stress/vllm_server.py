@@ -193,10 +193,10 @@ class Setup(NamedTuple):
         config: Row = json.loads((self.model_dir / "config.json").read_text())
         return config
 
-    def beside(self) -> "Setup":
-        """Return the setup of a server that runs beside another one."""
+    def beside(self, flags: str) -> "Setup":
+        """Return the setup of a server with these flags that runs beside another one."""
         log = self.log.with_name(f"{self.log.name}.beside")
-        return self._replace(port=self.port + 1, log=log)
+        return self._replace(port=self.port + 1, log=log, flags=flags)
 
     def tier(self, name: str, folder: Path) -> Row | None:
         """Return the entry of `secondary_tiers` of a tier; None for vLLM's own memory alone."""
