@@ -51,7 +51,8 @@ def ttft_ms(*sources: Tier | None) -> float:
     one.add(sources, BLOCK_TOKENS * len(sources), 0.0)
     found = one.ttft_ms()
     assert found is not None
-    return found["p50"]
+    p50: float = found["p50"]
+    return p50
 
 
 def test_a_faster_tier_answers_sooner() -> None:
@@ -89,6 +90,20 @@ def test_requests_wait_for_those_before_them() -> None:
     assert one.busy_s == pytest.approx(12 * ttft_ms(*32 * [None]) / 1e3, rel=0.01)
 
 
+def test_times_are_told_by_the_slowest_tier_that_a_request_uses() -> None:
+    one = estimate(read_bytes_per_s=1e8)
+    one.add([*8 * [Tier.DEVICE], *8 * [Tier.HOST], None], 17 * 512, 0.0)
+    one.add(9 * [None], 9 * 512, 1000.0)
+    one.add([*64 * [Tier.DISK], None], 65 * 512, 2000.0)  # computed sooner
+    found = one.ttft_ms()
+    assert found is not None
+    assert {name: it["requests"] for name, it in found["by_source"].items()} == {
+        "cold": 2,
+        "host": 1,
+    }
+    assert found["by_source"]["host"]["p50"] < found["p50"] < found["by_source"]["cold"]["p90"]
+
+
 def test_what_would_take_longer_to_load_is_computed() -> None:
     one = estimate(read_bytes_per_s=1e5)
     one.add([*64 * [Tier.DISK], None], 65 * 512, 0.0)
@@ -118,6 +133,7 @@ def test_the_command_takes_a_folder_or_a_file(
         assert main(["replay", str(trace), "--rates", str(rates), "--json"]) == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert 0 < found["ttft_ms"]["p50"] <= found["ttft_ms"]["p90"]
+        assert [*found["ttft_ms"]["by_source"]] == ["cold", "device"]
         assert 0 < found["device_load"] < 1
     assert main(["replay", str(trace), "--rates", str(file)]) == 0
     assert "TTFT" in capsys.readouterr().out

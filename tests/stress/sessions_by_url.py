@@ -35,11 +35,16 @@ Row = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """One answer: when its tokens came, in seconds after it was asked for, and its usage."""
+    """One answer: when its tokens came, in seconds after it was asked for, and its usage.
+
+    Attributes:
+        receipt: where the tokens of the prompt came from, if the server is tieredkv.
+    """
 
     times_s: list[float]
     prompt_tokens: int
     cached_tokens: int
+    receipt: Row
 
     @property
     def ttft_ms(self) -> float:
@@ -77,7 +82,8 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
     if not times_s:
         raise httpx.RemoteProtocolError("the answer had no tokens")
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(times_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+    cached, receipt = details.get("cached_tokens") or 0, details.get("tieredkv") or {}
+    return Answer(times_s, usage["prompt_tokens"], cached, receipt)
 
 
 async def run(
@@ -88,7 +94,7 @@ async def run(
     Returns:
         The answers, the seconds from the start to the last one, and what failed.
     """
-    bodies = [[_body(model, turn.prompt, turn.answer_tokens) for turn in it] for it in scripts]
+    bodies = [[body_of(model, turn.prompt, turn.answer_tokens) for turn in it] for it in scripts]
     answers, start, took_s = list[Answer](), perf_counter(), 0.0
 
     async def hold(session: int) -> None:
@@ -113,7 +119,7 @@ async def run(
     return answers, took_s, ""
 
 
-def _body(model: str, prompt: Any, num_tokens: int) -> bytes:
+def body_of(model: str, prompt: Any, num_tokens: int) -> bytes:
     asked = {"model": model, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
     stream = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(asked | stream).encode()

@@ -6,7 +6,10 @@ least that a server of these rates would need.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +24,9 @@ from tieredkv.types import Tier
 
 CHUNK_TOKENS = 16_384
 """The most tokens of one step of a request that runs alone, as on a GPU."""
+
+COLD = "cold"
+SOURCES = (COLD, *map(str, Tier))
 
 UP, READ = 0, 1
 """The links, as the planner numbers them."""
@@ -53,7 +59,7 @@ class Estimate:
         self._bytes_per_s = up, min(read, up)  # what is read passes through the other link
         self._free_at = [0.0, 0.0]
         self._device_free_at = 0.0
-        self._ttft_s = array("d")
+        self._ttft_s: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self.computed_sooner_tokens = 0
         self.busy_s = 0.0
 
@@ -80,20 +86,37 @@ class Estimate:
         loads = [LinkLoad(UP, in_host), LinkLoad(READ, on_disk)]
         begin_s = planner.busy_s
         split = planner.split(Demand(0, num_tokens, loads, ready=stretches(of[Tier.DEVICE])))
-        self._ttft_s.append(split.done_s)
         self._device_free_at = now + planner.busy_s
         self.busy_s += planner.busy_s - begin_s
         num_copied = sum(1 for index in in_host if index >= split.steady_block)
         num_read = sum(1 for index in on_disk if index >= split.block)
+        used = {Tier.DEVICE: len(of[Tier.DEVICE]), Tier.HOST: num_copied, Tier.DISK: num_read}
+        slowest = next((str(tier) for tier in reversed(Tier) if used[tier]), COLD)
+        self._ttft_s[slowest].append(split.done_s)
         num_sooner = len(in_host) + len(on_disk) - num_copied - num_read
         self.computed_sooner_tokens += num_sooner * self._block_tokens
         for link, count in (UP, num_copied + num_read), (READ, num_read):
             seconds = count * self._block_bytes / self._bytes_per_s[link]
             self._free_at[link] = now + free[link] + seconds
 
-    def ttft_ms(self) -> dict[str, float] | None:
-        """Return percentiles of the times; None before the first request."""
-        if not self._ttft_s:
-            return None
-        values = 1e3 * np.percentile(np.array(self._ttft_s), (50, 90))
-        return {"p50": round(float(values[0]), 2), "p90": round(float(values[1]), 2)}
+    def ttft_ms(self) -> dict[str, Any] | None:
+        """Return the times as `ttft_ms` does."""
+        return ttft_ms(self._ttft_s)
+
+
+def ttft_ms(times_s: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
+    """Return percentiles of times in seconds, of all requests and by source; None without any.
+
+    Args:
+        times_s: by the slowest tier that a request used, or `cold`.
+    """
+    known = {source: times_s[source] for source in SOURCES if times_s.get(source)}
+    if not known:
+        return None
+    by_source = {name: {"requests": len(it), **_percentiles(it)} for name, it in known.items()}
+    return {**_percentiles([*chain(*known.values())]), "by_source": by_source}
+
+
+def _percentiles(times_s: Sequence[float]) -> dict[str, float]:
+    p50, p90 = 1e3 * np.percentile(np.asarray(times_s), (50, 90))
+    return {"p50": round(float(p50), 2), "p90": round(float(p90), 2)}

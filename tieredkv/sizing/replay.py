@@ -266,6 +266,9 @@ def described(document: Json) -> list[str]:
         lines.append("TTFT                unknown without --rates")
     else:
         lines.append(f"TTFT                p50 {ttft['p50']:,.0f} ms, p90 {ttft['p90']:,.0f} ms")
+        for source, each in ttft["by_source"].items():
+            told = f"p50 {each['p50']:,.0f} ms, p90 {each['p90']:,.0f} ms"
+            lines.append(f"  {source:<18}{told}, {each['requests']:,} requests")
         lines.append(f"load of the device  {document['device_load']}")
     speed = f"{document['blocks_per_s']:,} blocks/s"
     lines.append(f"replayed            {speed} with {100 * document['core_share']:.0f} % of a core")
