@@ -3,7 +3,7 @@
 What is learnt while the engine runs is in `step_timer` and in the links themselves.
 """
 
-from tieredkv.cache.rate_file import Machine, RateFile, device_name, disk_name
+from tieredkv.cache.rate_file import Machine, RateFile, disk_name
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.loader import LoadedModel
 from tieredkv.engine.model_runner import ModelRunner
@@ -63,7 +63,7 @@ def open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile | 
     except OSError:
         return None
     machine = Machine(
-        device=device_name(model.device),
+        device=model.device_name,
         disk=disk,
         model=model.name,
         fingerprint=model.fingerprint.hex(),

@@ -7,6 +7,7 @@ of requests, batches or blocks.
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -85,6 +86,13 @@ class FoundModel:
     def vocab_size(self) -> int:
         """The number of token ids, which is the number of logits."""
         return int(self.config.vocab_size)
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device, by which rates measured on another kind are told apart."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{self.device.type}, {os.cpu_count()} processors"
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Return how this model's keys and values lie in blocks of `block_size` tokens."""

@@ -18,8 +18,8 @@ import torch
 from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
-from tieredkv.cache.demotion import EARLY_SHARE
 from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.restores import Progress

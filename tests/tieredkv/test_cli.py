@@ -102,10 +102,12 @@ def test_every_help_text_is_made_of_complete_sentences() -> None:
         assert ", e.g. " not in first, name
 
 
-def test_help_loads_neither_torch_nor_the_server() -> None:
+def test_a_verb_loads_only_the_libraries_that_it_needs() -> None:
     code = (
-        "import sys; from tieredkv.cli import main; code = main(['serve', '--help']); "
-        "bad = {'torch', 'transformers', 'starlette', 'uvicorn'} & set(sys.modules); "
+        "import sys; from tieredkv.cli import main; code = main(['ls', '--help']); "
+        "bad = {'numpy', 'httpx', 'asyncio'} & {*sys.modules}; "
+        "import tieredkv.sizing.sweep; code |= main(['serve', '--help']); "
+        "bad |= {'torch', 'transformers', 'starlette', 'uvicorn'} & {*sys.modules}; "
         "sys.exit(', '.join(sorted(bad)) or code)"
     )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)

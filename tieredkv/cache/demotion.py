@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.disk_link import Write
+from tieredkv.cache.disk_link import EARLY_SHARE, Write
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.tiers import Tiers, Waiting, count_failure
 from tieredkv.errors import IntegrityError
@@ -42,9 +42,6 @@ LEAST_LATE_BYTES = 64 << 20
 """So much may be late in any case, up to a sixteenth of host memory: what a disk writes in the time
 for which it may well pause.
 """
-
-EARLY_SHARE = 0.5
-"""Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
 
 
 def most_late(num_pages: int, block_bytes: int) -> int:

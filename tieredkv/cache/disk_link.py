@@ -49,6 +49,9 @@ MIN_WRITES = 32
 READ_LATENCY_S = 0.003
 """From the end of a read until its block is in VRAM and a step can use it."""
 
+EARLY_SHARE = 0.5
+"""Share of `drain_timeout` that a stop may need; blocks that would take it longer are written."""
+
 
 @dataclass(slots=True, eq=False)
 class Read:

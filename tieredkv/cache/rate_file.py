@@ -14,7 +14,6 @@ import time
 from typing import Annotated, Any, Literal
 
 import msgspec
-import torch
 
 from tieredkv.cache.rates import ComputeRate, LinkRate, Step
 from tieredkv.storage.folder import MARKER
@@ -77,13 +76,6 @@ class SavedRates(msgspec.Struct, kw_only=True):
     def known_steps(self) -> list[Step]:
         """The steps as `ComputeRate.assume` takes them."""
         return [Step(*each) for each in self.steps]
-
-
-def device_name(device: torch.device) -> str:
-    """Name the device that a model runs on, so that another kind has another name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {os.cpu_count()} processors"
 
 
 def disk_name(folder: str) -> str:

@@ -1,20 +1,22 @@
 """The root command: its overview, its errors and its exit codes.
 
 Exit codes: 0 ok, 1 a problem was found, 2 usage or configuration, 3 a server that does not answer.
-A verb imports slow modules only when it runs, so that help is instant.
+A verb's module is imported when the verb is asked for, and slow modules when the verb runs, so that
+each verb and its help start quickly.
 """
 
+import importlib
 import os
 import signal
 import sys
+from collections import UserDict
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, doctor, inspect, serve, settings, sizing, store, top, warm
 from tieredkv.errors import TieredKVError
 
 EXIT_PROBLEM = 1
@@ -24,9 +26,34 @@ EXIT_INTERRUPTED = 130
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+MODULES = {
+    "bench": ("bench",),
+    "doctor": ("doctor",),
+    "inspect": ("inspect",),
+    "serve": ("serve", "generate"),
+    "settings": ("config",),
+    "sizing": ("replay", "size"),
+    "store": ("df", "evict", "ls", "prune", "rotate", "verify"),
+    "top": ("top",),
+    "warm": ("warm",),
+}
+"""The verbs of each module of this package."""
 
 
-@click.group(invoke_without_command=True, context_settings=CONTEXT)
+class Verbs(UserDict[str, Any]):
+    """The command of each verb; its module is imported when the verb is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__({verb: module for module, verbs in MODULES.items() for verb in verbs})
+
+    def __getitem__(self, verb: str) -> click.Command:
+        """Import the command of a verb."""
+        module = importlib.import_module(f"tieredkv.cli.{self.data[verb]}")
+        command: click.Command = getattr(module, verb)
+        return command
+
+
+@click.group(commands=Verbs(), invoke_without_command=True, context_settings=CONTEXT)
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -71,12 +98,6 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config, inspect.inspect]
-verbs += [top.top, warm.warm]
-for command in (*verbs, sizing.replay, sizing.size, *store.commands):
-    cli.add_command(command)
 
 
 def run() -> NoReturn:

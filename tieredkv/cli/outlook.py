@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tieredkv.bench import raw
 from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner, outlook
-from tieredkv.cache.rate_file import SavedRates, device_name, disk_name, read_rates
+from tieredkv.cache.rate_file import SavedRates, disk_name, read_rates
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
@@ -83,7 +83,7 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
     saved = rates.saved
     if saved is not None and (
         (saved.machine.model, saved.machine.device, saved.machine.block_bytes)
-        != (found.name, device_name(found.device), spec.block_bytes)
+        != (found.name, found.device_name, spec.block_bytes)
     ):
         saved = None
     compute = _compute_rate(settings, found, spec, saved)

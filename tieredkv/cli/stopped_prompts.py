@@ -10,7 +10,7 @@ import msgspec
 from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner
 from tieredkv.cache.prompt_report import HOST, MakePlanner, report
-from tieredkv.cache.rate_file import Machine, device_name, disk_name, read_rates
+from tieredkv.cache.rate_file import Machine, disk_name, read_rates
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -99,7 +99,7 @@ def _planners(
     except (OSError, ValueError):  # the next server measures them again
         return lambda: None
     machine = Machine(
-        device=device_name(found.device),
+        device=found.device_name,
         disk=disk,
         model=found.name,
         fingerprint=fingerprint.hex(),

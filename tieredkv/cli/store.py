@@ -25,10 +25,6 @@ SHORT_HEX = 12
 SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
-commands: list[click.Command] = []
-"""One for each verb of `storage.calls`."""
-
-
 def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
     """Make a command of a function that gets the store in `--disk-dir`."""
 
@@ -37,7 +33,6 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
         return verb(control_of(loaded.settings), **options)
 
     command: click.Command = click.command()(settings_options("disk_dir")(answering(ask)))
-    commands.append(command)
     return command
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tieredkv.cache.demotion import EARLY_SHARE
+from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.rate_file import SavedRates
 from tieredkv.errors import ConfigError
 from tieredkv.retention import RetentionPolicy
