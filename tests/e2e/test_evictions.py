@@ -2,9 +2,12 @@
 
 import itertools
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests import http
 from tests.serving import Server, ask_store, running
@@ -37,66 +40,69 @@ def answer(server: Server, number: int) -> str:
     return text
 
 
-def test_evictions_disturb_no_request_in_flight(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server that writes its blocks to disk soon; it must end well."""
     flags = ("--device-size", "2MiB", "--host-size", "1MiB", "--disk-write", "write_behind")
-    with running(tmp_path, *flags) as server:
-        url = f"{server.root}/admin/cache/evict"
-        right = [answer(server, number) for number in range(4)]
-        is_over = threading.Event()
-
-        def evict() -> list[int]:
-            counts = [0] * len(FILTERS)
-            for index in itertools.cycle(range(len(FILTERS))):
-                if is_over.is_set():
-                    return counts
-                told = http.post(url, json=FILTERS[index])
-                assert told.status_code == 200, told.text
-                counts[index] += told.json()["evicted_blocks"]
-            raise AssertionError
-
-        with ThreadPoolExecutor(5) as pool:
-            evicting = pool.submit(evict)
-            try:
-                answers = [*pool.map(lambda number: answer(server, number), range(60))]
-            finally:
-                is_over.set()
-            counts = evicting.result()
-        assert answers == [right[number % 4] for number in range(60)]
-        assert counts[0] > 0 and sum(counts[1:]) > 0, counts
+    with running(tmp_path_factory.mktemp("evictions"), *flags) as server:
+        yield server
         assert server.stop() == 0
         assert "Traceback" not in server.log and "broken" not in server.log, server.log
 
 
-def test_one_tier_is_emptied_and_the_others_keep_their_copies(tmp_path: Path) -> None:
-    with running(tmp_path, "--disk-write", "write_behind") as server:
+def test_evictions_disturb_no_request_in_flight(server: Server) -> None:
+    url = f"{server.root}/admin/cache/evict"
+    right = [answer(server, number) for number in range(4)]
+    is_over = threading.Event()
 
-        def cached() -> dict[str, int]:
-            body = {"prompt": TEXT}
-            told = http.post(f"{server.root}/admin/cache/inspect", json=body).json()
-            by_tier: dict[str, int] = told["by_tier"]
-            return by_tier
+    def evict() -> list[int]:
+        counts = [0] * len(FILTERS)
+        for index in itertools.cycle(range(len(FILTERS))):
+            if is_over.is_set():
+                return counts
+            told = http.post(url, json=FILTERS[index])
+            assert told.status_code == 200, told.text
+            counts[index] += told.json()["evicted_blocks"]
+        raise AssertionError
 
-        answer(server, 0)
-        full = len(TEXT) // 16 * 16
-        wait_until(lambda: server.df()["disk"]["blocks"] * 16 >= full, "nothing went to disk")
-        assert cached()["device"] > 0
-        would = ask_store(server.disk_dir, "evict", "--tier", "device", "--dry-run")
-        for tier in ("device", "host"):
-            ask_store(server.disk_dir, "evict", "--tier", tier, "-y", exit_code=0)
-        assert would["evicted_blocks"] * 16 >= full
-        assert cached() == {"device": 0, "host": 0, "disk": full}
-        [chain] = ask_store(server.disk_dir, "ls", "--filter", "tier=disk")["chains"]
-        for which in ("--filter=tier=disk", chain["id"]):
-            again = ask_store(
-                server.disk_dir, "evict", which, "--tier", "device", "-y", exit_code=1
-            )
-            assert (again["evicted_blocks"], again["unknown_ids"]) == (0, [])
-        assert chain["blocks_by_tier"]["device"] == 0
-        nothing = ask_store(server.disk_dir, "evict", "--filter", "hits>99", "-y", exit_code=1)
-        assert nothing["evicted_blocks"] == 0
-        gone = ask_store(server.disk_dir, "evict", "--model", "tiny-random", "-y")
-        assert gone["evicted_blocks"] == chain["blocks"]
-        assert sum(cached().values()) == 0
+    with ThreadPoolExecutor(5) as pool:
+        evicting = pool.submit(evict)
+        try:
+            answers = [*pool.map(lambda number: answer(server, number), range(60))]
+        finally:
+            is_over.set()
+        counts = evicting.result()
+    assert answers == [right[number % 4] for number in range(60)]
+    assert counts[0] > 0 and sum(counts[1:]) > 0, counts
+
+
+def test_one_tier_is_emptied_and_the_others_keep_their_copies(server: Server) -> None:
+    def cached() -> dict[str, int]:
+        body = {"prompt": TEXT}
+        told = http.post(f"{server.root}/admin/cache/inspect", json=body).json()
+        by_tier: dict[str, int] = told["by_tier"]
+        return by_tier
+
+    http.post(f"{server.root}/admin/cache/evict", json={"all": True}).raise_for_status()
+    answer(server, 0)
+    full = len(TEXT) // 16 * 16
+    wait_until(lambda: server.df()["disk"]["blocks"] * 16 >= full, "nothing went to disk")
+    assert cached()["device"] > 0
+    would = ask_store(server.disk_dir, "evict", "--tier", "device", "--dry-run")
+    for tier in ("device", "host"):
+        ask_store(server.disk_dir, "evict", "--tier", tier, "-y", exit_code=0)
+    assert would["evicted_blocks"] * 16 >= full
+    assert cached() == {"device": 0, "host": 0, "disk": full}
+    [chain] = ask_store(server.disk_dir, "ls", "--filter", "tier=disk")["chains"]
+    for which in ("--filter=tier=disk", chain["id"]):
+        again = ask_store(server.disk_dir, "evict", which, "--tier", "device", "-y", exit_code=1)
+        assert (again["evicted_blocks"], again["unknown_ids"]) == (0, [])
+    assert chain["blocks_by_tier"]["device"] == 0
+    nothing = ask_store(server.disk_dir, "evict", "--filter", "hits>99", "-y", exit_code=1)
+    assert nothing["evicted_blocks"] == 0
+    gone = ask_store(server.disk_dir, "evict", "--model", "tiny-random", "-y")
+    assert gone["evicted_blocks"] == chain["blocks"]
+    assert sum(cached().values()) == 0
 
 
 def test_blocks_are_sent_to_slower_tiers(tmp_path: Path) -> None:

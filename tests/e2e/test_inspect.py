@@ -1,14 +1,13 @@
-"""`inspect` on a running server, over `/admin`, without a disk, and on the stopped store."""
+"""`inspect` on a running server, over `/admin`, and on the stopped store."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import http
-from tests.serving import COMMAND, Server, ask_store, running
+from tests.serving import Server, ask_store, running, tieredkv
 from tests.waiting import wait_until
 
 TEXT = "Quicksand and xylophones rarely meet in the same sentence. " * 8
@@ -26,14 +25,10 @@ def complete(server: Server, prompt: str, **more: Any) -> dict[str, Any]:
 
 def inspected(folder: Path, prompt: str, *flags: str) -> dict[str, Any]:
     """Return the report of the command line on a prompt, and check its predictions."""
-    result = subprocess.run(
-        [*COMMAND, "inspect", "--disk-dir", str(folder), "--prompt-file", "-", "--json", *flags],
-        input=prompt,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
+    words = ["--disk-dir", str(folder), "--prompt-file", "-", "--json", *flags]
+    done = tieredkv("inspect", *words, stdin=prompt)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
     assert found.pop("predicted_ttft_ms").keys() == {*KNOWN_MS}
     return found
 
@@ -105,32 +100,12 @@ def test_a_server_and_its_stopped_store_tell_of_a_prompt_and_of_a_chain(tmp_path
     assert (salted["diverges_at"], salted["reason"]) == (0, "other_namespace")
     never = inspected(folder, f"never {prompt}", "--model", "tiny-random")
     assert (never["diverges_at"], never["reason"]) == (0, "not_stored")
-    result = subprocess.run(
-        [*COMMAND, "inspect", "--disk-dir", str(folder), "--prompt-file", "-"],
-        input=prompt,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2 and "give --model" in result.stderr
-
-
-def test_a_prompt_and_a_chain_are_inspected_without_a_disk(tmp_path: Path) -> None:
-    with running(tmp_path, has_disk=False) as server:
-        url = f"{server.root}/admin/cache/inspect"
-        complete(server, TEXT)
-        told = http.post(url, json={"prompt": TEXT}).json()
-        full = len(TEXT) // 16 * 16
-        assert told["by_tier"] == {"device": full - (full == len(TEXT)), "host": 0, "disk": 0}
-        salted = http.post(url, json={"prompt": TEXT, "cache_salt": "s"}).json()
-        assert (salted["diverges_at"], salted["reason"]) == (0, "other_namespace")
-        assert http.post(url, json={"id": "0" * 16}).status_code == 404
-        refused = http.post(url, json={"prompt": TEXT, "tenant": "a" * 64})
-        assert refused.status_code == 400 and "API key" in refused.text
+    done = tieredkv("inspect", "--disk-dir", str(folder), "--prompt-file", "-", stdin=prompt)
+    assert done.returncode == 2 and "give --model" in done.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--prompt-file", "-", "1234567890")])
 def test_an_id_or_a_prompt_is_needed(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    command = [*COMMAND, "inspect", "--disk-dir", str(tmp_path), *flags]
-    result = subprocess.run(command, input="a", capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "Give either an ID or --prompt-file" in result.stderr
+    done = tieredkv("inspect", "--disk-dir", str(tmp_path), *flags, stdin="a")
+    assert done.returncode == 2
+    assert "Give either an ID or --prompt-file" in done.stderr

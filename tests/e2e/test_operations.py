@@ -170,10 +170,19 @@ def test_operators_use_the_verbs_of_the_command_line(server: Server) -> None:
     assert http.post(f"{url}/df").json()["disk"]["blocks"] == 0
 
 
-def test_an_operator_evicts_on_a_server_without_a_disk(tmp_path: Path) -> None:
+def test_an_operator_inspects_and_evicts_on_a_server_without_a_disk(tmp_path: Path) -> None:
     with running(tmp_path, has_disk=False) as server:
         url = f"{server.root}/admin/cache"
-        assert complete(server, f"evict {TEXT}").status_code == 200
+        prompt = f"evict {TEXT}"
+        assert complete(server, prompt).status_code == 200
+        found = http.post(f"{url}/inspect", json={"prompt": prompt}).json()
+        full = len(prompt) // 16 * 16
+        assert found["by_tier"] == {"device": full - (full == len(prompt)), "host": 0, "disk": 0}
+        salted = http.post(f"{url}/inspect", json={"prompt": prompt, "cache_salt": "s"}).json()
+        assert (salted["diverges_at"], salted["reason"]) == (0, "other_namespace")
+        assert http.post(f"{url}/inspect", json={"id": "0" * 16}).status_code == 404
+        refused = http.post(f"{url}/inspect", json={"prompt": prompt, "tenant": "a" * 64})
+        assert refused.status_code == 400 and "API key" in refused.text
         assert http.post(f"{url}/df").json()["disk"] is None
         bodies: list[Any] = [{}, {"al": True}, {"dry_run": True}, {"ids": [[]]}]
         for body in bodies:
@@ -184,7 +193,7 @@ def test_an_operator_evicts_on_a_server_without_a_disk(tmp_path: Path) -> None:
         assert (unknown["evicted_blocks"], unknown["unknown_ids"]) == (0, ["00ff"])
         told = http.post(f"{url}/evict", json={"all": True}).json()
         assert told == would and told["freed_bytes"] > 0
-        again = complete(server, f"evict {TEXT}").json()["usage"]
+        again = complete(server, prompt).json()["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == 0
         assert again["prompt_tokens_details"]["tieredkv"]["miss"]["reason"] == "admin"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import http
-from tests.serving import COMMAND, Server, ask_store, heed_ctrl_c, running
+from tests.serving import COMMAND, Done, Server, ask_store, heed_ctrl_c, running, tieredkv
 from tests.waiting import wait_until
 
 KEY = "operator"
@@ -30,10 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command, in a pipe."""
-    known = {**os.environ, "TIEREDKV_ADMIN_KEY": KEY, **environ}
-    return subprocess.run([*COMMAND, "top", *words], capture_output=True, text=True, env=known)
+def run(*words: str, **environ: str) -> Done:
+    """Run the command, without a terminal."""
+    return tieredkv("top", *words, **{"TIEREDKV_ADMIN_KEY": KEY, **environ})
 
 
 def test_a_url_tells_all_figures(server: Server) -> None:
@@ -88,14 +87,6 @@ def test_bad_input_and_no_server(
     done = run("--url", server.root, "--once", *words, **environ)
     assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
     assert told in done.stderr
-
-
-def test_a_stopped_store_is_left_alone(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-        server.stop()
-    done = run("--disk-dir", str(server.disk_dir))
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "no server uses" in done.stderr and "tieredkv df" in done.stderr
 
 
 class Terminal:
@@ -156,7 +147,9 @@ def test_a_terminal_shows_pictures_until_the_user_ends_it(server: Server, ending
     assert terminal.all_written.endswith("\x1b[?1049l"), "the screen is not as it was"
 
 
-def test_a_server_that_ends_leaves_its_last_picture_with_a_note(tmp_path: Path) -> None:
+def test_a_server_that_ends_leaves_its_last_picture_with_a_note_and_its_store_alone(
+    tmp_path: Path,
+) -> None:
     with running(tmp_path, "--admin-key", KEY) as server:
         terminal = Terminal("--disk-dir", str(server.disk_dir), "--interval", "100ms")
         wait_until(lambda: " running, " in terminal.written(), process=terminal.process)
@@ -164,3 +157,6 @@ def test_a_server_that_ends_leaves_its_last_picture_with_a_note(tmp_path: Path) 
         wait_until(lambda: "no server uses" in terminal.written(), process=terminal.process)
         terminal.press("q")
         assert terminal.wait() == 0
+    done = run("--disk-dir", str(server.disk_dir))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "no server uses" in done.stderr and "tieredkv df" in done.stderr

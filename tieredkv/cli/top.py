@@ -66,9 +66,10 @@ class ServerSource:
         self.name = url
         headers = {b"Authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+            http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
         except httpx.InvalidURL as error:
             raise unreachable(url, error) from None
+        self._http = click.get_current_context().with_resource(http)
 
     def read(self) -> Reading:
         return Reading(
