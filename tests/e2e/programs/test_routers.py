@@ -23,6 +23,8 @@ from tests.e2e.programs.recorder import Recorder
 from tests.serving import Server, free_port, running
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.clients
+
 WORKER = "x-smg-routed-worker-id"
 """The header in which the router names the server that has answered."""
 
