@@ -30,9 +30,13 @@ Bench = Callable[..., dict[str, Any]]
 ARMS = ["cold", "device", "host", "disk", "planned", "restart"]
 
 
-def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [[128], pytest.param([128, 256], marks=pytest.mark.slow)])
+def test_bench_ttft_proves_every_hit_and_speaks_json_last(
+    lengths: list[int], tmp_path: Path
+) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "ttft", "--model", "tiny-random"]
-    command += ["--prefix-tokens", "128,256", "--arms", ",".join(ARMS), "--repeats", "2"]
+    command += ["--prefix-tokens", ",".join(map(str, lengths)), "--arms", ",".join(ARMS)]
+    command += ["--repeats", "2"]
     command += ["--disk-dir", str(tmp_path), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -41,7 +45,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
     assert (report["model"], report["block_size"], report["restore"]) == ("tiny-random", 16, "load")
     assert report["raw"]["h2d_GBps"] > 0
     assert [(row["arm"], row["prefix_tokens"]) for row in report["rows"]] == [
-        (arm, length) for arm in ARMS for length in (128, 256)
+        (arm, length) for arm in ARMS for length in lengths
     ]
     for row in report["rows"]:
         assert len(row["ttft_ms"]["all"]) == 2
@@ -501,7 +505,7 @@ def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> Non
     assert row["by_tier"]["device"] > 0.4 * row["prompt_tokens"]
 
 
-@pytest.mark.parametrize("bench", ["returns", "sessions"])
+@pytest.mark.parametrize("bench", [pytest.param("returns", marks=pytest.mark.slow), "sessions"])
 def test_ctrl_c_leaves_nothing_of_a_crowd_behind(bench: str, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", bench, "--model", "tiny-random"]
     sizes = {

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import signal
-import subprocess
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests import http
-from tests.serving import COMMAND, Server, running
+from tests.serving import Server, running, tieredkv
 from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
 from tests.waiting import HANG_S, is_alive, wait_until
 
@@ -259,11 +259,34 @@ def test_a_client_that_leaves_takes_its_request_with_it(
     wait_until(lambda: server.df()["counters"]["requests_running"] == 0, "the engine goes on")
 
 
+def check_bodies_take_places(server: Server) -> None:
+    """Check that requests are refused before they are read while others' bodies are not there."""
+
+    def complete() -> httpx.Response:
+        return http.post(f"{server.url}/completions", json={**GREEDY, "prompt": "a"})
+
+    port = int(server.root.rpartition(":")[2])
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n"
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+    for sock in idle:
+        sock.sendall(head + b"{")
+    wait_until(lambda: complete().status_code == 429, "nobody is refused")
+    refused = complete()
+    assert refused.headers["retry-after"]
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert server.health().status_code == 200
+    assert http.post(f"{server.root}/admin/cache/df").status_code == 200
+    for sock in idle:
+        sock.close()
+    wait_until(lambda: complete().status_code == 200, "the places are not free again")
+
+
 def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promised(
     tmp_path: Path,
 ) -> None:
     prompt = f"restart {TEXT}"
     with running(tmp_path, "--max-num-seqs", "1", "--max-num-queued-reqs", "1") as server:
+        check_bodies_take_places(server)
         with server.client() as client:
             client.completions.create(**GREEDY, prompt=prompt)
         long = {**GREEDY, "max_tokens": 3500, "ignore_eos": True, "stream": True, "prompt": "a"}
@@ -307,24 +330,12 @@ def test_sigterm_keeps_the_cache_for_the_next_server(tmp_path: Path) -> None:
         assert by_tier == {"device": 0, "host": 0, "disk": len(prompt) // 16 * 16}
 
 
-def test_a_dead_worker_is_replaced_and_a_dead_server_takes_its_engine_along(tmp_path: Path) -> None:
+def test_a_dead_worker_is_replaced_its_trouble_told_and_a_dead_server_takes_its_engine_along(
+    tmp_path: Path,
+) -> None:
     prompt = f"killed {TEXT}"
     with running(tmp_path) as server, server.client() as client:
         client.completions.create(**GREEDY, prompt=prompt)
-        pids = server.pids
-        os.kill(pids["worker"], signal.SIGKILL)
-        wait_until(lambda: server.pids["worker"] not in (None, pids["worker"]), "no new worker")
-        client.completions.create(**GREEDY, prompt="after the worker's death")
-
-        os.kill(pids["server"], signal.SIGKILL)
-        wait_until(lambda: not is_alive(pids["engine"]), "the engine outlives its server")
-        df = server.df()
-        assert df["writer_pid"] is None
-        assert df["disk"]["blocks"] >= len(prompt) // 16
-
-
-def test_a_disk_tier_that_is_off_is_told_with_its_cause_until_it_is_back(tmp_path: Path) -> None:
-    with running(tmp_path) as server, server.client() as client:
         assert server.health().json()["disk"] == {"status": "ok"}
         worker = server.pids["worker"]
         os.kill(worker, signal.SIGSTOP)
@@ -341,13 +352,20 @@ def test_a_disk_tier_that_is_off_is_told_with_its_cause_until_it_is_back(tmp_pat
         assert (health.status_code, health.json()["disk"]["status"]) == (200, "off")
         assert client.completions.create(**GREEDY, prompt="a").choices
         for verb in ("df", "doctor"):
-            told = subprocess.run(
-                [*COMMAND, verb, "--disk-dir", str(server.disk_dir)], capture_output=True, text=True
-            )
+            told = tieredkv(verb, "--disk-dir", str(server.disk_dir))
             assert told.returncode == 1
             assert cause in told.stdout + told.stderr
         index.write_bytes(data)
         wait_until(lambda: server.health().json()["disk"] == {"status": "ok"}, "it stays off")
+        assert server.pids["worker"] not in (None, worker)
+        client.completions.create(**GREEDY, prompt="after the worker's death")
+
+        pids = server.pids
+        os.kill(pids["server"], signal.SIGKILL)
+        wait_until(lambda: not is_alive(pids["engine"]), "the engine outlives its server")
+        df = server.df()
+        assert df["writer_pid"] is None
+        assert df["disk"]["blocks"] >= len(prompt) // 16
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -435,20 +453,9 @@ def test_an_echo_is_scored_token_by_token_whole_and_streamed(client: openai.Open
         assert len(streamed[i]) == len(ids[i]) + 3
 
 
-def test_a_stop_that_loses_what_was_promised_says_how_much_and_why(faulty_disk: FaultyDisk) -> None:
-    prompt = f"promised {TEXT}"
-    with running(faulty_disk.folder) as server, server.client() as client:
-        client.completions.create(**GREEDY, prompt=prompt)
-        faulty_disk.set_faults(only=".seg", fail_writes=errno.EIO)
-        assert server.stop() == 1
-        [told] = [line for line in server.log.splitlines() if "are lost" in line]
-        found = re.search(r"(\d+) blocks that were promised to the disk are lost", told)
-        assert found is not None and int(found[1]) >= len(prompt) // 16
-        assert ".seg`: Input/output error" in told
-        faulty_disk.set_faults()
-
-
-def test_health_names_the_error_while_blocks_cannot_be_stored(faulty_disk: FaultyDisk) -> None:
+def test_blocks_that_cannot_be_stored_are_told_by_health_and_by_a_stop_that_loses_them(
+    faulty_disk: FaultyDisk,
+) -> None:
     flags = ("--disk-write", "write_behind")
     with running(faulty_disk.folder, *flags) as server, server.client() as client:
 
@@ -465,4 +472,13 @@ def test_health_names_the_error_while_blocks_cannot_be_stored(faulty_disk: Fault
         assert "has no space left" in disk_after("another")["cause"]
         faulty_disk.set_faults()
         wait_until(lambda: disk_after(f"{time.monotonic()}") == {"status": "ok"}, "it stays so")
-        assert server.stop() == 0
+
+        faulty_disk.set_faults(only=".seg", fail_writes=errno.EIO)
+        prompt = f"promised {TEXT}"
+        client.completions.create(**GREEDY, prompt=prompt)
+        assert server.stop() == 1
+        [told] = [line for line in server.log.splitlines() if "are lost" in line]
+        found = re.search(r"(\d+) blocks that were promised to the disk are lost", told)
+        assert found is not None and int(found[1]) >= len(prompt) // 16
+        assert ".seg`: Input/output error" in told
+        faulty_disk.set_faults()
