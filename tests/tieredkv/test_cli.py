@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.fakes import FakeClock
-from tests.serving import heed_ctrl_c
+from tests.serving import COMMAND, heed_ctrl_c, tieredkv
 from tests.storage.blocks import digest, make_record, open_store, put
 from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
@@ -38,18 +38,6 @@ from tieredkv.storage.results import short_id
 from tieredkv.units import format_duration
 
 VERBS = ["serve", "generate", "bench ttft", *calls.VERBS, "doctor", "config show"]
-
-
-def tieredkv(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, with pipes."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "tieredkv", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environ},
-        timeout=HANG_S,
-    )
 
 
 def test_without_arguments_it_teaches() -> None:
@@ -248,11 +236,10 @@ def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a stopped store with one chain of 20 blocks."""
     folder = tmp_path_factory.mktemp("cli") / "store"
-    result = tieredkv(
-        *("generate", "tiny-random", "--max-tokens", "2", "--disk-dir", str(folder)),
-        *("--default-retention", "24h", "--host-size", "8MiB", "--device-size", "8MiB", "--json"),
-        stdin="x" * 330,
-    )
+    words = ["generate", "tiny-random", "--max-tokens", "2", "--disk-dir", str(folder), "--json"]
+    words += ["--default-retention", "24h", "--host-size", "8MiB", "--device-size", "8MiB"]
+    command = [*COMMAND, *words]  # in a process of its own, which may write nothing to stderr
+    result = subprocess.run(command, input="x" * 330, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     [output] = json.loads(result.stdout.splitlines()[-1])["outputs"]
