@@ -370,12 +370,12 @@ def test_a_row_becomes_a_paragraph_where_the_table_is_too_wide(
 
 def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     now, path = time.time(), tmp_path / "store"
-    records = [make_record(f"{i}", now=now, size_bytes=1) for i in range(3000)]
+    records = [make_record(f"{i}", now=now, size_bytes=1) for i in range(1200)]
     with open_store(path, Clock(), budget_bytes=64 << 20) as store:
-        for start in range(0, len(records), 50):
-            put(store, *records[start : start + 50])
+        for start in range(0, len(records), 400):
+            put(store, *records[start : start + 400])
     ids = {chain["id"] for chain in ask(path, "ls")["chains"]}  # type: ignore[attr-defined]
-    assert len(ids) == 3000
+    assert len(ids) == 1200
     assert len(ask(path, "ls", "--limit", "2")["chains"]) == 2  # type: ignore[arg-type]
     table = tieredkv("ls", "--disk-dir", str(path)).stdout
     assert all(short_id(chain, 12) in table for chain in ids)
