@@ -27,6 +27,9 @@ from tieredkv.types import Tier, ignore_progress
 Restore = Literal["auto", "load", "compute"]
 RESTORES: tuple[Restore, ...] = ("load", "compute", "auto", "compute", "auto")
 LENGTHS = (2_048, 8_192, 32_768)
+EACH_LENGTH = pytest.mark.parametrize(
+    "length", [LENGTHS[0], pytest.param(LENGTHS[1], marks=pytest.mark.slow), LENGTHS[2]]
+)
 BLOCK_SIZE = 64
 NUM_NEW = 16
 """Tokens of a prompt behind those that the disk has."""
@@ -172,7 +175,7 @@ def make_rig() -> Iterator[MakeRig]:
         yield make
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@EACH_LENGTH
 @pytest.mark.parametrize(
     ("GBps", "limit_GBps"),
     [(0.5, None), (1.0, None), (2.0, None), (3.0, None), (3.0, 0.5), (3.0, 1.0)],
@@ -249,7 +252,7 @@ def test_on_none_of_hundreds_of_machines_is_a_plan_slower_than_computing_or_load
     check_any_machine(make_rig, seed, longest=40_000)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@EACH_LENGTH
 @pytest.mark.parametrize("GBps", [1.0, 2.0, 4.0, 10.0])
 def test_what_host_memory_has_is_computed_in_part_where_pcie_is_slow(
     make_rig: MakeRig, GBps: float, length: int
@@ -293,7 +296,7 @@ def test_a_head_in_host_memory_is_loaded_where_the_disk_has_the_rest(
     assert by_tier[Tier.DEVICE] + by_tier[Tier.HOST] >= 0.75 * head
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@EACH_LENGTH
 def test_pcie_that_becomes_busy_and_free_again_delays_few_requests(
     make_rig: MakeRig, length: int
 ) -> None:
@@ -323,7 +326,9 @@ def test_a_request_that_waits_for_room_begins_no_copies_that_hold_it_up(
 
 
 @pytest.mark.parametrize("length", LENGTHS[1:])
-@pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize(
+    "GBps", [0.5, *(pytest.param(it, marks=pytest.mark.slow) for it in (1.0, 2.0)), 3.0]
+)
 def test_loading_everything_uses_the_whole_disk(
     make_rig: MakeRig, GBps: float, length: int
 ) -> None:
@@ -358,7 +363,7 @@ def test_a_disk_that_slows_down_tenfold_during_a_load_delays_few_requests(
     ) <= MOST_BAD
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@EACH_LENGTH
 @pytest.mark.parametrize("factor", [10.0, 0.1, 0.001])
 def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
@@ -373,7 +378,7 @@ def test_a_read_rate_that_was_learnt_wrong_delays_few_requests(
     assert rate.bytes_per_s == pytest.approx(rig.GBps * 1e9, rel=0.1)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@EACH_LENGTH
 @pytest.mark.parametrize("factor", [10.0, 0.1, 0.01, 0.001])
 def test_a_rate_of_pcie_that_was_learnt_wrong_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
@@ -400,8 +405,10 @@ def test_a_rate_of_pcie_that_is_too_low_is_corrected_if_only_the_disk_has_blocks
     assert rate.bytes_per_s == pytest.approx(rig.core.machine.up_GBps * 1e9, rel=0.1)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("factor", [10.0, 3.0, 1 / 3, 0.1, 0.01])
+@EACH_LENGTH
+@pytest.mark.parametrize(
+    "factor", [10.0, *(pytest.param(it, marks=pytest.mark.slow) for it in (3.0, 1 / 3, 0.1)), 0.01]
+)
 def test_step_times_that_were_learnt_wrong_delay_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:
@@ -418,7 +425,7 @@ def test_step_times_that_were_learnt_wrong_delay_few_requests(
     assert rate.seconds(0, length) == pytest.approx(right_s, rel=0.2)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@EACH_LENGTH
 @pytest.mark.parametrize("factor", [2.0, 3.0, 10.0])
 def test_a_device_that_becomes_slow_and_fast_again_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
