@@ -1,12 +1,41 @@
 """Fixtures that several tests of the server use."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tieredkv.engine.checkpoint import load_tokenizer
+from tieredkv.engine.engine_messages import EngineInfo
+from tieredkv.server import app
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.grammar_checker import GrammarChecker
 
 
 @pytest.fixture(scope="module")
 def tokenization() -> Tokenization:
     """Return the small model's tokenizer, as the server uses it."""
     return Tokenization(load_tokenizer("tiny-random"))
+
+
+class KeptChecker(GrammarChecker):
+    """A checker of grammars that the next server goes on with."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_process_for_grammars() -> Iterator[None]:
+    """Have the servers of all tests share one process for their grammars: it starts for seconds."""
+    kept = dict[Any, KeptChecker]()
+
+    def find(model: str, info: EngineInfo, timeout_s: float) -> KeptChecker:
+        key = model, info.vocab_size, *info.eos_token_ids, timeout_s
+        return kept.setdefault(key, KeptChecker(model, info, timeout_s))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "GrammarChecker", find)
+        yield
+    for checker in kept.values():
+        GrammarChecker.close(checker)
