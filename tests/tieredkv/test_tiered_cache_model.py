@@ -3,6 +3,7 @@
 import time
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -230,11 +231,23 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.rig.check_nothing_is_held()
 
 
-TestTieredCache = TieredCacheMachine.TestCase
-TestTieredCache.settings = settings(
-    max_examples=200,
+LIMITS = settings(
+    max_examples=60,
     print_blob=False,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class TestTieredCache(TieredCacheMachine.TestCase):  # type: ignore[misc,valid-type]
+    """As `make test` tries it."""
+
+    settings = LIMITS
+
+
+@pytest.mark.slow
+class TestTieredCacheForLonger(TieredCacheMachine.TestCase):  # type: ignore[misc,valid-type]
+    """As `make test-full` tries it."""
+
+    settings = settings(LIMITS, max_examples=200)
