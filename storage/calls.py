@@ -122,7 +122,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
 class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     """The blocks that an operator wants to evict: those that match every given criterion.
 
-    If no criterion is given, no block matches.
+    A call without a criterion is refused.
 
     Attributes:
         all: every block.
@@ -178,6 +178,10 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         """Return whether the age and namespace of a block match; the caller looks up the ids."""
         if self.older_than_s is not None and now - last_used < self.older_than_s:
             return False
+        return self.names(namespace)
+
+    def names(self, namespace: bytes) -> bool:
+        """Return whether a namespace matches."""
         return namespace.hex().startswith((self.namespace_prefix or "").lower())
 
 

@@ -17,7 +17,7 @@ from tieredkv.storage.block_table import Blocks, BlockTable, TableReader
 from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.chain_columns import ChainColumns
 from tieredkv.storage.chains import Chains
-from tieredkv.storage.codec import Located, padded_bytes
+from tieredkv.storage.codec import padded_bytes
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.filters import ChainFilter, Order
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
@@ -75,10 +75,10 @@ def listing(columns: ChainColumns, call: Ls, now: float) -> Iterator[list[ChainI
 
 
 class Chosen(NamedTuple):
-    """The blocks that ids name, as they are on disk; those behind others come first.
+    """The blocks that an eviction is about, as they are on disk.
 
     Attributes:
-        following: the named blocks and what follows them.
+        following: with ids, the named blocks and what follows them, those behind others first.
         before: blocks before them that no other chain uses.
         unknown_ids: ids that name no block.
     """
@@ -147,28 +147,31 @@ def named_hashes(txn: IndexTxn, digits: str) -> Iterator[bytes]:
     return (each for each in hashes if each.hex().startswith(digits))
 
 
+def matching(table: BlockTable, which: EvictFilter, now: float) -> Blocks:
+    """Return the blocks that an eviction without ids is about."""
+    is_named = np.array([which.names(kind.namespace) for kind in table.kinds], bool)
+    older_than_s = -np.inf if which.older_than_s is None else which.older_than_s
+    is_old = now - table.blocks["last_used"] >= older_than_s
+    blocks: Blocks = table.blocks[is_old & is_named[table.blocks["kind"]]]
+    return blocks
+
+
 def evicting(
-    store: BlockStore, which: EvictFilter, chosen: Chosen = NOTHING_CHOSEN
+    store: BlockStore, which: EvictFilter, chosen: Chosen
 ) -> Generator[None, None, EvictResult]:
     """Drop and erase what an operator wants gone, in steps; chains that are named, tails first.
 
     Args:
         store: the store.
-        which: which blocks.
-        chosen: what the ids of the filter name.
+        which: which blocks, if they still match.
+        chosen: the same blocks by their hashes.
     """
     now = store.clock.now()
     key_ids = set[bytes]()
-    source: Iterator[Sequence[Located | None]] = iter(())
-    if which.ids:
-        hashes = [*chosen.following, *chosen.before]
-        source = (list(map(store.locate, batch)) for batch in batches(hashes))
-    elif which.all or which.older_than_s is not None or which.namespace_prefix:
-        source = ([each for _, each in entries] for entries in walking(store, IndexTxn.blocks))
     num_evicted = freed_bytes = 0
-    for some in source:
-        records = ((each, each.record) for each in some if each)
-        doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
+    for hashes in batches([*chosen.following, *chosen.before]):
+        records = ((it, it.record) for it in map(store.locate, hashes) if it)
+        doomed = [it for it, each in records if which.matches(each.namespace, each.last_used, now)]
         freed_bytes += sum(located.extent_bytes for located in doomed)
         num_evicted += len(doomed)
         if not which.dry_run:

@@ -265,7 +265,7 @@ class Verbs:
         chosen = inspection.NOTHING_CHOSEN
         if in_ram and not (wanted.dry_run and on_disk):
             # RAM may have a part of a chain without the blocks that its id names.
-            chosen = self._choose(wanted.ids, caller)
+            chosen = self._choose(wanted.ids, caller) if wanted.ids else chosen
             engine = self._evict_from_ram(wanted, chosen, caller)
             unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
         if not on_disk:
@@ -278,7 +278,7 @@ class Verbs:
         self.after_writes(settled.set)
         while not settled.wait(_REPORT_INTERVAL_S):
             caller.report(0, 0)
-        chosen = self._choose(wanted.ids, caller)
+        chosen = self._choose(wanted.ids, caller) if wanted.ids else self._match(wanted, caller)
         result = self._finish(inspection.evicting(self.store, wanted, chosen), caller)
         if "engine" in engine:
             gone = f"{result.evicted_blocks} blocks were evicted from disk"
@@ -308,9 +308,7 @@ class Verbs:
         return {**told, **sums}
 
     def _choose(self, ids: Sequence[str], caller: Caller) -> inspection.Chosen:
-        """Find what ids name, if there are any."""
-        if not ids:
-            return inspection.NOTHING_CHOSEN
+        """Find what ids name."""
         chains = self._chains(caller)
         places, unknown_ids = self._finish(inspection.finding(self.store, chains, ids), caller)
         following, before = (
@@ -318,6 +316,12 @@ class Verbs:
             for blocks in chains.own(places)
         )
         return inspection.Chosen(following, before, tuple(unknown_ids))
+
+    def _match(self, wanted: EvictFilter, caller: Caller) -> inspection.Chosen:
+        """Find the blocks on disk that an eviction without ids is about."""
+        blocks = inspection.matching(self._gather(caller), wanted, self.store.clock.now())
+        hashes = self._finish(inspection.reading_hashes(self.store, blocks), caller)
+        return inspection.Chosen(hashes)
 
     def _chains(self, caller: Caller) -> Chains:
         """See which chains there are."""

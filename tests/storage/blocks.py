@@ -204,7 +204,12 @@ def end_of(steps: Generator[object, None, Answer]) -> Answer:
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
     """Run all steps of an eviction."""
-    return end_of(inspection.evicting(store, which, choose(store, which.ids)))
+    if which.ids:
+        return end_of(inspection.evicting(store, which, choose(store, which.ids)))
+    table = end_of(inspection.gathering(store))
+    blocks = inspection.matching(table, which, store.clock.now())
+    hashes = end_of(inspection.reading_hashes(store, blocks))
+    return end_of(inspection.evicting(store, which, inspection.Chosen(hashes)))
 
 
 def choose(store: BlockStore, ids: Sequence[str]) -> inspection.Chosen:

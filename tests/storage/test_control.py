@@ -36,7 +36,7 @@ from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl, document
 from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import ControlRequest
-from tieredkv.types import TENANT_BYTES
+from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
 
@@ -212,6 +212,15 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
     assert result["evicted_blocks"] == 5 + 2
     assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
+
+
+def test_a_tier_alone_says_which_copies_to_evict(harness: Harness) -> None:
+    fill(harness.folder, 5)
+    control = StoreControl(harness.folder)
+    assert control.evict(EvictFilter(tiers=(Tier.HOST,)))["evicted_blocks"] == 0
+    assert control.evict(EvictFilter(tiers=(Tier.DISK,), dry_run=True))["evicted_blocks"] == 5
+    assert control.evict(EvictFilter(tiers=(Tier.DISK,)))["evicted_blocks"] == 5
+    assert listed(harness.folder) == []
 
 
 def test_an_eviction_that_the_engine_does_not_answer_is_no_success(harness: Harness) -> None:

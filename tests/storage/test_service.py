@@ -362,21 +362,15 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
 def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
     tmp_path: Path, arena: HostArena, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, walk, add = tmp_path / "store", inspection.walking, TableReader.add
+    path, add = tmp_path / "store", TableReader.add
     more = [make_record(f"{i}", now=time.time(), size_bytes=1) for i in range(18)]
     with open_store(path, Clock()) as store:
         put(store, *more)
-
-    def slowly(store: BlockStore, entries: Any, _: int = 1) -> Iterator[Any]:
-        for each in walk(store, entries, 1):
-            time.sleep(0.2)
-            yield each
 
     def add_slowly(reader: TableReader, part: Part) -> None:
         time.sleep(3.0)
         add(reader, part)
 
-    monkeypatch.setattr(inspection, "walking", slowly)
     monkeypatch.setattr(TableReader, "add", add_slowly)
     with serving(path, arena):
         control = StoreControl(path, answer_timeout_s=2.0)
@@ -398,13 +392,13 @@ def test_a_client_that_goes_ends_its_eviction(
 ) -> None:
     path, steps = tmp_path / "store", Counter[str]()
 
-    def endless(*_: object) -> Iterator[list[Any]]:
+    def endless(_: BlockStore) -> Iterator[None]:
         while True:
             steps["taken"] += 1
             time.sleep(0.01)
-            yield []
+            yield
 
-    monkeypatch.setattr(inspection, "walking", endless)
+    monkeypatch.setattr(inspection, "gathering", endless)
     with serving(path, arena) as engine:
         folder_fd = os.open(path, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as sock:
