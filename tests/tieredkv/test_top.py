@@ -1,11 +1,14 @@
 """The pictures of `tieredkv top`: their figures, and how they are drawn."""
 
+import copy
 import fcntl
 import io
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console
@@ -201,6 +204,73 @@ def test_without_a_disk_there_is_none_in_the_picture() -> None:
     assert picture.tiers.keys() == {"device", "host"}
     assert picture.moves.keys() == {"device,host", "host,device"}
     assert picture.lifetimes is None
+
+
+HISTORY = {
+    "model": "m",
+    "kept": {"began_at": NOW, "prompt_tokens": 0, "cached_tokens": {}},
+    "ttft": {},
+    "slowest": [],
+}
+URL_READING = msgspec.structs.replace(reading(1, promoted=0, read=0), history=HISTORY)
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: part for name, part in HISTORY.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("history", "untold", "told"),
+    [
+        (HISTORY, [], "no request in the last ten minutes"),
+        (without("slowest"), ["slowest"], "does not tell: slowest requests."),
+        ({**HISTORY, "slowest": [{"at": 1.0}]}, ["slowest"], "does not tell: slowest requests."),
+        ({}, ["recent", "slowest"], "hit rate and times to first token, slowest requests."),
+        (None, [], "The hit rate, times to first token and the slowest requests need --url."),
+    ],
+)
+def test_what_an_older_server_does_not_tell_is_named(
+    history: dict[str, Any] | None, untold: list[str], told: str
+) -> None:
+    now = msgspec.structs.replace(URL_READING, history=history)
+    picture = picture_of("http://x", reading(0, promoted=0, read=0), now)
+    assert picture.untold == untold
+    assert drawn(picture, 120)[-1].endswith(told)
+    assert any("hit rate -" in line for line in drawn(picture, 60)) == (picture.recent is not None)
+
+
+def test_a_server_that_does_not_know_lifetimes_has_a_picture() -> None:
+    del (df := copy.deepcopy(URL_READING.df))["disk"]["lifetimes"]
+    now = msgspec.structs.replace(URL_READING, df=df)
+    picture = picture_of("http://x", reading(0, promoted=0, read=0), now)
+    assert (picture.lifetimes, picture.untold) == (None, ["lifetimes"])
+    assert any("how long the disk keeps blocks" in line for line in drawn(picture, 120))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({}, "tells nothing of its tiers\nhint: its engine is busy, or this is not the URL"),
+        ({"df": {"device": None, "engine": "no answer"}}, "tells nothing of its tiers"),
+        ({"df": URL_READING.df}, {}),
+        ({"df": URL_READING.df, "history": HISTORY}, HISTORY),
+    ],
+)
+def test_a_url_may_know_less(
+    answers: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        told = answers.get(request.url.path.rpartition("/")[2])
+        return httpx.Response(404) if told is None else httpx.Response(200, json=told)
+
+    client = partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    source = top.ServerSource("http://x", None)
+    if isinstance(expected, str):
+        with pytest.raises(ServerUnreachableError, match=expected):
+            source.read()
+    else:
+        assert source.read().history == expected
 
 
 def test_an_engine_that_tells_nothing_of_its_tiers_is_named(

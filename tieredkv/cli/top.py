@@ -72,20 +72,28 @@ class ServerSource:
         self._http = click.get_current_context().with_resource(http)
 
     def read(self) -> Reading:
+        df = self._ask("POST", "/admin/cache/df")
+        if "counters" not in df:
+            what = f"`{self.name}` tells nothing of its tiers"
+            hint = "its engine is busy, or this is not the URL of a tieredkv server, without /v1"
+            raise ServerUnreachableError(f"{what}\nhint: {hint}")
         return Reading(
-            df=self._ask("POST", "/admin/cache/df"),
+            df=df,
             at=time.time(),
             read_at=time.monotonic(),
             history=self._ask("GET", f"/admin/history?last={RECENT}"),
         )
 
     def _ask(self, method: str, path: str) -> Json:
+        """Return what the server answers; nothing if it does not know the path."""
         try:
             answer = self._http.request(method, path)
             is_busy = answer.status_code == httpx.codes.TOO_MANY_REQUESTS
             if is_busy or answer.is_server_error:
                 what = f"the server at `{self.name}` cannot answer now: {reason_of(answer)}"
                 raise ServerUnreachableError(what)
+            if answer.status_code == httpx.codes.NOT_FOUND:
+                return {}
             if not answer.is_success:
                 raise ConfigError(f"`{self.name}` refuses: {reason_of(answer)}")
             told: Json = msgspec.json.decode(answer.content)

@@ -1,10 +1,11 @@
 """The figures of one picture of `tieredkv top`, from what a server answers at two moments.
 
 This module knows the answers of `df` and of `/admin/history`; it does not know how they are asked
-for or drawn.
+for or drawn. A server of an older version may leave out some of them.
 """
 
-from typing import Any
+import contextlib
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ LEARNT = {
 """The learnt rate of each move that is planned with one."""
 
 Json = dict[str, Any]
+Part = TypeVar("Part")
 
 
 class TierUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
         span_s: the time over which the moves were measured.
         model, recent, slowest: None from a folder, as only a server's URL tells them.
         lifetimes: None without a disk tier.
+        untold: names of those of these fields that the server's version does not tell.
     """
 
     at: float
@@ -91,6 +94,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     lifetimes: Lifetimes | None
     recent: Recent | None
     slowest: list[SlowRequest] | None
+    untold: list[str] = []
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +104,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         at: in seconds since the epoch.
         read_at: the same by `monotonic`.
         df: the answer of the verb.
-        history: of the last minutes; None from a folder.
+        history: of the last minutes; None from a folder, empty from a server without one.
     """
 
     at: float
@@ -113,12 +117,19 @@ def picture_of(source: str, before: Reading, now: Reading) -> Picture:
     """Return the figures of the later one of two readings, and what moved between them."""
     df, history, counters = now.df, now.history, now.df["counters"]
     span_s = now.read_at - before.read_at
-    disk = df["disk"]
+    lifetimes = _told(df["disk"], "lifetimes", Lifetimes)
+    recent = _recent(history) if history else None
+    slowest = _told(history, "slowest", list[SlowRequest])
+    parts = (
+        ("lifetimes", df["disk"], lifetimes),
+        ("recent", history, recent),
+        ("slowest", history, slowest),
+    )
     return Picture(
         at=now.at,
         source=source,
         span_s=span_s,
-        model=history["model"] if history else None,
+        model=history.get("model") if history else None,
         requests_running=counters["requests_running"],
         requests_waiting=counters["requests_waiting"],
         tiers={
@@ -131,10 +142,19 @@ def picture_of(source: str, before: Reading, now: Reading) -> Picture:
             if (use := df[tier])
         },
         moves=_moves(before.df, df, span_s),
-        lifetimes=msgspec.convert(disk["lifetimes"], Lifetimes) if disk else None,
-        recent=_recent(history) if history else None,
-        slowest=msgspec.convert(history["slowest"], list[SlowRequest]) if history else None,
+        lifetimes=lifetimes,
+        recent=recent,
+        slowest=slowest,
+        untold=[name for name, answer, part in parts if answer is not None and part is None],
     )
+
+
+def _told(answer: Json | None, name: str, kind: type[Part]) -> Part | None:
+    """Return a part of an answer; None if it is not there, or has the form of another version."""
+    with contextlib.suppress(msgspec.ValidationError):
+        if answer and name in answer:
+            return msgspec.convert(answer[name], kind)
+    return None
 
 
 def _moves(before: Json, now: Json, span_s: float) -> dict[str, MoveRate]:

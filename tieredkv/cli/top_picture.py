@@ -17,6 +17,12 @@ from tieredkv.units import format_bytes, format_duration
 
 SOURCES = ("cold", *map(str, Tier))
 BAR_COLUMNS = 20
+WORDS = {
+    "lifetimes": "how long the disk keeps blocks",
+    "recent": "hit rate and times to first token",
+    "slowest": "slowest requests",
+}
+"""What the parts of a picture are called that a server may not tell."""
 
 
 def draw(picture: Picture, console: Console, *, note: str = "", height: int | None = None) -> Group:
@@ -42,10 +48,16 @@ def draw(picture: Picture, console: Console, *, note: str = "", height: int | No
     ]
     if (told := picture.lifetimes) is not None:
         parts += [Text(), *_lifetimes(told)]
-    if picture.recent is None or picture.slowest is None:
-        what = "The hit rate, times to first token and the slowest requests need --url."
-        return Group(*parts, Text(), Text(what))
-    parts += [Text(), *_recent_parts(picture.recent, picture.at)]
+    if picture.recent is not None:
+        parts += [Text(), *_recent_parts(picture.recent, picture.at)]
+    if picture.untold:
+        words = ", ".join(WORDS[name] for name in picture.untold)
+        parts += [Text(), Text(f"This server has another version, which does not tell: {words}.")]
+    if picture.slowest is None:
+        if "slowest" not in picture.untold:
+            what = "The hit rate, times to first token and the slowest requests need --url."
+            parts += [Text(), Text(what)]
+        return Group(*parts)
     limit = None
     if height is not None:
         limit = max(1, height - len(console.render_lines(Group(*parts))) - 3)
