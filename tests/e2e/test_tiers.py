@@ -21,6 +21,7 @@ from tieredkv.cache import lookups, rates, room
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
 from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.codec import HEADER_BYTES
 from tieredkv.storage.control import StoreControl
 from tieredkv.types import Tier
 
@@ -150,6 +151,24 @@ def test_two_requests_with_the_same_prefix_on_disk_load_it_once(llm: LLM) -> Non
     outputs = llm.generate([tokens, tokens], GREEDY)
     assert llm.core.tiers.counters.promoted_disk_blocks - before == 31
     assert outputs[0].token_ids == outputs[1].token_ids
+
+
+def test_all_that_the_store_has_read_is_counted_as_moved_to_host_memory(disk_dir: str) -> None:
+    prompts = [prompt(400 + i, 320) for i in range(6)]
+    sizes = {**SIZES, "device_size": "1MiB"}  # for one of them: the others are read ahead
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
+        llm.generate(prompts, GREEDY)
+        assert llm.demote("disk")
+        llm.generate(prompts, GREEDY)
+        counters, block_bytes = llm.core.tiers.counters, llm.core.kv_spec.block_bytes
+        num_bytes = counters.promoted_disk_blocks * (HEADER_BYTES + block_bytes)
+        assert num_bytes >= 6 * 19 * block_bytes
+
+        def disk() -> Any:
+            return llm.tier_stats()["disk"]
+
+        wait_until(lambda: disk()["bytes_read"] >= num_bytes)
+        assert disk()["bytes_read"] == num_bytes
 
 
 def test_batch_composition_never_changes_a_greedy_answer(llm: LLM) -> None:

@@ -451,13 +451,13 @@ def test_a_wall_clock_that_jumps_during_a_load_loses_no_token(
     prompt, counters = rig.prompt(LENGTHS[1]), rig.tiers.counters
     whole = rig.serve(prompt, "load")
     rig.demote()
-    num_loaded = counters.promoted_disk_blocks
+    num_loaded = counters.promoted_host_blocks
 
     def jump() -> None:
         rig.time.wall_time += jump_s
 
     usage = rig.serve(prompt, "load", at_s=whole.ttft_s / 2, event=jump).usage
-    num_loaded = counters.promoted_disk_blocks - num_loaded
+    num_loaded = counters.promoted_host_blocks - num_loaded
     has_expired = jump_s > 24 * 3_600
     assert counters.load_failures.keys() == ({"expired"} if has_expired else set())
     assert usage.cached_tokens_by_tier[Tier.DISK] == num_loaded * BLOCK_SIZE

@@ -107,7 +107,8 @@ def test_blocks_that_were_computed_before_their_bytes_came_are_counted() -> None
     assert rig.tiers.counters.overtaken_blocks == 0
     read_all(rig)
     assert rig.tiers.counters.overtaken_blocks == 3
-    assert rig.tiers.counters.promoted_disk_blocks == 0
+    assert rig.tiers.counters.promoted_disk_blocks == 3
+    assert rig.tiers.counters.promoted_host_blocks == 0
 
 
 def test_blocks_that_nobody_wants_any_more_are_not_overtaken() -> None:

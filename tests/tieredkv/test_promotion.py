@@ -265,9 +265,11 @@ def test_a_read_that_is_copied_to_vram_is_counted_as_used_once() -> None:
     rig.turn(3)
     counters = rig.tiers.counters
     assert (len(rig.store.loaded), counters.used_reads) == (6, 0), "read ahead, and not used yet"
+    assert counters.promoted_disk_blocks == 6
     assert rig.admit(ahead)
     rig.finish(ahead)
     assert counters.used_reads == 6
     rig.run("b", 8)
     rig.run("a", 6)
     assert counters.promoted_host_blocks > 6 and counters.used_reads == 6
+    assert counters.promoted_disk_blocks == len(rig.store.loaded) == 6

@@ -18,6 +18,8 @@ class CacheCounters:
     """Counts since the start, in blocks unless the name says otherwise.
 
     Attributes:
+        promoted_disk_blocks: blocks that were read from disk to host memory, also if they were then
+            not copied to VRAM, or not kept.
         allocation_waits: allocations that had to wait for a copy to end.
         overtaken_blocks: blocks that were read from disk and computed before they arrived.
         used_reads: blocks that were read from disk and then copied to VRAM.

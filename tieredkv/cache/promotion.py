@@ -334,6 +334,7 @@ class Promoter:
         """Use what was read from disk, if the read succeeded, and release its page."""
         tiers, page, block_hash = self._tiers, read.page, BlockHash(read.record.block_hash)
         record, reason = read.found, read.reason
+        tiers.counters.promoted_disk_blocks += record is not None
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by an operator, or expired, during the read
         elif record is not None and record.expires_at <= tiers.clock.now():
@@ -344,9 +345,8 @@ class Promoter:
             tiers.host.fill(page)
             tiers.device.look_again(block_hash)
             block = tiers.device.lookup(block_hash)
-            if self._copy_if_wanted(page, block_hash, Tier.DISK):
-                tiers.counters.promoted_disk_blocks += 1
-            elif block is not None and (block.is_ready or block.is_begun):
+            is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
+            if not is_wanted and block is not None and (block.is_ready or block.is_begun):
                 tiers.counters.overtaken_blocks += 1
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
