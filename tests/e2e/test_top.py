@@ -22,10 +22,10 @@ PROMPT = "These instructions are long enough for some blocks of a prompt cache. 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that was asked the same thing twice."""
+    """A server that was asked the same thing twice, and once in another namespace."""
     with running(tmp_path_factory.mktemp("top"), "--admin-key", KEY) as server:
-        for _ in range(2):
-            body = {"model": "tiny-random", "prompt": PROMPT, "max_tokens": 1}
+        for salt in (None, None, "s"):
+            body = {"model": "tiny-random", "prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
             http.post(f"{server.root}/v1/completions", json=body).raise_for_status()
         yield server
 
@@ -46,13 +46,17 @@ def test_a_url_tells_all_figures(server: Server) -> None:
     assert told["moves"].keys() == {"device,host", "host,device", "host,disk", "disk,host"}
     assert told["moves"]["disk,host"]["learnt_bytes_per_s"] > 0
     assert told["recent"]["ttft"].keys() == {"cold", "device"}
-    slow = {request["source"]: request for request in told["slowest"]}
-    assert (slow["cold"]["cached_tokens"], slow["cold"]["miss_reason"]) == ({}, "never_seen")
-    num_tokens = slow["device"]["prompt_tokens"]
-    cached = slow["device"]["cached_tokens"]["device"]
+    cold, hit, salted = sorted(told["slowest"], key=lambda request: request["at"])
+    assert (cold["source"], cold["cached_tokens"], cold["miss_reason"]) == (
+        "cold",
+        {},
+        "never_seen",
+    )
+    assert salted["miss_reason"] == "other_namespace", "as its receipt says"
+    num_tokens, cached = hit["prompt_tokens"], hit["cached_tokens"]["device"]
     assert 0.8 * num_tokens < cached <= num_tokens
-    assert told["recent"]["hit_rate"] == pytest.approx(cached / (2 * num_tokens))
-    assert slow["cold"]["ttft_s"] >= slow["cold"]["queue_s"] >= 0
+    assert told["recent"]["hit_rate"] == pytest.approx(cached / (3 * num_tokens))
+    assert cold["ttft_s"] >= cold["queue_s"] >= 0
     assert PROMPT[:20] not in done.stdout
 
 

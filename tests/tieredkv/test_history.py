@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import FakeClock
 from tieredkv.engine.engine_messages import RequestUsage
+from tieredkv.server.diagnosis import Diagnosis, Part, Seen
 from tieredkv.server.history import NUM_SAMPLES, SAMPLE_S, History
 from tieredkv.types import Tier
 
@@ -144,6 +145,19 @@ def test_slow_requests_are_told_with_their_receipts() -> None:
         "miss_reason": "never_seen",
     }
     assert (other["prompt_tokens"], other["cached_tokens"]) == (50, {})
+
+
+def test_slow_requests_tell_the_reason_of_their_receipts() -> None:
+    history, _, _ = make()
+    parts: list[Part] = [("input", "a text", "the prompt")]
+    other, seen = (Seen.of(parts, 100, {"namespace": salt}) for salt in "ab")
+    diagnosis, missed = Diagnosis(seen, [other]), usage(100)
+    missed = msgspec.structs.replace(missed, miss_reason="never_seen")
+    history.note_first_token("a", missed, "cold", 2.0, diagnosis)
+    history.note_first_token("a", missed, "cold", 1.0)
+    reasons = [it["miss_reason"] for it in history.document()["slowest"]]
+    assert reasons == [diagnosis.miss(missed)["reason"], "never_seen"]
+    assert reasons[0] == "other_namespace"
 
 
 def test_tenants_whose_keys_were_removed_are_forgotten() -> None:

@@ -429,7 +429,8 @@ class Api:
         # The engine already works on the requests while the digests are made.
         size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
         seen = await self._run(request, gone, size, lambda _stop: asked.seen(isolate_by))
-        shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
+        diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
+        shape.diagnosis = observer.diagnosis = diagnosis
         await generation.has_begun(event_stream.PING_S if asked.stream else None)
         scope["is_answered"] = True
         if asked.stream:

@@ -17,6 +17,7 @@ import msgspec
 from tieredkv.cache.counters import moved_bytes
 from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.histogram import LogHistogram
+from tieredkv.server.diagnosis import NONE, Diagnosis
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.slow_requests import SlowRequest, SlowRequests
 
@@ -77,9 +78,23 @@ class History:
         self.tenants = dict[str, TenantUse]()
 
     def note_first_token(
-        self, tenant: str, usage: RequestUsage, source: str, ttft_s: float
+        self,
+        tenant: str,
+        usage: RequestUsage,
+        source: str,
+        ttft_s: float,
+        diagnosis: Diagnosis = NONE,
     ) -> None:
-        """Count a request whose first token has come."""
+        """Count a request whose first token has come.
+
+        Args:
+            tenant: whose request it is.
+            usage: where its prompt came from.
+            source: the slowest tier that its prefix came from, or `cold`.
+            ttft_s: from its arrival to its first token.
+            diagnosis: how it differs from earlier requests, as far as that is known by now.
+        """
+        now = self._now()
         cached = {str(tier): count for tier, count in usage.cached_tokens_by_tier.items() if count}
         num_cached = sum(cached.values())
         rate = self._prefill_rate(num_cached // 2)
@@ -88,18 +103,19 @@ class History:
             sums.cached_tokens.update(cached)
             sums.saved_s += num_cached / rate if rate else 0.0
         self._present.ttft.setdefault(source, LogHistogram()).add(ttft_s)
-        self._slow.add(
-            SlowRequest(
-                at=self._now(),
-                ttft_s=ttft_s,
-                queue_s=usage.queue_s,
-                source=source,
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=cached,
-                recomputed_tokens=usage.recomputed_tokens,
-                miss_reason=usage.miss_reason,
+        if self._slow.would_keep(now, ttft_s):  # else nothing is compared for it
+            self._slow.add(
+                SlowRequest(
+                    at=now,
+                    ttft_s=ttft_s,
+                    queue_s=usage.queue_s,
+                    source=source,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=cached,
+                    recomputed_tokens=usage.recomputed_tokens,
+                    miss_reason=diagnosis.miss(usage)["reason"],
+                )
             )
-        )
         use = self.tenants.setdefault(tenant, TenantUse())
         use.num_answers += 1
         use.prompt_tokens += usage.prompt_tokens

@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
+from tieredkv.server.diagnosis import NONE
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.history import History
 from tieredkv.server.recorder import Recorder
@@ -100,6 +101,9 @@ class Observer:
 
     Outputs are measured when they arrive from the engine, even if the client reads them later.
 
+    Attributes:
+        diagnosis: how the request differs from earlier ones; nothing until its digests are made.
+
     Args:
         tenant: the tenant of the request.
         metadata: the metadata in the body of the request.
@@ -115,6 +119,7 @@ class Observer:
         arrived_at: float,
         recorder: Recorder | None = None,
     ) -> None:
+        self.diagnosis = NONE
         self._recorder, self._tenant = recorder, tenant
         self._families, self._history = metrics.observed, metrics.history
         self._labels = metrics.labels_of(tenant, metadata)
@@ -136,7 +141,9 @@ class Observer:
         by_tier = usage.cached_tokens_by_tier
         source = next((str(tier) for tier in reversed(Tier) if by_tier[tier]), "cold")
         self._families["tieredkv_ttft_seconds"].labels(source).observe(now - self._arrived_at)
-        self._history.note_first_token(self._tenant, usage, source, now - self._arrived_at)
+        self._history.note_first_token(
+            self._tenant, usage, source, now - self._arrived_at, self.diagnosis
+        )
         self._families["tieredkv_queue_seconds"].observe(usage.queue_s)
         self._count("prefill_seconds", max(0.0, now - self._submitted_at - usage.queue_s))
         self._count("prompt_tokens", usage.prompt_tokens)

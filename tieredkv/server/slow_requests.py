@@ -21,6 +21,7 @@ class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
         ttft_s: from its arrival to its first token.
         source: the slowest tier that its prefix came from, or `cold`.
         cached_tokens: prompt tokens that were not computed, by the tier that had them.
+        miss_reason: as in the receipt, see `Diagnosis.miss`.
     """
 
     at: float
@@ -38,6 +39,11 @@ class SlowRequests:
 
     def __init__(self) -> None:
         self._by_minute: dict[int, list[SlowRequest]] = {}
+
+    def would_keep(self, at: float, ttft_s: float) -> bool:
+        """Return whether such a request is one of the slowest of its minute so far."""
+        kept = self._by_minute.get(int(at // 60), [])
+        return len(kept) < NUM_SLOWEST or ttft_s > kept[-1].ttft_s
 
     def add(self, request: SlowRequest) -> None:
         """Keep a request if it is one of the slowest of its minute."""
