@@ -47,6 +47,14 @@ def test_every_linked_file_is_there() -> None:
             assert (page.parent / link).exists(), (page.name, link)
 
 
+def test_every_picture_is_shown() -> None:
+    docs, shown = ROOT / "docs", set[Path]()
+    for page in docs.glob("*.md"):
+        images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text())
+        shown |= {page.parent / image for image in images}
+    assert shown == {it for it in docs.rglob("*.*") if it.suffix in (".png", ".svg")}
+
+
 def test_the_reference_is_what_help_prints() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     # In a process of its own, since a command keeps the help option of its first context.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import termios
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests import http
-from tests.serving import COMMAND, Done, Server, ask_store, heed_ctrl_c, running, tieredkv
+from tests.serving import COMMAND, PYTHON, Done, Server, ask_store, heed_ctrl_c, running, tieredkv
 from tests.waiting import wait_until
 
+ROOT = Path(__file__).parents[2]
 KEY = "operator"
 PROMPT = "These instructions are long enough for some blocks of a prompt cache. " * 3
 
@@ -73,6 +75,15 @@ def test_a_pipe_gets_one_picture_without_escape_codes(server: Server) -> None:
     assert done.returncode == 0, done.stderr
     assert "slowest requests" in done.stdout and "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 60
+
+
+def test_an_svg_of_a_frame_asks_nothing_of_other_servers(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "top.svg"
+    words = ("--url", server.root, "--admin-key", KEY, "--span", "0.1", "--out", str(out))
+    subprocess.run([PYTHON, "-m", "tests.stress.top_frame", *words], cwd=ROOT, check=True)
+    svg = out.read_text()
+    assert "slowest" in svg and "never_seen" in svg
+    assert "@font-face" not in svg and not re.search(r"(href|src)=|url\((?!#)", svg)
 
 
 @pytest.mark.parametrize(
