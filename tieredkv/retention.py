@@ -115,7 +115,7 @@ class RetentionPolicies:
             claims: names of policies.
             times: as `RetentionPolicy.deadline` takes them.
         """
-        return max(self._policies[name].deadline(*times) for name in claims)
+        return max([self._policies[name].deadline(*times) for name in claims])
 
     def disk_deadline(self, claims: Collection[str], *times: float) -> float | None:
         """Return until when the disk may keep a block; None if no claim allows the disk."""

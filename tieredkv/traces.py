@@ -19,7 +19,7 @@ import gzip
 import itertools
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -108,13 +108,20 @@ class Trace(NamedTuple):
         return max((len(it.chain) for it in self.requests), default=0)
 
 
-def read_trace(path: Path, progress: Progress, *, block_tokens: int | None = None) -> Trace:
+def read_trace(
+    path: Path,
+    progress: Progress,
+    *,
+    block_tokens: int | None = None,
+    retentions: Collection[str] = (),
+) -> Trace:
     """Read a trace, gzipped or not; `-` is stdin.
 
     Args:
         path: of the file.
         progress: called with the number of lines that were read.
         block_tokens: tokens of one id. By default as many as the trace says, else 512.
+        retentions: names that `retention` may have; any, if there are none.
 
     Raises:
         ConfigError: it cannot be read or is no such trace; names the line and the field.
@@ -134,6 +141,8 @@ def read_trace(path: Path, progress: Progress, *, block_tokens: int | None = Non
                 if not requests and block_tokens is None:
                     size = request.block_tokens or size
                 _check(request, size)
+                if retentions and request.retention is not None:
+                    _check_retention(request.retention, retentions)
                 if request.block_tokens is None:
                     _check_order(request, before)
                     before = request.timestamp
@@ -170,6 +179,14 @@ def _check_order(request: Request, before: float) -> None:
     if request.timestamp < before:
         what = f"`timestamp` is {request.timestamp:g}, before the {before:g} of an earlier line"
         raise ValueError(f"{what}; sort the trace by time")
+
+
+def _check_retention(name: str, known: Collection[str]) -> None:
+    """Raise ValueError if there is no such policy."""
+    if name not in known:
+        what = f"`retention` is `{name}`, but the policies are {', '.join(known)}"
+        way_out = "name the server's file in `--config`, or give `--retention` for all requests"
+        raise ValueError(f"{what}; {way_out}")
 
 
 def _check(request: Request, block_tokens: int) -> None:

@@ -4,6 +4,8 @@ import json
 import random
 import signal
 from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,37 @@ WORDS = ("xylophone", "quicksand", "marmalade", "turbulence", "kaleidoscope", "z
 TOKEN_BYTES = 2048  # of tiny-random
 
 
-def converse(url: str, turns: int = 4) -> Counter[str]:
-    """Have each tenant hold two conversations in turns; return the tokens that usage counts."""
+PAUSE_S = 700
+"""Longer than `in_memory` blocks live unused."""
+
+BY_DEFAULT = [(None,) * 4] * 4
+MIXED = [
+    ("24h",) * 4,
+    ("in_memory",) * 4,
+    ("in_memory", "24h", "in_memory", "in_memory"),
+    ("24h", "in_memory", "in_memory", None),
+]
+"""Retention of each conversation's turns."""
+
+
+def converse(url: str, retentions: Sequence[Sequence[str | None]], clock: Path) -> Counter[str]:
+    """Have each tenant hold two conversations in turns; return the tokens that usage counts.
+
+    The clock is turned before the third turn.
+    """
     generator, found = random.Random(5), Counter[str]()
     chats: list[tuple[str, list[dict[str, str]]]] = [
         (key, [{"role": "system", "content": " ".join(generator.choices(WORDS, k=30))}])
         for key in TENANTS * 2
     ]
-    for _ in range(turns):
-        for key, messages in chats:
+    for turn, names in enumerate(zip(*retentions, strict=True)):
+        clock.write_text(str(PAUSE_S if turn > 1 else 0))
+        for (key, messages), name in zip(chats, names, strict=True):
             text = " ".join(generator.choices(WORDS, k=generator.randrange(5, 40)))
             messages.append({"role": "user", "content": text})
             body = {"model": "tiny-random", "messages": messages, "max_tokens": 20}
+            if name is not None:
+                body["prompt_cache_retention"] = name
             headers = {"Authorization": f"Bearer {key}"}
             answer = http.post(f"{url}/chat/completions", json=body, headers=headers).json()
             messages.append(answer["choices"][0]["message"])
@@ -42,15 +63,25 @@ def converse(url: str, turns: int = 4) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [("64MiB", "1MiB", "0"), ("4MiB", "64MiB", "256MiB")], ids=["vram", "all-tiers"]
+    ("sizes", "retentions"),
+    [
+        (("64MiB", "1MiB", "0"), BY_DEFAULT),
+        (("4MiB", "64MiB", "256MiB"), BY_DEFAULT),
+        (("4MiB", "64MiB", "256MiB"), MIXED),
+    ],
+    ids=["vram", "all-tiers", "mixed"],
 )
 def test_a_replay_finds_what_the_server_has_found(
-    sizes: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sizes: tuple[str, str, str],
+    retentions: Sequence[Sequence[str | None]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, (vram, host, disk) = tmp_path / "trace.jsonl", sizes
+    path, clock, (vram, host, disk) = tmp_path / "trace.jsonl", tmp_path / "clock", sizes
+    clock.write_text("0")
     flags = ["--record", str(path), "--device-size", vram, "--host-size", host, *KEYS]
-    with running(tmp_path, *flags, has_disk=disk != "0") as server:
-        found = converse(server.url)
+    with running(tmp_path, *flags, has_disk=disk != "0", clock_offset_file=clock) as server:
+        found = converse(server.url, retentions, clock)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(HANG_S) == 0
         assert f"`{path}` has 16 requests; 0 are not in it" in server.log
@@ -59,6 +90,9 @@ def test_a_replay_finds_what_the_server_has_found(
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["requests"], document["prompt_tokens"]) == (16, found["prompt"])
     by_tier = document["by_tier"]
+    names = (name or "24h" for name in chain(*retentions))
+    assert document["requests_by_retention"] == Counter(names)
+    assert (document["expired_blocks"] > 0) == (retentions is MIXED)
     assert sum(by_tier.values()) == found["device"] + found["host"] + found["disk"]
     assert sum(by_tier.values()) > found["prompt"] // 2
     if vram == "4MiB":  # a server gives requests that take much of VRAM their room in turns

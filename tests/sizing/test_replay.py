@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from tests.sizing.traces import Line, line, random_lines, write
 from tieredkv.cli.main import main
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.sizing.replay import Sizes, replay
 from tieredkv.traces import Trace, read_trace
-from tieredkv.types import ignore_progress
+from tieredkv.types import Tier, ignore_progress
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "traces"
 BLOCK = 512 * 131_072
@@ -82,11 +84,15 @@ def test_any_unlimited_tier_finds_all_that_there_is(
     assert found["prefilled_tokens"] == found["prompt_tokens"] - found["cached_tokens"]
 
 
-def small(lines: list[Any], tmp_path: Path, **sizes: float) -> dict[str, Any]:
+def small(
+    lines: list[Any], tmp_path: Path, *, policies: Sequence[RetentionPolicy] = (), **sizes: float
+) -> dict[str, Any]:
     """Replay a few requests; sizes are in blocks."""
     path = write(tmp_path / "few.jsonl", lines)
-    told = {name: count * BLOCK for name, count in sizes.items()}
-    return replay(read_trace(path, ignore_progress), Sizes(**told), ignore_progress)  # type: ignore[arg-type]
+    told: dict[str, Any] = {name: count * BLOCK for name, count in sizes.items()}
+    return replay(
+        read_trace(path, ignore_progress), Sizes(policies=policies, **told), ignore_progress
+    )
 
 
 def test_no_room_finds_nothing(tmp_path: Path) -> None:
@@ -135,6 +141,96 @@ def test_a_block_counts_its_age_from_when_it_was_computed(tmp_path: Path) -> Non
     found = replay(read_trace(path, ignore_progress), sizes, ignore_progress)
     assert found["cached_tokens"] == 2 * 512  # at 40 and 80 s; at 120 s it is too old
     assert found["expired_blocks"] == 1
+
+
+MINUTE = RetentionPolicy(name="minute", idle_s=60, absolute_s=60, tiers=frozenset(Tier))
+HERE = RetentionPolicy(name="here", idle_s=600, absolute_s=600, tiers=frozenset({Tier.DEVICE}))
+POLICIES = (*DEFAULT_POLICIES, MINUTE, HERE)
+
+
+def named(at_s: float, ids: list[int], retention: str | None) -> Line:
+    """Return a request with a retention policy, or without one."""
+    return line(at_s, ids) | ({"retention": retention} if retention else {})
+
+
+@pytest.mark.parametrize(
+    ("retention", "by_tier"),
+    [
+        ("24h", {"device": 0, "host": 0, "disk": 2 * 512}),
+        (None, {"device": 0, "host": 0, "disk": 2 * 512}),
+        ("in_memory", {"device": 0, "host": 512, "disk": 0}),
+        ("here", {"device": 0, "host": 0, "disk": 0}),
+    ],
+)
+def test_a_block_goes_where_the_policy_of_its_request_lets_it(
+    retention: str | None, by_tier: dict[str, int], tmp_path: Path
+) -> None:
+    lines = [named(at, [at], retention) for at in (1, 2, 3)]
+    lines += [named(4, [1], retention), named(5, [2 if retention != "in_memory" else 3], retention)]
+    found = small(lines, tmp_path, policies=POLICIES, device=1, host=1, disk=5)
+    assert found["by_tier"] == by_tier
+    assert (found["bytes_written"]["disk"] > 0) == (retention in ("24h", None))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lives_s"),
+    [
+        ("minute", "minute", 60),
+        ("in_memory", "in_memory", 610),  # 10 minutes from its last use
+        ("minute", "in_memory", 610),
+        ("in_memory", "24h", 86_400),
+        ("24h", "in_memory", 86_400),
+        (None, "minute", 86_400),
+    ],
+)
+def test_a_block_lives_as_long_as_the_longest_policy_that_asked_for_it(
+    first: str | None, second: str, lives_s: float, tmp_path: Path
+) -> None:
+    for later_s, is_found in (lives_s, True), (lives_s + 0.001, False):
+        lines = [named(0, [1], first), named(10, [1], second), named(later_s, [1], second)]
+        found = small(lines, tmp_path, policies=POLICIES)
+        assert found["cached_tokens"] == 512 * (1 + is_found)
+
+
+def test_a_block_that_a_later_request_lets_onto_the_disk_is_written(tmp_path: Path) -> None:
+    lines = [named(0, [1], "in_memory"), named(1, [1], "24h"), named(2, [2], "in_memory")]
+    found = small(
+        [*lines, named(3, [1], "in_memory")], tmp_path, policies=POLICIES, disk=5, device=1
+    )
+    assert found["by_tier"] == {"device": 512, "host": 0, "disk": 512}
+    assert found["bytes_written"]["disk"] == BLOCK
+    assert found["requests_by_retention"] == {"in_memory": 3, "24h": 1}
+
+
+def test_a_claim_on_the_disk_may_end_before_the_others(tmp_path: Path) -> None:
+    lines = [named(0, [1], "minute"), named(1, [1], "in_memory"), named(90, [2], "24h")]
+    found = small([*lines, named(91, [1], "24h")], tmp_path, policies=POLICIES, device=1, disk=5)
+    assert found["by_tier"] == {"device": 512, "host": 0, "disk": 0}
+    kept = small([*lines, named(91, [1], "24h")], tmp_path, policies=POLICIES, device=2, disk=5)
+    assert kept["by_tier"] == {"device": 2 * 512, "host": 0, "disk": 0}
+
+
+def test_the_command_takes_policies_from_a_file_and_options_replace_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [named(at, [1], "nightly") for at in (0, 50, 100)]
+    path, config = str(write(tmp_path / "trace.jsonl", lines)), tmp_path / "server.toml"
+    config.write_text('[retention.nightly]\nidle = "40s"\nabsolute = "8h"\ntiers = ["device"]\n')
+
+    def cached(*options: str) -> tuple[int, dict[str, int]]:
+        assert main(["replay", path, *options, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return found["cached_tokens"], found["requests_by_retention"]
+
+    assert cached("--config", str(config)) == (0, {"nightly": 3})
+    assert cached("--retention", "24h") == (2 * 512, {})
+    assert cached("--idle", "40s", "--config", str(config)) == (0, {})
+    assert main(["replay", path, "--config", str(config)]) == 0
+    assert "  nightly           3\n" in capsys.readouterr().out
+    assert main(["replay", path]) == 2
+    told = capsys.readouterr().err
+    assert "line 1: `retention` is `nightly`, but the policies are in_memory, 24h, 5m, 1h" in told
+    assert "`--config`" in told
 
 
 def test_an_interrupted_replay_tells_what_it_knows(trace: Trace) -> None:

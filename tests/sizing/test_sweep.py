@@ -8,8 +8,9 @@ import pytest
 
 from tests.sizing.traces import line, random_lines, write
 from tieredkv.cli.main import main
+from tieredkv.retention import DEFAULT_POLICIES
 from tieredkv.sizing.replay import Sizes
-from tieredkv.sizing.sweep import cases, sweep
+from tieredkv.sizing.sweep import RETENTIONS_S, cases, curves, sweep
 from tieredkv.traces import Trace, read_trace
 from tieredkv.types import ignore_progress
 
@@ -44,6 +45,24 @@ def test_parallel_processes_find_the_same(trace: Trace) -> None:
     sizes = Sizes(device=2 * GIB)
     alone = sweep(trace, sizes, ignore_progress)
     assert sweep(trace, sizes, ignore_progress, num_jobs=2) == alone
+
+
+def test_requests_keep_their_policies_where_no_other_retention_is_tried(tmp_path: Path) -> None:
+    lines = [each | {"retention": "in_memory"} for each in random_lines(3)]
+    path = write(tmp_path / "recorded.jsonl", lines)
+    found = sweep(
+        read_trace(path, ignore_progress),
+        Sizes(device=GIB, disk=GIB, policies=DEFAULT_POLICIES),
+        ignore_progress,
+    )
+    for row in found.rows:
+        has_one = row["swept"] == "retention"
+        assert row["requests_by_retention"] == ({} if has_one else {"in_memory": 300})
+        assert (row["disk_rate"] > 0) == has_one
+    of_one = [row["retention_s"] for row in found.rows if row["swept"] == "retention"]
+    assert of_one == [*RETENTIONS_S]
+    _, by_time = curves(found.rows)
+    assert [60 * each["retention_in_minutes"] for each in by_time] == of_one
 
 
 def test_without_limits_more_buys_nothing(trace: Trace) -> None:

@@ -1,5 +1,6 @@
 """A replay finds what the whole `TieredCache` finds for the same requests."""
 
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -7,24 +8,37 @@ import pytest
 
 from tests.sizing.traces import random_lines, write
 from tests.sizing.whole_cache import WholeCache
-from tieredkv.retention import RetentionPolicy
+from tieredkv.retention import RetentionPolicies, RetentionPolicy
 from tieredkv.sizing.tiers import Room, Source, Tiers
 from tieredkv.traces import Trace, read_trace
 from tieredkv.types import BlockHash, Tier, ignore_progress
 
 
-def both(trace: Trace, room: Room, idle_s: float) -> tuple[Counter[Source], Counter[Source]]:
-    """Return how many blocks a replay found in each tier, and how many the whole cache did."""
-    policy = RetentionPolicy(name="any", idle_s=idle_s, absolute_s=1e5, tiers=room.tiers)
+def policy(name: str, room: Room, idle_s: float, *tiers: Tier) -> RetentionPolicy:
+    """Return a policy for those of the tiers that there are."""
+    sizes = {Tier.DEVICE: room.device, Tier.HOST: room.host, Tier.DISK: room.disk}
+    there = frozenset(tier for tier in tiers if sizes[tier])
+    return RetentionPolicy(name=name, idle_s=idle_s, absolute_s=1e5, tiers=there)
+
+
+def both(
+    trace: Trace, room: Room, some: list[RetentionPolicy]
+) -> tuple[Counter[Source], Counter[Source]]:
+    """Return how many blocks a replay found in each tier, and how many the whole cache did.
+
+    Each request has one of the policies, by chance.
+    """
+    generator, policies = random.Random(1), RetentionPolicies(some)
     sizes = {"num_distinct": trace.num_distinct, "most_blocks": trace.most_blocks}
-    tiers = Tiers(room, policy, **sizes, until=trace.span_s)
-    whole = WholeCache(room, policy, enough=sum(sizes.values()))
+    tiers = Tiers(room, policies, **sizes, until=trace.span_s)
+    whole = WholeCache(room, policies, enough=sum(sizes.values()))
     ours, theirs = Counter[Source](), Counter[Source]()
     for request in trace.requests:
         now = request.timestamp / 1e3
         hashes = [BlockHash(each) for each in request.hash_ids]  # type: ignore[arg-type]
-        ours.update(tiers.serve(hashes, now))
-        theirs.update(whole.serve(request.hash_ids, now))
+        claims = frozenset([generator.choice(some).name])
+        ours.update(tiers.serve(hashes, now, claims))
+        theirs.update(whole.serve(request.hash_ids, now, claims))
         tiers.check()
     whole.cache.check()
     return ours, theirs
@@ -53,7 +67,34 @@ def test_as_much_is_found(
 ) -> None:
     lines = random_lines(seed, sessions=40, requests=400)
     trace = read_trace(write(tmp_path / "trace.jsonl", lines), ignore_progress)
-    ours, theirs = both(trace, room, idle_s)
+    ours, theirs = both(trace, room, [policy("any", room, idle_s, *Tier)])
+    check_near(ours, theirs, near)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("room", "near"),
+    [
+        (Room(device=2000, host=1000, disk=1000), 0.0),
+        (Room(device=150, host=120, disk=400, reserve=8, most_owed=20), NEAR),
+    ],
+    ids=["all-that-is-needed", "all-tiers"],
+)
+@pytest.mark.parametrize("idle_s", [(60.0, 1e5), (1e5, 60.0)], ids=["ram-shorter", "disk-shorter"])
+def test_as_much_is_found_where_requests_have_different_policies(
+    room: Room, near: float, seed: int, idle_s: tuple[float, float], tmp_path: Path
+) -> None:
+    lines = random_lines(seed, sessions=40, requests=400)
+    trace = read_trace(write(tmp_path / "trace.jsonl", lines), ignore_progress)
+    some = [
+        policy("in_memory", room, idle_s[0], Tier.DEVICE, Tier.HOST),
+        policy("on_disk", room, idle_s[1], *Tier),
+    ]
+    check_near(*both(trace, room, some), near)
+
+
+def check_near(ours: Counter[Source], theirs: Counter[Source], near: float) -> None:
+    """Check that a replay has found what the whole cache has, but for a share of the blocks."""
     most = near * ours.total()
     assert abs(ours[None] - theirs[None]) <= most, (ours, theirs)
     for tier in Tier:

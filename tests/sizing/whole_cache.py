@@ -21,7 +21,7 @@ from tieredkv.cache.stretches import stretches
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.kernels.copies import BlockCopier
-from tieredkv.retention import RetentionPolicies, RetentionPolicy
+from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life
 from tieredkv.sizing.tiers import Room, Source
 from tieredkv.storage.client import Event, StoreClient
@@ -120,13 +120,13 @@ class _Disk(StoreClient):
 class WholeCache:
     """Serves requests as `tieredkv.sizing.tiers.Tiers` does, with everything that a server has."""
 
-    def __init__(self, room: Room, policy: RetentionPolicy, *, enough: int) -> None:
-        self.clock, self._claims = FakeClock(START), frozenset([policy.name])
+    def __init__(self, room: Room, policies: RetentionPolicies, *, enough: int) -> None:
+        self.clock = FakeClock(START)
         self.disk = _Disk(DiskIndex(room.disk), self.clock) if room.disk else None
         self.tiers = Tiers(
             device=BlockPool(int(min(room.device, enough))),
             host=BlockPool(int(min(room.host, enough))),
-            catalog=Catalog(RetentionPolicies([policy])),
+            catalog=Catalog(policies),
             store=self.disk,
             device_link=_Link(),
             clock=self.clock,
@@ -139,7 +139,7 @@ class WholeCache:
         self.tiers.drain_timeout_s = 2 * (room.most_owed + 0.5) / rate
         self.cache = TieredCache(self.tiers)
 
-    def serve(self, ids: Sequence[int], now: float) -> list[Source]:
+    def serve(self, ids: Sequence[int], now: float, names: frozenset[str]) -> list[Source]:
         """Serve a request; return where each block was."""
         self.clock.moment = START + now
         cache, tiers = self.cache, self.tiers
@@ -149,7 +149,7 @@ class WholeCache:
         if self.disk is not None:
             self.disk.index.sweep(self.clock.moment)
         hashes = [BlockHash(each.to_bytes(32, "little")) for each in ids]
-        claims = [BlockClaim(len(hashes), self._claims)]
+        claims = [BlockClaim(len(hashes), names)]
         prefix = Prefix(BlockHash(bytes(32)), bytes(32), hashes, claims)
         cache.arrive(prefix)
         cache.poll()

@@ -119,6 +119,15 @@ def test_a_bad_line_of_a_recording_is_named(
     assert f"`{path}`, line 2: {told}" in str(error.value)
 
 
+def test_a_retention_that_no_policy_has_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [RECORDED, RECORDED | {"retention": "nightly"}])
+    assert len(read_trace(path, ignore_progress).requests) == 2
+    with pytest.raises(ConfigError) as error:
+        read_trace(path, ignore_progress, retentions=("in_memory", "24h"))
+    told = "line 2: `retention` is `nightly`, but the policies are in_memory, 24h; "
+    assert told in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

@@ -10,7 +10,10 @@ import click
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.bench_options import COMMIT, PLOT, several, with_options
 from tieredkv.cli.output import Answer, answering
+from tieredkv.cli.settings import FILE
+from tieredkv.config import load_settings
 from tieredkv.errors import ConfigError
+from tieredkv.retention import TWENTY_FOUR_HOURS
 from tieredkv.units import parse_bytes, parse_duration
 
 DEFAULT_TOKEN_BYTES = 131_072
@@ -69,15 +72,23 @@ SIZES = (
     click.option(
         "--retention",
         type=DurationOption(),
-        default="24h",
         metavar="TIME",
-        help="How long a block is kept after it was computed.",
+        help="How long a block is kept after it was computed, for all requests. By default as long"
+        " as the `retention` of each request in the trace says, and 24h where it says nothing.",
     ),
     click.option(
         "--idle",
         type=DurationOption(),
         metavar="TIME",
-        help="How long a block is kept after its last use. By default as long as --retention says.",
+        help="How long a block is kept after its last use, for all requests. By default as long as"
+        " --retention says.",
+    ),
+    click.option(
+        "--config",
+        "config_path",
+        type=FILE,
+        help="The server's TOML file, for its [retention.*] policies that the trace names. Its"
+        " other settings are not used.",
     ),
     click.option(
         "--bytes-per-token",
@@ -117,7 +128,9 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
 
     The time is in ms, the lengths are in tokens, and there is one id for each 512 tokens of the
     prompt. Equal ids mean equal tokens, up to the end of that block. A trace that `serve --record`
-    has written may be given, too.
+    has written may be given, too. It has the retention policy of each request, which the replay
+    follows: `in_memory` blocks never go to disk. With --retention or --idle, all requests have
+    these times instead, and all may go to disk.
 
     \b
     Examples:
@@ -130,6 +143,9 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
     How long requests would wait, by the rates of a server:
       tieredkv replay trace.jsonl.gz --vram 40GiB --disk 1TiB \\
         --rates /nvme/kv
+    What a recorded server found, with its own policies of retention:
+      tieredkv replay recorded.jsonl --vram 40GiB --disk 1TiB \\
+        --config server.toml
     For programs:
       zcat trace.jsonl.gz | tieredkv replay - --json
 
@@ -142,7 +158,7 @@ def replay(trace: Path, block_tokens: int | None, rates: Path | None, **options:
     progress = terminal_progress(lambda line: click.echo(line, err=True))
     sizes = _sizes(options)
     known_rates = _read_rates(rates)
-    read = read_trace(trace, progress, block_tokens=block_tokens)
+    read = read_trace(trace, progress, block_tokens=block_tokens, retentions=sizes.retention_names)
     document = replaying.replay(read, sizes, progress, rates=known_rates)
     lines = replaying.described(document)
     return Answer(document, lines=lines, is_problem=document["interrupted"])
@@ -173,9 +189,9 @@ def size(
     """Replay a trace with less and with more of each tier, and with other retentions.
 
     Each tier is tried with 0 to 4 times the size that is given, and without a limit, while all
-    else stays as given; then retentions from a minute to a day are tried. A sentence tells what the
-    next gigabyte of each tier would buy, measured over a tenth of its size, and over 10 GiB at
-    least. `replay --help` describes the trace and what a replay leaves out.
+    else stays as given; then retentions from a minute to a day are tried, each for all requests. A
+    sentence tells what the next gigabyte of each tier would buy, measured over a tenth of its size,
+    and over 10 GiB at least. `replay --help` describes the trace and what a replay leaves out.
 
     \b
     Examples:
@@ -199,7 +215,8 @@ def size(
     plots.check(plot)
     progress = terminal_progress(lambda line: click.echo(line, err=True))
     sizes = _sizes(options)
-    read = read_trace(trace, progress, block_tokens=block_tokens)
+    retentions = sizes.retention_names if orders is None else ()
+    read = read_trace(trace, progress, block_tokens=block_tokens, retentions=retentions)
     if orders is not None:
         if plot is not None:
             raise ConfigError("`--plot` draws tiers and retentions; leave it or `--orders` out")
@@ -242,12 +259,15 @@ def _sizes(options: dict[str, Any]) -> Any:
         token_bytes = find_model(model, dtype="bfloat16", device="cpu").kv_spec(16).token_bytes
     else:
         token_bytes = DEFAULT_TOKEN_BYTES
+    settings = load_settings(config_path=options["config_path"], environ={}).settings
+    retention_s, idle_s = options["retention"], options["idle"]
     return Sizes(
         device=options["vram"],
         host=options["host"],
         disk=options["disk"],
-        retention_s=options["retention"],
-        idle_s=math.inf if options["idle"] is None else options["idle"],
+        retention_s=retention_s or TWENTY_FOUR_HOURS.absolute_s,
+        idle_s=idle_s or math.inf,
+        policies=() if retention_s or idle_s else settings.policies,
         token_bytes=token_bytes,
     )
 

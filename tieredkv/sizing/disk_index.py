@@ -32,7 +32,8 @@ class Life(msgspec.Struct, gc=False):
         block_hash: the block.
         position: index of the block in its prompt.
         computed_at, last_used: as of a `catalog.Entry`.
-        expires_at: when the block becomes unreachable.
+        expires_at: when it becomes unreachable on disk; 0.0 if it may not go there.
+        claims: as of a `catalog.Entry`.
         queued: number of its entry in the index's queues; 0 while it is not on disk.
     """
 
@@ -41,6 +42,7 @@ class Life(msgspec.Struct, gc=False):
     computed_at: float
     last_used: float
     expires_at: float
+    claims: frozenset[str] = frozenset()
     queued: int = 0
 
     @property

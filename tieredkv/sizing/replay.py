@@ -3,8 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.rate_file import SavedRates
 from tieredkv.errors import ConfigError
-from tieredkv.retention import RetentionPolicy
+from tieredkv.retention import RetentionPolicies, RetentionPolicy
 from tieredkv.sizing.estimate import Estimate
 from tieredkv.sizing.tiers import Room, Source, Tiers
 from tieredkv.traces import Request, Trace
@@ -32,6 +32,9 @@ RESERVE_TOKENS = 2 * 8192
 WRITE_BYTES_PER_S = 1e9
 """How fast the disk is taken to write where nobody has measured it."""
 
+UNNAMED = "--retention"
+"""Name of the policy of requests that have none of their own."""
+
 Json = dict[str, Any]
 
 
@@ -41,8 +44,9 @@ class Sizes:
 
     Attributes:
         device, host, disk: the KV budget of each tier.
-        retention_s: how long a block is kept after it was computed.
-        idle_s: how long a block is kept after it was last used.
+        retention_s, idle_s: how long a block is kept after it was computed, and after it was last
+            used, by requests that name none of `policies`.
+        policies: those that requests of a trace may name; none if all requests have one retention.
         token_bytes: bytes of the keys and values of one token.
         drain_timeout_s: as the setting of this name.
     """
@@ -52,6 +56,7 @@ class Sizes:
     disk: float = 0
     retention_s: float = _DAY_S
     idle_s: float = _DAY_S
+    policies: Sequence[RetentionPolicy] = ()
     token_bytes: int = 131_072
     drain_timeout_s: float = 30.0
 
@@ -74,13 +79,28 @@ class Sizes:
             most_owed=int(drained / block_bytes),
         )
 
-    def policy(self, room: Room) -> RetentionPolicy:
-        """Return the retention policy of all requests."""
+    @property
+    def retention_names(self) -> list[str]:
+        """The policies that a trace may name; any, if there are none."""
+        return [policy.name for policy in self.policies]
+
+    def name_of(self, request: Request) -> str:
+        """Return the name of a request's retention policy."""
+        return (self.policies and request.retention) or UNNAMED
+
+    def policies_of(self, requests: Iterable[Request]) -> RetentionPolicies:
+        """Return the retention policies that requests have, as times of a trace need them."""
         forever = 1e12  # a policy has to be finite
-        absolute_s = min(self.retention_s, forever) + TICK_S
-        idle_s = min(min(self.idle_s, forever) + TICK_S, absolute_s)
-        return RetentionPolicy(
-            name="replayed", idle_s=idle_s, absolute_s=absolute_s, tiers=room.tiers
+        absolute_s = min(self.retention_s, forever)
+        idle_s = min(self.idle_s, absolute_s)
+        unnamed = RetentionPolicy(
+            name=UNNAMED, idle_s=idle_s, absolute_s=absolute_s, tiers=frozenset(Tier)
+        )
+        used = set(map(self.name_of, requests))
+        return RetentionPolicies(
+            replace(it, idle_s=it.idle_s + TICK_S, absolute_s=it.absolute_s + TICK_S)
+            for it in (unnamed, *self.policies)
+            if it.name in used
         )
 
     def described(self) -> Json:
@@ -118,7 +138,7 @@ def replay(
     estimate = None
     if rates is not None:
         estimate = Estimate(rates, block_tokens=trace.block_tokens, block_bytes=block_bytes)
-    run = _Run(trace, room, sizes.policy(room), estimate)
+    run = _Run(trace, sizes, room, estimate)
     is_interrupted = False
     try:
         run.serve_all(progress)
@@ -133,19 +153,19 @@ def replay(
 class _Run:
     """One replay, and what it has counted."""
 
-    def __init__(
-        self, trace: Trace, room: Room, policy: RetentionPolicy, estimate: Estimate | None
-    ) -> None:
-        self._trace, self._estimate = trace, estimate
+    def __init__(self, trace: Trace, sizes: Sizes, room: Room, estimate: Estimate | None) -> None:
+        self._trace, self._name_of, self._estimate = trace, sizes.name_of, estimate
+        policies = sizes.policies_of(trace.requests)
+        self._claims = {name: frozenset([name]) for name in policies.names}
         self._began_at = trace.requests[0].timestamp
         self.tiers = Tiers(
             room,
-            policy,
+            policies,
             num_distinct=trace.num_distinct,
             most_blocks=trace.most_blocks,
             until=trace.span_s,
         )
-        self.found = Counter[Source]()
+        self.found, self.num_of = Counter[Source](), Counter[str]()
         self.num_requests = self.num_blocks = self.prompt_tokens = self.contiguous_tokens = 0
         self.span_s = self.wall_s = self.cpu_s = 0.0
 
@@ -159,7 +179,9 @@ class _Run:
                     progress("replaying", number, total)
                 now = (request.timestamp - self._began_at) / 1e3
                 hashes = cast(Sequence[BlockHash], request.chain)  # opaque keys
-                self._count(self.tiers.serve(hashes, now), request, now)
+                name = self._name_of(request)
+                self.num_of[name] += 1
+                self._count(self.tiers.serve(hashes, now, self._claims[name]), request, now)
         finally:
             self.wall_s = time.perf_counter() - began_at
             self.cpu_s = time.process_time() - cpu_began_at
@@ -195,6 +217,9 @@ class _Run:
         days = self.span_s / _DAY_S
         document: Json = {
             "requests": self.num_requests,
+            "requests_by_retention": {
+                name: count for name, count in self.num_of.items() if name != UNNAMED
+            },
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": cached,
             "hit_rate": round(cached / max(self.prompt_tokens, 1), 6),
@@ -249,6 +274,8 @@ def described(document: Json) -> list[str]:
         )
 
     lines = [f"requests            {document['requests']:,}"]
+    for name, count in document["requests_by_retention"].items():
+        lines.append(f"  {name:<18}{count:,}")
     lines += [f"prompt tokens       {document['prompt_tokens']:,}"]
     lines += [f"cached              {tokens(document['cached_tokens'])}"]
     for tier, count in document["by_tier"].items():

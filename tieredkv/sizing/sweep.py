@@ -78,15 +78,17 @@ def cases(sizes: Sizes) -> list[Case]:
             more = size + max(STEP * size, LEAST_STEP_BYTES)
             made.append(Case(option, other(field, more), is_step=True))
     for seconds in RETENTIONS_S:
-        if seconds != sizes.retention_s:
+        if sizes.policies or seconds != sizes.retention_s:
             idle_s = min(sizes.idle_s, seconds)
-            kept = dataclasses.replace(sizes, retention_s=seconds, idle_s=idle_s)
+            kept = dataclasses.replace(sizes, retention_s=seconds, idle_s=idle_s, policies=())
             made.append(Case("retention", kept))
     return made
 
 
 def sweep(trace: Trace, sizes: Sizes, progress: Progress, *, num_jobs: int = 1) -> Sweep:
     """Replay all cases; if that is interrupted, the rows are those of the cases that have ended."""
+    if all(request.retention is None for request in trace.requests):
+        sizes = dataclasses.replace(sizes, policies=())
     made = cases(sizes)
     found: dict[int, Json] = {}
     is_interrupted = False
@@ -158,6 +160,7 @@ def _row(case: Case, document: Json) -> Json:
         "age_at_eviction_p50_s": document["age_at_eviction_s"]["p50"],
         **{f"{option}_bytes": document[f"{option}_bytes"] for option in TIERS},
         "retention_s": document["retention_s"],
+        "requests_by_retention": document["requests_by_retention"],
     }
 
 
@@ -247,7 +250,8 @@ def curves(rows: Sequence[Json]) -> tuple[list[Json], list[Json]]:
             if size:  # the axis is logarithmic
                 name = f"{NAMES[option]} (1 is {format_bytes(int(unit))})"
                 by_size.append({"tier": name, "times_its_size": size / unit, **percent})
-        if row["swept"] in ("given", "retention") and row["retention_s"]:
+        has_one = row["retention_s"] and not row["requests_by_retention"]
+        if row["swept"] in ("given", "retention") and has_one:
             minutes = round(row["retention_s"] / 60, 2)
             by_time.append({"tier": "all tiers", "retention_in_minutes": minutes, **percent})
     by_size.sort(key=lambda each: each["times_its_size"])

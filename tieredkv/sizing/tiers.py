@@ -13,16 +13,18 @@ arrive. Here they have arrived at once:
 `tests/sizing/test_whole_cache.py` compares this with the whole `TieredCache` on the same requests.
 """
 
+import heapq
+import itertools
 import math
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.errors import IntegrityError
-from tieredkv.retention import RetentionPolicy
+from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life
 from tieredkv.types import BlockHash, Tier
 
@@ -47,16 +49,6 @@ class Room:
     disk: float = 0.0
     reserve: int = 0
     most_owed: int = 0
-
-    @property
-    def tiers(self) -> frozenset[Tier]:
-        """The tiers that blocks may be in."""
-        tiers = {Tier.DEVICE}
-        if self.host or self.disk:
-            tiers.add(Tier.HOST)
-        if self.disk:
-            tiers.add(Tier.DISK)
-        return frozenset(tiers)
 
 
 Source = Tier | None
@@ -83,7 +75,7 @@ class Tiers:
     def __init__(
         self,
         room: Room,
-        policy: RetentionPolicy,
+        policies: RetentionPolicies,
         *,
         num_distinct: int,
         most_blocks: int,
@@ -93,13 +85,13 @@ class Tiers:
 
         Args:
             room: how many blocks they hold.
-            policy: how long they keep blocks.
+            policies: those that requests claim, and no others.
             num_distinct: how many different blocks there are at most.
             most_blocks: blocks of the longest prompt. It is computed in room beside that of VRAM if
                 VRAM is smaller.
             until: time of the last request.
         """
-        self._policy, self._lives = policy, dict[BlockHash, Life]()
+        self._policies, self._lives = policies, dict[BlockHash, Life]()
         self.moved, self.written = Counter[str](), Counter[Tier]()
         self.ages: dict[Source, array[float]] = {each: array("d") for each in (*Tier, None)}
         self.num_stored = 0
@@ -118,10 +110,11 @@ class Tiers:
         self._off_disk = list[Life]()  # evicted from disk by this request
         self.index = DiskIndex(room.disk, self._off_disk.append) if room.disk > 0 else None
         self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
-        # What may expire: blocks by the time at which they do if they are not used again, and at
-        # which they do in any case.
-        self._unused, self._old = deque[tuple[float, Hashes]](), deque[tuple[float, Hashes]]()
-        self._has_expiry = min(policy.idle_s, policy.absolute_s) <= until
+        shortest_s = min(policies.deadline([name], 0.0, 0.0) for name in policies.names)
+        self._has_expiry = shortest_s <= until
+        # A heap of deadlines, each with blocks that have it unless they were used again.
+        self._due: list[tuple[float, int, Hashes]] = []
+        self._numbers = itertools.count()
         self._next_sweep = 0.0
 
     @staticmethod
@@ -131,8 +124,13 @@ class Tiers:
             return 0
         return min(room.reserve, kept // 4, int(room.host) // 2)
 
-    def serve(self, hashes: Hashes, now: float) -> list[Source]:
+    def serve(self, hashes: Hashes, now: float, claims: frozenset[str]) -> list[Source]:
         """Serve a request: find its blocks, and compute and keep the others.
+
+        Args:
+            hashes: of its blocks.
+            now: when it comes.
+            claims: names of its retention policies.
 
         Returns:
             Where each block was.
@@ -148,10 +146,10 @@ class Tiers:
         missing = [i for i, block in enumerate(table) if block is None]
         if missing:
             device.acquire([block for block in table if block is not None])
-            self._fill(hashes, table, missing, sources)
+            self._fill(hashes, table, missing, sources, claims)
         else:
             device.acquire(cast(list[Block], table))
-        self._note_use(hashes)
+        self._note_use(hashes, claims)
         if self.host is not None and self.host.num_cached:
             self.host.touch(hashes)
         device.release(cast(list[Block], table)[::-1])
@@ -165,17 +163,22 @@ class Tiers:
         return sources
 
     def _fill(
-        self, hashes: Hashes, table: list[Block | None], missing: list[int], sources: list[Source]
+        self,
+        hashes: Hashes,
+        table: list[Block | None],
+        missing: list[int],
+        sources: list[Source],
+        claims: frozenset[str],
     ) -> None:
         """Put the blocks that VRAM lacks into it: from the fastest tier that has them, or computed.
 
         Pages are held until their blocks are in VRAM, and make room for what VRAM evicts then.
         """
-        now, device, host, index, lives = self._now, self.device, self.host, self.index, self._lives
+        now, device, host, lives = self._now, self.device, self.host, self._lives
         pages = list[Block]()
         num_from = {Tier.DISK: 0, None: 0}
-        computed = list[BlockHash]()
-        deadline = self._policy.deadline(now, now) if self._has_expiry else math.inf
+        expires_at = self._disk_deadline(claims, now)
+        is_owed = expires_at > now
         wanted = [hashes[i] for i in missing]
         known = host.find(wanted) if host is not None else [None] * len(wanted)
         for i, block_hash, page in zip(missing, wanted, known, strict=True):
@@ -187,9 +190,8 @@ class Tiers:
                 num_from[Tier.DISK] += 1
             else:
                 sources[i] = None
-                lives[block_hash] = life = Life(block_hash, i, now, now, deadline)
-                computed.append(block_hash)
-                if index is not None:
+                lives[block_hash] = life = Life(block_hash, i, now, now, expires_at, claims)
+                if is_owed:
                     self._owed[block_hash] = life
         if host is not None:
             host.acquire(pages)
@@ -206,24 +208,44 @@ class Tiers:
         self.moved["disk_host"] += num_read
         self.written[Tier.DEVICE] += len(missing)
         self.written[Tier.HOST] += num_read
-        if self._has_expiry and computed:
-            self._old.append((now + self._policy.absolute_s, computed))
 
-    def _note_use(self, hashes: Hashes) -> None:
-        """Note that blocks were used now, so that they stay for longer."""
-        now, lives, deadline = self._now, self._lives, self._policy.deadline
+    def _disk_deadline(self, claims: frozenset[str], computed_at: float) -> float:
+        """Return until when the disk may keep blocks that are used now; 0.0 if it may not."""
+        if self.index is None or Tier.DISK not in self._policies.tiers(claims):
+            return 0.0
         if not self._has_expiry:
-            for life in map(lives.__getitem__, hashes):
-                life.last_used = now
-            return
-        computed_at, until = -1.0, 0.0
-        for life in map(lives.__getitem__, hashes):
+            return math.inf
+        return self._policies.disk_deadline(claims, computed_at, self._now) or 0.0
+
+    def _note_use(self, hashes: Hashes, claims: frozenset[str]) -> None:
+        """Note that blocks were used now, by a request with these claims."""
+        now, lives = self._now, list(map(self._lives.__getitem__, hashes))
+        has_claimed = False
+        for life in lives:
             life.last_used = now
-            if life.computed_at != computed_at:  # blocks that came together live equally long
-                computed_at = life.computed_at
-                until = deadline(computed_at, now)
-            life.expires_at = until
-        self._unused.append((now + self._policy.idle_s, hashes))
+            if life.claims is not claims and not claims <= life.claims:
+                life.claims |= claims
+                has_claimed = True
+        if self._has_expiry or has_claimed:
+            self._extend(hashes, lives)
+
+    def _extend(self, hashes: Hashes, lives: Sequence[Life]) -> None:
+        """Give blocks that are used now their deadlines; the disk may be owed them from now on.
+
+        Blocks that came together live equally long, and are queued together to expire.
+        """
+        now, first, computed_at, expires_at = self._now, 0, -1.0, 0.0
+        claims: frozenset[str] | None = None
+        for index, life in enumerate(lives):
+            is_same = life.claims is claims or life.claims == claims  # the first is faster
+            if not is_same or life.computed_at != computed_at:
+                self._queue(claims, computed_at, hashes[first:index])
+                first, claims, computed_at = index, life.claims, life.computed_at
+                expires_at = self._disk_deadline(claims, computed_at)
+            if life.expires_at <= now < expires_at and not life.queued:
+                self._owed[life.block_hash] = life
+            life.expires_at = expires_at
+        self._queue(claims, computed_at, hashes[first:])
 
     # Down
 
@@ -234,21 +256,24 @@ class Tiers:
             return
         self._off_device.clear()
         host, lives, now = self.host, self._lives, self._now
-        self.ages[Tier.DEVICE].extend([now - lives[each].computed_at for each in evicted])
+        some, tiers_of = list(map(lives.__getitem__, evicted)), self._policies.tiers
+        self.ages[Tier.DEVICE].extend([now - life.computed_at for life in some])
         if host is None:
-            for block_hash in evicted:
-                self._leave_ram(lives[block_hash])
+            for life in some:
+                self._leave_ram(life)
             return
         absent = list[BlockHash]()
-        for block_hash, page in zip(evicted, host.find(evicted), strict=True):
-            if page is None:
-                absent.append(block_hash)
+        for life, page in zip(some, host.find(evicted), strict=True):
+            if page is not None:
+                host.end_duplicate(life.block_hash)
+            elif Tier.HOST in tiers_of(life.claims):
+                absent.append(life.block_hash)
             else:
-                host.end_duplicate(block_hash)
+                self._leave_ram(life)
         for first in range(0, len(absent), host.num_blocks):
-            some = absent[first : first + host.num_blocks]
-            num_copied = self._copy_down(some)
-            for block_hash in some[num_copied:]:
+            fitting = absent[first : first + host.num_blocks]
+            num_copied = self._copy_down(fitting)
+            for block_hash in fitting[num_copied:]:
                 self._leave_ram(lives[block_hash])
 
     def _leave_host(self) -> None:
@@ -266,7 +291,8 @@ class Tiers:
         if not life.queued:
             if self.index is not None:
                 self._owed.pop(life.block_hash, None)
-                self.num_stored += self.index.store(life, self._now)
+                if life.expires_at > self._now:
+                    self.num_stored += self.index.store(life, self._now)
             if not life.queued:
                 self._forget(life)
 
@@ -277,11 +303,12 @@ class Tiers:
         """
         owed, index, now = self._owed, self.index, self._now
         assert index is not None
-        some = [owed.popitem(last=False) for _ in range(len(owed) - self._most_owed)]
+        oldest = [owed.popitem(last=False)[1] for _ in range(len(owed) - self._most_owed)]
+        some = [life for life in oldest if life.expires_at > now]
         num_copied = 0
         if self.host is not None:
-            num_copied = len(self.host.missing(block_hash for block_hash, _ in some))
-        for _, life in some:
+            num_copied = len(self.host.missing(life.block_hash for life in some))
+        for life in some:
             if not life.queued:
                 self.num_stored += index.store(life, now)
         self.moved["device_host"] += num_copied
@@ -327,19 +354,29 @@ class Tiers:
 
     # Expiry
 
+    def _queue(self, claims: frozenset[str] | None, computed_at: float, hashes: Hashes) -> None:
+        """Queue blocks that are used now to expire."""
+        if self._has_expiry and claims is not None:
+            deadline = self._policies.deadline(claims, computed_at, self._now)
+            heapq.heappush(self._due, (deadline, next(self._numbers), hashes))
+
     def _expire(self) -> None:
         """Drop what has expired from VRAM and host memory, and now and then from the disk."""
-        now, lives = self._now, self._lives
-        for queue in self._unused, self._old:
-            while queue and queue[0][0] <= now:
-                for block_hash in queue.popleft()[1]:
-                    life = lives.get(block_hash)
-                    if life is not None and life.expires_at <= now:
-                        self._drop(life)
+        now, lives, due = self._now, self._lives, self._due
+        while due and due[0][0] <= now:
+            known, deadline = None, 0.0
+            for life in map(lives.get, heapq.heappop(due)[2]):
+                if life is None or life.expires_at > now:
+                    continue
+                if (times := (life.claims, life.computed_at, life.last_used)) != known:
+                    known, deadline = times, self._policies.deadline(*times)
+                if deadline <= now:  # else it is queued again
+                    self._drop(life)
         if self.index is not None and now >= self._next_sweep:
             self._next_sweep = now + SWEEP_S
             for life in self.index.sweep(now):
-                self._drop(life)
+                if not self._is_in_ram(life.block_hash):  # else its claims keep it there
+                    self._drop(life)
 
     def _drop(self, life: Life) -> None:
         """Make an expired block unreachable; a sweep takes it off the disk."""
