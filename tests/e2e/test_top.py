@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests import http
-from tests.serving import COMMAND, PYTHON, Done, Server, ask_store, heed_ctrl_c, running, tieredkv
+from tests.serving import COMMAND, Done, Server, ask_store, heed_ctrl_c, running, tieredkv
+from tests.stress import top_frame
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 KEY = "operator"
 PROMPT = "These instructions are long enough for some blocks of a prompt cache. " * 3
 
@@ -80,7 +81,8 @@ def test_a_pipe_gets_one_picture_without_escape_codes(server: Server) -> None:
 def test_an_svg_of_a_frame_asks_nothing_of_other_servers(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "top.svg"
     words = ("--url", server.root, "--admin-key", KEY, "--span", "0.1", "--out", str(out))
-    subprocess.run([PYTHON, "-m", "tests.stress.top_frame", *words], cwd=ROOT, check=True)
+    done = CliRunner().invoke(top_frame.main, words)
+    assert done.exit_code == 0, done.output
     svg = out.read_text()
     assert "slowest" in svg and "never_seen" in svg
     assert "@font-face" not in svg and not re.search(r"(href|src)=|url\((?!#)", svg)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 import msgspec
 import pytest
@@ -265,12 +266,13 @@ def test_a_url_may_know_less(
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", client)
-    source = top.ServerSource("http://x", None)
-    if isinstance(expected, str):
-        with pytest.raises(ServerUnreachableError, match=expected):
-            source.read()
-    else:
-        assert source.read().history == expected
+    with click.Context(top.top):
+        source = top.ServerSource("http://x", None)
+        if isinstance(expected, str):
+            with pytest.raises(ServerUnreachableError, match=expected):
+                source.read()
+        else:
+            assert source.read().history == expected
 
 
 def test_an_engine_that_tells_nothing_of_its_tiers_is_named(
