@@ -22,7 +22,7 @@ from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutp
 from tieredkv.engine.grammars import Compiled, Compiler, Grammars, Matcher
 from tieredkv.engine.kv_digests import KVDigests
 from tieredkv.engine.model_runner import StepOutput
-from tieredkv.engine.parts import Build, build_parts
+from tieredkv.engine.parts import Build, build_parts, known_model
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt import pack_prompt
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -117,7 +117,8 @@ class EngineCore:
                 self.tiers, self.scheduler, self._timer, self._max_model_len
             )
             prompts = PromptInspections(self.cache, self._prefixes)
-            self.verbs = Verbs(self.cache, self.tier_stats, prompts, settings.hash_algo)
+            known = known_model(settings, parts.model, parts.spec)
+            self.verbs = Verbs(self.cache, self.tier_stats, prompts, known)
             self.verbs.give_shares(settings.tenant_shares)
             self._grammars = Grammars(self._make_compiler, self.wake)
             stack.callback(self._grammars.close)
@@ -247,6 +248,8 @@ class EngineCore:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
+        if self.verbs.lists.has_more:
+            return
         if self._spare_s > 0:
             # What the disk has done wakes the thread; only copies do not.
             cache, has_copies = self.cache, self.tiers.device_link.has_pending

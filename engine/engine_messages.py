@@ -226,10 +226,11 @@ class Operate(msgspec.Struct, frozen=True, array_like=True, tag="operate"):
 
 
 class Operated(msgspec.Struct, frozen=True, array_like=True, tag="operated"):
-    """The result of an `Operate`, as `Verbs.answer` returns it."""
+    """The result of an `Operate`, or a part of it that others follow; see `Verbs.operate`."""
 
     id: int
     body: dict[str, Any]
+    has_more: bool = False
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

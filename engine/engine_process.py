@@ -152,7 +152,10 @@ class EngineProcess:
                 core.verbs.give_shares(of_tenants)
             case messages.Operate(id, call):
                 core.verbs.operate(
-                    call, lambda body: self._channel.send(messages.Operated(id, body))
+                    call,
+                    lambda body, has_more: self._channel.send(
+                        messages.Operated(id, body, has_more)
+                    ),
                 )
             case messages.Tokenized():
                 core.verbs.prompts.go_on(message)

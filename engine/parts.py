@@ -149,14 +149,7 @@ def build_parts(
     rate_file = None
     if settings.disk_dir is not None:
         rate_file = open_rate_file(settings.disk_dir, tiers, model)
-        known = KnownModel(
-            name=settings.served_model_name or model.name,
-            fingerprint=model.fingerprint.hex(),
-            dtype=spec.dtype,
-            block_size=spec.block_size,
-            hash_algo=settings.hash_algo,
-        )
-        note_model(settings.disk_dir, known)
+        note_model(settings.disk_dir, known_model(settings, model, spec))
     if rate_file is not None:
         stack.callback(rate_file.close)
     return Parts(
@@ -170,6 +163,17 @@ def build_parts(
         tiers=tiers,
         scheduler=scheduler,
         rate_file=rate_file,
+    )
+
+
+def known_model(settings: Settings, model: LoadedModel, spec: KVSpec) -> KnownModel:
+    """Return what lists of chains need to know of the model that runs."""
+    return KnownModel(
+        name=settings.served_model_name or model.name,
+        fingerprint=model.fingerprint.hex(),
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        hash_algo=settings.hash_algo,
     )
 
 

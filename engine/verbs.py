@@ -13,14 +13,15 @@ from msgspec.structs import replace
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.prompt_inspections import PromptInspections, Tell
+from tieredkv.engine.block_lists import BlockLists, TellPart
+from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.storage.chain_blocks import in_order
-from tieredkv.storage.chains import start_of
+from tieredkv.storage.known_models import KnownModel
 from tieredkv.storage.results import BlockInfo, named_blocks
-from tieredkv.types import BlockHash, HashAlgo, Tier
+from tieredkv.types import BlockHash, Tier
 
 EVERYTHING = EvictFilter(all=True)
 
@@ -30,6 +31,7 @@ class Verbs:
 
     Attributes:
         prompts: reports on prompts.
+        lists: tells of all blocks.
         on_evict: called with each filter of blocks that the store's worker has passed on.
     """
 
@@ -38,16 +40,16 @@ class Verbs:
         cache: TieredCache,
         tier_stats: TierStats,
         prompts: PromptInspections,
-        hash_algo: HashAlgo,
+        model: KnownModel,
     ) -> None:
-        self.prompts = prompts
+        self.prompts, self.lists = prompts, BlockLists(cache.tiers)
         self._cache, self._tiers, self._tier_stats = cache, cache.tiers, tier_stats
-        self._hash_algo = hash_algo
+        self._model = model
         self.on_evict: Callable[[EvictFilter], None] = lambda _: None
 
     def give_shares(self, shares: Mapping[str, float]) -> None:
         """Replace the tenants' shares of every tier."""
-        algo = self._hash_algo
+        algo = self._model.hash_algo
         self._tiers.give_shares({tenant_digest(t, algo=algo): it for t, it in shares.items()})
 
     def evict(
@@ -92,12 +94,19 @@ class Verbs:
 
         return is_wanted
 
-    def operate(self, call: Call, tell: Tell) -> None:
-        """Carry out a verb where there is no disk tier; `tell` is called with its answer."""
-        if isinstance(call, Inspect) and call.prompt is not None:
-            self.prompts.begin(call, {}, tell)
+    def operate(self, call: Call, tell: TellPart) -> None:
+        """Carry out a verb where there is no disk tier; `tell` is called with its answer.
+
+        That of `Ls` begins with the time and the model, which the parts of the list follow.
+        """
+        if isinstance(call, Ls):
+            now = self._tiers.clock.now()
+            tell({"now": now, "model": msgspec.to_builtins(self._model)}, True)
+            self.lists.begin(tell)
+        elif isinstance(call, Inspect) and call.prompt is not None:
+            self.prompts.begin(call, {}, lambda body: tell(body, False))
         else:
-            tell(self._answer_alone(call))
+            tell(self._answer_alone(call), False)
 
     def _answer_alone(self, call: Call) -> dict[str, Any]:
         answer = self.answer(call)
@@ -119,16 +128,13 @@ class Verbs:
         """Carry out the part of a verb that concerns VRAM and host memory; return its answer.
 
         Args:
-            call: the verb; one that needs the disk is the worker's alone.
+            call: the verb, but for a list; one that needs the disk is the worker's alone.
             following: further blocks that the call names, since the disk has them.
             before: see `evict`.
         """
         match call:
             case Df():
                 return self._tier_stats.read()
-            case Ls():
-                pools = self._tiers.pools
-                return {tier: b"".join(map(start_of, pool.hashes)) for tier, pool in pools.items()}
             case Inspect():
                 return {"blocks": msgspec.to_builtins(self._inspect(call, following))}
             case EvictFilter():
@@ -200,11 +206,14 @@ class Verbs:
         return {**sums, "unknown_ids": unknown_ids}
 
     def answer_control(self) -> None:
-        """Answer the requests that the store's worker has passed on."""
+        """Answer the requests that the store's worker has passed on, and go on with lists."""
         while self._cache.control_requests:
             event = self._cache.control_requests.popleft()
             assert self._tiers.store is not None
             tell = partial(self._tiers.store.reply_control, event.id)
+            if isinstance(event.call, Ls):
+                self.lists.begin(tell)
+                continue
             if isinstance(event.call, Inspect) and event.call.prompt is not None:
                 roots = {BlockHash(root): namespace for root, namespace in event.roots.items()}
                 self.prompts.begin(event.call, roots, tell)
@@ -216,3 +225,4 @@ class Verbs:
                 if event.call == EVERYTHING:
                     self._tiers.catalog.note_empty_disk()
             tell(answer)
+        self.lists.go_on()

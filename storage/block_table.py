@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 from tieredkv.errors import CorruptIndexError
 from tieredkv.storage.codec import RECORD_AT, Extent, Located
 from tieredkv.storage.index_pages import Part
-from tieredkv.types import BlockRecord
+from tieredkv.types import BlockRecord, Tier
 
 START_BYTES = 16
-"""The first bytes of a hash, by which an engine tells of a block, and by which a table knows it."""
+"""The first bytes of a hash, by which a table knows a block."""
+
+TIER_BITS = {tier: 1 << number for number, tier in enumerate(Tier)}
+"""By which a table tells where copies of a block are."""
 
 BLOCK = np.dtype(
     [
@@ -35,9 +38,12 @@ BLOCK = np.dtype(
         ("computed_at", "f8"),
         ("expires_at", "f8"),
         ("last_used", "f8"),
+        ("tiers", "u1"),
     ]
 )
-"""One row of a table; `kind` is the number of its `Kind`, all else is as in the record."""
+"""One row of a table; `kind` is the number of its `Kind`, `tiers` is a sum of `TIER_BITS`, and all
+else is as in the record.
+"""
 
 Blocks = NDArray[np.void]
 """[num_blocks] BLOCK."""
@@ -75,6 +81,21 @@ class BlockTable(NamedTuple):
     def unexpired(self, now: float) -> "BlockTable":
         """Return the table of those blocks that have not expired."""
         return self._replace(blocks=self.blocks[self.blocks["expires_at"] > now])
+
+    def joined(self, other: "BlockTable") -> "BlockTable":
+        """Return the table of the blocks that are in either.
+
+        A block that is in both is as this table tells it, with the tiers of both.
+        """
+        if not len(other.blocks):
+            return self
+        blocks, more = self.blocks.copy(), other.blocks.copy()
+        more["kind"] += len(self.kinds)
+        places = np.searchsorted(blocks["key"], more["key"])
+        is_known = np.isin(more["key"], blocks["key"])
+        blocks["tiers"][places[is_known]] |= more["tiers"][is_known]
+        blocks = np.insert(blocks, places[~is_known], more[~is_known])
+        return BlockTable(blocks, [*self.kinds, *other.kinds])
 
 
 class TableReader:
@@ -130,10 +151,11 @@ class TableReader:
         for name in _COPIED:
             blocks[name][places] = values[name]
         block_hash, parent_hash = (
-            _starts(rows[:, layout.slices[name]]) for name in ("block_hash", "parent_hash")
+            starts_of(rows[:, layout.slices[name]]) for name in ("block_hash", "parent_hash")
         )
         blocks["key"][places], blocks["key_rest"][places] = block_hash.T
         blocks["parent_key"][places] = parent_hash[:, 0]
+        blocks["tiers"][places] = TIER_BITS[Tier.DISK]
         # The two digests lie side by side; the heads before them tell how long they are.
         owners = slice(layout.slices["root"].start - 2, layout.slices["namespace"].stop)
         of_kind = np.hstack([rows[:, owners], rows[:, layout.slices["retention"]]])
@@ -239,8 +261,8 @@ def numbers_of(starts: bytes) -> NDArray[np.uint64]:
     return np.frombuffer(starts, ">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _starts(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the first bytes of digests as numbers: [num_digests, 2]."""
+def starts_of(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return the first bytes of digests, [num_digests, num_bytes], as numbers: [num_digests, 2]."""
     padded = np.zeros((len(digests), START_BYTES), np.uint8)
     padded[:, : digests.shape[1]] = digests[:, :START_BYTES]
     return numbers_of(padded.tobytes())

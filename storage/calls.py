@@ -55,7 +55,7 @@ class Df(Verb, frozen=True, kw_only=True, tag="df"):
 
 
 class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
-    """The chains on disk, those whose last block was used last first.
+    """The chains of all tiers, those whose last block was used last first.
 
     Attributes:
         filter: see `filters.ChainFilter`; "" for all chains.
@@ -63,7 +63,6 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
         limit: how many chains to list at most; None for all.
     """
 
-    needs_disk: ClassVar[bool] = True
     listed_as: ClassVar[str] = "chains"
 
     filter: str = ""
@@ -135,7 +134,8 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         to: `drop` makes copies unreachable. `host` and `disk` move blocks from the faster tiers to
             this one instead, where that has no copy yet; only blocks whose retention allows the
             disk go there.
-        dry_run: count the blocks that would be evicted, and change nothing.
+        dry_run: count the blocks that would be evicted, and change nothing. Those in VRAM and host
+            memory are counted if it is about certain chains, or not about the disk.
     """
 
     all: bool = False
@@ -149,8 +149,8 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
 
     @property
     def needs_disk(self) -> bool:  # type: ignore[override]
-        """Whether it is about chains on disk only."""
-        return bool(self.filter) or self.tiers == (Tier.DISK,) or self.to == "disk"
+        """Whether it is about copies on disk only, or makes such copies."""
+        return self.tiers == (Tier.DISK,) or self.to == "disk"
 
     @property
     def is_of_blocks(self) -> bool:

@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.storage.chains import Chains, InRam
+from tieredkv.storage.block_table import TIER_BITS
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.results import ChainInfo
 from tieredkv.types import Tier
 
-_TIERS = [[tier for bit, tier in enumerate(Tier) if code >> bit & 1] for code in range(8)]
+_TIERS = [[tier for tier, bit in TIER_BITS.items() if code & bit] for code in range(8)]
+
+_HELD = ("in_device", "in_host", "on_disk")
 
 Column = NDArray[Any]
 """[num_chains]."""
@@ -46,6 +49,7 @@ class ChainColumns(NamedTuple):
     blocks: Column
     in_device: Column
     in_host: Column
+    on_disk: Column
     last_position: Column
     bytes: Column
     stored_bytes: Column
@@ -57,13 +61,12 @@ class ChainColumns(NamedTuple):
     hits: Column
 
     @classmethod
-    def of(cls, chains: Chains, models: KnownModels, in_ram: InRam) -> "ChainColumns":
+    def of(cls, chains: Chains, models: KnownModels) -> "ChainColumns":
         """Sum up all chains.
 
         Args:
             chains: of all blocks.
             models: name the chains.
-            in_ram: blocks that VRAM and host memory have.
         """
         blocks, run = chains.blocks, chains.run[chains.leaves]
         last, first = blocks[chains.leaves], blocks[chains.heads[run]]
@@ -73,8 +76,8 @@ class ChainColumns(NamedTuple):
             return np.asarray(chains.totals(values, combine)[run])
 
         num_blocks = total(np.ones(len(blocks)))
-        in_device, in_host = (total(np.isin(chains.keys, keys)) for keys in in_ram)
-        tiers = (in_device > 0) * 1 + (in_host > 0) * 2 + 4
+        held = {bit: total(blocks["tiers"] & bit > 0) for bit in TIER_BITS.values()}
+        tiers = np.sum([(num > 0) * bit for bit, num in held.items()], axis=0)
         known = [models.of(kind.root, kind.namespace) for kind in chains.kinds]
         block_sizes = np.array([it.block_size if it else np.nan for it in known], np.float64)
         kinds = last["kind"]
@@ -88,8 +91,7 @@ class ChainColumns(NamedTuple):
             tiers=Labels(tiers, _TIERS),
             tokens=block_sizes[kinds] * num_blocks,
             blocks=num_blocks,
-            in_device=in_device,
-            in_host=in_host,
+            **dict(zip(_HELD, held.values(), strict=True)),
             last_position=last["position"],
             bytes=total(blocks["size_bytes"]),
             stored_bytes=total(blocks["payload_bytes"]),
@@ -116,13 +118,13 @@ class ChainColumns(NamedTuple):
 def _info(row: dict[str, Any]) -> ChainInfo:
     """Make a description of the values in a row of the columns."""
     ids = [f"{number:016x}" for number in row.pop("ids")]
-    tiers = {Tier.DEVICE: row.pop("in_device"), Tier.HOST: row.pop("in_host")}
+    held = {tier: row.pop(name) for tier, name in zip(Tier, _HELD, strict=True)}
     tokens, model = row.pop("tokens"), row.pop("model")
     del row["tiers"]
     return ChainInfo(
         id=f"{ids[0]}{ids[1]}-{ids[2]}{ids[3]}",
         model=model or None,
         tokens=None if np.isnan(tokens) else int(tokens),
-        blocks_by_tier={**tiers, Tier.DISK: row["blocks"]},
+        blocks_by_tier=held,
         **row,
     )

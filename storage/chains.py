@@ -4,8 +4,8 @@ All of it is worked out with NumPy for all blocks at once. This module knows a t
 the index.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,33 +140,3 @@ class Chains:
         is_found = places < len(self)
         is_found[is_found] = self.keys[places[is_found]] == keys[is_found]
         return np.where(is_found, places, len(self))
-
-
-class InRam(NamedTuple):
-    """The keys of all blocks in VRAM and in host memory."""
-
-    device: NDArray[np.uint64]
-    host: NDArray[np.uint64]
-
-    @classmethod
-    def of(
-        cls, answer: Mapping[str, bytes], hide: Callable[[Sequence[bytes]], Sequence[bytes]] = list
-    ) -> "InRam":
-        """Read what an engine tells, which is the `start_of` the hash of each block.
-
-        Args:
-            answer: of the engine.
-            hide: turns hashes into what the store knows blocks by. It is given many starts of
-                hashes side by side, as names are made of `START_BYTES` each.
-        """
-        starts = hide([answer.get(tier, b"") for tier in cls._fields])
-        return cls(*(numbers_of(each)[:, 0] for each in starts))
-
-    def holds(self, keys: NDArray[np.uint64]) -> Mask:
-        """Return which of these blocks are in either."""
-        return np.isin(keys, self.device) | np.isin(keys, self.host)
-
-
-def start_of(block_hash: bytes) -> bytes:
-    """Return the first bytes of a hash, by which an engine tells of a block."""
-    return block_hash[:START_BYTES].ljust(START_BYTES, b"\0")

@@ -184,9 +184,9 @@ class StoreClient:
             if self._accepts:
                 self._give_up(why)
 
-    def reply_control(self, id: int, body: dict[str, Any]) -> None:
-        """Answer a `ControlRequest`; an answer that takes more than five seconds is dropped."""
-        self._tell(messages.EngineAnswer(id, body))
+    def reply_control(self, id: int, body: dict[str, Any], has_more: bool = False) -> None:
+        """Answer a `ControlRequest`; a part that takes more than five seconds is dropped."""
+        self._tell(messages.EngineAnswer(id, body, has_more))
 
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, oldest first; never waits."""

@@ -98,7 +98,7 @@ class StoreControl:
         return self.answer(Df(verbose=verbose))
 
     def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, None]:
-        """Yield what the disk tier holds by chain, some chains at a time, the last used first.
+        """Yield what the tiers hold by chain, some chains at a time, the last used first.
 
         Args:
             limit: how many chains to list at most; None for all.

@@ -1,4 +1,4 @@
-"""What an operator does with a store: list its chains, evict blocks, verify them.
+"""What an operator does with a store: read its blocks, evict some, verify them.
 
 What reads or changes the store is a generator that works in short steps, so that other work can go
 on in between. Blocks may come and go between two steps. The store itself drops and repairs blocks;
@@ -13,24 +13,16 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.block_table import Blocks, BlockTable, TableReader
-from tieredkv.storage.calls import EvictFilter, Ls
-from tieredkv.storage.chain_columns import ChainColumns
+from tieredkv.storage.block_table import TIER_BITS, Blocks, BlockTable, TableReader
+from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import padded_bytes
 from tieredkv.storage.compression import aligned_buffer
-from tieredkv.storage.filters import ChainFilter, Order
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
-from tieredkv.storage.results import (
-    ChainInfo,
-    EvictResult,
-    NamespaceUse,
-    VerifyResult,
-    named_blocks,
-)
-
-PAGE_CHAINS = 256
+from tieredkv.storage.ram_blocks import RamBlocks
+from tieredkv.storage.results import EvictResult, NamespaceUse, VerifyResult, named_blocks
+from tieredkv.types import Tier
 
 Value = TypeVar("Value")
 
@@ -65,20 +57,12 @@ def adding_up(table: BlockTable) -> list[NamespaceUse]:
     return sorted(found, key=lambda use: (-use.bytes, use.root))
 
 
-def listing(columns: ChainColumns, call: Ls, now: float) -> Iterator[list[ChainInfo]]:
-    """Yield the chains that `Ls` asks for, by pages."""
-    is_match = ChainFilter(call.filter).matches(columns, now)
-    places = Order(call.sort).places(columns, now) if call.sort else np.arange(len(is_match))
-    places = places[is_match[places]][: call.limit]
-    for start in range(0, len(places), PAGE_CHAINS):
-        yield columns.infos(places[start : start + PAGE_CHAINS])
-
-
 class Chosen(NamedTuple):
-    """The blocks that an eviction is about, as they are on disk.
+    """The blocks that an eviction is about, by their hashes.
 
     Attributes:
-        following: with ids, the named blocks and what follows them, those behind others first.
+        following: with ids, the named blocks and what follows them, on disk those behind others
+            first.
         before: blocks before them that no other chain uses.
         unknown_ids: ids that name no block.
     """
@@ -92,20 +76,20 @@ NOTHING_CHOSEN = Chosen()
 
 
 def finding(
-    store: BlockStore, chains: Chains, ids: Sequence[str]
+    store: BlockStore, chains: Chains, in_ram: RamBlocks, ids: Sequence[str]
 ) -> Generator[None, None, tuple[list[int], list[str]]]:
     """Find the places of the blocks that ids name, and the ids that name none, in steps."""
     places, unknown_ids = list[int](), list[str]()
     for id_ in ids:
         with store.index.reading() as txn:
-            named = _seeds(txn, chains, id_)
+            named = _seeds(txn, chains, in_ram, id_)
         places += named
         unknown_ids += [] if named else [id_]
         yield
     return places, unknown_ids
 
 
-def _seeds(txn: IndexTxn, chains: Chains, id_: str) -> list[int]:
+def _seeds(txn: IndexTxn, chains: Chains, in_ram: RamBlocks, id_: str) -> list[int]:
     """The places of the blocks that an id names, but for those before another of them.
 
     Its last block says which chain is meant. Its first one is needed where that is gone, or cut off
@@ -114,22 +98,22 @@ def _seeds(txn: IndexTxn, chains: Chains, id_: str) -> list[int]:
     names = named_blocks(id_)
     if names is None:
         return []
-    firsts, lasts = (_named(txn, chains, digits) if digits else [] for digits in names)
+    firsts, lasts = (_named(txn, chains, in_ram, digits) if digits else [] for digits in names)
     return [
         *lasts,
         *(first for first in firsts if not any(chains.leads_to(first, last) for last in lasts)),
     ]
 
 
-def _named(txn: IndexTxn, chains: Chains, digits: str) -> list[int]:
+def _named(txn: IndexTxn, chains: Chains, in_ram: RamBlocks, digits: str) -> list[int]:
     """The places of the blocks whose hash starts with these hex digits."""
-    places = map(chains.find, named_hashes(txn, digits))
-    return [place for place in places if place is not None]
+    hashes = dict.fromkeys([*named_hashes(txn, digits), *in_ram.named(digits)])
+    return [place for place in map(chains.find, hashes) if place is not None]
 
 
 def reading_hashes(store: BlockStore, blocks: Blocks) -> Generator[None, None, list[bytes]]:
-    """Return the whole hashes of blocks in a table, of those that are still stored, in steps."""
-    hashes = list[bytes]()
+    """Return the whole hashes of blocks in a table, of those that are still on disk, in steps."""
+    hashes, blocks = list[bytes](), blocks[blocks["tiers"] & TIER_BITS[Tier.DISK] > 0]
     for some in batches(blocks[["key", "key_rest"]].tolist()):
         with store.index.reading() as txn:
             for number in some:

@@ -11,16 +11,17 @@ import numpy as np
 
 from tieredkv.errors import ConfigError
 from tieredkv.storage.block_table import Blocks, BlockTable
-from tieredkv.storage.chains import Chains, InRam
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.index_txn import batches
 from tieredkv.storage.inspection import reading_hashes
 from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import PruneResult
 
 
 def useless(
-    table: BlockTable, model: str, models: KnownModels, in_ram: InRam, now: float
+    table: BlockTable, model: str, models: KnownModels, in_ram: RamBlocks, now: float
 ) -> Mapping[str, Blocks]:
     """Return the blocks that nothing can use, by the reason.
 

@@ -1,6 +1,7 @@
 """Arguments and results of the block store: plain values that can be sent to another process."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,6 +29,16 @@ class EvictResult(NamedTuple):
     unknown_ids: tuple[str, ...] = ()
     erased_keys: tuple[str, ...] = ()
     kept_keys: tuple[str, ...] = ()
+
+
+NOTHING_EVICTED: Mapping[str, Any] = {
+    "evicted_blocks": 0,
+    "freed_bytes": 0,
+    "refused_blocks": 0,
+    "unknown_ids": [],
+    "disk": None,
+}
+"""The answer of an eviction that matches no chain."""
 
 
 class PruneResult(NamedTuple):
@@ -71,23 +82,23 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One chain: a block without a stored successor, and all stored blocks before it.
+    """One chain: a block without a successor in any tier, and all blocks before it.
 
     An id is made of the hashes of two blocks: the chain's first own block, which follows the last
     block shared with another chain, and the chain's last block. Eviction takes the last blocks of a
     chain first, and the first blocks expire first. The id names what is left of the chain as long
-    as one of the two blocks is stored. Either hash, or its first digits, is an id as well.
+    as one of the two blocks is in some tier. Either hash, or its first digits, is an id as well.
 
     Attributes:
         id: the first digits of both hashes, with a dash between them.
         namespace, root: hex digests; chains of one model, in one namespace, share their root.
-        blocks: stored blocks, those shared with other chains included.
+        blocks: its blocks in any tier, those shared with other chains included.
         last_position: position of the last block; `blocks - 1` where there is no hole.
-        bytes, stored_bytes: size of these blocks, and of their payloads as they are on disk.
+        bytes, stored_bytes: size of these blocks, each counted once, and of their payloads as they
+            are on disk; blocks that the disk does not have add nothing to the latter.
         model: name of the model; None where it is not known.
         tokens: of these blocks; None where the model is not known.
-        blocks_by_tier: how many of these blocks each tier has. What only VRAM and host memory have
-            is not listed.
+        blocks_by_tier: how many of these blocks each tier has.
         retention: retention policy of the last block.
         last_used: last use of the last block; `last_used_max` is that of any of the blocks.
     """

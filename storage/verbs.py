@@ -7,12 +7,13 @@ concerns VRAM and host memory asks the engine as well.
 
 import itertools
 import os
+import queue
+import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -33,13 +34,16 @@ from tieredkv.storage import chain_blocks, erasure, inspection, pruning
 from tieredkv.storage.block_table import BlockTable
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Rotate, Verify
 from tieredkv.storage.chain_columns import ChainColumns
-from tieredkv.storage.chains import Chains, InRam
+from tieredkv.storage.chain_list import listing
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.known_models import KnownModels, read_models
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.ram_blocks import NO_RAM_BLOCKS, RamBlocks
 from tieredkv.storage.results import (
     ID_HINT,
+    NOTHING_EVICTED,
     BlockInfo,
     ChainInfo,
     ErasureResult,
@@ -64,6 +68,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def _numbers() -> Iterator[int]:
+    """Number questions otherwise than the last worker did, whom an engine may still answer."""
+    return itertools.count(random.getrandbits(48))
+
+
 @dataclass(eq=False)
 class Verbs:
     """Carries out the verbs of one store, any number of them at once.
@@ -81,15 +90,15 @@ class Verbs:
     hand: Hand
     after_writes: Hand
     ask_engine: Callable[[ControlRequest], None] | None
-    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _asked: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # not given up
+    _ids: Iterator[int] = field(default_factory=_numbers)
+    _asked: dict[int, queue.SimpleQueue[EngineAnswer]] = field(default_factory=dict)
     _running: list[Call] = field(default_factory=list)
     _ended_at: float = field(default_factory=time.monotonic)
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
-        if (asked := self._asked.pop(answer.id, None)) is not None:
-            asked.set_result(answer.body)
+        if (answers := self._asked.get(answer.id)) is not None:
+            answers.put(answer)
 
     @property
     def idle_s(self) -> float:
@@ -116,7 +125,7 @@ class Verbs:
                 answer = {**tiers, "disk": disk, "tenants": tenants, "writer_pid": writer_pid}
                 return answer | (self._namespaces(caller) if verbose else {})
             case Ls():
-                for page in self._list(call, caller):
+                for page in self._list(call, self._ram_blocks(caller), caller):
                     caller.send_page(ControlPage(chains=page))
                 return {}
             case Inspect(prompt=prompt) if prompt is not None:
@@ -145,22 +154,23 @@ class Verbs:
             case Verify():
                 return dict(msgspec.to_builtins(self._verify(call, caller)))
 
-    def _list(self, call: Ls, caller: Caller) -> Iterator[list[ChainInfo]]:
+    def _list(self, call: Ls, in_ram: RamBlocks, caller: Caller) -> Iterator[list[ChainInfo]]:
         """List chains by pages."""
-        columns = ChainColumns.of(self._chains(caller), *self._more(caller))
-        return inspection.listing(columns, call, self.store.clock.now())
+        chains = self._chains(in_ram, caller)
+        columns = ChainColumns.of(chains, KnownModels(read_models(self.store.path)))
+        return listing(columns, call, self.store.clock.now())
 
     def _prune(self, call: Prune, caller: Caller) -> PruneResult:
         """Drop what nothing can use."""
         table, now = self._gather(caller), self.store.clock.now()
-        doomed = pruning.useless(table, call.model, *self._more(caller), now)
+        models, in_ram = KnownModels(read_models(self.store.path)), self._ram_blocks(caller)
+        doomed = pruning.useless(table, call.model, models, in_ram, now)
         return self._finish(pruning.dropping(self.store, doomed, dry_run=call.dry_run), caller)
 
-    def _more(self, caller: Caller) -> tuple[KnownModels, InRam]:
-        """Return what else is known of blocks: their models, and which of them are in RAM."""
+    def _ram_blocks(self, caller: Caller) -> RamBlocks:
+        """Ask the engine which blocks it has; a silent engine is taken to have none."""
         names = self.store.names
-        in_ram = InRam.of(self._ask(Ls(), caller), names.hide if names else list)
-        return KnownModels(read_models(self.store.path)), in_ram
+        return RamBlocks.of(self._answers(Ls(), caller), names.hide if names else list)
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):
@@ -209,8 +219,10 @@ class Verbs:
         if not call.following:
             starts = self._finish(chain_blocks.naming(self.store, last or first), caller)
             known = self._climb(call, starts, caller)
+            if not known and self.store.names is not None:  # which the engine does not know
+                known = self._climb(call, self._ram_blocks(caller).named(last or first), caller)
         if not known and (call.following or last):
-            behind = self._choose((call.id,), caller).following
+            behind = self._choose((call.id,), self._ram_blocks(caller), caller).following
             known = self._climb(replace(call, following=True), behind, caller)
         if not known:
             raise UnknownIdError(f"no chain has the id `{call.id}`\nhint: {ID_HINT}")
@@ -234,8 +246,7 @@ class Verbs:
             told.update(bytes.fromhex(info.block_hash) for info in on_disk)
             answer = self._ask(call, caller, [*told, *chain_blocks.missing_parents(known)])
             if "engine" in answer:
-                what = "the engine is silent, so what VRAM and host memory hold is not known"
-                raise StoreUnreachableError(f"{what}\nhint: try again once the engine answers")
+                raise _silent_engine()
             in_ram = msgspec.convert(answer.get("blocks", []), list[BlockInfo])
             names = self.store.names
             chain_blocks.add(known, in_ram if names is None else names.hide_infos(in_ram))
@@ -253,19 +264,21 @@ class Verbs:
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
         engine = dict[str, Any]()
+        is_of_chains = bool(wanted.filter or wanted.ids)
+        held = self._ram_blocks(caller) if is_of_chains else NO_RAM_BLOCKS
         if wanted.filter:
-            pages = self._list(Ls(filter=wanted.filter), caller)
+            pages = self._list(Ls(filter=wanted.filter), held, caller)
             ids = tuple(chain.id for page in pages for chain in page)
             if not ids:
-                return {**dict.fromkeys(SUMMED, 0), "unknown_ids": [], "disk": None}
+                return {**NOTHING_EVICTED}
             wanted = replace(wanted, filter="", ids=ids)
         unknown_to_engine, on_disk = set(wanted.ids), wanted.concerns(Tier.DISK)
         in_ram = wanted.concerns(Tier.DEVICE) or wanted.concerns(Tier.HOST)
-        # A dry run is about the disk's blocks, so that the engine is not disturbed.
+        # A dry run that is not about chains is about the disk, so that the engine is not disturbed.
         chosen = inspection.NOTHING_CHOSEN
-        if in_ram and not (wanted.dry_run and on_disk):
+        if in_ram and (is_of_chains or not (wanted.dry_run and on_disk)):
             # RAM may have a part of a chain without the blocks that its id names.
-            chosen = self._choose(wanted.ids, caller) if wanted.ids else chosen
+            chosen = self._choose(wanted.ids, held, caller) if wanted.ids else chosen
             engine = self._evict_from_ram(wanted, chosen, caller)
             unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
         if not on_disk:
@@ -278,8 +291,13 @@ class Verbs:
         self.after_writes(settled.set)
         while not settled.wait(_REPORT_INTERVAL_S):
             caller.report(0, 0)
-        chosen = self._choose(wanted.ids, caller) if wanted.ids else self._match(wanted, caller)
+        if wanted.ids:
+            chosen = self._choose(wanted.ids, held, caller)
+        else:
+            chosen = self._match(wanted, caller)
         result = self._finish(inspection.evicting(self.store, wanted, chosen), caller)
+        if "engine" in engine and wanted.dry_run:
+            raise _silent_engine()
         if "engine" in engine:
             gone = f"{result.evicted_blocks} blocks were evicted from disk"
             why = "blocks in VRAM and host memory are still there and may come back"
@@ -307,13 +325,16 @@ class Verbs:
         sums = {key: sum(answer.get(key, 0) for answer in answers) for key in SUMMED}
         return {**told, **sums}
 
-    def _choose(self, ids: Sequence[str], caller: Caller) -> inspection.Chosen:
+    def _choose(self, ids: Sequence[str], in_ram: RamBlocks, caller: Caller) -> inspection.Chosen:
         """Find what ids name."""
-        chains = self._chains(caller)
-        places, unknown_ids = self._finish(inspection.finding(self.store, chains, ids), caller)
+        chains = self._chains(in_ram, caller)
+        finding = inspection.finding(self.store, chains, in_ram, ids)
+        places, unknown_ids = self._finish(finding, caller)
+        own = chains.own(places)
         following, before = (
             self._finish(inspection.reading_hashes(self.store, blocks), caller)
-            for blocks in chains.own(places)
+            + in_ram.hashes_of(blocks)
+            for blocks in own
         )
         return inspection.Chosen(following, before, tuple(unknown_ids))
 
@@ -323,12 +344,13 @@ class Verbs:
         hashes = self._finish(inspection.reading_hashes(self.store, blocks), caller)
         return inspection.Chosen(hashes)
 
-    def _chains(self, caller: Caller) -> Chains:
-        """See which chains there are."""
-        return Chains(*self._gather(caller).unexpired(self.store.clock.now()))
+    def _chains(self, in_ram: RamBlocks, caller: Caller) -> Chains:
+        """See which chains there are in all tiers."""
+        on_disk, now = self._gather(caller), self.store.clock.now()
+        return Chains(*on_disk.unexpired(now).joined(in_ram.table.unexpired(now)))
 
     def _gather(self, caller: Caller) -> BlockTable:
-        """See which blocks there are. What is made of them holds up no other verb."""
+        """See which blocks are on disk. What is made of them holds up no other verb."""
         return self._finish(inspection.gathering(self.store), caller)
 
     def _figures(self) -> Generator[None, None, StoreStats]:
@@ -402,22 +424,45 @@ class Verbs:
         before: Sequence[bytes] = (),
         roots: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Ask the engine, if there is one, and wait for what it says, but not for ever.
+        """Ask the engine, if there is one, and return what it says, which is in one part."""
+        return [{}, *self._answers(call, caller, following, before, roots)][-1]
+
+    def _answers(
+        self,
+        call: Call,
+        caller: Caller,
+        following: Sequence[bytes] = (),
+        before: Sequence[bytes] = (),
+        roots: Mapping[bytes, bytes] = MappingProxyType({}),
+    ) -> Iterator[dict[str, Any]]:
+        """Ask the engine, if there is one, and wait for each part of its answer, but not for ever.
 
         What a silent engine is taken to say has the key `engine`.
         """
         if self.ask_engine is None:
-            return {}
-        job, asked = next(self._ids), Future[dict[str, Any]]()
-        self._asked[job] = asked
-        self.ask_engine(ControlRequest(job, call, [*following], [*before], {**roots}))
+            return
+        job, answers = next(self._ids), queue.SimpleQueue[EngineAnswer]()
+        self._asked[job] = answers
+        try:
+            self.ask_engine(ControlRequest(job, call, [*following], [*before], {**roots}))
+            while (answer := self._next(answers, caller)) is not None:
+                yield answer.body
+                if not answer.has_more:
+                    return
+            yield {"engine": "no answer"}
+        finally:
+            del self._asked[job]
+
+    @staticmethod
+    def _next(answers: "queue.SimpleQueue[EngineAnswer]", caller: Caller) -> EngineAnswer | None:
+        """Wait for the engine's next answer; None from a silent engine."""
         deadline = time.monotonic() + _ENGINE_TIMEOUT_S
         while time.monotonic() < deadline:
-            with suppress(TimeoutError):
-                return asked.result(_REPORT_INTERVAL_S)
-            caller.report(0, 0)
-        self._asked.pop(job, None)
-        return {"engine": "no answer"}
+            try:
+                return answers.get(timeout=_REPORT_INTERVAL_S)
+            except queue.Empty:
+                caller.report(0, 0)
+        return None
 
     def _finish(
         self,
@@ -485,6 +530,11 @@ class Verbs:
                 yield item
         finally:
             is_awaited = False
+
+
+def _silent_engine() -> StoreUnreachableError:
+    what = "the engine is silent, so what VRAM and host memory hold is not known"
+    return StoreUnreachableError(f"{what}\nhint: try again once the engine answers")
 
 
 def _frames_of(blocks: Sequence[bytes]) -> list[Sequence[bytes]]:

@@ -177,10 +177,11 @@ class DeleteCall(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
 
 
 class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The engine's answer to a `ControlRequest`."""
+    """The engine's answer to a `ControlRequest`, or a part of it that others follow."""
 
     id: int
     body: dict[str, Any]
+    has_more: bool = False
 
 
 class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):

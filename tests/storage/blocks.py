@@ -9,23 +9,27 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from tests.fakes import FakeClock
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.allocator import ExtentAllocator
+from tieredkv.storage.block_table import BLOCK, TIER_BITS, Kind
 from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.chain_columns import ChainColumns
-from tieredkv.storage.chains import Chains, InRam
+from tieredkv.storage.chain_list import listing
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.ram_blocks import NO_RAM_BLOCKS, part_of
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
 from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.types import BlockRecord
+from tieredkv.types import BlockRecord, Tier
 
 BLOCK_BYTES = 8192
 BUDGET_BYTES = 4 << 20
@@ -215,7 +219,7 @@ def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
 def choose(store: BlockStore, ids: Sequence[str]) -> inspection.Chosen:
     """Find the blocks that these ids name, in all steps."""
     gathered = gather(store)
-    places, unknown_ids = end_of(inspection.finding(store, gathered, ids))
+    places, unknown_ids = end_of(inspection.finding(store, gathered, NO_RAM_BLOCKS, ids))
     following, before = (
         end_of(inspection.reading_hashes(store, blocks)) for blocks in gathered.own(places)
     )
@@ -229,8 +233,21 @@ def gather(store: BlockStore) -> Chains:
 
 def chains(store: BlockStore) -> list[ChainInfo]:
     """List all chains."""
-    columns = ChainColumns.of(gather(store), KnownModels([]), InRam.of({}))
-    return [each for page in inspection.listing(columns, Ls(), store.clock.now()) for each in page]
+    columns = ChainColumns.of(gather(store), KnownModels([]))
+    return [each for page in listing(columns, Ls(), store.clock.now()) for each in page]
+
+
+def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any]:
+    """Return what an engine tells that has these blocks in these tiers."""
+    rows, kinds = np.zeros(len(blocks), BLOCK), list[Kind]()
+    for row, (record, tiers) in zip(rows, blocks, strict=True):
+        row["tiers"] = sum(TIER_BITS[tier] for tier in tiers)
+        row["kind"] = len(kinds)
+        kinds.append(Kind(record.root, record.namespace, record.retention))
+        for name in ("position", "size_bytes", "hits", "computed_at", "expires_at", "last_used"):
+            row[name] = getattr(record, name)
+    hashes = [record.block_hash for record, _ in blocks]
+    return part_of(rows, hashes, [record.parent_hash for record, _ in blocks], kinds)
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.storage.blocks import change_bytes, digest, make_record
+from tests.storage.blocks import change_bytes, digest, make_record, told_by_engine
 from tieredkv.errors import CorruptIndexError
 from tieredkv.storage import index_pages
-from tieredkv.storage.block_table import BlockTable, Kind, TableReader
+from tieredkv.storage.block_table import TIER_BITS, BlockTable, Kind, TableReader
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.index import PAGE_BYTES, Index
 from tieredkv.storage.index_pages import DATA_FILE, Part
+from tieredkv.storage.ram_blocks import RamBlocks
+from tieredkv.types import Tier
 
 
 def located(rnd: random.Random, number: int) -> Located:
@@ -77,6 +79,7 @@ def expected(entry: Located) -> tuple[object, ...]:
         Kind(it.root, it.namespace, it.retention),
         *(it.position, it.size_bytes, entry.payload_bytes, it.hits),
         *(it.computed_at, it.expires_at, it.last_used),
+        TIER_BITS[Tier.DISK],
     )
 
 
@@ -109,6 +112,25 @@ def test_keys_out_of_order_are_damage() -> None:
 def test_expired_blocks_can_be_left_out() -> None:
     table = table_of(sealed(Located(make_record(now=0.0), Extent(1, 1), 1, b"c" * 16)))
     assert [len(table.unexpired(now).blocks) for now in (0.0, 86_399.0, 86_400.0)] == [1, 1, 0]
+
+
+def test_tables_are_joined_and_what_both_have_is_there_once() -> None:
+    on_disk, in_ram = some_entries(6, 60)[:40], some_entries(6, 60)[20:]
+    parts = [[Tier.DEVICE, Tier.HOST], [Tier.HOST]]
+    told_of = [told_by_engine((replace(it.record, hits=7), parts[0])) for it in in_ram[:30]]
+    told_of += [told_by_engine((it.record, parts[1]), (it.record, ())) for it in in_ram[30:]]
+    joined = table_of(*map(sealed, on_disk)).joined(RamBlocks.of(told_of).table)
+    rows = {row[:2]: row for row in told(joined)}
+    assert [*rows] == sorted(rows) and len(rows) == len(joined.blocks) == 60
+    for place, entry in enumerate(some_entries(6, 60)):
+        row = rows[expected(entry)[:2]]
+        ram_bits = 0 if place < 20 else 3 if place < 50 else 2
+        assert row[-1] == ram_bits + (TIER_BITS[Tier.DISK] if place < 40 else 0)
+        if place < 40:
+            assert row[:-1] == expected(entry)[:-1]
+        else:
+            wanted = replace(entry.record, hits=7) if place < 50 else entry.record
+            assert row[:-1] == expected(entry._replace(record=wanted, payload_bytes=0))[:-1]
 
 
 @contextmanager

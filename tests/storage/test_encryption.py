@@ -28,6 +28,7 @@ from tests.storage.blocks import (
     segment_files,
     stored_hashes,
     sweep,
+    told_by_engine,
     verify,
 )
 from tests.storage.conftest import Harness, Mailbox, make_chain
@@ -35,15 +36,16 @@ from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.chains import InRam, start_of
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import Extent, Located, decode_encryption, decode_header, identity_of
 from tieredkv.storage.compression import WIDTHS
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
+from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.store_keys import read_note
 from tieredkv.storage.worker_messages import BlocksGone, ProbeDone
-from tieredkv.types import BlockRecord
+from tieredkv.types import BlockRecord, Tier
 
 HOUR_S = 3600
 CODECS = [0, 1, 2]  # without compression, with elements of two and of four bytes
@@ -524,12 +526,17 @@ def test_a_sealed_record_gets_its_hashes_back(encrypted: Encrypted) -> None:
 
 
 def test_what_the_engine_has_is_found_by_name() -> None:
-    names, hashes = Names(b"k" * 32), [digest("a"), digest("b")[:16]]
-    told = {"device": b"".join(map(start_of, hashes)), "host": b""}
-    for hide in (names.hide, list):
-        keys = [int.from_bytes(each[:8], "big") for each in hide(hashes)]
-        assert InRam.of(told, hide).device.tolist() == keys
-        assert InRam.of(told, hide).host.tolist() == []
+    chain = [make_record("a", position) for position in range(9)]
+    told = told_by_engine(*((each, [Tier.HOST]) for each in chain))
+    for names in (Names(b"k" * 32), None):
+        records = names.hide_records(chain) if names else chain
+        found = RamBlocks.of([told], names.hide if names else list)
+        hashes = sorted(each.block_hash for each in records)
+        assert found.hashes == hashes
+        assert Chains(*found.table).run.tolist() == [0] * 9
+        for each in hashes:
+            assert found.named(each.hex()[:9]) == found.named(each.hex()) == [each]
+        assert found.named("00" * 32) == []
 
 
 # --- through the worker --------------------------------------------------------------------------

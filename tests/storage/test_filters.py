@@ -27,6 +27,7 @@ CHAINS = ChainColumns(
     blocks=np.array([10]),
     in_device=np.array([0]),
     in_host=np.array([4]),
+    on_disk=np.array([10]),
     last_position=np.array([9]),
     bytes=np.array([2 << 30]),
     stored_bytes=np.array([1 << 30]),

@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.blocks import make_record, open_store, put
+from tests.storage.blocks import make_record, open_store, put, told_by_engine
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.test_control import engine_that_says
 from tieredkv.cli.store import parse_part
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.calls import Inspect, Ls, Prune, Verify
-from tieredkv.storage.chains import start_of
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.known_models import KnownModel, note_model
-from tieredkv.types import BlockRecord
+from tieredkv.types import BlockRecord, Tier
 
 NOW = Clock().now()
 NAMESPACE = b"n" * 32
@@ -85,9 +84,9 @@ def test_a_parent_in_ram_makes_no_orphan(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store([*blocks[:1], *blocks[2:]])
     control = StoreControl(harness.folder)
-    with engine_that_says(client, {"device": b"", "host": start_of(blocks[1].block_hash)}):
+    with engine_that_says(client, told_by_engine((blocks[1], [Tier.HOST]))):
         assert control.answer(Prune())["pruned_blocks"] == 0
-    with engine_that_says(client, {"device": start_of(blocks[3].block_hash)}):
+    with engine_that_says(client, told_by_engine((blocks[3], [Tier.DEVICE]))):
         assert control.answer(Prune())["by_reason"] == {"orphan": 1}
     client.close()
     hashes = [each.block_hash for each in blocks]

@@ -65,8 +65,8 @@ class CachingEngine(Engine):
 
         asyncio.get_running_loop().call_soon(write)
 
-    async def operate(self, _call: object) -> dict[str, Any]:
-        return {}
+    async def operate(self, _call: object) -> list[dict[str, Any]]:
+        return [{}]
 
 
 def api_of(engine: Engine, settings: Settings | None = None) -> Api:

@@ -59,8 +59,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Do nothing; no request holds anything."""
 
-    async def operate(self, call: Call) -> dict[str, Any]:
-        return {"did": call.verb}
+    async def operate(self, call: Call) -> list[dict[str, Any]]:
+        return [{"did": call.verb}]
 
 
 def ask(
@@ -376,13 +376,13 @@ def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
     assert metrics.labels_of("late", {"route": "late"}) == ("other", "other")
 
 
-@pytest.mark.parametrize("verb", ["ls", "verify"])
+@pytest.mark.parametrize("verb", ["prune", "verify"])
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
     with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
         asyncio.run(respond(verb, {}, Settings(), engine, lambda _: {}))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
-    assert "`df`, `inspect`, `evict`" in str(caught.value)
+    assert "`df`, `ls`, `inspect`, `evict`" in str(caught.value)
     answer = asyncio.run(respond("df", {}, Settings(), engine, lambda _: {}))
     assert answer.body == b'{"did":"df"}'
     with pytest.raises(RequestError, match="`al`") as caught:

@@ -425,8 +425,8 @@ def test_an_eviction_drops_responses_and_the_command_line_s_does_so_too() -> Non
     class Evicting(Engine):
         on_evict: Any = None
 
-        async def operate(self, wanted: EvictFilter) -> dict[str, Any]:
-            return {"evicted_blocks": 1, "dry": wanted.dry_run}
+        async def operate(self, wanted: EvictFilter) -> list[dict[str, Any]]:
+            return [{"evicted_blocks": 1, "dry": wanted.dry_run}]
 
     async def run() -> None:
         engine = Evicting("Hm.")

@@ -323,6 +323,17 @@ class Catalog:
         until = self._policies.deadline(entry.claims, *entry.times)
         return max(until, entry.disk_expires_at)
 
+    def deadlines(self, entries: Iterable[Entry]) -> list[float]:
+        """Return the `deadline` of each entry; one that many of them share is computed once."""
+        lives: dict[tuple[object, ...], float] = {}
+        deadlines: list[float] = []
+        for entry in entries:
+            life = entry.claims, entry.disk_expires_at, *entry.times
+            if (until := lives.get(life)) is None:
+                until = lives[life] = self.deadline(entry)
+            deadlines.append(until)
+        return deadlines
+
     def is_expired(self, entry: Entry, now: float) -> bool:
         """Return whether the entry may no longer be served."""
         return now >= self.deadline(entry)

@@ -76,7 +76,7 @@ def cli(context: click.Context) -> None:
     \b
     Look at the cache and change it, whether the server runs or not:
       tieredkv df --disk-dir ./kv                          show blocks and bytes of each tier
-      tieredkv ls --disk-dir ./kv                          list prefixes on disk
+      tieredkv ls --disk-dir ./kv                          list prefixes
       tieredkv inspect --disk-dir ./kv ID                  show the blocks of a prefix, tier by tier
       tieredkv evict --disk-dir ./kv --older-than 2h       evict what was unused for two hours
       tieredkv prune --disk-dir ./kv                       drop what nothing can use any more

@@ -152,10 +152,10 @@ filter_option = click.option(
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List at most N chains.")
 def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | None) -> Listing:
-    """List the chains of blocks on disk, the most recently used first.
+    """List the chains of blocks, the most recently used first.
 
-    A chain is a prompt's blocks up to one that no other block follows. `inspect` and `evict` take
-    the ids.
+    A chain is a prompt's blocks up to one that no other block follows. On a running server all
+    tiers are listed, on a stopped store the disk. `inspect` and `evict` take the ids.
 
     \b
     Conditions of --filter, with commas between them:
@@ -230,7 +230,8 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Say what would be evicted from disk, or with --tier from there, and change nothing.",
+    help="Say what would be evicted, and change nothing: chains from every tier, other blocks from "
+    "disk, or with --tier from there.",
 )
 def evict(
     store: StoreControl,

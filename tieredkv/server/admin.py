@@ -5,18 +5,25 @@ responses and remembered answers were dropped. The caller must have checked the 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, RequestError, TieredKVError, UnknownIdError
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect
+from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect, Ls
+from tieredkv.storage.chain_columns import ChainColumns
+from tieredkv.storage.chain_list import listing
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.control import StoreControl, document
+from tieredkv.storage.known_models import KnownModel, KnownModels
+from tieredkv.storage.ram_blocks import RamBlocks
+from tieredkv.storage.results import NOTHING_EVICTED, ChainInfo
 
 _VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}
 Forget = Callable[[EvictFilter], Json]
@@ -42,12 +49,7 @@ async def respond(
     # First of all, so that it is gone even if the tiers do not answer.
     forgotten = forget(call) if isinstance(call, EvictFilter) else {}
     if settings.disk_dir is None:
-        answer = await engine.operate(call)
-        if "refused" in answer:
-            raise _refused(ConfigError(answer["refused"]))
-        if isinstance(call, Inspect) and call.id and not answer[call.listed_as]:
-            raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
-        return JSONResponse({**answer, **forgotten})
+        return await _respond_without_disk(call, engine, forgotten)
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     try:
         if not call.listed_as:
@@ -58,6 +60,36 @@ async def respond(
         raise _refused(error) from None
     parts = document(call, chain([first] if first else [], pages))
     return StreamingResponse(parts, media_type="application/json")
+
+
+async def _respond_without_disk(call: Call, engine: EngineClient, forgotten: Json) -> Response:
+    if isinstance(call, Ls):
+        parts = document(call, await _list(call, engine))
+        return StreamingResponse(parts, media_type="application/json")
+    if isinstance(call, EvictFilter) and call.filter:
+        pages = await _list(Ls(filter=call.filter), engine)
+        ids = await asyncio.to_thread(lambda: [each.id for page in pages for each in page])
+        if not ids:
+            return JSONResponse({**NOTHING_EVICTED, **forgotten})
+        call = replace(call, filter="", ids=tuple(ids))
+    [answer] = await engine.operate(call)
+    if "refused" in answer:
+        raise _refused(ConfigError(answer["refused"]))
+    if isinstance(call, Inspect) and call.id and not answer[call.listed_as]:
+        raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
+    return JSONResponse({**answer, **forgotten})
+
+
+async def _list(call: Ls, engine: EngineClient) -> Iterator[list[ChainInfo]]:
+    """List the chains in VRAM and host memory by pages."""
+    first, *parts = await engine.operate(call)
+
+    def made() -> Iterator[list[ChainInfo]]:
+        now, model = first["now"], msgspec.convert(first["model"], KnownModel)
+        chains = Chains(*RamBlocks.of(parts).table.unexpired(now))
+        return listing(ChainColumns.of(chains, KnownModels([model])), call, now)
+
+    return await asyncio.to_thread(made)
 
 
 def _read(verb: str, body: Json) -> Call:

@@ -17,7 +17,13 @@ import msgspec
 from tieredkv import errors
 from tieredkv.config import Settings
 from tieredkv.engine import engine_messages as messages
-from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
+from tieredkv.engine.engine_messages import (
+    EngineInfo,
+    EngineRequest,
+    Operated,
+    TokenOutput,
+    ToServer,
+)
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.calls import Call, EvictFilter, Inspect
 from tieredkv.types import Progress
@@ -68,7 +74,7 @@ class EngineClient:
         self._on_progress = on_progress
         self._takers: dict[str, Take] = {}
         self._ids = itertools.count(1)
-        self._operations: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._operations: dict[int, asyncio.Queue[Operated | None]] = {}
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
@@ -138,22 +144,23 @@ class EngineClient:
         """Replace the tenants' shares of every tier."""
         self._tell(messages.Shares(shares))
 
-    async def operate(self, call: Call) -> dict[str, Any]:
-        """Carry out a verb in VRAM and host memory, and return its answer.
+    async def operate(self, call: Call) -> list[dict[str, Any]]:
+        """Carry out a verb in VRAM and host memory, and return the parts of its answer.
 
         Raises:
             RequestError: the engine is dead, or stops.
         """
-        id = next(self._ids)
-        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._operations[id] = answer
         if self._is_stopping or not self.is_alive:
-            answer.set_exception(_death())
-        else:
-            self._channel.send(messages.Operate(id, call))
+            raise _death()
+        id, parts = next(self._ids), list[dict[str, Any]]()
+        answers = self._operations[id] = asyncio.Queue[Operated | None]()
         try:
-            body: dict[str, Any] = await answer
-            return body
+            self._channel.send(messages.Operate(id, call))
+            while (answer := await answers.get()) is not None:
+                parts.append(answer.body)
+                if not answer.has_more:
+                    return parts
+            raise _death()
         finally:
             del self._operations[id]
 
@@ -223,9 +230,9 @@ class EngineClient:
                 self._step_s = step_s
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
-            case messages.Operated(id, body):
-                if (answer := self._operations.get(id)) is not None and not answer.done():
-                    answer.set_result(body)
+            case Operated(id=id):
+                if (answers := self._operations.get(id)) is not None:
+                    answers.put_nowait(message)
             case messages.Tokenize(id, call):
                 task = self._loop.create_task(self._tokenize(id, call))
                 self._tasks.add(task)
@@ -258,9 +265,8 @@ class EngineClient:
             self.has_died = True
             logger.error("the engine has died; its requests fail and the server ends")
         self._end_requests(_death_of)
-        for answer in self._operations.values():
-            if not answer.done():
-                answer.set_exception(_death())
+        for answers in self._operations.values():
+            answers.put_nowait(None)
         if not self._is_stopping:
             self.on_death()
 

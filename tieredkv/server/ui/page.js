@@ -253,7 +253,7 @@ async function refresh() {
 }
 
 async function listLargest() {
-  const { chains } = await ask("admin/cache/ls", { sort: "-size", limit: NUM_LARGEST });
+  const { chains } = await ask("admin/cache/ls", { filter: "tier=disk", sort: "-size", limit: NUM_LARGEST });
   showLargest(chains, Date.now() / 1000);
 }
 
