@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.filters import ChainFilter, Order
 from tieredkv.storage.results import ID_HINT, named_blocks
 from tieredkv.types import Tier
 
@@ -71,6 +70,8 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
 
     def check(self) -> None:
         """Refuse an unknown field, and a limit below one."""
+        from tieredkv.storage.filters import ChainFilter, Order  # loads NumPy
+
         ChainFilter(self.filter)
         if self.sort:
             Order(self.sort)
@@ -121,7 +122,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
 class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     """The blocks that an operator wants to evict: those that match every given criterion.
 
-    A call without a criterion is refused.
+    If no criterion is given, no block matches.
 
     Attributes:
         all: every block.
@@ -157,6 +158,11 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         """Whether it is about certain chains or copies, and not about all that requests left."""
         return bool(self.ids or self.filter or self.tiers) or self.to != "drop"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no criterion is given."""
+        return self == EvictFilter(to=self.to, dry_run=self.dry_run)
+
     def concerns(self, tier: Tier) -> bool:
         """Return whether copies in this tier are evicted."""
         if self.to != "drop":
@@ -165,7 +171,9 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
 
     def check(self) -> None:
         """Refuse a filter that selects nothing, or that is none."""
-        if self == EvictFilter(to=self.to, dry_run=self.dry_run):
+        from tieredkv.storage.filters import ChainFilter  # loads NumPy
+
+        if self.is_empty:
             criteria = "`ids`, `filter`, `tiers`, `namespace_prefix`, `older_than_s` or `all`"
             raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
         if self.tiers and self.to != "drop":

@@ -135,7 +135,7 @@ def matching(table: BlockTable, which: EvictFilter, now: float) -> Blocks:
     """Return the blocks that an eviction without ids is about."""
     is_named = np.array([which.names(kind.namespace) for kind in table.kinds], bool)
     older_than_s = -np.inf if which.older_than_s is None else which.older_than_s
-    is_old = now - table.blocks["last_used"] >= older_than_s
+    is_old = (now - table.blocks["last_used"] >= older_than_s) & (not which.is_empty)
     blocks: Blocks = table.blocks[is_old & is_named[table.blocks["kind"]]]
     return blocks
 
