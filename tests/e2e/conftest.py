@@ -6,7 +6,7 @@ import pytest
 
 from tests.garbage import no_search_for_garbage as no_search_for_garbage
 from tests.waiting import HANG_S
-from tieredkv.cache import lookups, room
+from tieredkv.cache import demotion, lookups, room
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,3 +25,4 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the disk however busy the machine is: what comes too late is a miss, or dropped."""
     monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(room, "PATIENCE_S", HANG_S)
+    monkeypatch.setattr(demotion, "MAX_LATE", 1.0)
