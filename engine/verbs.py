@@ -18,7 +18,7 @@ from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.storage.chain_blocks import in_order
-from tieredkv.storage.inspection import start_of
+from tieredkv.storage.chains import start_of
 from tieredkv.storage.results import BlockInfo, named_blocks
 from tieredkv.types import BlockHash, HashAlgo, Tier
 

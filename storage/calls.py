@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.filters import ChainFilter, sort_key
+from tieredkv.storage.filters import ChainFilter, Order
 from tieredkv.storage.results import ID_HINT, named_blocks
 from tieredkv.types import Tier
 
@@ -59,7 +59,7 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
 
     Attributes:
         filter: see `filters.ChainFilter`; "" for all chains.
-        sort: see `filters.sort_key`; "" for the last used first, which needs no memory for all.
+        sort: see `filters.Order`; "" for the last used first.
         limit: how many chains to list at most; None for all.
     """
 
@@ -74,7 +74,7 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
         """Refuse an unknown field, and a limit below one."""
         ChainFilter(self.filter)
         if self.sort:
-            sort_key(self.sort, 0.0)
+            Order(self.sort)
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"`limit` = {self.limit} must be at least 1")
 

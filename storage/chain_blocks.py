@@ -8,11 +8,10 @@ from collections.abc import Generator, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from tieredkv.errors import CorruptBlockError
 from tieredkv.storage.codec import Located
 from tieredkv.storage.compression import codec_name
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.inspection import GATHERED_BLOCKS, named_hashes, walking
+from tieredkv.storage.inspection import named_hashes
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import BlockInfo
 from tieredkv.types import Tier
@@ -104,20 +103,7 @@ def reading(store: BlockStore, hashes: Sequence[bytes]) -> Generator[None, None,
     return found
 
 
-def gathering_roots(store: BlockStore) -> Generator[None, None, dict[bytes, bytes]]:
-    """Find the roots of all chains on disk, each with its namespace, in steps."""
-    roots = dict[bytes, bytes]()
-    for entries in walking(store, IndexTxn.links, GATHERED_BLOCKS):
-        links = filter(None, (link for _, link in entries))
-        roots.update((link.root, link.namespace) for link in links)
-        yield
-    return roots
-
-
 def _read(txn: IndexTxn, block_hash: bytes, now: float) -> Located | None:
     """Return what the index says of a block; None if it has none that may still be served."""
-    try:
-        located = txn.get(block_hash)
-    except CorruptBlockError:  # a load of it would find that out, too
-        return None
+    located = txn.sound(block_hash)
     return located if located is not None and now < located.record.expires_at else None

@@ -27,6 +27,9 @@ MAX_DIGEST_BYTES = 32
 # the entry in msgpack.
 _SEAL_BYTES = 8
 _DEADLINE = struct.Struct("<d")
+RECORD_AT = _SEAL_BYTES + _DEADLINE.size
+"""Where the entry begins in a sealed record."""
+
 # An extent header consists of the magic with the version, the length of the sealed record, and it.
 _HEADER = struct.Struct("<8sI")
 _EXTENT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
@@ -34,7 +37,7 @@ _EXTENT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 # What follows the record in the header of an encrypted payload: id of the key, nonce, tag.
 _ENCRYPTION = struct.Struct("8s12s16s")
 # The first digest of a sealed record lies behind the heads of two arrays and its own head.
-_DIGEST_AT = _SEAL_BYTES + _DEADLINE.size + 4
+_DIGEST_AT = RECORD_AT + 4
 
 _EXPIRY = struct.Struct(">Q")
 _SCOPE = struct.Struct(">32sI")
@@ -74,30 +77,8 @@ class Encryption(NamedTuple):
     tag: bytes
 
 
-class Link(msgspec.Struct, array_like=True, gc=False):
-    """The first fields of a `BlockRecord`, which are all that a list of chains needs."""
-
-    block_hash: bytes
-    parent_hash: bytes
-    root: bytes
-    namespace: bytes
-    position: int
-    size_bytes: int
-    retention: str
-    computed_at: float
-    expires_at: float
-    last_used: float
-
-
-class _Linked(msgspec.Struct, array_like=True, gc=False):
-    """An index entry of which only the first field of `Located` is decoded."""
-
-    record: Link
-
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Located).decode
-_decode_linked = msgspec.msgpack.Decoder(_Linked).decode
 
 
 def padded_bytes(size_bytes: int) -> int:
@@ -172,7 +153,7 @@ def expiry_of(block_hash: bytes, data: bytes) -> float | None:
 
     Returns None for a record that does not fit its seal or its key.
     """
-    is_long_enough = len(data) >= _SEAL_BYTES + _DEADLINE.size
+    is_long_enough = len(data) >= RECORD_AT
     if not is_long_enough or xxh3_64_digest(block_hash + data[_SEAL_BYTES:]) != data[:_SEAL_BYTES]:
         return None
     expires_at: float = _DEADLINE.unpack_from(data, _SEAL_BYTES)[0]
@@ -189,21 +170,9 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     if expiry_of(block_hash, data) is None:
         raise corrupt(block_hash, "record", "the index record fails its checksum")
     try:
-        return _decode(data[_SEAL_BYTES + _DEADLINE.size :])
+        return _decode(data[RECORD_AT:])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise corrupt(block_hash, "record", f"the index record is invalid: {error}") from error
-
-
-def decode_link(data: bytes) -> Link | None:
-    """Read what a list of chains needs from a sealed record; None for bytes that are no record.
-
-    The seal is not checked, which makes this three times as fast. A damaged record may be listed
-    wrongly, but no block is served from the result.
-    """
-    try:
-        return _decode_linked(data[_SEAL_BYTES + _DEADLINE.size :]).record
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
 
 
 def linked_digests(records: Iterable[bytes]) -> list[bytes]:
@@ -273,7 +242,7 @@ def decode_header(header: bytes | memoryview) -> Located | None:
         return None
     sealed = bytes(header[_HEADER.size :][:length])
     try:
-        located = _decode(sealed[_SEAL_BYTES + _DEADLINE.size :])
+        located = _decode(sealed[RECORD_AT:])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     is_sound = expiry_of(located.record.block_hash, sealed) is not None

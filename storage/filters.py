@@ -1,6 +1,7 @@
 """Filters of chains as people write them: `tier=disk,idle>1h,size>1GB,ns=1f9c`.
 
-This module knows the fields of a chain, and how they are compared and sorted.
+This module knows the fields of a chain, and how they are compared and sorted, for all chains at
+once.
 """
 
 import difflib
@@ -9,12 +10,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tieredkv.errors import ConfigError
-from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.chain_columns import ChainColumns, Labels
 from tieredkv.types import Tier
 from tieredkv.units import parse_bytes, parse_duration
 
-_ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
+_ORDERS: Mapping[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
     "<=": operator.le,
     ">": operator.gt,
@@ -24,18 +28,30 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
 _CONDITION = re.compile(r"\s*(\w*)\s*(!=|>=|<=|>|<|=)\s*(.*?)\s*", re.DOTALL)
 
 
+Numbers = NDArray[np.float64]
+"""[num_chains]; NaN where it is not known."""
+
+
 class Field(NamedTuple):
     """A field of a chain.
 
     Attributes:
-        of: returns its value now; None if it is not known.
+        of: returns its values now.
         parse: reads a value that it is compared with.
-        equals: for a text, whether it equals what is written; texts have no order.
+        equals: for labels, whether one equals what is written; labels have no order.
     """
 
-    of: Callable[[ChainInfo, float], Any]
+    of: Callable[[ChainColumns, float], Labels | NDArray[Any]]
     parse: Callable[[str], Any]
     equals: Callable[[Any, str], bool] | None = None
+
+    def numbers(self, chains: ChainColumns, now: float) -> Numbers:
+        """Return numbers in the order of its values."""
+        values = self.of(chains, now)
+        if isinstance(values, Labels):
+            ranks = {repr(name): rank for rank, name in enumerate(sorted(values.names))}
+            values = np.array([ranks[repr(name)] for name in values.names] or [0])[values.codes]
+        return np.asarray(values, np.float64)
 
 
 def _count(text: str) -> int:
@@ -53,7 +69,7 @@ def _tier(text: str) -> Tier:
 FIELDS: Mapping[str, Field] = {
     "tier": Field(lambda chain, _: chain.tiers, _tier, lambda tiers, name: name in tiers),
     "ns": Field(lambda chain, _: chain.namespace, str.lower, str.startswith),
-    "model": Field(lambda chain, _: chain.model or "", str, operator.eq),
+    "model": Field(lambda chain, _: chain.model, str, operator.eq),
     "retention": Field(lambda chain, _: chain.retention, str, operator.eq),
     "size": Field(lambda chain, _: chain.bytes, parse_bytes),
     "tokens": Field(lambda chain, _: chain.tokens, _count),
@@ -73,13 +89,19 @@ class Condition(NamedTuple):
     sign: str
     value: Any
 
-    def holds(self, chain: ChainInfo, now: float) -> bool:
-        """Return whether it holds for a chain; not where the field is not known."""
+    def holds(self, chains: ChainColumns, now: float) -> NDArray[np.bool]:
+        """Return for which chains it holds; not for those whose value is not known."""
         field = FIELDS[self.field]
-        if (value := field.of(chain, now)) is None:
-            return False
-        equals = field.equals or _ORDERS.get(self.sign, operator.eq)
-        return bool(equals(value, self.value)) != (self.sign == "!=")
+        values = field.of(chains, now)
+        if isinstance(values, Labels):
+            assert field.equals is not None, "labels are compared by it"
+            equal = [field.equals(name, self.value) for name in values.names]
+            holds = np.array(equal, bool)[values.codes]
+        else:
+            compare: Callable[[Any, Any], Any] = _ORDERS.get(self.sign, operator.eq)
+            holds = compare(values, self.value)
+        is_known = ~np.isnan(field.numbers(chains, now))
+        return np.asarray(is_known & (holds != (self.sign == "!=")), bool)
 
 
 class ChainFilter:
@@ -97,9 +119,12 @@ class ChainFilter:
         parts = text.split(",") if text.strip() else []
         self.conditions = [_parse(part) for part in parts]
 
-    def matches(self, chain: ChainInfo, now: float) -> bool:
-        """Return whether a chain matches."""
-        return all(condition.holds(chain, now) for condition in self.conditions)
+    def matches(self, chains: ChainColumns, now: float) -> NDArray[np.bool]:
+        """Return which chains match."""
+        is_match = np.ones(len(chains.blocks), bool)
+        for condition in self.conditions:
+            is_match &= condition.holds(chains, now)
+        return is_match
 
 
 def _parse(part: str) -> Condition:
@@ -125,20 +150,20 @@ def _field(name: str, what: str) -> Field:
     return field
 
 
-def sort_key(text: str, now: float) -> tuple[Callable[[ChainInfo], Any], bool]:
-    """Return a key by which chains are sorted, and whether the largest come first.
+class Order:
+    """How chains are sorted; those whose value is not known come last.
 
     Args:
         text: a field, with a `-` before it for the largest first.
-        now: the time.
 
     Raises:
         ConfigError: there is no such field.
     """
-    field = _field(text.removeprefix("-"), "list")
 
-    def key(chain: ChainInfo) -> Any:
-        value = field.of(chain, now)
-        return value is not None, value, chain.id
+    def __init__(self, text: str) -> None:
+        self._field = _field(text.removeprefix("-"), "list")
+        self._sign = -1 if text.startswith("-") else 1
 
-    return key, text.startswith("-")
+    def places(self, chains: ChainColumns, now: float) -> NDArray[np.intp]:
+        """Return the places of all chains in this order; equal ones stay in theirs."""
+        return np.argsort(self._sign * self._field.numbers(chains, now), kind="stable")

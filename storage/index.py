@@ -25,7 +25,7 @@ import numpy as np
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.index_entries import NAMES, ORDERS
-from tieredkv.storage.index_pages import DATA_FILE, read_meta
+from tieredkv.storage.index_pages import DATA_FILE, Part, read_meta, read_part
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_address_space
 from tieredkv.storage.verdicts import storage_errors
@@ -148,6 +148,11 @@ class Index:
             changes = IndexTxn(txn, dbs)
             yield changes
             changes.keep_meta()
+
+    def part(self, database: str, key: bytes) -> Part:
+        """Read thousands of values of a database at once; see `index_pages.read_part`."""
+        with self._changing, storage_errors(self.path):
+            return read_part(self.path, database, key)
 
     def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
         """Keep the file's length `num_bytes` beyond its last page; the extra bytes take no space.

@@ -5,6 +5,7 @@ module knows databases and their entries, not segment files: extents are numbers
 """
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from heapq import merge
 from itertools import islice, takewhile
@@ -73,6 +74,12 @@ class IndexTxn:
         data = self._txn.get(block_hash, db=self._blocks)
         return None if data is None else codec.decode_record(block_hash, data)
 
+    def sound(self, block_hash: bytes) -> Located | None:
+        """Return one decoded entry, or None if there is none or it is damaged."""
+        with suppress(CorruptBlockError):
+            return self.get(block_hash)
+        return None
+
     def find(self, hashes: Sequence[bytes], now: float) -> tuple[dict[bytes, bytes], list[bytes]]:
         """Return the sealed records that have not expired, and the hashes of damaged ones.
 
@@ -126,13 +133,6 @@ class IndexTxn:
                 yield key, codec.decode_record(key, data)
             except CorruptBlockError:
                 yield key, None
-
-    def links(self, start: bytes = b"") -> Iterator[tuple[bytes, codec.Link | None]]:
-        """Walk as `blocks` does, but decode only the links; bytes that are no record give None.
-
-        A link says which block a block follows. The seals of the records are not checked.
-        """
-        return map(_link, self._walk("blocks", start))
 
     def hashes_from(self, start: bytes) -> Iterator[bytes]:
         """Walk over the hashes of all entries from a key on, without looking at the entries."""
@@ -339,7 +339,3 @@ class IndexTxn:
         with self._txn.cursor(db=self._dbs[name]) as cursor:
             if cursor.set_range(start) if start else cursor.first():
                 yield from cursor.iternext(keys=True, values=True)
-
-
-def _link(entry: tuple[bytes, bytes]) -> tuple[bytes, codec.Link | None]:
-    return entry[0], codec.decode_link(entry[1])

@@ -1,144 +1,77 @@
 """What an operator does with a store: list its chains, evict blocks, verify them.
 
-Each of these is a generator that works in short steps, so that other work can go on in between.
-Blocks may come and go between two steps. The store itself drops and repairs blocks; this module
-only chooses them.
+What reads or changes the store is a generator that works in short steps, so that other work can go
+on in between. Blocks may come and go between two steps. The store itself drops and repairs blocks;
+this module only chooses them.
 """
 
-import math
 import random
-import sys
-from array import array
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
-from copy import copy
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
-from msgspec.structs import asdict
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage import codec
+from tieredkv.storage.block_table import Blocks, BlockTable, TableReader
 from tieredkv.storage.calls import EvictFilter, Ls
+from tieredkv.storage.chain_columns import ChainColumns
+from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
-from tieredkv.storage.filters import ChainFilter, sort_key
+from tieredkv.storage.filters import ChainFilter, Order
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
-from tieredkv.storage.names import Names
 from tieredkv.storage.results import (
     ChainInfo,
     EvictResult,
     NamespaceUse,
     VerifyResult,
-    chain_id,
     named_blocks,
 )
-from tieredkv.types import Tier
 
-_KEY_BYTES, _START_BYTES = 8, 16
-GATHERED_BLOCKS = 1024  # in one step
 PAGE_CHAINS = 256
-_MAX_SHARED_SUMS = 8192
 
 Value = TypeVar("Value")
 
 
-class Chains:
-    """The stored blocks and their parents, as one walk over the index found them.
-
-    Blocks may come and go during the walk, so a chain may be out of date like any list. A block is
-    known by its key, which is the first 8 bytes of its hash, and by its place among the sorted
-    keys; one block in 10^13 may be taken for another's parent. The memory is 36 bytes a block.
-    """
-
-    def __init__(self) -> None:
-        self._keys = array("Q")  # sorted, as the walk goes by them
-        self._parents = array("Q")
-        self._last_used = array("d")
-        self._children = array("I")  # places of all blocks, those of one parent together
-        self._parents_of_children = array("Q")
-        self.leaves = array("I")  # places of blocks that none follows, the last used first
-
-    def add(self, links: Sequence[tuple[bytes, codec.Link]]) -> None:
-        """Take blocks into account, in the order of their hashes."""
-        self._keys.frombytes(_keys([block_hash for block_hash, _ in links]))
-        self._parents.frombytes(_keys([link.parent_hash for _, link in links]))
-        self._last_used.extend([link.last_used for _, link in links])
-
-    def arrange(self) -> None:
-        """Find children and leaves once all blocks are added; takes half a second a million."""
-        keys, parents = np.array(self._keys, np.uint64), np.array(self._parents, np.uint64)
-        children = np.argsort(parents, kind="stable")
-        self._children = array("I", children.astype(np.uint32).tobytes())
-        parents = parents[children]
-        self._parents_of_children = array("Q", parents.tobytes())
-        num_children = np.searchsorted(parents, keys, "right") - np.searchsorted(parents, keys)
-        leaves = np.flatnonzero(num_children == 0)
-        last_used = np.array(self._last_used, np.float64)[leaves]
-        leaves = leaves[np.lexsort((leaves, -last_used))]
-        self.leaves = array("I", leaves.astype(np.uint32).tobytes())
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def key(self, place: int) -> bytes:
-        """First bytes of a block's hash."""
-        return self._keys[place].to_bytes(_KEY_BYTES, "big")
-
-    def find(self, block_hash: bytes) -> int | None:
-        """The place of a block; None if it was not stored."""
-        return self._place(_key(block_hash))
-
-    def parent(self, place: int) -> int | None:
-        """The place of the block before this one; None if it was not stored."""
-        return self._place(self._parents[place])
-
-    def children(self, place: int) -> Sequence[int]:
-        """The places of the blocks that follow this one."""
-        return self._children[slice(*self._range(self._keys[place]))]
-
-    def num_children(self, block_hash: bytes) -> int:
-        """How many stored blocks follow the block of this hash."""
-        start, end = self._range(_key(block_hash))
-        return end - start
-
-    def _range(self, key: int) -> tuple[int, int]:
-        parents = self._parents_of_children
-        return bisect_left(parents, key), bisect_right(parents, key)
-
-    def _place(self, key: int) -> int | None:
-        place = bisect_left(self._keys, key)
-        return place if place < len(self) and self._keys[place] == key else None
-
-
-def gathering(store: BlockStore) -> Generator[None, None, Chains]:
-    """Read all blocks and their parents, in steps; `arrange` has to be called on the result."""
-    chains, now = Chains(), store.clock.now()
-    for entries in walking(store, IndexTxn.links, GATHERED_BLOCKS):
-        chains.add([(key, link) for key, link in entries if link and now < link.expires_at])
+def gathering(store: BlockStore) -> Generator[None, None, BlockTable]:
+    """Read all blocks, in steps. Blocks that come or go meanwhile may be in the table or not."""
+    reader, part = TableReader(), store.index.part("blocks", b"")
+    reader.add(part)
+    while part.next_key is not None:
         yield
-    return chains
+        part = store.index.part("blocks", part.next_key)
+        reader.add(part)
+    return reader.table
 
 
-def adding_up(store: BlockStore) -> Generator[None, None, list[NamespaceUse]]:
-    """Add up the blocks of each model in each namespace, the largest first, in steps."""
-    uses, now = dict[tuple[bytes, bytes], NamespaceUse](), store.clock.now()
-    for entries in walking(store, IndexTxn.links, GATHERED_BLOCKS):
-        for link in (link for _, link in entries if link and now < link.expires_at):
-            if (use := uses.get((link.namespace, link.root))) is None:
-                use = NamespaceUse(namespace=link.namespace.hex(), root=link.root.hex())
-                uses[link.namespace, link.root] = use
-            use.blocks += 1
-            use.bytes += link.size_bytes
-            use.last_used = max(use.last_used, link.last_used)
-        yield
-    return sorted(uses.values(), key=lambda use: (-use.bytes, use.root))
+def adding_up(table: BlockTable) -> list[NamespaceUse]:
+    """Add up the blocks of each model in each namespace, the largest first."""
+    uses, num_kinds = dict[tuple[bytes, bytes], NamespaceUse](), len(table.kinds)
+    numbers = table.blocks["kind"]
+    nums = np.bincount(numbers, minlength=num_kinds)
+    sizes = np.bincount(numbers, table.blocks["size_bytes"], num_kinds)
+    last_used = np.zeros(num_kinds)
+    np.maximum.at(last_used, numbers, table.blocks["last_used"])
+    columns = (nums.tolist(), sizes.tolist(), last_used.tolist())
+    for (root, namespace, _), num, size, used in zip(table.kinds, *columns, strict=True):
+        new = NamespaceUse(namespace=namespace.hex(), root=root.hex())
+        use = uses.setdefault((namespace, root), new)
+        use.blocks += num
+        use.bytes += int(size)
+        use.last_used = max(use.last_used, used)
+    found = [use for use in uses.values() if use.blocks]
+    return sorted(found, key=lambda use: (-use.bytes, use.root))
+
+
+def listing(columns: ChainColumns, call: Ls, now: float) -> Iterator[list[ChainInfo]]:
+    """Yield the chains that `Ls` asks for, by pages."""
+    is_match = ChainFilter(call.filter).matches(columns, now)
+    places = Order(call.sort).places(columns, now) if call.sort else np.arange(len(is_match))
+    places = places[is_match[places]][: call.limit]
+    for start in range(0, len(places), PAGE_CHAINS):
+        yield columns.infos(places[start : start + PAGE_CHAINS])
 
 
 class Chosen(NamedTuple):
@@ -158,51 +91,18 @@ class Chosen(NamedTuple):
 NOTHING_CHOSEN = Chosen()
 
 
-def choosing(
+def finding(
     store: BlockStore, chains: Chains, ids: Sequence[str]
-) -> Generator[None, None, Chosen]:
-    """Find the blocks that the chains of these ids have for themselves, in steps."""
-    seeds, unknown_ids = dict[int, None](), list[str]()
+) -> Generator[None, None, tuple[list[int], list[str]]]:
+    """Find the places of the blocks that ids name, and the ids that name none, in steps."""
+    places, unknown_ids = list[int](), list[str]()
     for id_ in ids:
         with store.index.reading() as txn:
             named = _seeds(txn, chains, id_)
-        seeds.update(dict.fromkeys(named))
-        if not named:
-            unknown_ids.append(id_)
+        places += named
+        unknown_ids += [] if named else [id_]
         yield
-    is_chosen, following, before = bytearray(len(chains)), array("I"), array("I")
-    for seed in seeds:
-        branch, waiting = array("I"), [seed]
-        while waiting:
-            if not is_chosen[place := waiting.pop()]:
-                is_chosen[place] = True
-                branch.append(place)
-                waiting += chains.children(place)
-                if len(branch) % GATHERED_BLOCKS == 0:
-                    yield
-        following.extend(reversed(branch))
-    num_chosen = Counter[int]()
-    for seed in seeds:
-        parent = chains.parent(seed)
-        while parent is not None and not is_chosen[parent]:
-            num_chosen[parent] += 1
-            if num_chosen[parent] < len(chains.children(parent)):
-                break  # another chain joins
-            is_chosen[parent] = True
-            before.append(parent)
-            if len(before) % GATHERED_BLOCKS == 0:
-                yield
-            parent = chains.parent(parent)
-    hashes = []
-    for places in (following, before):
-        found = list[bytes]()
-        for start in range(0, len(places), GATHERED_BLOCKS):
-            with store.index.reading() as txn:
-                some = [_stored(txn, chains, at) for at in places[start : start + GATHERED_BLOCKS]]
-            found += [block_hash for block_hash in some if block_hash]
-            yield
-        hashes.append(found)
-    return Chosen(hashes[0], hashes[1], tuple(unknown_ids))
+    return places, unknown_ids
 
 
 def _seeds(txn: IndexTxn, chains: Chains, id_: str) -> list[int]:
@@ -215,13 +115,10 @@ def _seeds(txn: IndexTxn, chains: Chains, id_: str) -> list[int]:
     if names is None:
         return []
     firsts, lasts = (_named(txn, chains, digits) if digits else [] for digits in names)
-    above = set[int]()
-    for last in lasts:
-        place: int | None = last
-        while place is not None and place not in above:
-            above.add(place)
-            place = chains.parent(place)
-    return [*lasts, *(first for first in firsts if first not in above)]
+    return [
+        *lasts,
+        *(first for first in firsts if not any(chains.leads_to(first, last) for last in lasts)),
+    ]
 
 
 def _named(txn: IndexTxn, chains: Chains, digits: str) -> list[int]:
@@ -230,18 +127,24 @@ def _named(txn: IndexTxn, chains: Chains, digits: str) -> list[int]:
     return [place for place in places if place is not None]
 
 
+def reading_hashes(store: BlockStore, blocks: Blocks) -> Generator[None, None, list[bytes]]:
+    """Return the whole hashes of blocks in a table, of those that are still stored, in steps."""
+    hashes = list[bytes]()
+    for some in batches(blocks[["key", "key_rest"]].tolist()):
+        with store.index.reading() as txn:
+            for number in some:
+                start = b"".join(part.to_bytes(8, "big") for part in number)
+                first = next(txn.hashes_from(start), b"")
+                hashes += [first] if first.startswith(start) else []
+        yield
+    return hashes
+
+
 def named_hashes(txn: IndexTxn, digits: str) -> Iterator[bytes]:
     """The hashes of all entries whose hash starts with these hex digits."""
     start = bytes.fromhex(digits[: len(digits) // 2 * 2])
     hashes = takewhile(lambda each: each.startswith(start), txn.hashes_from(start))
     return (each for each in hashes if each.hex().startswith(digits))
-
-
-def _stored(txn: IndexTxn, chains: Chains, place: int) -> bytes | None:
-    """The whole hash of a block; None if it has gone."""
-    key = chains.key(place)
-    block_hash = next(txn.hashes_from(key), b"")
-    return block_hash if block_hash.startswith(key) else None
 
 
 def evicting(
@@ -278,80 +181,6 @@ def evicting(
     kept_ids = store.key_use.known(key_ids)
     erased, kept = (tuple(sorted(map(bytes.hex, each))) for each in (key_ids - kept_ids, kept_ids))
     return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids, erased, kept)
-
-
-class InRam(NamedTuple):
-    """The keys of all blocks in VRAM and in host memory, by which `Chains` would know them."""
-
-    device: frozenset[bytes] = frozenset()
-    host: frozenset[bytes] = frozenset()
-
-    @classmethod
-    def of(cls, answer: Mapping[str, bytes], names: Names | None) -> "InRam":
-        """Read what an engine tells, which is the `start_of` the hash of each block.
-
-        Args:
-            answer: of the engine.
-            names: of the store, if it knows blocks by names; also the start of a hash has one.
-        """
-        starts = (_cut(answer.get(tier, b"")) for tier in cls._fields)
-        return cls(*(frozenset(map(key_of, names.hide(it) if names else it)) for it in starts))
-
-
-def start_of(block_hash: bytes) -> bytes:
-    """Return the first bytes of a hash, by which an engine tells of a block."""
-    return block_hash[:_START_BYTES].ljust(_START_BYTES, b"\0")
-
-
-def key_of(block_hash: bytes) -> bytes:
-    """Return the first bytes of a hash, by which a block is known in lists."""
-    return block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0")
-
-
-def _cut(starts: bytes) -> list[bytes]:
-    return [starts[at : at + _START_BYTES] for at in range(0, len(starts), _START_BYTES)]
-
-
-def listing(
-    store: BlockStore, chains: Chains, call: Ls, models: KnownModels, in_ram: InRam
-) -> Generator[list[ChainInfo] | None, None, None]:
-    """List chains as `Ls` wants them, in steps and by pages.
-
-    A chain whose last blocks have gone meanwhile is listed as what is left of it. With `sort`, all
-    chains that match are in memory.
-    """
-    page: list[ChainInfo] = []
-    found: Iterator[ChainInfo | None] = _matching(store, chains, call.filter, models, in_ram)
-    if call.sort:
-        matching = list[ChainInfo]()
-        for info in found:
-            matching += [info] if info is not None else []
-            yield None
-        key, is_reverse = sort_key(call.sort, store.clock.now())
-        matching.sort(key=key, reverse=is_reverse)
-        found = iter(matching)
-    left = sys.maxsize if call.limit is None else call.limit
-    for info in found:
-        page += [info] if info is not None else []
-        is_full = len(page) == min(PAGE_CHAINS, left)
-        yield page if is_full else None
-        if is_full:
-            left, page = left - len(page), []
-        if not left:
-            return
-    if page:
-        yield page
-
-
-def _matching(
-    store: BlockStore, chains: Chains, text: str, models: KnownModels, in_ram: InRam
-) -> Iterator[ChainInfo | None]:
-    """Yield the chains that match a filter, the last used first, and None for others."""
-    now, shared, wanted = store.clock.now(), dict[bytes, _Sums](), ChainFilter(text)
-    for leaf in chains.leaves:
-        with store.index.reading() as txn:
-            found = _sum_up(txn, chains, leaf, shared, now, models, in_ram)
-        yield next((info for info in found if wanted.matches(info, now)), None)
 
 
 def verifying(
@@ -435,129 +264,3 @@ def walking(
             return None
         yield entries
         start = keys[-1] + b"\0"
-
-
-class _Sums(msgspec.Struct):
-    """The sums over the first blocks of a chain; see `ChainInfo`."""
-
-    blocks: int = 0
-    in_device: int = 0
-    in_host: int = 0
-    bytes: int = 0
-    stored_bytes: int = 0
-    computed_at_min: float = math.inf
-    computed_at_max: float = 0.0
-    expires_at_min: float = math.inf
-    last_used_max: float = 0.0
-    hits: int = 0
-
-    def add(self, located: Located, in_ram: InRam) -> None:
-        """Count one more block."""
-        record = located.record
-        if in_ram.device or in_ram.host:
-            key = key_of(record.block_hash)
-            self.in_device += key in in_ram.device
-            self.in_host += key in in_ram.host
-        self.blocks += 1
-        self.bytes += record.size_bytes
-        self.stored_bytes += located.payload_bytes
-        self.computed_at_min = min(record.computed_at, self.computed_at_min)
-        self.computed_at_max = max(record.computed_at, self.computed_at_max)
-        self.expires_at_min = min(record.expires_at, self.expires_at_min)
-        self.last_used_max = max(record.last_used, self.last_used_max)
-        self.hits += record.hits
-
-
-def _sum_up(
-    txn: IndexTxn,
-    chains: Chains,
-    leaf: int,
-    shared: dict[bytes, _Sums],
-    now: float,
-    models: KnownModels,
-    in_ram: InRam,
-) -> list[ChainInfo]:
-    """Describe a chain, if anything of its own is left.
-
-    Args:
-        txn: for reading.
-        chains: as they were gathered.
-        leaf: the place of its last block.
-        shared: sums up to blocks where chains part, so that what they share is summed up once; the
-            latest few are kept.
-        now: what has expired by then is not there.
-        models: name the chains.
-        in_ram: which blocks have other copies.
-    """
-    path: list[Located] = []
-    sums = _Sums()
-    for located in _climb(txn, _last_stored(txn, chains, leaf), now):
-        if (known := shared.get(located.record.block_hash)) is not None:
-            sums = copy(known)
-            break
-        path.append(located)
-    if not path:
-        return []
-    first = path[-1]
-    for located, following in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
-        sums.add(located, in_ram)
-        block_hash = located.record.block_hash
-        if following is not None and chains.num_children(block_hash) > 1:
-            shared[block_hash] = copy(sums)
-            if len(shared) > _MAX_SHARED_SUMS:
-                del shared[next(iter(shared))]
-            first = following
-    last, summed = path[0].record, asdict(sums)
-    model = models.of(last.root, last.namespace)
-    info = ChainInfo(
-        id=chain_id(first.record.block_hash, last.block_hash),
-        namespace=last.namespace.hex(),
-        root=last.root.hex(),
-        last_position=last.position,
-        retention=last.retention,
-        last_used=last.last_used,
-        model=None if model is None else model.name,
-        tokens=None if model is None else model.block_size * sums.blocks,
-        blocks_by_tier={
-            Tier.DEVICE: summed.pop("in_device"),
-            Tier.HOST: summed.pop("in_host"),
-            Tier.DISK: sums.blocks,
-        },
-        **summed,
-    )
-    return [info]
-
-
-def _last_stored(txn: IndexTxn, chains: Chains, leaf: int) -> bytes:
-    """The hash of the last block that is left of a chain's own; b"" if none is."""
-    place: int | None = leaf
-    while place is not None:
-        if (block_hash := _stored(txn, chains, place)) is not None:
-            return block_hash
-        place = chains.parent(place)
-        if place is not None and len(chains.children(place)) > 1:
-            break
-    return b""
-
-
-def _climb(txn: IndexTxn, leaf: bytes, now: float) -> Iterator[Located]:
-    """Yield the stored blocks of a chain from its last one up to the first hole."""
-    block_hash, below = leaf, math.inf
-    with suppress(CorruptBlockError):
-        while block_hash and (located := txn.get(block_hash)) and located.record.position < below:
-            if now >= located.record.expires_at:
-                break
-            yield located
-            block_hash, below = located.record.parent_hash, located.record.position
-
-
-def _keys(hashes: Sequence[bytes]) -> bytes:
-    """The keys of blocks, as an array has them."""
-    starts = b"".join([each[:_KEY_BYTES] for each in hashes])
-    if len(starts) < _KEY_BYTES * len(hashes):  # a hash is shorter
-        starts = b"".join([each[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0") for each in hashes])
-    return np.frombuffer(starts, ">u8").astype(np.uint64).tobytes()
-
-
-def _key(block_hash: bytes) -> int:
-    return int.from_bytes(block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0"), "big")

@@ -30,7 +30,10 @@ from tieredkv.errors import (
     UnknownIdError,
 )
 from tieredkv.storage import chain_blocks, erasure, inspection, pruning
+from tieredkv.storage.block_table import BlockTable
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Rotate, Verify
+from tieredkv.storage.chain_columns import ChainColumns
+from tieredkv.storage.chains import Chains, InRam
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.known_models import KnownModels, read_models
@@ -40,6 +43,7 @@ from tieredkv.storage.results import (
     BlockInfo,
     ChainInfo,
     ErasureResult,
+    PruneResult,
     StoreStats,
     VerifyResult,
     named_blocks,
@@ -129,8 +133,7 @@ class Verbs:
             case EvictFilter():
                 return self._evict(call, caller)
             case Prune():
-                steps = pruning.pruning(self.store, call, *self._survey(caller))
-                return self._finish(steps, caller)._asdict()
+                return self._prune(call, caller)._asdict()
             case Rotate():
                 return self._finish(self._rotate(call), caller)
             case Verify() if self.store.lacks_keys:
@@ -144,13 +147,20 @@ class Verbs:
 
     def _list(self, call: Ls, caller: Caller) -> Iterator[list[ChainInfo]]:
         """List chains by pages."""
-        chains, models, in_ram = self._survey(caller)
-        return self._steps(inspection.listing(self.store, chains, call, models, in_ram), caller)
+        columns = ChainColumns.of(self._chains(caller), *self._more(caller))
+        return inspection.listing(columns, call, self.store.clock.now())
 
-    def _survey(self, caller: Caller) -> tuple[inspection.Chains, KnownModels, inspection.InRam]:
-        """See which chains are on disk, of which models, and which blocks are in RAM, too."""
-        chains, models = self._gather(caller), KnownModels(read_models(self.store.path))
-        return chains, models, inspection.InRam.of(self._ask(Ls(), caller), self.store.names)
+    def _prune(self, call: Prune, caller: Caller) -> PruneResult:
+        """Drop what nothing can use."""
+        table, now = self._gather(caller), self.store.clock.now()
+        doomed = pruning.useless(table, call.model, *self._more(caller), now)
+        return self._finish(pruning.dropping(self.store, doomed, dry_run=call.dry_run), caller)
+
+    def _more(self, caller: Caller) -> tuple[KnownModels, InRam]:
+        """Return what else is known of blocks: their models, and which of them are in RAM."""
+        names = self.store.names
+        in_ram = InRam.of(self._ask(Ls(), caller), names.hide if names else list)
+        return KnownModels(read_models(self.store.path)), in_ram
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):
@@ -170,7 +180,7 @@ class Verbs:
         return names.reveal_infos(found)
 
     def _roots(self, caller: Caller) -> dict[bytes, bytes]:
-        return self._finish(chain_blocks.gathering_roots(self.store), caller)
+        return {kind.root: kind.namespace for kind in self._gather(caller).kinds}
 
     def _inspect_prompt(self, call: Inspect, caller: Caller) -> dict[str, Any]:
         """Have the engine report on a prompt.
@@ -301,14 +311,21 @@ class Verbs:
         """Find what ids name, if there are any."""
         if not ids:
             return inspection.NOTHING_CHOSEN
-        steps = inspection.choosing(self.store, self._gather(caller), ids)
-        return self._finish(steps, caller)
+        chains = self._chains(caller)
+        places, unknown_ids = self._finish(inspection.finding(self.store, chains, ids), caller)
+        following, before = (
+            self._finish(inspection.reading_hashes(self.store, blocks), caller)
+            for blocks in chains.own(places)
+        )
+        return inspection.Chosen(following, before, tuple(unknown_ids))
 
-    def _gather(self, caller: Caller) -> inspection.Chains:
-        """See which chains there are; arranging them needs no index, and holds up no other verb."""
-        chains = self._finish(inspection.gathering(self.store), caller)
-        chains.arrange()
-        return chains
+    def _chains(self, caller: Caller) -> Chains:
+        """See which chains there are."""
+        return Chains(*self._gather(caller).unexpired(self.store.clock.now()))
+
+    def _gather(self, caller: Caller) -> BlockTable:
+        """See which blocks there are. What is made of them holds up no other verb."""
+        return self._finish(inspection.gathering(self.store), caller)
 
     def _figures(self) -> Generator[None, None, StoreStats]:
         yield
@@ -326,7 +343,7 @@ class Verbs:
         return {it: {"blocks": sums[it].num_blocks, "bytes": sums[it].payload_bytes} for it in most}
 
     def _namespaces(self, caller: Caller) -> dict[str, Any]:
-        uses = self._finish(inspection.adding_up(self.store), caller)
+        uses = inspection.adding_up(self._gather(caller).unexpired(self.store.clock.now()))
         told, models = uses[:_TOLD_NAMESPACES], KnownModels(read_models(self.store.path))
         for use in told:
             model = models.of(bytes.fromhex(use.root), bytes.fromhex(use.namespace))

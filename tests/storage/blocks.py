@@ -16,10 +16,11 @@ from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.allocator import ExtentAllocator
 from tieredkv.storage.calls import EvictFilter, Ls
+from tieredkv.storage.chain_columns import ChainColumns
+from tieredkv.storage.chains import Chains, InRam
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
-from tieredkv.storage.inspection import InRam
 from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
@@ -208,17 +209,23 @@ def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
 
 def choose(store: BlockStore, ids: Sequence[str]) -> inspection.Chosen:
     """Find the blocks that these ids name, in all steps."""
-    gathered = end_of(inspection.gathering(store))
-    gathered.arrange()
-    return end_of(inspection.choosing(store, gathered, ids))
+    gathered = gather(store)
+    places, unknown_ids = end_of(inspection.finding(store, gathered, ids))
+    following, before = (
+        end_of(inspection.reading_hashes(store, blocks)) for blocks in gathered.own(places)
+    )
+    return inspection.Chosen(following, before, tuple(unknown_ids))
+
+
+def gather(store: BlockStore) -> Chains:
+    """See which chains there are, in all steps."""
+    return Chains(*end_of(inspection.gathering(store)).unexpired(store.clock.now()))
 
 
 def chains(store: BlockStore) -> list[ChainInfo]:
-    """List all chains, in all steps."""
-    gathered = end_of(inspection.gathering(store))
-    gathered.arrange()
-    pages = inspection.listing(store, gathered, Ls(), KnownModels([]), InRam())
-    return [each for page in pages for each in page or ()]
+    """List all chains."""
+    columns = ChainColumns.of(gather(store), KnownModels([]), InRam.of({}))
+    return [each for page in inspection.listing(columns, Ls(), store.clock.now()) for each in page]
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

@@ -35,9 +35,9 @@ from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.calls import EvictFilter
+from tieredkv.storage.chains import InRam, start_of
 from tieredkv.storage.codec import Extent, Located, decode_encryption, decode_header, identity_of
 from tieredkv.storage.compression import WIDTHS
-from tieredkv.storage.inspection import InRam, key_of, start_of
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
 from tieredkv.storage.results import TouchItem
@@ -526,8 +526,10 @@ def test_a_sealed_record_gets_its_hashes_back(encrypted: Encrypted) -> None:
 def test_what_the_engine_has_is_found_by_name() -> None:
     names, hashes = Names(b"k" * 32), [digest("a"), digest("b")[:16]]
     told = {"device": b"".join(map(start_of, hashes)), "host": b""}
-    assert InRam.of(told, names).device == set(map(key_of, names.hide(hashes)))
-    assert InRam.of(told, None).device == set(map(key_of, hashes))
+    for hide in (names.hide, list):
+        keys = [int.from_bytes(each[:8], "big") for each in hide(hashes)]
+        assert InRam.of(told, hide).device.tolist() == keys
+        assert InRam.of(told, hide).host.tolist() == []
 
 
 # --- through the worker --------------------------------------------------------------------------

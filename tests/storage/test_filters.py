@@ -2,39 +2,42 @@
 
 from pathlib import Path
 
-import msgspec
+import numpy as np
 import pytest
 
 from tests.storage.blocks import make_record, open_store, put
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.calls import Ls
+from tieredkv.storage.chain_columns import ChainColumns, Labels
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.filters import FIELDS, ChainFilter, sort_key
+from tieredkv.storage.filters import FIELDS, ChainFilter, Order
 from tieredkv.storage.known_models import NAME, KnownModel, note_model, read_models
-from tieredkv.storage.results import ChainInfo
 from tieredkv.types import Tier
 
 NOW = 1_000_000.0
-CHAIN = ChainInfo(
-    id="a" * 32 + "-" + "b" * 32,
-    namespace="c0ffee",
-    root="d",
-    blocks=10,
-    last_position=9,
-    bytes=2 << 30,
-    stored_bytes=1 << 30,
-    model="m",
-    tokens=160,
-    blocks_by_tier={Tier.DEVICE: 0, Tier.HOST: 4, Tier.DISK: 10},
-    retention="24h",
-    computed_at_min=NOW - 7200,
-    computed_at_max=NOW - 7000,
-    expires_at_min=NOW + 600,
-    last_used=NOW - 60,
-    last_used_max=NOW - 60,
-    hits=3,
+CHAINS = ChainColumns(
+    ids=np.array([[0, 0, 0, 0]]),
+    namespace=Labels(np.array([0]), ["c0ffee"]),
+    root=Labels(np.array([0]), ["d"]),
+    model=Labels(np.array([0]), ["m"]),
+    retention=Labels(np.array([0]), ["24h"]),
+    tiers=Labels(np.array([1]), [[Tier.DISK], [Tier.HOST, Tier.DISK]]),
+    tokens=np.array([160.0]),
+    blocks=np.array([10]),
+    in_device=np.array([0]),
+    in_host=np.array([4]),
+    last_position=np.array([9]),
+    bytes=np.array([2 << 30]),
+    stored_bytes=np.array([1 << 30]),
+    computed_at_min=np.array([NOW - 7200]),
+    computed_at_max=np.array([NOW - 7000]),
+    expires_at_min=np.array([NOW + 600]),
+    last_used=np.array([NOW - 60]),
+    last_used_max=np.array([NOW - 60]),
+    hits=np.array([3]),
 )
+"""Of one chain."""
 
 
 @pytest.mark.parametrize(
@@ -66,14 +69,15 @@ CHAIN = ChainInfo(
     ],
 )
 def test_all_conditions_have_to_hold(text: str, is_match: bool) -> None:
-    assert ChainFilter(text).matches(CHAIN, NOW) is is_match
+    assert ChainFilter(text).matches(CHAINS, NOW).tolist() == [is_match]
 
 
 def test_what_is_not_known_matches_no_number() -> None:
-    unknown = msgspec.structs.replace(CHAIN, tokens=None, model=None)
-    assert not ChainFilter("tokens>0").matches(unknown, NOW)
-    assert not ChainFilter("tokens!=5").matches(unknown, NOW)
-    assert ChainFilter("model!=m").matches(unknown, NOW)
+    model = Labels(np.array([0]), [""])
+    unknown = CHAINS._replace(tokens=np.array([np.nan]), model=model)
+    assert not ChainFilter("tokens>0").matches(unknown, NOW).any()
+    assert not ChainFilter("tokens!=5").matches(unknown, NOW).any()
+    assert ChainFilter("model!=m").matches(unknown, NOW).all()
 
 
 @pytest.mark.parametrize(
@@ -99,10 +103,18 @@ def test_a_mistake_is_named(text: str, told: str) -> None:
 
 def test_every_field_sorts_and_a_minus_reverses() -> None:
     for name in FIELDS:
-        key, is_reverse = sort_key(f"-{name}", NOW)
-        assert is_reverse and key(CHAIN)[0] is True
+        assert Order(f"-{name}").places(CHAINS, NOW).tolist() == [0]
+    three = CHAINS._replace(
+        tokens=np.array([np.nan, 16.0, 32.0, 16.0]),
+        model=Labels(np.array([1, 0, 0, 2]), ["m", "", "a"]),
+        tiers=Labels(np.array([0, 0, 1, 0]), CHAINS.tiers.names),
+    )
+    assert Order("tokens").places(three, NOW).tolist() == [1, 3, 2, 0]
+    assert Order("-tokens").places(three, NOW).tolist() == [2, 1, 3, 0]
+    assert Order("model").places(three, NOW).tolist() == [0, 3, 1, 2]
+    assert Order("-tier").places(three, NOW).tolist() == [2, 0, 1, 3]
     with pytest.raises(ConfigError, match="did you mean `size`"):
-        sort_key("sizes", NOW)
+        Order("sizes")
 
 
 def fill(folder: Path) -> KnownModel:

@@ -11,6 +11,7 @@ from tieredkv.cli.store import parse_part
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.calls import Inspect, Ls, Prune, Verify
+from tieredkv.storage.chains import start_of
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.known_models import KnownModel, note_model
 from tieredkv.types import BlockRecord
@@ -84,9 +85,9 @@ def test_a_parent_in_ram_makes_no_orphan(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store([*blocks[:1], *blocks[2:]])
     control = StoreControl(harness.folder)
-    with engine_that_says(client, {"device": b"", "host": blocks[1].block_hash[:8]}):
+    with engine_that_says(client, {"device": b"", "host": start_of(blocks[1].block_hash)}):
         assert control.answer(Prune())["pruned_blocks"] == 0
-    with engine_that_says(client, {"device": blocks[3].block_hash[:8]}):
+    with engine_that_says(client, {"device": start_of(blocks[3].block_hash)}):
         assert control.answer(Prune())["by_reason"] == {"orphan": 1}
     client.close()
     hashes = [each.block_hash for each in blocks]

@@ -20,11 +20,13 @@ from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.storage import inspection, service, touches, write_share
+from tieredkv.storage.block_table import TableReader
 from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.index_pages import Part
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
@@ -360,7 +362,7 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
 def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
     tmp_path: Path, arena: HostArena, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, walk = tmp_path / "store", inspection.walking
+    path, walk, add = tmp_path / "store", inspection.walking, TableReader.add
     more = [make_record(f"{i}", now=time.time(), size_bytes=1) for i in range(18)]
     with open_store(path, Clock()) as store:
         put(store, *more)
@@ -370,7 +372,12 @@ def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goe
             time.sleep(0.2)
             yield each
 
+    def add_slowly(reader: TableReader, part: Part) -> None:
+        time.sleep(3.0)
+        add(reader, part)
+
     monkeypatch.setattr(inspection, "walking", slowly)
+    monkeypatch.setattr(TableReader, "add", add_slowly)
     with serving(path, arena):
         control = StoreControl(path, answer_timeout_s=2.0)
         if verb == "ls":

@@ -1,0 +1,172 @@
+"""How stored blocks follow each other: chains, where they part, and sums over whole chains.
+
+All of it is worked out with NumPy for all blocks at once. This module knows a table of blocks, not
+the index.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tieredkv.storage.block_table import START_BYTES, Blocks, Kind, numbers_of
+
+Places = NDArray[np.intp]
+"""Of blocks in a table."""
+
+Mask = NDArray[np.bool]
+"""[num_blocks], whether something is so of each block."""
+
+
+class Chains:
+    """The blocks of a table, and which one follows which.
+
+    A block is known by its place in the table, and found by its key, which is the first 8 bytes of
+    its hash: one block in 10^13 may be taken for another's parent.
+
+    A run is a stretch of blocks that follow each other, from one that has no parent, or a parent
+    with other children, down to one that has no child, or several.
+
+    Args:
+        blocks: a table by `key`.
+        kinds: of the blocks.
+
+    Attributes:
+        leaves: places of the blocks that none follows, the last used first.
+        heads: places of the first block of each run.
+        run: the number of each block's run.
+        run_above: the number of the run above each run; the number of runs where there is none.
+    """
+
+    def __init__(self, blocks: Blocks, kinds: Sequence[Kind]) -> None:
+        self.blocks, self.kinds = blocks, kinds
+        self.keys, self.positions = blocks["key"].copy(), blocks["position"].copy()
+        num = len(blocks)
+        self._above = self._places(blocks["parent_key"])  # the parent's place, or `num`
+        # A record that contradicts itself must not lead in a circle.
+        self._above[np.append(self.positions, 0)[self._above] >= self.positions] = num
+        num_children = np.bincount(self._above, minlength=num + 1)
+        num_children[num] = 0
+        leaves = np.flatnonzero(num_children[:num] == 0)
+        self.leaves = leaves[np.argsort(-blocks["last_used"][leaves], kind="stable")]
+        head = self._tops(num_children[self._above] != 1)
+        is_head = head == np.arange(num)
+        self.heads = np.flatnonzero(is_head)
+        self.run = (np.cumsum(is_head) - 1)[head]
+        self.run_above = np.append(self.run, len(self.heads))[self._above[self.heads]]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The place of a block; None if it was not stored."""
+        start = block_hash[:START_BYTES].ljust(START_BYTES, b"\0")
+        place = int(self._places(numbers_of(start)[:, 0])[0])
+        return place if place < len(self) else None
+
+    def has_parent(self) -> Mask:
+        """Return which blocks have a parent in the table."""
+        return self._above < len(self)
+
+    def leads_to(self, first: int, last: int) -> bool:
+        """Return whether one block is another or is before it."""
+        while last < len(self) and self.positions[last] > self.positions[first]:
+            last = self._above[last]
+        return last == first
+
+    def following(self, starts: Mask, ends: Mask | None = None) -> Mask:
+        """Return which blocks are among some or behind one of them.
+
+        Args:
+            starts: which blocks.
+            ends: blocks that are left out with all behind them, but for what is behind a start.
+        """
+        ends = np.zeros_like(starts) if ends is None else ends
+        return np.asarray((starts & ~ends)[self._tops(starts | ends)])
+
+    def own(self, places: Sequence[int]) -> tuple[Blocks, Blocks]:
+        """Return what the chains of some blocks have for themselves, a tail before its head.
+
+        Returns:
+            Those blocks and all that follow them; the blocks before them that no other chain uses.
+        """
+        is_named = np.zeros(len(self), bool)
+        is_named[places] = True
+        is_following = self.following(is_named)
+        is_kept = np.zeros(len(self.heads) + 1, bool)  # runs that lead to other leaves
+        is_kept[-1] = True
+        runs = self.run[self.leaves[~is_following[self.leaves]]]
+        while len(runs):
+            is_kept[runs] = True
+            runs = np.unique(self.run_above[runs])
+            runs = runs[~is_kept[runs]]
+        parts = (self.blocks[each] for each in (is_following, ~is_following & ~is_kept[self.run]))
+        following, before = (it[np.argsort(it["position"], kind="stable")[::-1]] for it in parts)
+        return following, before
+
+    def totals(self, values: NDArray[Any], combine: np.ufunc = np.add) -> NDArray[Any]:
+        """Combine a value of each block over whole chains.
+
+        Args:
+            values: [num_blocks].
+            combine: `np.add`, or `np.minimum` or `np.maximum` of floats.
+
+        Returns:
+            For each run: over its blocks and all before them.
+        """
+        nothing = 0 if combine is np.add else np.inf if combine is np.minimum else -np.inf
+        totals = np.full(len(self.heads) + 1, nothing, values.dtype)
+        combine.at(totals, self.run, values)
+        above = np.append(self.run_above, len(self.heads))
+        while np.any(above < len(self.heads)):  # each round combines twice as many runs
+            totals = combine(totals, totals[above])
+            above = above[above]
+        return totals[:-1]
+
+    def _tops(self, is_top: Mask) -> Places:
+        """Return the first block before each one, or itself, that is a top or has no parent."""
+        num = len(self)
+        tops = np.where(is_top | (self._above == num), np.arange(num), self._above)
+        while not np.array_equal(further := tops[tops], tops):
+            tops = further
+        return np.asarray(tops)
+
+    def _places(self, keys: NDArray[np.uint64]) -> Places:
+        """Return the places of blocks by their keys; the number of blocks where there is none."""
+        order = np.argsort(keys)  # neighbours are then found near each other
+        places = np.empty(len(keys), np.intp)
+        places[order] = np.searchsorted(self.keys, keys[order])
+        is_found = places < len(self)
+        is_found[is_found] = self.keys[places[is_found]] == keys[is_found]
+        return np.where(is_found, places, len(self))
+
+
+class InRam(NamedTuple):
+    """The keys of all blocks in VRAM and in host memory."""
+
+    device: NDArray[np.uint64]
+    host: NDArray[np.uint64]
+
+    @classmethod
+    def of(
+        cls, answer: Mapping[str, bytes], hide: Callable[[Sequence[bytes]], Sequence[bytes]] = list
+    ) -> "InRam":
+        """Read what an engine tells, which is the `start_of` the hash of each block.
+
+        Args:
+            answer: of the engine.
+            hide: turns hashes into what the store knows blocks by. It is given many starts of
+                hashes side by side, as names are made of `START_BYTES` each.
+        """
+        starts = hide([answer.get(tier, b"") for tier in cls._fields])
+        return cls(*(numbers_of(each)[:, 0] for each in starts))
+
+    def holds(self, keys: NDArray[np.uint64]) -> Mask:
+        """Return which of these blocks are in either."""
+        return np.isin(keys, self.device) | np.isin(keys, self.host)
+
+
+def start_of(block_hash: bytes) -> bytes:
+    """Return the first bytes of a hash, by which an engine tells of a block."""
+    return block_hash[:START_BYTES].ljust(START_BYTES, b"\0")
