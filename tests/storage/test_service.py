@@ -19,7 +19,7 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
-from tieredkv.storage import inspection, service, touches, write_share
+from tieredkv.storage import inspection, service, touches, verbs, write_share
 from tieredkv.storage.block_table import TableReader
 from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.codec import decode_record
@@ -372,6 +372,7 @@ def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goe
         add(reader, part)
 
     monkeypatch.setattr(TableReader, "add", add_slowly)
+    monkeypatch.setattr(verbs, "_ENGINE_TIMEOUT_S", 2.5)  # it is asked twice
     with serving(path, arena):
         control = StoreControl(path, answer_timeout_s=2.0)
         if verb == "ls":
