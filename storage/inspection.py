@@ -6,9 +6,9 @@ this module only chooses them.
 """
 
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,15 +16,13 @@ from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.block_table import TIER_BITS, Blocks, BlockTable, TableReader
 from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.chains import Chains
-from tieredkv.storage.codec import padded_bytes
+from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
 from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import EvictResult, NamespaceUse, VerifyResult, named_blocks
 from tieredkv.types import Tier
-
-Value = TypeVar("Value")
 
 
 def gathering(store: BlockStore) -> Generator[None, None, BlockTable]:
@@ -199,7 +197,7 @@ def _reading(
     Returns whether their entries are whole, and the last key.
     """
     is_whole, page, block_hash = True, memoryview(b""), start
-    entries_of = walking(store, IndexTxn.blocks, start=start)
+    entries_of = walking(store, start)
     for block_hash in (key for entries in entries_of for key, _ in entries):
         if random.random() >= sample:
             yield
@@ -230,12 +228,7 @@ def _reading(
     return is_whole, block_hash
 
 
-def walking(
-    store: BlockStore,
-    walk: Callable[[IndexTxn, bytes], Iterator[tuple[bytes, Value]]],
-    num_entries: int = TXN_BLOCKS,
-    start: bytes = b"",
-) -> Iterator[list[tuple[bytes, Value]]]:
+def walking(store: BlockStore, start: bytes = b"") -> Iterator[list[tuple[bytes, Located | None]]]:
     """Walk over all entries and yield some of them at a time; others may come and go in between.
 
     The walk ends where a key is smaller than the one before it, as on a damaged page: it might
@@ -243,7 +236,7 @@ def walking(
     """
     while True:
         with store.index.reading() as txn:
-            entries = list(islice(walk(txn, start), num_entries))
+            entries = list(islice(txn.blocks(start), TXN_BLOCKS))
         keys = [start, *(key for key, _ in entries)]
         if keys != sorted(keys):
             return store.ask_for_rebuild()
