@@ -47,8 +47,8 @@ def usage(prompt_tokens: int, **by_tier: int) -> RequestUsage:
 def test_a_sample_has_what_happened_in_its_time() -> None:
     history, engine, clock = make()
     engine.report(promoted=3, read=500)
-    history.note_first_token("a", usage(100, disk=64, host=16), "disk", 0.25)
-    history.note_first_token("a", usage(50), "cold", 2.0)
+    history.note_first_token("a", usage(100, disk=64, host=16), "disk", 0.25, 0.1)
+    history.note_first_token("a", usage(50), "cold", 2.0, 0.1)
     clock.advance(SAMPLE_S)
     history.end_sample()
     engine.report(promoted=5, demoted=1, read=600)
@@ -88,12 +88,12 @@ def test_a_store_worker_that_was_started_again_and_no_disk_are_no_moves() -> Non
 
 def test_saved_time_is_told_by_the_rate_where_the_tokens_were() -> None:
     history, engine, _ = make()
-    history.note_first_token("", usage(100, device=100), "device", 0.1)
+    history.note_first_token("", usage(100, device=100), "device", 0.1, 0.1)
     assert history.document()["since_start"]["saved_s"] == 0.0, "no rate is known yet"
     engine.report()
-    history.note_first_token("", usage(2000, device=1000), "device", 0.1)
+    history.note_first_token("", usage(2000, device=1000), "device", 0.1, 0.1)
     assert history.document()["since_start"]["saved_s"] == pytest.approx(1.0)
-    history.note_first_token("", usage(40_000, host=32_768), "host", 0.1)
+    history.note_first_token("", usage(40_000, host=32_768), "host", 0.1, 0.1)
     assert history.document()["kept"]["saved_s"] == pytest.approx(1.0 + 32_768 / 500)
 
 
@@ -102,7 +102,7 @@ def test_old_samples_go_and_sums_since_the_start_stay() -> None:
     engine.report()
     for i in range(NUM_SAMPLES + 10):
         for source in ("cold", "device", "host", "disk"):
-            history.note_first_token("a", usage(1000, device=16), source, 0.001 * (i + 1))
+            history.note_first_token("a", usage(1000, device=16), source, 0.001 * (i + 1), 0.1)
         clock.advance(SAMPLE_S)
         history.end_sample()
     told = history.document()
@@ -117,7 +117,7 @@ def test_old_samples_go_and_sums_since_the_start_stay() -> None:
 def test_the_last_minutes_can_be_told_alone() -> None:
     history, _, clock = make()
     for i in range(10):
-        history.note_first_token("a", usage(100 + i), "cold", 0.1 * (i + 1))
+        history.note_first_token("a", usage(100 + i), "cold", 0.1 * (i + 1), 0.1)
         clock.advance(SAMPLE_S)
         history.end_sample()
     told = history.document(last_s=2 * SAMPLE_S)
@@ -131,13 +131,15 @@ def test_slow_requests_are_told_with_their_receipts() -> None:
     receipt = msgspec.structs.replace(
         usage(100, disk=64), queue_s=0.5, recomputed_tokens=16, miss_reason="never_seen"
     )
-    history.note_first_token("a", usage(50), "cold", 0.2)
-    history.note_first_token("a", receipt, "disk", 2.0)
+    history.note_first_token("a", usage(50), "cold", 0.2, 0.1)
+    history.note_first_token("a", receipt, "disk", 2.0, 1.25)
     slowest, other = history.document()["slowest"]
     assert slowest == {
         "at": clock.now(),
+        "tenant": "a",
         "ttft_s": 2.0,
         "queue_s": 0.5,
+        "prefill_s": 1.25,
         "source": "disk",
         "prompt_tokens": 100,
         "cached_tokens": {"disk": 64},
@@ -153,8 +155,8 @@ def test_slow_requests_tell_the_reason_of_their_receipts() -> None:
     other, seen = (Seen.of(parts, 100, {"namespace": salt}) for salt in "ab")
     diagnosis, missed = Diagnosis(seen, [other]), usage(100)
     missed = msgspec.structs.replace(missed, miss_reason="never_seen")
-    history.note_first_token("a", missed, "cold", 2.0, diagnosis)
-    history.note_first_token("a", missed, "cold", 1.0)
+    history.note_first_token("a", missed, "cold", 2.0, 0.1, diagnosis)
+    history.note_first_token("a", missed, "cold", 1.0, 0.1)
     reasons = [it["miss_reason"] for it in history.document()["slowest"]]
     assert reasons == [diagnosis.miss(missed)["reason"], "never_seen"]
     assert reasons[0] == "other_namespace"
@@ -163,7 +165,7 @@ def test_slow_requests_tell_the_reason_of_their_receipts() -> None:
 def test_tenants_whose_keys_were_removed_are_forgotten() -> None:
     history, _, _ = make()
     for tenant in ("a", "b", "a"):
-        history.note_first_token(tenant, usage(10, device=5), "device", 0.1)
+        history.note_first_token(tenant, usage(10, device=5), "device", 0.1, 0.1)
     assert (history.tenants["a"].num_answers, history.tenants["a"].cached_tokens) == (2, 10)
     history.keep_tenants(lambda tenant: tenant == "b")
     assert history.tenants.keys() == {"b"}

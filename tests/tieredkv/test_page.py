@@ -129,4 +129,6 @@ def test_tenants_are_told_by_name_with_their_shares(
     assert told.keys() == {"alice", "bob"}, "carol has no share and has asked for nothing"
     assert told["alice"]["share"] == 0.25
     assert (told["bob"]["num_answers"], told["alice"]["num_answers"]) == (1, 0)
+    [slow] = answer.json()["slowest"]
+    assert (slow["tenant"], slow["prompt_tokens"]) == ("bob", told["bob"]["prompt_tokens"])
     assert told["bob"]["id"] == tenant_digest(hashlib.sha256(b"b").hexdigest()).hex()

@@ -10,8 +10,10 @@ START = 6000.0
 def slow(at: float, ttft_s: float) -> SlowRequest:
     return SlowRequest(
         at=at,
+        tenant="a",
         ttft_s=ttft_s,
         queue_s=0.0,
+        prefill_s=0.0,
         source="cold",
         prompt_tokens=1,
         cached_tokens={},

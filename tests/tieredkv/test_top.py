@@ -28,8 +28,10 @@ GIB = 1 << 30
 
 SLOW = SlowRequest(
     at=NOW - 75,
+    tenant="a",
     ttft_s=12.5,
     queue_s=1.25,
+    prefill_s=11.0,
     source="disk",
     prompt_tokens=131_072,
     cached_tokens={"device": 64, "disk": 120_000},

@@ -83,6 +83,7 @@ class History:
         usage: RequestUsage,
         source: str,
         ttft_s: float,
+        prefill_s: float,
         diagnosis: Diagnosis = NONE,
     ) -> None:
         """Count a request whose first token has come.
@@ -92,6 +93,7 @@ class History:
             usage: where its prompt came from.
             source: the slowest tier that its prefix came from, or `cold`.
             ttft_s: from its arrival to its first token.
+            prefill_s: from its first step to its first token.
             diagnosis: how it differs from earlier requests, as far as that is known by now.
         """
         now = self._now()
@@ -107,8 +109,10 @@ class History:
             self._slow.add(
                 SlowRequest(
                     at=now,
+                    tenant=tenant,
                     ttft_s=ttft_s,
                     queue_s=usage.queue_s,
+                    prefill_s=prefill_s,
                     source=source,
                     prompt_tokens=usage.prompt_tokens,
                     cached_tokens=cached,
@@ -139,6 +143,8 @@ class History:
 
     def document(self, last_s: float | None = None) -> dict[str, Any]:
         """Return samples, the oldest first, sums over them and since the start, and slow requests.
+
+        Tenants are told as `Keys.tenant` has them.
 
         Args:
             last_s: only samples that ended within this time are told; None for all.

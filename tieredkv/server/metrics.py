@@ -140,12 +140,14 @@ class Observer:
         usage = output.usage or RequestUsage(prompt_tokens=0)
         by_tier = usage.cached_tokens_by_tier
         source = next((str(tier) for tier in reversed(Tier) if by_tier[tier]), "cold")
-        self._families["tieredkv_ttft_seconds"].labels(source).observe(now - self._arrived_at)
+        ttft_s = now - self._arrived_at
+        prefill_s = max(0.0, now - self._submitted_at - usage.queue_s)
+        self._families["tieredkv_ttft_seconds"].labels(source).observe(ttft_s)
         self._history.note_first_token(
-            self._tenant, usage, source, now - self._arrived_at, self.diagnosis
+            self._tenant, usage, source, ttft_s, prefill_s, self.diagnosis
         )
         self._families["tieredkv_queue_seconds"].observe(usage.queue_s)
-        self._count("prefill_seconds", max(0.0, now - self._submitted_at - usage.queue_s))
+        self._count("prefill_seconds", prefill_s)
         self._count("prompt_tokens", usage.prompt_tokens)
         self._count("recomputed_tokens", usage.recomputed_tokens)
         if (error := usage.prediction_error) is not None:

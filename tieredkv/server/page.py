@@ -84,6 +84,8 @@ class OperatorPage:
             raise RequestError(f"`last`: {error}", param="last") from None
         told = {"model": self._engine.info.model, "tenants": self._tenants()}
         body = {**self._history.document(last_s), **told}
+        for each in body["slowest"]:
+            each["tenant"] = self._keys.name_of(each["tenant"])
         return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
     def _tenants(self) -> list[Json]:

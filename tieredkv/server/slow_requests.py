@@ -18,15 +18,20 @@ class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at: when its first token came, in seconds since the epoch.
+        tenant: whose it was, as in `Keys.tenant`; operators are told the name instead.
         ttft_s: from its arrival to its first token.
+        queue_s, prefill_s: the parts of it that the request was in the queue, and from then on. The
+            rest is before: the server read and tokenized it.
         source: the slowest tier that its prefix came from, or `cold`.
         cached_tokens: prompt tokens that were not computed, by the tier that had them.
         miss_reason: as in the receipt, see `Diagnosis.miss`.
     """
 
     at: float
+    tenant: str
     ttft_s: float
     queue_s: float
+    prefill_s: float
     source: str
     prompt_tokens: int
     cached_tokens: dict[str, int]
