@@ -87,6 +87,16 @@ def test_the_page_is_small_asks_no_other_server_and_has_no_script_within() -> No
     assert "import " not in texts["page.js"] and "@import" not in texts["page.css"]
 
 
+def test_the_page_has_words_for_every_reason_of_a_miss() -> None:
+    words = re.search(r"const MISSES = \{(.*?)\};", (UI / "page.js").read_text(), re.DOTALL)
+    docs = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    told = re.search(r"The reasons are (.*?)\. `detail` says", docs, re.DOTALL)
+    assert words and told
+    reasons = {*re.findall(r"`([a-z_]+)`", told[1])}
+    assert {*re.findall(r"^  (\w+): \"", words[1], re.MULTILINE)} == reasons
+    assert len(reasons) == 13
+
+
 @pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "nothing", "", "page.js/"])
 def test_only_the_files_of_the_page_are_sent(name: str, tokenization: Tokenization) -> None:
     [answer] = serve(tokenization, ("GET", f"/ui/{name}", {}))

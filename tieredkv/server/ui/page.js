@@ -6,10 +6,27 @@ const NUM_LARGEST = 20;
 const TIERS = ["device", "host", "disk"];
 const MOVES = { "device,host": "device to host", "host,disk": "host to disk", "disk,host": "disk to host", "host,device": "host to device" };
 const SOURCES = ["cold", "device", "host", "disk"];
+const MISSES = {
+  never_seen: "not stored before",
+  expired: "its retention has ended",
+  evicted_device: "evicted from VRAM, its last tier",
+  evicted_host: "evicted from host memory, its last tier",
+  evicted_disk: "evicted from disk, its last tier",
+  corrupt: "its copy on disk was damaged",
+  admin: "an operator evicted it",
+  load_timeout: "loading it took too long",
+  loads_off: "loading is off",
+  computed_sooner: "computing it was faster than loading it",
+  behind_lookback: "stored, but the request does not look so far back",
+  other_namespace: "stored under another salt or cache key",
+  other_model: "stored for another model",
+};
 
 let key = null;
+let session = new AbortController(); // ends the questions of a key that is forgotten
 let timer = null;
 let latest = null; // what the charts show
+let ahead_s = 0; // of the server's clock before this one
 
 const byId = (id) => document.getElementById(id);
 const sum = (values) => values.reduce((total, each) => total + each, 0);
@@ -40,20 +57,29 @@ function duration(seconds) {
   return parts.slice(0, 2).join(" ");
 }
 
-const clock = (seconds) =>
-  new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+function clock(seconds, precision = {}) {
+  return new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...precision });
+}
+
+const serverTime = () => Date.now() / 1000 + ahead_s;
 
 // Asking the server
 
 async function ask(path, body) {
+  const { signal } = session;
   const bytesOfKey = String.fromCharCode(...new TextEncoder().encode(key));
   const headers = key ? { Authorization: `Bearer ${bytesOfKey}` } : {};
-  const options = { headers, credentials: "omit", cache: "no-store", redirect: "error", referrerPolicy: "no-referrer" };
+  const options = { headers, credentials: "omit", cache: "no-store", redirect: "error", referrerPolicy: "no-referrer", signal };
   if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
-  const answer = await fetch(path, options);
-  const told = await answer.json();
-  if (!answer.ok) throw new Error(told.error?.message ?? `The server answered ${answer.status}.`);
-  return told;
+  const answer = await fetch(path, options).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The server does not answer.");
+  });
+  const told = await answer.json().catch(() => null); // a proxy may answer something else
+  signal.throwIfAborted();
+  if (answer.ok && told) return told;
+  const text = told?.error?.message ?? (answer.ok ? "The answer broke off." : `The server answered ${answer.status}.`);
+  if ([401, 403].includes(answer.status)) signOut(text);
+  throw new Error(text);
 }
 
 function say(text) {
@@ -62,23 +88,25 @@ function say(text) {
 
 // Tables
 
-function cell(value, name) {
+function cell(value) {
   const td = document.createElement("td");
   if (value instanceof Node) td.append(value);
   else td.textContent = value ?? "–";
-  if (name) td.className = name;
   return td;
 }
 
 function fill(id, rows) {
   const table = byId(id);
-  const titles = [...table.tHead.rows[0].cells].map((each) => each.textContent);
+  const titles = table.tHead.rows[0].cells;
   table.hidden = !rows.length;
   table.tBodies[0].replaceChildren(
     ...rows.map((values) => {
       const row = document.createElement("tr");
-      row.append(...values);
-      [...row.cells].forEach((each, i) => each.setAttribute("data-label", titles[i]));
+      row.append(...values.map(cell));
+      [...row.cells].forEach((each, i) => {
+        each.setAttribute("data-label", titles[i].textContent);
+        each.classList.add(...titles[i].classList);
+      });
       return row;
     }),
   );
@@ -102,7 +130,7 @@ function svg(name, attributes, parent) {
 }
 
 function chart(id, title, samples, series, format, top = null) {
-  const width = Math.min(document.documentElement.clientWidth - 32, 928);
+  const width = Math.min(document.documentElement.clientWidth - 32, 1024);
   const [height, left, bottom] = [200, 88, 22];
   const highest = top ?? (Math.max(...series.flatMap((each) => each.values.filter((v) => v !== null)), 0) || 1);
   const first = samples[0].began_at;
@@ -146,7 +174,7 @@ function showHistory(told) {
   const saved = (label, sums) => {
     const cached = sum(Object.values(sums.cached_tokens));
     const values = [count(sums.prompt_tokens), count(cached), percent(cached, sums.prompt_tokens), duration(sums.saved_s)];
-    return [label, ...values].map((value) => cell(value));
+    return [label, ...values];
   };
   fill("saved", [
     saved(`last ${duration(told.now - kept.began_at)}`, kept),
@@ -162,7 +190,7 @@ function showHistory(told) {
     "ttft",
     SOURCES.filter((source) => told.ttft[source]).map((source) => {
       const { num, p50_s: p50, p90_s: p90 } = told.ttft[source];
-      return [source, count(num), duration(p50), duration(p90)].map((value) => cell(value));
+      return [source, count(num), duration(p50), duration(p90)];
     }),
   );
   const rate = (move) => samples.map((each) => (each.num_s ? (each.moved_bytes[move] ?? 0) / each.num_s : null));
@@ -176,7 +204,7 @@ function showTiers(tiers) {
     TIERS.filter((tier) => tiers[tier]).map((tier) => {
       const { blocks, bytes_live: live, bytes_files: files, bytes_budget: size } = tiers[tier];
       const held = files ?? live;
-      return [cell(tier), cell(count(blocks)), cell(bytes(held)), cell(bytes(size)), cell(gauge(size ? held / size : 0))];
+      return [tier, count(blocks), bytes(held), bytes(size), gauge(size ? held / size : 0)];
     }),
   );
   const lifetimes = tiers.disk?.lifetimes;
@@ -190,8 +218,29 @@ function showTiers(tiers) {
       const rate = of("write_bytes_per_s");
       const times = ["promised_s", "expected_s"].map((name) => duration(of(name)));
       const ages = ["evicted_age_p1_s", "evicted_age_p50_s"].map((name) => duration(of(name)));
-      const values = [policy, rate === undefined ? "–" : `${bytes(rate)}/s`, ...times];
-      return [...values, count(of("num_evicted") ?? 0), ...ages, count(of("num_expired") ?? 0)].map((value) => cell(value));
+      const written = rate === undefined ? "–" : `${bytes(rate)}/s`;
+      return [policy, written, ...times, count(of("num_evicted") ?? 0), ...ages, count(of("num_expired") ?? 0)];
+    }),
+  );
+}
+
+function showSlowest(requests) {
+  byId("no-slowest").hidden = requests.length > 0;
+  fill(
+    "slowest",
+    requests.map((each) => {
+      const cached = TIERS.filter((tier) => each.cached_tokens[tier]);
+      const computed = each.prompt_tokens - sum(Object.values(each.cached_tokens));
+      const before = Math.max(0, each.ttft_s - each.queue_s - each.prefill_s);
+      const parts = [...cached.map((tier) => `${tier} ${count(each.cached_tokens[tier])}`), `computed ${count(computed)}`];
+      return [
+        clock(each.at, { second: "2-digit" }),
+        each.tenant,
+        ...[each.ttft_s, before, each.queue_s, each.prefill_s].map(duration),
+        count(each.prompt_tokens),
+        parts.join(", "),
+        each.miss_reason && (MISSES[each.miss_reason] ?? each.miss_reason),
+      ];
     }),
   );
 }
@@ -203,19 +252,30 @@ function showTenants(tenants, tiers) {
     tenants.map((tenant) => {
       const held = tiers.tenants?.[tenant.id]?.bytes ?? 0;
       return [
-        cell(tenant.name, "name"),
-        cell(percent(tenant.share, 1)),
-        cell(count(tenant.num_answers)),
-        cell(count(tenant.prompt_tokens)),
-        cell(percent(tenant.cached_tokens, tenant.prompt_tokens)),
-        cell(size ? bytes(held) : "–"),
-        cell(percent(held, size)),
+        tenant.name,
+        percent(tenant.share, 1),
+        count(tenant.num_answers),
+        count(tenant.prompt_tokens),
+        percent(tenant.cached_tokens, tenant.prompt_tokens),
+        size ? bytes(held) : "–",
+        percent(held, size),
       ];
     }),
   );
 }
 
-function showLargest(chains, now) {
+function tiersOf({ blocks, blocks_by_tier: held }) {
+  const part = (tier) => (held[tier] < blocks ? `${tier} ${count(held[tier])} of ${count(blocks)}` : tier);
+  return TIERS.filter((tier) => held[tier]).map(part).join(", ");
+}
+
+function showLargest(chains) {
+  const now = serverTime();
+  const tenantOf = (chain) =>
+    latest.tenants.find(({ id }) => chain.namespace.startsWith(id))?.name ?? `namespace ${chain.namespace.slice(0, 12)}`;
+  byId("listed").textContent = chains.length
+    ? `The ${count(chains.length)} largest at ${clock(now, { second: "2-digit" })}.`
+    : "No tier holds any prefix.";
   fill(
     "largest",
     chains.map((each) => {
@@ -225,16 +285,17 @@ function showLargest(chains, now) {
       button.setAttribute("aria-label", `Evict the prefix ${each.id.slice(0, 12)}`);
       button.addEventListener("click", () => evict(each, button));
       return [
-        cell(each.id.slice(0, 12), "id"),
-        cell(each.namespace.slice(0, 12), "id"),
-        cell(each.model, "name"),
-        cell(each.retention),
-        cell(each.tokens === null ? null : count(each.tokens)),
-        cell(bytes(each.bytes)),
-        cell(duration(Math.max(0, now - each.last_used))),
-        cell(duration(Math.max(0, each.expires_at_min - now))),
-        cell(count(each.hits)),
-        cell(button),
+        each.id.slice(0, 12),
+        tenantOf(each),
+        each.model,
+        each.retention,
+        tiersOf(each),
+        each.tokens === null ? null : count(each.tokens),
+        bytes(each.bytes),
+        duration(Math.max(0, now - each.last_used)),
+        duration(Math.max(0, each.expires_at_min - now)),
+        count(each.hits),
+        button,
       ];
     }),
   );
@@ -243,18 +304,23 @@ function showLargest(chains, now) {
 async function refresh() {
   clearTimeout(timer);
   const [history, tiers] = await Promise.all([ask("admin/history"), ask("admin/cache/df", {})]);
-  if (key === null) return;
+  ahead_s = history.now - Date.now() / 1000;
   showHistory(history);
+  showSlowest(history.slowest);
   showTiers(tiers);
   showTenants(history.tenants, tiers);
-  byId("on-disk").hidden = !tiers.disk;
   say(`Updated at ${clock(history.now)}.`);
   timer = setTimeout(() => refresh().catch(failed), REFRESH_MS);
 }
 
 async function listLargest() {
-  const { chains } = await ask("admin/cache/ls", { filter: "tier=disk", sort: "-size", limit: NUM_LARGEST });
-  showLargest(chains, Date.now() / 1000);
+  byId("listed").textContent = "Listing…";
+  try {
+    showLargest((await ask("admin/cache/ls", { sort: "-size", limit: NUM_LARGEST })).chains);
+  } catch (error) {
+    byId("listed").textContent = "";
+    throw error;
+  }
 }
 
 async function evict(each, button) {
@@ -264,7 +330,10 @@ async function evict(each, button) {
   try {
     const told = await ask("admin/cache/evict", { ids: [each.id] });
     await Promise.all([listLargest(), refresh()]);
-    say(`Evicted ${count(told.evicted_blocks)} blocks, ${bytes(told.freed_bytes)}.`);
+    const onDisk = told.disk?.evicted_blocks ?? 0;
+    const inMemory = told.evicted_blocks - onDisk;
+    say(`Evicted ${count(inMemory)} blocks from memory and ${count(onDisk)} from disk, ${bytes(told.freed_bytes)}.`);
+    byId("list").focus();
   } catch (error) {
     button.disabled = false;
     failed(error);
@@ -272,18 +341,22 @@ async function evict(each, button) {
 }
 
 function failed(error) {
+  if (key === null) return;
   say(error.message);
   clearTimeout(timer);
-  if (key !== null) timer = setTimeout(() => refresh().catch(failed), REFRESH_MS);
+  timer = setTimeout(() => refresh().catch(failed), REFRESH_MS);
 }
 
 function signOut(text) {
   clearTimeout(timer);
+  session.abort();
+  session = new AbortController();
   key = latest = null;
   byId("figures").hidden = byId("sign-out").hidden = true;
   byId("sign-in").hidden = false;
   for (const part of document.querySelectorAll("tbody, figure")) part.replaceChildren();
-  byId("model").textContent = byId("warning").textContent = "";
+  byId("model").textContent = byId("warning").textContent = byId("listed").textContent = "";
+  byId("key").focus();
   say(text);
 }
 
@@ -299,8 +372,9 @@ byId("sign-in").addEventListener("submit", async (event) => {
   }
   byId("sign-in").hidden = true;
   byId("figures").hidden = byId("sign-out").hidden = false;
-  if (!byId("on-disk").hidden) await listLargest().catch(failed);
+  byId("figures").focus({ preventScroll: true });
 });
 byId("sign-out").addEventListener("click", () => signOut("The key is forgotten."));
-byId("list-again").addEventListener("click", () => listLargest().catch(failed));
+byId("list").addEventListener("click", () => listLargest().catch(failed));
+addEventListener("pagehide", () => signOut("The key is forgotten.")); // the browser may keep the page
 addEventListener("resize", () => latest && showHistory(latest));
