@@ -7,6 +7,9 @@ import contextlib
 import functools
 import json
 import signal
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +25,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 OPERATOR = "operator-kéy"
 AUTHORIZATION = {b"Authorization": f"Bearer {OPERATOR}".encode()}
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -514,3 +518,15 @@ def test_it_needs_no_disk(browser: Any, tmp_path: Path) -> None:
         [left] = ask(server, "ls")["chains"]
         assert left["retention"] == "in_memory"
         assert ask(server, "df")["disk"] is None
+
+
+@pytest.mark.usefixtures("browser")
+def test_its_picture_in_the_docs_can_be_taken_again(tmp_path: Path) -> None:
+    out = tmp_path / "page.png"
+    words = ("-m", "tests.stress.page_picture", "--minutes", "0.02", "--out", str(out))
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    head = out.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", head[16:])
+    assert width == 1000 and height > 1500, "with all figures"
