@@ -287,7 +287,8 @@ class SegmentFiles:
         """Read a block from its extent into `into` and check it; see `BlockStore.read_payload`.
 
         The index and the extent's header both hold the block's identity, parent, sizes and
-        checksum. They must agree before the bytes may be used.
+        checksum. They must agree before the bytes may be used. An encrypted payload is checked by
+        its tag. Its checksum tells damage, and is not computed while there is none.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
         block, number = into[: located.record.size_bytes], codec.clear_codec(located.codec)
@@ -303,33 +304,34 @@ class SegmentFiles:
         if located.extent.segment not in self._files:
             what = f"the segment file of {located.extent} is missing"
             raise corrupt(block_hash, "missing_segment", what)
-        count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
+        count = self._read(located.extent, [*buffers]) - codec.header_bytes_for(located.codec)
         if count < size:
             what = f"only {max(count, 0)} of its {size} bytes are in the file"
             raise corrupt(block_hash, "truncated", what)
         if not codec.is_header_of(self._named(codec.decode_header(header)), located):
             what = "the extent header is damaged or belongs to another block"
             raise corrupt(block_hash, "header", what)
-        if codec.payload_checksum(payload) != located.payload_checksum:
-            raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-        if codec.is_encrypted(located.codec):
-            self._decrypt(located, codec.decode_encryption(header), payload)
+        if not codec.is_encrypted(located.codec):
+            _compare_checksum(located, payload)
+        elif not self._decrypt(located, codec.decode_encryption(header), payload):
+            self._read(located.extent, buffers)  # once more, since decrypting changed the bytes
+            _compare_checksum(located, payload)
+            raise corrupt(block_hash, "tag", "the payload is not the one that was encrypted")
         if number != codec.CODEC_RAW:
             with self.unpacking.timing(len(block)):
                 is_block = unpack(payload, number, block)
             if not is_block:
                 raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
 
-    def _decrypt(self, located: Located, how: codec.Encryption, payload: memoryview) -> None:
-        """Decrypt a payload in place."""
+    def _decrypt(self, located: Located, how: codec.Encryption, payload: memoryview) -> bool:
+        """Decrypt a payload in place; return False if it is not the one that was encrypted."""
         record, block_hash = located.record, located.record.block_hash
         if self.keys is None:
             raise StorageError(f"`{self.folder}`: the keys of its blocks are not there")
         key = self.keys.of_id(how.key_id)
         if key is None or key.scope != codec.scope_of(record):
             raise corrupt(block_hash, "key", "the key of its payload is gone")
-        if not decrypt(key, record, located.codec, how, payload):
-            raise corrupt(block_hash, "tag", "the payload is not the one that was encrypted")
+        return decrypt(key, record, located.codec, how, payload)
 
     def _named(self, header: Located | None) -> Located | None:
         """Return what a header says as the index says it.
@@ -404,6 +406,11 @@ class SegmentFiles:
         if (file := self._files.get(segment)) is None:
             raise StorageError(errno.ENOENT, f"segment {segment} of `{self.folder}` is missing")
         return file
+
+
+def _compare_checksum(located: Located, payload: memoryview) -> None:
+    if codec.payload_checksum(payload) != located.payload_checksum:
+        raise corrupt(located.record.block_hash, "checksum", "the payload fails its checksum")
 
 
 def _move(move: Callable[..., int], fd: int, buffers: list[memoryview], offset: int) -> int:
