@@ -80,7 +80,8 @@ class BlockTable(NamedTuple):
 
     def unexpired(self, now: float) -> "BlockTable":
         """Return the table of those blocks that have not expired."""
-        return self._replace(blocks=self.blocks[self.blocks["expires_at"] > now])
+        is_young = self.blocks["expires_at"] > now
+        return self if is_young.all() else self._replace(blocks=self.blocks[is_young])
 
     def joined(self, other: "BlockTable") -> "BlockTable":
         """Return the table of the blocks that are in either.
@@ -118,7 +119,7 @@ class TableReader:
         Raises:
             CorruptIndexError: they are not in the order of their keys.
         """
-        blocks, is_read = np.empty(len(part.starts), BLOCK), np.zeros(len(part.starts), bool)
+        blocks, is_read = np.zeros(len(part.starts), BLOCK), np.zeros(len(part.starts), bool)
         lengths = part.ends - part.starts
         for length in np.flatnonzero(np.bincount(lengths)).tolist():
             places = np.flatnonzero((lengths == length) & (length > RECORD_AT))
@@ -135,13 +136,14 @@ class TableReader:
                     keys = _rows(part.data, part.keys[alike], hashes.shape[1])
                     is_read[alike] = (keys == hashes).all(axis=1)
                 rows, places = rows[~is_alike], places[~is_alike]
-        blocks = blocks[is_read]
-        blocks = blocks[np.isfinite(sum(blocks[name] for name in _TIMES))]
-        if np.any(blocks["key"][1:] < blocks["key"][:-1]):
+        is_read &= np.isfinite(sum(blocks[name] for name in _TIMES))
+        keys = blocks["key"][is_read]
+        if np.any(keys[1:] < keys[:-1]):
             raise CorruptIndexError("the keys of `blocks` are out of order")
         # The first ones may have been in the part before.
-        self._parts.append(blocks[blocks["key"] > self._last_key])
-        self._last_key = max([self._last_key, *blocks["key"][-1:].tolist()])
+        is_read &= blocks["key"] > self._last_key
+        self._parts.append(blocks if is_read.all() else blocks[is_read])
+        self._last_key = max([self._last_key, *keys[-1:].tolist()])
 
     def _read(
         self, layout: "_Layout", rows: NDArray[np.uint8], blocks: Blocks, places: NDArray[np.intp]
