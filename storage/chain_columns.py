@@ -100,7 +100,7 @@ class ChainColumns(NamedTuple):
             expires_at_min=total(blocks["expires_at"], np.minimum),
             last_used=last["last_used"],
             last_used_max=total(blocks["last_used"], np.maximum),
-            hits=total(blocks["hits"]),
+            hits=first["hits"],
         )
 
     def infos(self, places: NDArray[np.intp]) -> list[ChainInfo]:

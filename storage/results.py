@@ -101,6 +101,7 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
         blocks_by_tier: how many of these blocks each tier has.
         retention: retention policy of the last block.
         last_used: last use of the last block; `last_used_max` is that of any of the blocks.
+        hits: how often the first own block was found.
     """
 
     id: str

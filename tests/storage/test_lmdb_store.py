@@ -10,6 +10,7 @@ from typing import Any
 
 import lmdb
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
@@ -494,8 +495,9 @@ def test_chains_are_listed_by_their_leaf_and_evicted_without_what_they_share(
     tmp_path: Path,
 ) -> None:
     clock = FakeClock()
-    trunk = chain("trunk", 3)
-    left = make_record("left", 3, parent_hash=trunk[-1].block_hash, last_used=clock.now() + 2)
+    trunk = [replace(each, hits=9) for each in chain("trunk", 3)]
+    later = {"last_used": clock.now() + 2, "hits": 4}
+    left = make_record("left", 3, parent_hash=trunk[-1].block_hash, **later)
     right = make_record("right", 3, parent_hash=trunk[-1].block_hash, namespace=digest("other"))
     with open_store(tmp_path / "s", clock) as store:
         put(store, *trunk, left, right)
@@ -504,6 +506,7 @@ def test_chains_are_listed_by_their_leaf_and_evicted_without_what_they_share(
         assert [first.id, second.id] == [chain_id(each, each) for each in own]
         assert (first.blocks, first.last_position, first.bytes) == (4, 3, 4 * BLOCK_BYTES)
         assert first.last_used == first.last_used_max == clock.now() + 2
+        assert (first.hits, second.hits) == (4, 0)
         result = evict(store, EvictFilter(ids=(first.id[:12], "beef")))
         assert (result.evicted_blocks, result.unknown_ids) == (1, ("beef",))
         assert result.freed_bytes == BLOCK_BYTES + 4096

@@ -162,7 +162,8 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
       tier=host                 some block is in this tier: device, host or disk
       idle>1h, age>2d           time since the last use, and since the oldest block was computed
       expires<10m               time until the first block expires
-      size>1GB, tokens>=8192    also: blocks, hits
+      size>1GB, tokens>=8192    also: blocks
+      hits>=3                   how often the first block was found that only this chain has
       ns=1f9c                   first digits of the namespace
       model=NAME, retention=24h
 
