@@ -9,9 +9,10 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -85,6 +86,8 @@ class ControlServer:
         # Those without a call, for longest first; whoever has an answer is in it.
         self._idle: OrderedDict[socket.socket, None] = OrderedDict()
         self._answering = threading.Lock()
+        self._calls: list[Call] = []  # until their answers are taken
+        self._ended_at = time.monotonic()
         self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -100,6 +103,15 @@ class ControlServer:
             raise StorageError(f"cannot listen on `{folder}/{SOCKET}`: {error}") from error
         self._thread = threading.Thread(target=self._accept, name="control", daemon=True)
         self._thread.start()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last answer was taken; 0 while a client waits for one."""
+        return 0.0 if self._calls else time.monotonic() - self._ended_at
+
+    def is_answering(self, *verbs: type[Call]) -> bool:
+        """Return whether a client waits for the answer of one of these verbs."""
+        return any(isinstance(call, verbs) for call in [*self._calls])
 
     def close(self) -> None:
         """Take no more clients and remove the socket; those that are left go with the process."""
@@ -146,12 +158,13 @@ class ControlServer:
                 while calls := channel.receive(_SILENCE_S):
                     self._idle.pop(sock, None)
                     for call in calls:
-                        answer = self._answer(call, Caller(channel))
-                        with self._answering:
-                            channel.send(answer)
-                            if call is calls[-1] and not channel.has_queued:
-                                self._idle[sock] = None
-                        _drain(channel)
+                        with self._under_way(call):
+                            answer = self._answer(call, Caller(channel))
+                            with self._answering:
+                                channel.send(answer)
+                                if call is calls[-1] and not channel.has_queued:
+                                    self._idle[sock] = None
+                            _drain(channel)
                     self._idle[sock] = None
         except StorageError as error:
             logger.warning("the connection of a control client is closed: %s", error)
@@ -161,6 +174,15 @@ class ControlServer:
             self._idle.pop(sock, None)
             sock.close()
             self._room.release()
+
+    @contextmanager
+    def _under_way(self, call: Call) -> Iterator[None]:
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._ended_at = time.monotonic()
+            self._calls.remove(call)
 
     def _answer(self, call: Call, caller: Caller) -> msgspec.Struct:
         """Have a call carried out; a bug of ours ends the call, never the worker."""

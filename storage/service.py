@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
 from tieredkv.storage import worker_messages as messages
+from tieredkv.storage.calls import EvictFilter, Prune
 from tieredkv.storage.claims import Claims
 from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
@@ -189,7 +190,7 @@ class StoreService:
             self._tell_engine(messages.Completions([*loaded], stats))
         for probed in self._reads.take_ended_probes():
             self._tell_engine(probed)
-        is_forgotten = self._arena is None and self._verbs.idle_s > _FORGOTTEN_S
+        is_forgotten = self._arena is None and self._server.idle_s > _FORGOTTEN_S
         if is_forgotten or os.getppid() != self._launch.parent_pid:
             raise EOFError
 
@@ -215,6 +216,7 @@ class StoreService:
                 self._verbs.hear_engine(message)
             case messages.CloseCall():
                 self._is_closing = True
+                self._verbs.note_engine_ended()
                 self._reads.refuse_waiting()
                 self._changes.hand(self._writes.hurry)
 
@@ -240,8 +242,13 @@ class StoreService:
     # --- index thread --------------------------------------------------------------------------
 
     def _run_changes(self) -> None:
+        """Make changes until the store closes.
+
+        Evictions under way are ended first: another worker could not tell what this one has evicted
+        and what the engine had in VRAM and host memory.
+        """
         try:
-            while not self._has_all.is_set() or self._writes.are_under_way:
+            while not self._has_all.is_set() or self._has_changes:
                 self._turn()
         finally:
             self._server.close()
@@ -263,6 +270,11 @@ class StoreService:
             self._flush_touches()
         self._sweeper.step()
         self._tell_gone()
+
+    @property
+    def _has_changes(self) -> bool:
+        """Whether changes are under way that the store does not close without."""
+        return self._writes.are_under_way or self._server.is_answering(EvictFilter, Prune)
 
     def _accept_stores(self, call: messages.StoreCall) -> None:
         self._store.keep_shares(call.shares)

@@ -92,30 +92,23 @@ class Verbs:
     ask_engine: Callable[[ControlRequest], None] | None
     _ids: Iterator[int] = field(default_factory=_numbers)
     _asked: dict[int, queue.SimpleQueue[EngineAnswer]] = field(default_factory=dict)
-    _running: list[Call] = field(default_factory=list)
-    _ended_at: float = field(default_factory=time.monotonic)
+    _has_engine_ended: bool = False
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
         if (answers := self._asked.get(answer.id)) is not None:
             answers.put(answer)
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last verb ended; 0 while one is carried out."""
-        return 0.0 if self._running else time.monotonic() - self._ended_at
+    def note_engine_ended(self) -> None:
+        """Note that the engine has given its last answer and is about to end.
+
+        Clients whose calls need another answer lose their connections, and ask the next worker.
+        """
+        self._has_engine_ended = True
 
     def carry_out(self, call: Call, caller: Caller) -> dict[str, Any]:
         """Do what a client asks for and return what it is told."""
         call.check()
-        self._running.append(call)
-        try:
-            return self._carry_out(call, caller)
-        finally:
-            self._ended_at = time.monotonic()
-            self._running.remove(call)
-
-    def _carry_out(self, call: Call, caller: Caller) -> dict[str, Any]:
         match call:
             case Df(verbose=verbose):
                 tiers = {"device": None, "host": None, **self._ask(call, caller)}
@@ -453,14 +446,22 @@ class Verbs:
         finally:
             del self._asked[job]
 
-    @staticmethod
-    def _next(answers: "queue.SimpleQueue[EngineAnswer]", caller: Caller) -> EngineAnswer | None:
-        """Wait for the engine's next answer; None from a silent engine."""
+    def _next(
+        self, answers: "queue.SimpleQueue[EngineAnswer]", caller: Caller
+    ) -> EngineAnswer | None:
+        """Wait for the engine's next answer; None from a silent engine.
+
+        Raises:
+            EOFError: the engine has ended without it, or nobody waits any more.
+        """
         deadline = time.monotonic() + _ENGINE_TIMEOUT_S
         while time.monotonic() < deadline:
+            has_engine_ended = self._has_engine_ended  # its last answer is here by now
             try:
                 return answers.get(timeout=_REPORT_INTERVAL_S)
             except queue.Empty:
+                if has_engine_ended:
+                    raise EOFError from None
                 caller.report(0, 0)
         return None
 

@@ -185,7 +185,7 @@ class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """Finish the writes in hand, close the store and exit."""
+    """Finish the writes and evictions under way, close the store and exit."""
 
 
 _StoreCalls = LookupCall | LoadCall | StoreCall | ProbeCall | TouchCall | DeleteCall

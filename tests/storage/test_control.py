@@ -42,9 +42,16 @@ from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
 @contextmanager
 def engine_that_says(
-    client: StoreClient, body: dict[str, Any], *, before: Callable[[], object] = lambda: None
+    client: StoreClient,
+    body: dict[str, Any],
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
 ) -> Iterator[list[ControlRequest]]:
-    """Answer the worker's requests with `body`, each after a call of `before`; yield them."""
+    """Answer the worker's requests with `body`, and yield them.
+
+    Each answer comes after a call of `before`, and before one of `after`.
+    """
     asked: list[ControlRequest] = []
     done = threading.Event()
 
@@ -55,6 +62,7 @@ def engine_that_says(
                     asked.append(event)
                     before()
                     client.reply_control(event.id, body)
+                    after()
             time.sleep(0.005)
 
     thread = threading.Thread(target=answer)
@@ -258,6 +266,29 @@ def test_an_eviction_whose_worker_dies_in_between_is_made_by_the_next_one(harnes
         StoreControl(harness.folder).evict(EvictFilter(all=True))
     assert len(asked) == 2
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
+
+
+def test_an_eviction_under_way_is_counted_in_full_though_the_engine_closes(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 5))
+    said = {"evicted_blocks": 2, "freed_bytes": 100}
+    with engine_that_says(client, said, after=client.close) as asked:
+        answer = StoreControl(harness.folder).evict(EvictFilter(all=True))
+    assert len(asked) == 1
+    assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (5 + 2, 5)
+
+
+def test_an_eviction_that_a_closing_engine_does_not_answer_is_made_by_the_next_worker(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 5))
+    with engine_that_says(client, {}, before=client.close) as asked:
+        answer = StoreControl(harness.folder).evict(EvictFilter(all=True))
+    assert len(asked) == 1
+    assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (5, 5)
 
 
 def test_evict_on_a_stopped_store_takes_what_it_is_told(harness: Harness) -> None:
