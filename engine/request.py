@@ -152,8 +152,7 @@ class Request:
         overtaken = [
             index
             for index in missed
-            if prefix.hashes[index] in prefix.overtaken
-            and why_missed(prefix, index) == COMPUTED_SOONER
+            if prefix.overtaken.get(prefix.hashes[index]) == COMPUTED_SOONER
         ]
         loaded = [it for it, source in enumerate(sources) if source in (Tier.HOST, Tier.DISK)]
         split = overtaken[-1] + 1 if overtaken else loaded[0] if loaded else None

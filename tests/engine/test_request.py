@@ -19,7 +19,7 @@ def why_missed(_prefix: Prefix, index: int) -> str:
 
 
 def computed_sooner(prefix: Prefix, index: int) -> str:
-    return "computed_sooner" if prefix.hashes[index] in prefix.overtaken else "never_seen"
+    return prefix.overtaken.get(prefix.hashes[index], "never_seen")
 
 
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
@@ -62,7 +62,7 @@ def test_blocks_that_a_request_computed_before_its_preemption_are_no_hit() -> No
 
 def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as_cached() -> None:
     request = make_request(80, [None, None, Tier.DISK, None])
-    request.prefix.overtaken = set(HASHES[:2])
+    request.prefix.overtaken = dict.fromkeys(HASHES[:2], "computed_sooner")
     usage = request.measure_usage(SIZE, 0, computed_sooner)
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (16, 32, 16)
     assert usage.split_token == 32
@@ -71,7 +71,7 @@ def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as
 
 def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster() -> None:
     request = make_request(70, [Tier.DEVICE, None, None, Tier.HOST])
-    request.prefix.overtaken = set(HASHES[1:3])
+    request.prefix.overtaken = dict.fromkeys(HASHES[1:3], "computed_sooner")
     usage = request.measure_usage(SIZE, 0, computed_sooner)
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (32, 32, 0)
     assert (usage.miss_token, usage.miss_reason) == (16, "computed_sooner")
@@ -80,7 +80,7 @@ def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster
 
 def test_a_block_whose_load_failed_is_a_miss_and_not_a_choice() -> None:
     request = make_request(70, [None, Tier.DISK, Tier.DISK, Tier.DISK])
-    request.prefix.overtaken = {HASHES[0]}
+    request.prefix.overtaken = {HASHES[0]: "corrupt"}
     usage = request.measure_usage(SIZE, 0, why_missed)
     assert (usage.recomputed_tokens, usage.written_tokens) == (0, 16)
     assert (usage.miss_token, usage.miss_reason) == (0, "block 0")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fake_store import BLOCK_BYTES, Rig, chain_of
+from tests.fake_store import BLOCK_BYTES, DAY_S, Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import promotion
 from tieredkv.cache.disk_link import MAX_READ_S
@@ -209,6 +209,91 @@ def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted(
     assert prefix.forecast is forecast, "the first plan is the one that is told"
     assert rig.compute(prefix) == 4
     assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
+    rig.cache.release(prefix)
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        ("worker_died", "load_failed"),
+        ("worker_down", "load_failed"),
+        ("io_error", "load_failed"),
+        ("missing", "evicted_disk"),
+        ("checksum", "corrupt"),
+    ],
+)
+def test_a_failed_load_is_told_by_its_reason(failure: str, told: str) -> None:
+    rig = Rig()
+    prefix = admitted_from_disk(rig, "a", 2)
+    while rig.store.jobs:
+        rig.store.complete(0, reason=failure)
+    rig.turn()
+    assert rig.compute(prefix) == 2
+    assert [rig.cache.why_missed(prefix, index) for index in range(2)] == [told] * 2
+    assert rig.tiers.counters.load_failures == {failure: 2}
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("told", ["admin", "expired"])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_block_that_goes_during_its_load_was_evicted_by_an_operator_or_has_expired(
+    told: str, is_gone: bool
+) -> None:
+    rig = Rig()
+    prefix = admitted_from_disk(rig, "a", 2)
+    if told == "admin":
+        rig.cache.evict(lambda entry: True)
+    else:
+        rig.clock.moment += DAY_S
+    if is_gone:
+        rig.store.lose(prefix.hashes)
+    rig.store.is_held = False
+    rig.turn()
+    assert rig.compute(prefix) == 2
+    assert [rig.cache.why_missed(prefix, index) for index in range(2)] == [told] * 2
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_a_reason_of_an_earlier_miss_is_not_told_where_computing_was_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
+    rig = Rig(restore="auto")
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
+    rig.store.put("a", 4)
+    prefix = rig.prefix("a", 4)
+    for block_hash in prefix.hashes:
+        rig.tiers.catalog.note_departed(block_hash, "load_timeout")
+    rig.cache.arrive(prefix)
+    rig.cache.poll()
+    assert rig.admit(prefix)
+    assert rig.compute(prefix) == 4
+    assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("told", ["admin", "expired"])
+def test_a_page_that_goes_before_it_is_copied_up_was_evicted_by_an_operator_or_has_expired(
+    told: str,
+) -> None:
+    rig = Rig()
+    rig.run("a", 2)
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    prefix = rig.queue("a", 2)
+    assert rig.cache.admit(prefix, 2)
+    if told == "admin":
+        rig.cache.evict(lambda entry: True)
+    else:
+        rig.clock.moment += DAY_S
+        rig.cache.expire_due()
+    rig.admitted.append(prefix)
+    rig.turn()
+    assert rig.compute(prefix) == 2
+    assert [rig.cache.why_missed(prefix, index) for index in range(2)] == [told] * 2
     rig.cache.release(prefix)
     rig.check_nothing_is_held()
 

@@ -303,8 +303,9 @@ class Catalog:
         """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
 
         The reasons are `expired`; `evicted_device`, `evicted_host` and `evicted_disk` (the last
-        tier that had the block); `corrupt`; `admin` (an operator evicted it); and `load_timeout`
-        (loading took too long, so that the block was computed). `evicted_disk` becomes `expired`
+        tier that had the block); `corrupt`; `admin` (an operator evicted it); `load_timeout`
+        (loading took too long, so that the block was computed); and `load_failed` (the disk could
+        not read it, or the store's worker ended meanwhile). `evicted_disk` becomes `expired`
         when the block's deadline on disk has passed.
         """
         reason, until = self._departed.get(block_hash, ("never_seen", 0.0))

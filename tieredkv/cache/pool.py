@@ -222,7 +222,7 @@ class BlockPool:
         for block in taken:
             block.ref_count = 1
             block.is_ready = block.is_begun = False
-            block.source = None
+            block.source, block.miss_reason = None, ""
         return taken
 
     def evict_clean(self) -> int:

@@ -44,7 +44,7 @@ class Prefix:
         ready: stretches of blocks `[first, last)` that were in VRAM at admission, or have been on
             their way to it since; while it is queued, those that were in RAM when the disk was
             asked.
-        overtaken: blocks that a slower tier had and that it computed.
+        overtaken: blocks that a slower tier had and that it computed, each with the reason.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
@@ -70,7 +70,7 @@ class Prefix:
     sources: list[Tier | None] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
     ready: list[tuple[int, int]] = field(default_factory=list)
-    overtaken: set[BlockHash] = field(default_factory=set)
+    overtaken: dict[BlockHash, str] = field(default_factory=dict)
     forecast: Forecast | None = None
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None

@@ -57,8 +57,9 @@ NO_ROOM_BYTES_PER_S = 1.0
 """The rate of a link that has no page to read into: what it might load is computed."""
 
 _FAILED = "a block could not be loaded (%s); it is computed again"
-_HARMLESS = frozenset(("missing", "evicted", "expired", "closing", "worker_died", "worker_down"))
-"""Reasons of failed loads that say nothing about the bytes."""
+_UNREAD = dict.fromkeys(("io_error", "closing", "worker_died", "worker_down"), "load_failed")
+_MISS_REASONS = {"missing": "evicted_disk", "evicted": "admin", "expired": "expired", **_UNREAD}
+"""What receipts call the reasons of failed loads. All others say that the bytes are `corrupt`."""
 
 Copies = Sequence[tuple[Block, Block]]
 """Pages, each with the device block it is copied to; both are held until the bytes are there."""
@@ -181,7 +182,7 @@ class Promoter:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
         for block_hash in self.restores.give_up_late():
             self._disk_link.cancel(block_hash)
-            self._tiers.catalog.note_departed(block_hash, "load_timeout")
+            self._note_missed(block_hash, "load_timeout")
             count_failure(self._tiers.counters.load_failures, "timeout", _FAILED)
 
     def _divide(
@@ -335,10 +336,11 @@ class Promoter:
         tiers, page, block_hash = self._tiers, read.page, BlockHash(read.record.block_hash)
         record, reason = read.found, read.reason
         tiers.counters.promoted_disk_blocks += record is not None
-        if record is not None and page.block_hash is None:
-            reason = "evicted"  # by an operator, or expired, during the read
-        elif record is not None and record.expires_at <= tiers.clock.now():
-            reason = "expired"
+        if record is not None or reason == "missing":
+            if (record or read.record).expires_at <= tiers.clock.now():
+                reason = "expired"
+            elif page.block_hash is None:
+                reason = "evicted"  # by an operator, during the read
         if record is not None and not reason:
             tiers.catalog.add(tiers.catalog.entry_of(record))
             page.source = Tier.DISK
@@ -350,11 +352,17 @@ class Promoter:
                 tiers.counters.overtaken_blocks += 1
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
-            if reason not in _HARMLESS:
-                tiers.catalog.note_departed(block_hash, "corrupt")
+            told = _MISS_REASONS.get(reason, "corrupt")
+            self._note_missed(block_hash, told, read.record.expires_at)
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         tiers.host.release([page])
+
+    def _note_missed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
+        """Note why a block has to be computed that the disk had; for `until` see the catalog."""
+        self._tiers.catalog.note_departed(block_hash, reason, until)
+        if (block := self._tiers.device.lookup(block_hash)) is not None:
+            block.miss_reason = reason
 
     def on_copied(self, began_at: float, copies: Copies) -> None:
         """Mark blocks as ready whose bytes have arrived in VRAM."""
@@ -394,6 +402,7 @@ class Promoter:
         The pages are held for the restore already, and then for the copies.
         """
         prefix, unwanted = restore.prefix, list[Block]()
+        catalog, now = self._tiers.catalog, self._tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
         first = bisect_left(restore.in_host, restore.host_split)
         first = max(first, len(restore.in_host) - at_most)
@@ -401,6 +410,9 @@ class Promoter:
         for index in restore.in_host[first:]:
             page, block = restore.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
+            if not is_sound:  # expired, or evicted by an operator
+                why = catalog.why_departed(prefix.hashes[index], now)
+                block.miss_reason = "expired" if why == "expired" else "admin"
             if is_sound and not (block.is_ready or block.is_loading or block.is_begun):
                 block.is_loading = True
                 restore.last_copied = block

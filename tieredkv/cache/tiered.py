@@ -48,9 +48,6 @@ MAX_EXPIRED = 64
 NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
 
-LOST = frozenset(("load_timeout", "corrupt", "expired", "admin"))
-"""Reasons for which a block was computed although a slower tier was said to have it."""
-
 
 class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
@@ -202,10 +199,9 @@ class TieredCache:
 
     def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
-        tiers = self.tiers
-        if (block_hash := prefix.hashes[index]) in prefix.overtaken:
-            reason = tiers.catalog.why_departed(block_hash, tiers.clock.now())
-            return reason if reason in LOST else COMPUTED_SOONER
+        tiers, block_hash = self.tiers, prefix.hashes[index]
+        if block_hash in prefix.overtaken:
+            return prefix.overtaken[block_hash]
         if index < prefix.num_present:
             if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
                 return "behind_lookback"
@@ -239,7 +235,7 @@ class TieredCache:
             block = blocks[index]
             block.last_step = num_steps
             if block.source is not None:
-                prefix.overtaken.add(hashes[index])
+                prefix.overtaken[hashes[index]] = block.miss_reason or COMPUTED_SOONER
             self.tiers.device.fill(block)
             block.source = None
             prefix.sources[index] = None
