@@ -236,6 +236,26 @@ def test_a_failed_load_is_told_by_its_reason(failure: str, told: str) -> None:
     rig.check_nothing_is_held()
 
 
+@pytest.mark.parametrize("is_computed_first", [False, True])
+@pytest.mark.parametrize("failure", ["missing", "checksum"])
+def test_a_block_that_the_disk_turns_out_to_have_lost_is_written_again(
+    failure: str, is_computed_first: bool
+) -> None:
+    rig = Rig(load_timeout_s=0.0 if is_computed_first else 30.0)
+    prefix = admitted_from_disk(rig, "a", 2)
+    rig.store.lose(prefix.hashes)
+    if is_computed_first:
+        assert rig.compute(prefix) == 2
+    while rig.store.jobs:
+        rig.store.complete(0, reason=failure)
+    rig.turn()
+    rig.store.is_held = False
+    rig.finish(prefix)
+    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.on_disk("a", 2) == [0, 1]
+    rig.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("told", ["admin", "expired"])
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_block_that_goes_during_its_load_was_evicted_by_an_operator_or_has_expired(

@@ -152,6 +152,16 @@ class Catalog:
         entry.disk_expires_at = until
         self._note_owed([entry])
 
+    def note_not_on_disk(self, entry: Entry) -> None:
+        """Note that the store has no copy after all.
+
+        A block that no policy claims keeps the disk's deadline.
+        """
+        if entry.claims:
+            entry.disk_expires_at = 0.0
+            self._queue([entry])
+            self._note_owed([entry])
+
     def give_up(self, entry: Entry) -> None:
         """Note that the block may be evicted without a copy in a slower tier."""
         entry.is_droppable = True

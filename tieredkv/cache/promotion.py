@@ -354,6 +354,10 @@ class Promoter:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
             told = _MISS_REASONS.get(reason, "corrupt")
             self._note_missed(block_hash, told, read.record.expires_at)
+            if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
+                tiers.catalog.note_not_on_disk(entry)
+                for pool in tiers.pools.values():
+                    pool.look_again(block_hash)
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         tiers.host.release([page])

@@ -48,6 +48,9 @@ MAX_EXPIRED = 64
 NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
 
+STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
+"""Reasons of `Prefix.overtaken` for which the copy on disk is good; None of other blocks."""
+
 
 class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
@@ -257,7 +260,8 @@ class TieredCache:
             for index in part
         ]
         for entry in entries if prefix.records else ():
-            self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash), now)
+            if prefix.overtaken.get(entry.block_hash) in STILL_ON_DISK:
+                self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash), now)
         self.demoter.note_computed(self.tiers.catalog.add_all(entries))
 
     def _note_copy_on_disk(self, entry: Entry, record: bytes | None, now: float) -> None:
