@@ -73,6 +73,20 @@ def test_demoting_what_the_tier_below_has_writes_nothing() -> None:
     assert rig.store.stored == stored
 
 
+def test_copies_of_blocks_that_are_evicted_meanwhile_count_as_moved() -> None:
+    rig = Rig()
+    rig.run("a", 4)
+    rig.transfer.is_held = True
+    assert rig.cache.demoter.demote(4) == 4
+    rig.cache.evict(lambda entry: True)
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.on_host("a", 4) == []
+    counters = rig.tiers.counters
+    assert (counters.demoted_host_blocks, counters.move_seconds["device,host"][0]) == (4, 1)
+    rig.check_nothing_is_held()
+
+
 def test_on_evict_writes_under_pressure_only() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("a", 4)

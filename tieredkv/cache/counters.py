@@ -20,6 +20,8 @@ class CacheCounters:
     Attributes:
         promoted_disk_blocks: blocks that were read from disk to host memory, also if they were then
             not copied to VRAM, or not kept.
+        demoted_host_blocks: blocks that were copied from VRAM to host memory, also if they expired
+            or were evicted meanwhile.
         allocation_waits: allocations that had to wait for a copy to end.
         overtaken_blocks: blocks that were read from disk and computed before they arrived.
         used_reads: blocks that were read from disk and then copied to VRAM.

@@ -181,12 +181,12 @@ class Demoter:
         """Finish copies to the host: each page may serve hits, each device block may be reused."""
         tiers = self._tiers
         tiers.counters.note_move("device,host", began_at)
+        tiers.counters.demoted_host_blocks += len(pairs)
         self._num_copying -= len(pairs)
         for block, page in pairs:
             block_hash = page.block_hash
             if block_hash is not None:  # if not, it expired or an operator evicted it
                 tiers.host.fill(page)
-                tiers.counters.demoted_host_blocks += 1
                 if self._may_queue and tiers.is_owed_to_disk(block_hash):
                     self._to_write[block_hash] = None
             tiers.device.unpin(block)
