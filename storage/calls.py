@@ -15,8 +15,13 @@ from tieredkv.storage.results import ID_HINT, named_blocks
 from tieredkv.types import Tier
 
 
-class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call of one verb. Unknown fields are refused, as they may be meant to spare blocks.
+class Verb(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A call of one verb.
+
+    Unknown fields are refused, as they may be meant to spare blocks. Fields that have their default
+    are not sent, so that workers and servers of older versions need not know them.
 
     Attributes:
         needs_disk: whether it says nothing of VRAM and host memory, so that it is of no use without

@@ -191,7 +191,8 @@ class StoreControl:
             os.close(folder_fd)
         raise StoreUnreachableError(
             f"the store at `{self._path}` is in use, but its socket `{SOCKET}` does not answer\n"
-            "hint: the server may be starting or stopping; try again"
+            "hint: the server may be starting or stopping, so try again; "
+            "if it has another version, use the `tieredkv` of that version"
         )
 
     def _ask_own_worker(

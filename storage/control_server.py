@@ -30,6 +30,7 @@ _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
 _LEAVING_S = 2.0
 _PAUSE_S = 0.1
+_HINT = "hint: it may have another version; use the `tieredkv` of that version"
 _decoder = msgspec.msgpack.Decoder(Call)
 
 
@@ -154,26 +155,31 @@ class ControlServer:
         """Hear one call after another, with any number of reports and an answer to each."""
         try:
             with closing(FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
-                self._idle[sock] = None
-                while calls := channel.receive(_SILENCE_S):
-                    self._idle.pop(sock, None)
-                    for call in calls:
-                        with self._under_way(call):
-                            answer = self._answer(call, Caller(channel))
-                            with self._answering:
-                                channel.send(answer)
-                                if call is calls[-1] and not channel.has_queued:
-                                    self._idle[sock] = None
-                            _drain(channel)
-                    self._idle[sock] = None
-        except StorageError as error:
-            logger.warning("the connection of a control client is closed: %s", error)
+                try:
+                    self._answer_calls(sock, channel)
+                except StorageError as error:
+                    logger.warning("the connection of a control client is closed: %s", error)
+                    channel.send(refusal(StorageError(f"the store worker: {error}\n{_HINT}")))
         except (EOFError, OSError):  # it is gone, or there is no descriptor for it
             pass
         finally:
             self._idle.pop(sock, None)
             sock.close()
             self._room.release()
+
+    def _answer_calls(self, sock: socket.socket, channel: FrameChannel[Call]) -> None:
+        self._idle[sock] = None
+        while calls := channel.receive(_SILENCE_S):
+            self._idle.pop(sock, None)
+            for call in calls:
+                with self._under_way(call):
+                    answer = self._answer(call, Caller(channel))
+                    with self._answering:
+                        channel.send(answer)
+                        if call is calls[-1] and not channel.has_queued:
+                            self._idle[sock] = None
+                    _drain(channel)
+            self._idle[sock] = None
 
     @contextmanager
     def _under_way(self, call: Call) -> Iterator[None]:

@@ -101,6 +101,21 @@ def test_calls_are_answered_one_after_another_and_a_bug_ends_only_its_call(tmp_p
     assert not (tmp_path / "sock").exists()
 
 
+def test_a_call_of_another_version_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with serving(tmp_path), closing(_connect(tmp_path)) as channel:
+        channel.send(msgspec.defstruct("Df", [("sorted", bool)], tag="df")(sorted=True))
+        [refused] = channel.receive(HANG_S)
+        assert isinstance(refused, Refused)
+        assert "unknown field `sorted`" in refused.message and "another version" in refused.message
+        with pytest.raises(EOFError):
+            channel.receive(HANG_S)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_workers_of_older_versions_need_not_know_fields_that_are_not_given(verb: str) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(VERBS[verb]())) == {"type": verb}
+
+
 def test_a_client_that_goes_ends_its_call(tmp_path: Path) -> None:
     with serving(tmp_path) as carrier:
         with closing(_connect(tmp_path)) as channel:

@@ -338,6 +338,26 @@ def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_pa
     assert f" {digest('tenant').hex()[:16]} " in shown.stdout
 
 
+def test_df_of_a_server_of_an_older_version_says_what_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    with open_store(path, FakeClock(time.time()), budget_bytes=3 << 20) as store:
+        put(store, make_record("a", now=time.time()))
+    answer = StoreControl(path).df()
+    for name in ("lifetimes", "encryption"):
+        del answer["disk"][name]
+    monkeypatch.setattr(StoreControl, "df", lambda _, *, verbose: answer)
+    shown = tieredkv("df", "--disk-dir", str(path))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert ["disk", "1"] in [line.split()[:2] for line in shown.stdout.splitlines()]
+    assert shown.stdout.splitlines()[-1] == (
+        "This server has another version, which does not tell: "
+        "how long the disk keeps blocks, whether blocks are encrypted."
+    )
+    assert ask(path, "df") == answer
+
+
 def test_quiet_verbs_print_errors_and_ids_only(tmp_path: Path) -> None:
     path, now = tmp_path / "store", time.time()
     with open_store(path, FakeClock(now), budget_bytes=3 << 20) as store:

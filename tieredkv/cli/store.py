@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
+from tieredkv.cli.versions import told, untold_text
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.calls import EvictFilter, Ls, Prune, Verify
 from tieredkv.storage.control import StoreControl, document
@@ -83,19 +83,24 @@ def df(store: StoreControl, verbose: bool) -> Answer:
         sizes = {key: stats.get(f"bytes_{key}") for key in SIZES}
         shown = {key: None if size is None else format_bytes(size) for key, size in sizes.items()}
         rows.append({"tier": tier, "blocks": stats.get("blocks"), **shown})
-    if (disk := answer["disk"])["is_compressing"]:
+    disk = answer["disk"]
+    if disk.get("is_compressing"):
         ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
         speed = f"a thread compresses {packs}/s and decompresses {unpacks}/s"
         lines.append(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
-    if disk["encryption"] != "off":
+    if disk.get("encryption", "off") != "off":
         rest = f"; {disk['num_clear']} blocks of an older store are clear" * bool(disk["num_clear"])
         lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys{rest}")
     writer = answer.get("writer_pid")
     lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
-    lifetimes = msgspec.convert(disk["lifetimes"], Lifetimes)
-    if lifetimes.shortfall:
+    lifetimes = told(disk, "lifetimes", Lifetimes)
+    if lifetimes is not None and lifetimes.shortfall:
         lines.append(f"warning: the disk tier is too small: {lifetimes.shortfall}")
+    parts = {**disk, "lifetimes": lifetimes}
+    needed = ("lifetimes", "encryption", "is_compressing")
+    if untold := [name for name in needed if parts.get(name) is None]:
+        lines.append(untold_text(untold))
     uses = [
         {
             "tenant": use["namespace"][: 2 * TENANT_BYTES],
@@ -107,7 +112,7 @@ def df(store: StoreControl, verbose: bool) -> Answer:
         }
         for use in answer.get("namespaces", ())
     ]
-    more = [(_rows_of(lifetimes), 1), (uses, 3)]
+    more = [(_rows_of(lifetimes or Lifetimes()), 1), (uses, 3)]
     return Answer(answer, rows, lines, texts=1, more=more)
 
 

@@ -4,12 +4,12 @@ This module knows the answers of `df` and of `/admin/history`; it does not know 
 for or drawn. A server of an older version may leave out some of them.
 """
 
-import contextlib
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from tieredkv.cache.counters import moved_bytes
+from tieredkv.cli.versions import told
 from tieredkv.server.slow_requests import SlowRequest
 from tieredkv.storage.results import Lifetimes
 from tieredkv.types import Tier
@@ -23,7 +23,6 @@ LEARNT = {
 """The learnt rate of each move that is planned with one."""
 
 Json = dict[str, Any]
-Part = TypeVar("Part")
 
 
 class TierUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +116,9 @@ def picture_of(source: str, before: Reading, now: Reading) -> Picture:
     """Return the figures of the later one of two readings, and what moved between them."""
     df, history, counters = now.df, now.history, now.df["counters"]
     span_s = now.read_at - before.read_at
-    lifetimes = _told(df["disk"], "lifetimes", Lifetimes)
+    lifetimes = told(df["disk"], "lifetimes", Lifetimes)
     recent = _recent(history) if history else None
-    slowest = _told(history, "slowest", list[SlowRequest])
+    slowest = told(history, "slowest", list[SlowRequest])
     parts = (
         ("lifetimes", df["disk"], lifetimes),
         ("recent", history, recent),
@@ -147,14 +146,6 @@ def picture_of(source: str, before: Reading, now: Reading) -> Picture:
         slowest=slowest,
         untold=[name for name, answer, part in parts if answer is not None and part is None],
     )
-
-
-def _told(answer: Json | None, name: str, kind: type[Part]) -> Part | None:
-    """Return a part of an answer; None if it is not there, or has the form of another version."""
-    with contextlib.suppress(msgspec.ValidationError):
-        if answer and name in answer:
-            return msgspec.convert(answer[name], kind)
-    return None
 
 
 def _moves(before: Json, now: Json, span_s: float) -> dict[str, MoveRate]:

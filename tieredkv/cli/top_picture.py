@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tieredkv.cli.output import MOST_COLUMNS
 from tieredkv.cli.top_figures import MoveRate, Picture, Recent, TierUse
+from tieredkv.cli.versions import untold_text
 from tieredkv.server.slow_requests import SlowRequest
 from tieredkv.storage.results import Lifetimes
 from tieredkv.types import Tier
@@ -17,12 +18,6 @@ from tieredkv.units import format_bytes, format_duration
 
 SOURCES = ("cold", *map(str, Tier))
 BAR_COLUMNS = 20
-WORDS = {
-    "lifetimes": "how long the disk keeps blocks",
-    "recent": "hit rate and times to first token",
-    "slowest": "slowest requests",
-}
-"""What the parts of a picture are called that a server may not tell."""
 
 
 def draw(picture: Picture, console: Console, *, note: str = "", height: int | None = None) -> Group:
@@ -51,8 +46,7 @@ def draw(picture: Picture, console: Console, *, note: str = "", height: int | No
     if picture.recent is not None:
         parts += [Text(), *_recent_parts(picture.recent, picture.at)]
     if picture.untold:
-        words = ", ".join(WORDS[name] for name in picture.untold)
-        parts += [Text(), Text(f"This server has another version, which does not tell: {words}.")]
+        parts += [Text(), Text(untold_text(picture.untold))]
     if picture.slowest is None:
         if "slowest" not in picture.untold:
             what = "The hit rate, times to first token and the slowest requests need --url."
