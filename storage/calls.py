@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.results import ID_HINT, named_blocks
+from tieredkv.storage.results import ID_HINT, named_blocks, namespace_prefix
 from tieredkv.types import Tier
 
 
@@ -185,6 +185,10 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
             raise ConfigError("`tiers` and `to` cannot be combined")
         if self.filter and self.ids:
             raise ConfigError("`filter` and `ids` cannot be combined")
+        if self.older_than_s is not None and not self.older_than_s >= 0:
+            raise ConfigError(f"`older_than_s` = {self.older_than_s} must be at least 0")
+        if self.namespace_prefix is not None:
+            namespace_prefix(self.namespace_prefix)
         ChainFilter(self.filter)
 
     def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
@@ -236,6 +240,8 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
             raise ConfigError(f"`sample` = {self.sample} must be above 0 and at most 1")
         if self.erased_key and self.erased_namespace:
             raise ConfigError("give either `erased_key` or `erased_namespace`")
+        if self.erased_namespace:
+            namespace_prefix(self.erased_namespace)
         if self.erased_key and not _KEY_ID.fullmatch(self.erased_key):
             what = f"`{self.erased_key}` is no id of a key, which has 16 hexadecimal digits"
             raise ConfigError(f"{what}; `evict` prints the ids")

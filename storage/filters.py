@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tieredkv.errors import ConfigError
 from tieredkv.storage.chain_columns import ChainColumns, Labels
+from tieredkv.storage.results import namespace_prefix
 from tieredkv.types import Tier
 from tieredkv.units import parse_bytes, parse_duration
 
@@ -68,7 +69,7 @@ def _tier(text: str) -> Tier:
 
 FIELDS: Mapping[str, Field] = {
     "tier": Field(lambda chain, _: chain.tiers, _tier, lambda tiers, name: name in tiers),
-    "ns": Field(lambda chain, _: chain.namespace, str.lower, str.startswith),
+    "ns": Field(lambda chain, _: chain.namespace, namespace_prefix, str.startswith),
     "model": Field(lambda chain, _: chain.model, str, operator.eq),
     "retention": Field(lambda chain, _: chain.retention, str, operator.eq),
     "size": Field(lambda chain, _: chain.bytes, parse_bytes),
@@ -116,7 +117,7 @@ class ChainFilter:
     """
 
     def __init__(self, text: str) -> None:
-        parts = text.split(",") if text.strip() else []
+        parts = text.split(",") if text else []
         self.conditions = [_parse(part) for part in parts]
 
     def matches(self, chains: ChainColumns, now: float) -> NDArray[np.bool]:

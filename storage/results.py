@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tieredkv.errors import ConfigError
 from tieredkv.types import BlockRecord, Tier
 
 
@@ -79,6 +80,18 @@ def named_blocks(chain_id: str) -> tuple[str, str] | None:
 
 
 _HEX = frozenset("0123456789abcdef")
+
+
+def namespace_prefix(text: str) -> str:
+    """Return the first digits of a namespace in lower case.
+
+    Raises:
+        ConfigError: the text cannot be those.
+    """
+    if not text or set(text.lower()) - _HEX:
+        what = "is not the beginning of a namespace, which has hexadecimal digits only"
+        raise ConfigError(f"`{text}` {what}; `ls` lists the namespaces")
+    return text.lower()
 
 
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):

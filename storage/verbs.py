@@ -254,8 +254,11 @@ class Verbs:
         while it was being written is therefore on disk by now, and goes with the rest.
 
         Raises:
+            NoServerError: the blocks are to be moved, and no engine is there.
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
+        if wanted.to != "drop" and self.ask_engine is None:
+            raise NoServerError("no server runs that could move blocks to another tier")
         engine = dict[str, Any]()
         is_of_chains = bool(wanted.filter or wanted.ids)
         held = self._ram_blocks(caller) if is_of_chains else NO_RAM_BLOCKS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import http
-from tests.serving import Server, ask_store, running
+from tests.serving import Server, ask_store, running, tieredkv
 from tests.waiting import wait_until
 
 TEXT = "Quicksand and xylophones rarely meet in the same sentence. " * 6
@@ -139,5 +139,6 @@ def test_blocks_are_sent_to_slower_tiers(tmp_path: Path) -> None:
         assert nowhere.status_code == 400
         assert server.stop() == 0
         assert "Traceback" not in server.log
-    nothing = ask_store(server.disk_dir, "evict", "--all", "--to", "host", "-y", exit_code=1)
-    assert nothing["evicted_blocks"] == 0
+    refused = tieredkv("evict", "--disk-dir", str(server.disk_dir), "--all", "--to", "host", "-y")
+    assert refused.returncode == 1
+    assert "no server runs that could move blocks to another tier" in refused.stderr

@@ -30,7 +30,13 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tieredkv.clock import Clock
-from tieredkv.errors import ConfigError, StorageError, StoreBusyError, StoreUnreachableError
+from tieredkv.errors import (
+    ConfigError,
+    NoServerError,
+    StorageError,
+    StoreBusyError,
+    StoreUnreachableError,
+)
 from tieredkv.storage.calls import EvictFilter, Ls
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl, document
@@ -311,8 +317,18 @@ def test_evict_without_a_filter_or_with_nonsense_evicts_nothing(harness: Harness
     Mailbox(client).store(make_chain("a", 2))
     client.close()
     control = StoreControl(harness.folder)
-    with pytest.raises(ConfigError, match="which blocks"):
-        control.evict(EvictFilter())
+    for wanted, told in (
+        (EvictFilter(), "which blocks"),
+        (EvictFilter(namespace_prefix=""), "`` is not the beginning of a namespace"),
+        (EvictFilter(namespace_prefix="0xab"), "`0xab` is not the beginning of a namespace"),
+        (EvictFilter(filter=" "), "`` is no condition"),
+        (EvictFilter(older_than_s=-1.0), r"`older_than_s` = -1\.0 must be at least 0"),
+        (EvictFilter(older_than_s=float("nan")), "`older_than_s` = nan"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            control.evict(wanted)
+    with pytest.raises(NoServerError, match="no server runs that could move blocks"):
+        control.evict(EvictFilter(all=True, to="disk"))
     assert control.evict(EvictFilter(ids=("zz",)))["unknown_ids"] == ["zz"]
     assert control.df()["disk"]["blocks"] == 2
 

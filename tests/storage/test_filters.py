@@ -94,6 +94,8 @@ def test_what_is_not_known_matches_no_number() -> None:
         ("hits>x", "`hits>x`: `x` is not a whole number"),
         ("tier>disk", "`tier` can only be compared with = or !="),
         ("tier=ssd", "`tier=ssd`: `ssd` is no tier"),
+        ("ns=0x1f", "`ns=0x1f`: `0x1f` is not the beginning of a namespace"),
+        (" ", "`` is no condition"),
     ],
 )
 def test_a_mistake_is_named(text: str, told: str) -> None:

@@ -305,6 +305,11 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert unknown.returncode == 1
     assert "no chain has the id `abcdef`" in unknown.stderr
 
+    for empty in ("--ns", "--filter", "--model"):  # as with a variable that was not set
+        nothing = tieredkv("evict", "--disk-dir", str(stored), "--older-than", "0", empty, "", "-y")
+        assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert ask(stored, "ls")["chains"] == chains
+
     short = tieredkv("evict", "--disk-dir", str(stored), chains[0]["id"][:7], "-y")
     assert (short.returncode, short.stderr.splitlines()[1:]) == (
         1,

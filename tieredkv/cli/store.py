@@ -262,6 +262,8 @@ def evict(
       tieredkv evict --disk-dir ./kv --tier host
       tieredkv evict --disk-dir ./kv --filter 'tier=device,idle>5m' --to host -y
     """
+    if "" in (filter, model_name):  # as a variable of a script that was not set
+        raise usage_error("--filter and --model need a value; leave them out to evict any chain.")
     conditions = [filter or "", f"model={model_name}" if model_name else ""]
     wanted = EvictFilter(
         older_than_s=None if older_than_s is None else parse_duration(older_than_s),
