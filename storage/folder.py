@@ -235,11 +235,13 @@ def _check_folder(path: str, *, create: bool) -> bool:
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
     if not _is_marked(path):
-        if strangers := set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}:
+        strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
+        if not create:
+            others = f" (`{min(strangers)}` is there)" if strangers else ""
+            raise StorageError(f"there is no store at `{path}`{others}")
+        if strangers:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")
-        if not create:
-            raise StorageError(f"there is no store at `{path}`")
     files = (LOCK, *(os.path.join(INDEX, name) for name in INDEX_FILES))
     for name in (*files, *_FOLDERS):
         part = os.path.join(path, name)

@@ -50,8 +50,10 @@ def main(arguments: list[str]) -> int:
     raise_file_limit()
     sock = socket.socket(fileno=int(arguments[0]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
-    (launch,) = channel.receive(None)
+    launch, *more = channel.receive(None)
     assert isinstance(launch, Launch), launch
+    if more:  # a `CloseCall`, as of a command that was interrupted at once
+        return 0
     # The parent reads the stack of the thread that crashed: was it using the index?
     faulthandler.enable(launch.stack_fd, all_threads=False)
     service = None

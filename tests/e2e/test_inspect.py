@@ -104,6 +104,14 @@ def test_a_server_and_its_stopped_store_tell_of_a_prompt_and_of_a_chain(tmp_path
     assert done.returncode == 2 and "give --model" in done.stderr
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(b"ab\xff")
+    done = tieredkv("inspect", "--disk-dir", str(tmp_path), "--prompt-file", str(file))
+    assert done.returncode == 2
+    assert f"error: `{file}` is no text in UTF-8: invalid start byte at byte 2." in done.stderr
+
+
 @pytest.mark.parametrize("flags", [(), ("--prompt-file", "-", "1234567890")])
 def test_an_id_or_a_prompt_is_needed(tmp_path: Path, flags: tuple[str, ...]) -> None:
     done = tieredkv("inspect", "--disk-dir", str(tmp_path), *flags, stdin="a")

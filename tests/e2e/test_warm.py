@@ -77,6 +77,8 @@ def test_what_the_server_refuses_is_told_by_its_line(server: Server) -> None:
         ('"a"\n{"text": "b"}\n', (), 2, "line 2: The prompt must be a text, a list of messages"),
         ('"a"\n{"prompt": \n', (), 2, "line 2: Input data was truncated"),
         (as_lines([BODIES["/v1/messages"]]), ("--retention", "24h"), 2, "line 1 is for `/v1/mess"),
+        ("\n", (), 2, "FILE has no prompt; write one JSON value a line"),
+        ('"a"', ("--url", "http://[::1"), 3, "the server at `http://[::1` does not answer"),
         ('"a"', ("--url", "http://127.0.0.1:1"), 3, "the server at `http://127.0.0.1:1` does not"),
     ],
 )

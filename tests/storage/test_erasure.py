@@ -135,6 +135,8 @@ def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
     control = StoreControl(stopped.folder)
     disk = control.df()["disk"]
     assert (disk["blocks"], disk["encryption"]) == (5, "no keys")
+    told = "encryption: on, but the keys are not there, so no block can be read"
+    assert told in stopped.invoke("df").stdout.splitlines()
     assert sum(len(page) for page in control.ls()) == 4
     with pytest.raises(MissingKeyError, match=r"master key .* is missing"):
         control.verify()

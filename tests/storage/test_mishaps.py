@@ -17,9 +17,11 @@ from tests.storage import blocks
 from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
 from tests.storage.test_control import engine_that_says
 from tests.storage.test_faults import plain_index
+from tests.waiting import HANG_S
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.worker_process import WorkerProcess
+from tieredkv.storage.worker_messages import CloseCall
+from tieredkv.storage.worker_process import WorkerProcess, judge_end
 
 CHAIN = make_chain("a", 8)
 HASHES = [each.block_hash for each in CHAIN]
@@ -303,6 +305,15 @@ def test_a_command_line_that_is_stopped_holds_no_stopped_store(stopped: Harness)
     finally:
         worker.kill()
         worker.bury()
+
+
+def test_the_worker_of_a_command_line_that_is_interrupted_at_once_ends_without_a_word(
+    stopped: Harness, capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = WorkerProcess(stopped.options(create=False), arena=None)
+    worker.channel.send(CloseCall())
+    assert worker.bury(HANG_S) == judge_end(0, b"")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_store_that_lost_its_power_can_be_looked_at_before_a_server_starts(

@@ -29,7 +29,7 @@ from tieredkv.units import format_bytes, format_duration
 )
 @click.option(
     "--prompt-file",
-    type=click.File(),
+    type=click.File(encoding="utf-8"),
     help="Tell what the tiers have of the prompt in this file; - is stdin.",
 )
 @click.option("--model", help="Model of the prompt, if no server runs that could tokenize it.")
@@ -69,7 +69,11 @@ def inspect(
         raise usage_error("Give either an ID or --prompt-file.")
     if prompt_file is not None:
         tenant = hashlib.sha256(api_key.encode()).hexdigest() if api_key else ""
-        prompt = read_prompt(prompt_file.read())
+        try:
+            prompt = read_prompt(prompt_file.read())
+        except UnicodeDecodeError as error:
+            what = f"`{prompt_file.name}` is no text in UTF-8: {error.reason} at byte {error.start}"
+            raise usage_error(f"{what}.") from None
         call = Inspect(prompt=prompt, tenant=tenant, **whose)
         call.check()
         try:

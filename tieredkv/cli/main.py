@@ -5,6 +5,7 @@ A verb's module is imported when the verb is asked for, and slow modules when th
 each verb and its help start quickly.
 """
 
+import errno
 import importlib
 import os
 import signal
@@ -132,9 +133,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return _exit_code(error)
     except BrokenPipeError:  # for example `tieredkv ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return EXIT_PROBLEM
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()  # for example of `tieredkv ls > file`
+        _complain(f"the answer cannot be written: {error.strerror}")
         return EXIT_PROBLEM
     return result if isinstance(result, int) else 0
+
+
+def _drop_output() -> None:
+    """Drop what is still to be written to stdout, where it cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code(error: TieredKVError) -> int:

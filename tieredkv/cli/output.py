@@ -177,7 +177,8 @@ def _cell(name: str, value: object) -> str:
 def as_text(value: object) -> str:
     """Format a value for people: floats with four digits, names without underscores."""
     if isinstance(value, dict):
-        return ", ".join(f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
+        parts = (f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
+        return ", ".join(parts) or "none"
     if isinstance(value, list):
         return " to ".join(map(as_text, value))
     if value is None or isinstance(value, bool):

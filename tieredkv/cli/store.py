@@ -89,7 +89,9 @@ def df(store: StoreControl, verbose: bool) -> Answer:
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
         speed = f"a thread compresses {packs}/s and decompresses {unpacks}/s"
         lines.append(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
-    if disk.get("encryption", "off") != "off":
+    if disk.get("encryption") == "no keys":
+        lines.append("encryption: on, but the keys are not there, so no block can be read")
+    elif disk.get("encryption", "off") != "off":
         rest = f"; {disk['num_clear']} blocks of an older store are clear" * bool(disk["num_clear"])
         lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys{rest}")
     writer = answer.get("writer_pid")

@@ -11,7 +11,7 @@ import msgspec
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.http_answers import reason_of, unreachable
-from tieredkv.cli.output import Answer, answering
+from tieredkv.cli.output import Answer, answering, usage_error
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.types import Progress
 
@@ -89,7 +89,8 @@ def warm(file: BinaryIO, url: str, api_key: str | None, retention: str | None, j
       tieredkv warm system-prompts.jsonl --retention 24h
       jq -c .body requests.jsonl | tieredkv warm - --url http://gpu1:8000 --jobs 8
     """
-    prompts = list(read_prompts(file, retention))
+    if not (prompts := list(read_prompts(file, retention))):
+        raise usage_error("FILE has no prompt; write one JSON value a line.")
     warmed = Warmed(prompts=len(prompts))
     progress = terminal_progress(lambda line: click.echo(line, err=True))
     is_cut = False
@@ -192,14 +193,19 @@ async def _connected(url: str, api_key: str | None) -> AsyncIterator[tuple[httpx
     """
     headers = {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits
-    ) as http:
+    try:
+        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits)
+    except httpx.InvalidURL as error:
+        raise unreachable(url, error) from None
+    async with http:
         try:
             answer = await http.get("/v1/models")
             if not answer.is_success:
                 raise ConfigError(f"`{url}` refuses: {reason_of(answer)}")
-            model = answer.json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, LookupError) as error:
+            model = msgspec.json.decode(answer.content)["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise unreachable(url, error) from None
+        except (msgspec.DecodeError, LookupError, TypeError):
+            what = f"`{url}` names no models, as a tieredkv server does"
+            raise ConfigError(f"{what}; give the URL of one, without /v1") from None
         yield http, model
