@@ -15,6 +15,7 @@ const MISSES = {
   corrupt: "its copy on disk was damaged",
   admin: "an operator evicted it",
   load_timeout: "loading it took too long",
+  load_failed: "loading it failed",
   loads_off: "loading is off",
   computed_sooner: "computing it was faster than loading it",
   behind_lookback: "stored, but the request does not look so far back",
