@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +291,22 @@ class StoreControl:
         return received
 
 
-def document(call: Call, pages: Iterable[Page]) -> Iterator[str]:
-    """Yield the parts of the JSON document that has a verb's list, such as `{"chains": [...]}`."""
-    before = f'{{"{call.listed_as}": ['
-    for page in pages:
+def document(call: Call, pages: Iterator[Page]) -> Iterator[str]:
+    """Yield the parts of the JSON document that has a verb's list, such as `{"chains": [...]}`.
+
+    What `pages` returns, if it is a generator, follows the list.
+    """
+    before, rest = f'{{"{call.listed_as}": [', dict[str, Any]()
+    while True:
+        try:
+            page = next(pages)
+        except StopIteration as ending:
+            rest = ending.value or {}
+            break
         yield before + ", ".join(msgspec.json.encode(item).decode() for item in page)
         before = ", "
-    yield "]}" if before == ", " else before + "]}"
+    more = (f', "{key}": {msgspec.json.encode(rest[key]).decode()}' for key in rest)
+    yield "".join(["" if before == ", " else before, "]", *more, "}"])
 
 
 def _add(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

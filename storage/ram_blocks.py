@@ -26,10 +26,12 @@ class RamBlocks(NamedTuple):
     Attributes:
         table: of the blocks.
         hashes: of the blocks, in the same order.
+        is_told: whether the engine has told all of them; it may be silent.
     """
 
     table: BlockTable
     hashes: Sequence[bytes]
+    is_told: bool = True
 
     @classmethod
     def of(
@@ -38,12 +40,13 @@ class RamBlocks(NamedTuple):
         """Read what an engine tells.
 
         Args:
-            parts: as `part_of` makes them.
+            parts: as `part_of` makes them; one with `engine` stands for those of a silent engine.
             hide: turns hashes into what the store knows blocks by. It is given many hashes side by
                 side.
         """
-        rows, hashes, kinds = [np.empty(0, BLOCK)], list[bytes](), list[Kind]()
+        rows, hashes, kinds, is_told = [np.empty(0, BLOCK)], list[bytes](), list[Kind](), True
         for part in parts:
+            is_told &= "engine" not in part
             if not (num_blocks := part.get("num_blocks", 0)):
                 continue
             some = np.frombuffer(part["rows"], BLOCK).copy()
@@ -63,7 +66,8 @@ class RamBlocks(NamedTuple):
             kinds += (Kind(*kind) for kind in part["kinds"])
         blocks = np.concatenate(rows)
         order = np.lexsort((blocks["key_rest"], blocks["key"]))
-        return cls(BlockTable(blocks[order], kinds), [hashes[place] for place in order.tolist()])
+        table = BlockTable(blocks[order], kinds)
+        return cls(table, [hashes[place] for place in order.tolist()], is_told)
 
     def holds(self, keys: NDArray[np.uint64]) -> Mask:
         """Return which of these keys are those of blocks in VRAM or host memory."""

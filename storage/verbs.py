@@ -61,6 +61,8 @@ _REPORT_INTERVAL_S = 0.1
 _ASKED_BLOCKS = 65_536  # of which the engine is told in one frame
 _PAGE_BLOCKS = 4096  # of a chain, in one frame
 _TOLD_NAMESPACES = 10_000  # the largest, in one frame
+NO_ANSWER = {"engine": "no answer"}
+"""What a silent engine is taken to say, and what an answer has that leaves out its blocks."""
 SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")
 
 Hand = Callable[[Callable[[], None]], None]
@@ -118,9 +120,10 @@ class Verbs:
                 answer = {**tiers, "disk": disk, "tenants": tenants, "writer_pid": writer_pid}
                 return answer | (self._namespaces(caller) if verbose else {})
             case Ls():
-                for page in self._list(call, self._ram_blocks(caller), caller):
+                in_ram = self._ram_blocks(caller)
+                for page in self._list(call, in_ram, caller):
                     caller.send_page(ControlPage(chains=page))
-                return {}
+                return {} if in_ram.is_told else NO_ANSWER
             case Inspect(prompt=prompt) if prompt is not None:
                 return self._inspect_prompt(call, caller)
             case Inspect(hashes=hashes) if hashes:
@@ -154,14 +157,20 @@ class Verbs:
         return listing(columns, call, self.store.clock.now())
 
     def _prune(self, call: Prune, caller: Caller) -> PruneResult:
-        """Drop what nothing can use."""
+        """Drop what nothing can use.
+
+        Raises:
+            StoreUnreachableError: the engine did not answer, and may have what orphans follow.
+        """
         table, now = self._gather(caller), self.store.clock.now()
         models, in_ram = KnownModels(read_models(self.store.path)), self._ram_blocks(caller)
+        if not in_ram.is_told:
+            raise _silent_engine()
         doomed = pruning.useless(table, call.model, models, in_ram, now)
         return self._finish(pruning.dropping(self.store, doomed, dry_run=call.dry_run), caller)
 
     def _ram_blocks(self, caller: Caller) -> RamBlocks:
-        """Ask the engine which blocks it has; a silent engine is taken to have none."""
+        """Ask the engine which blocks it has; of a silent engine none are known."""
         names = self.store.names
         return RamBlocks.of(self._answers(Ls(), caller), names.hide if names else list)
 
@@ -433,7 +442,7 @@ class Verbs:
     ) -> Iterator[dict[str, Any]]:
         """Ask the engine, if there is one, and wait for each part of its answer, but not for ever.
 
-        What a silent engine is taken to say has the key `engine`.
+        A silent engine is taken to say `NO_ANSWER`.
         """
         if self.ask_engine is None:
             return
@@ -445,7 +454,7 @@ class Verbs:
                 yield answer.body
                 if not answer.has_more:
                     return
-            yield {"engine": "no answer"}
+            yield NO_ANSWER
         finally:
             del self._asked[job]
 

@@ -37,7 +37,7 @@ from tieredkv.errors import (
     StoreBusyError,
     StoreUnreachableError,
 )
-from tieredkv.storage.calls import EvictFilter, Ls
+from tieredkv.storage.calls import EvictFilter, Ls, Prune
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl, document
 from tieredkv.storage.results import ChainInfo
@@ -135,15 +135,26 @@ def test_an_engine_that_does_not_answer_leaves_the_disk_part(harness: Harness) -
     assert (df["engine"], df["device"], df["disk"]["blocks"]) == ("no answer", None, 3)
 
 
-def test_ls_shows_chains(harness: Harness) -> None:
+def test_nothing_is_pruned_while_an_engine_may_have_what_it_follows(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 3)[1:])
+    control = StoreControl(harness.folder)
+    with pytest.raises(StoreUnreachableError, match="the engine is silent"):
+        control.answer(Prune())
+    client.close()
+    assert control.answer(Prune())["pruned_blocks"] == 2
+
+
+def test_ls_shows_chains_and_tells_where_it_lacks_what_the_engine_has(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store(make_chain("a", 3))
-    live = listed(harness.folder)
-    assert [chain.blocks for chain in live] == [3]
+    control = StoreControl(harness.folder)
+    live = json.loads("".join(document(Ls(), control.pages(Ls()))))
+    assert [chain["blocks"] for chain in live["chains"]] == [3]
     client.close()
-    assert listed(harness.folder) == live
-    assert json.loads("".join(document(Ls(), [live])))["chains"][0]["id"] == live[0].id
-    assert json.loads("".join(document(Ls(), []))) == {"chains": []}
+    stopped = json.loads("".join(document(Ls(), control.pages(Ls()))))
+    assert live == {**stopped, "engine": "no answer"}
+    assert json.loads("".join(document(Ls(), iter(())))) == {"chains": []}
 
 
 def fill(path: Path, num_chains: int) -> None:

@@ -33,7 +33,8 @@ from tieredkv.errors import (
     TieredKVError,
 )
 from tieredkv.storage import calls
-from tieredkv.storage.control import StoreControl
+from tieredkv.storage.calls import Ls
+from tieredkv.storage.control import Asking, StoreControl
 from tieredkv.storage.results import short_id
 from tieredkv.units import format_duration
 
@@ -363,6 +364,21 @@ def test_df_of_a_server_of_an_older_version_says_what_is_not_known(
         "how long the disk keeps blocks, whether blocks are encrypted."
     )
     assert ask(path, "df") == answer
+
+
+def test_ls_warns_where_the_engine_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pages(control: StoreControl, call: Ls) -> Asking:
+        yield from ()
+        return {"engine": "no answer"}
+
+    monkeypatch.setattr(StoreControl, "pages", pages)
+    for words in ((), ("--json",), ("-q",)):
+        shown = tieredkv("ls", "--disk-dir", str(tmp_path), *words)
+        assert shown.returncode == 0
+        assert shown.stderr.startswith("warning: the engine does not answer, so chains that")
+    assert ask(tmp_path, "ls") == {"chains": [], "engine": "no answer"}
 
 
 def test_quiet_verbs_print_errors_and_ids_only(tmp_path: Path) -> None:

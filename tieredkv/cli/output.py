@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,7 +65,7 @@ class Listing(NamedTuple):
     """
 
     pages: Generator[Any, None, object]
-    document: Callable[[Iterable[Any]], Iterable[str]]
+    document: Callable[[Iterator[Any]], Iterable[str]]
     as_row: Callable[[Any], Mapping[str, object]]
     name_of: Callable[[Any], str]
     nothing: str

@@ -16,7 +16,7 @@ from tieredkv.cli.settings import settings_options
 from tieredkv.cli.versions import told, untold_text
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.calls import EvictFilter, Ls, Prune, Verify
-from tieredkv.storage.control import StoreControl, document
+from tieredkv.storage.control import Asking, StoreControl, document
 from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
@@ -184,6 +184,13 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
     call, now = Ls(filter=filter or "", sort=sort or "", limit=limit), time.time()
     call.check()
 
+    def pages() -> Asking:
+        rest = yield from store.pages(call)
+        if "engine" in rest:
+            what = "the engine does not answer, so chains that the disk does not have are left out"
+            click.echo(f"warning: {what}", err=True)
+        return rest
+
     def as_row(chain: ChainInfo) -> dict[str, object]:
         return {
             "id": short_id(chain.id, SHORT_HEX),
@@ -200,7 +207,7 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
 
     as_json = functools.partial(document, call)
     nothing = "no chain matches" if call.filter else "nothing is stored"
-    return Listing(store.pages(call), as_json, as_row, lambda chain: chain.id, nothing, texts=3)
+    return Listing(pages(), as_json, as_row, lambda chain: chain.id, nothing, texts=3)
 
 
 @store_verb

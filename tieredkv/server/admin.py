@@ -6,7 +6,6 @@ responses and remembered answers were dropped. The caller must have checked the 
 
 import asyncio
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 import msgspec
 from msgspec.structs import replace
@@ -20,7 +19,7 @@ from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect, Ls
 from tieredkv.storage.chain_columns import ChainColumns
 from tieredkv.storage.chain_list import listing
 from tieredkv.storage.chains import Chains
-from tieredkv.storage.control import StoreControl, document
+from tieredkv.storage.control import Asking, Page, StoreControl, document
 from tieredkv.storage.known_models import KnownModel, KnownModels
 from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import NOTHING_EVICTED, ChainInfo
@@ -54,12 +53,25 @@ async def respond(
     try:
         if not call.listed_as:
             return JSONResponse({**await asyncio.to_thread(store.answer, call), **forgotten})
-        pages = store.pages(call)
-        first = await asyncio.to_thread(next, pages, None)
+        pages = await asyncio.to_thread(_begun, store.pages(call))
     except TieredKVError as error:
         raise _refused(error) from None
-    parts = document(call, chain([first] if first else [], pages))
-    return StreamingResponse(parts, media_type="application/json")
+    return StreamingResponse(document(call, pages), media_type="application/json")
+
+
+def _begun(pages: Asking) -> Asking:
+    """Take the first page, so that errors come before the response begins; return all of them."""
+    first, rest = list[Page](), Json()
+    try:
+        first.append(next(pages))
+    except StopIteration as ending:
+        rest = ending.value
+
+    def whole() -> Asking:
+        yield from first
+        return (yield from pages) if first else rest
+
+    return whole()
 
 
 async def _respond_without_disk(call: Call, engine: EngineClient, forgotten: Json) -> Response:

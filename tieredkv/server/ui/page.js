@@ -270,13 +270,14 @@ function tiersOf({ blocks, blocks_by_tier: held }) {
   return TIERS.filter((tier) => held[tier]).map(part).join(", ");
 }
 
-function showLargest(chains) {
+function showLargest({ chains, engine }) {
   const now = serverTime();
   const tenantOf = (chain) =>
     latest.tenants.find(({ id }) => chain.namespace.startsWith(id))?.name ?? `namespace ${chain.namespace.slice(0, 12)}`;
   byId("listed").textContent = chains.length
     ? `The ${count(chains.length)} largest at ${clock(now, { second: "2-digit" })}.`
     : "No tier holds any prefix.";
+  if (engine) byId("listed").textContent += " The engine does not answer, so prefixes that the disk does not have are left out.";
   fill(
     "largest",
     chains.map((each) => {
@@ -317,7 +318,7 @@ async function refresh() {
 async function listLargest() {
   byId("listed").textContent = "Listing…";
   try {
-    showLargest((await ask("admin/cache/ls", { sort: "-size", limit: NUM_LARGEST })).chains);
+    showLargest(await ask("admin/cache/ls", { sort: "-size", limit: NUM_LARGEST }));
   } catch (error) {
     byId("listed").textContent = "";
     throw error;
