@@ -50,7 +50,7 @@ class Both:
         else:
             put(self.store, record)
         times = record.computed_at, record.last_used, record.expires_at
-        self.index.store(Life(block_hash, record.position, *times), now)
+        self.index.store([Life(block_hash, record.position, *times)], now)
 
     def touch(self, block_hash: BlockHash, expires_at: float | None) -> None:
         """Use a block, if it is there, and claim it for longer."""

@@ -93,7 +93,7 @@ class _Disk(StoreClient):
             record = page.record
             times = record.computed_at, record.last_used, record.expires_at
             life = Life(BlockHash(record.block_hash), record.position, *times)
-            if self.index.store(life, self._clock.moment):
+            if self.index.store([life], self._clock.moment):
                 self._records[life.block_hash] = record
             self._events.append(PageStored(record.block_hash, page.page_id))
 

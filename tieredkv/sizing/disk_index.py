@@ -9,20 +9,15 @@ It knows times and places in prompts. It does not know bytes, links or policies.
 """
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import msgspec
 
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import to_us
 from tieredkv.types import BlockHash
-
-_Queued = tuple[int, BlockHash, int, "Life"]
-"""What orders blocks that were last used at the same time: position from the tail, and hash. The
-number of the entry and the block follow.
-"""
 
 
 class Life(msgspec.Struct, gc=False):
@@ -34,7 +29,9 @@ class Life(msgspec.Struct, gc=False):
         computed_at, last_used: as of a `catalog.Entry`.
         expires_at: when it becomes unreachable on disk; 0.0 if it may not go there.
         claims: as of a `catalog.Entry`.
-        queued: number of its entry in the index's queues; 0 while it is not on disk.
+        is_on_disk: whether the index has it.
+        used_us, expires_us: the times under which the index has queued it to be evicted, and to
+            expire.
     """
 
     block_hash: BlockHash
@@ -43,19 +40,48 @@ class Life(msgspec.Struct, gc=False):
     last_used: float
     expires_at: float
     claims: frozenset[str] = frozenset()
-    queued: int = 0
+    is_on_disk: bool = False
+    used_us: int = 0
+    expires_us: int = 0
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether the index has it."""
-        return self.queued > 0
+
+_HASH, _POSITION = attrgetter("block_hash"), attrgetter("position")
+
+
+class _Queue:
+    """Blocks by a time in microseconds.
+
+    A request uses and stores many blocks at once. So a heap has the times, and each time has its
+    blocks.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[int] = []
+        self.lives: dict[int, list[Life]] = {}
+
+    def add(self, time_us: int, life: Life) -> None:
+        """Add a block."""
+        lives = self.lives.get(time_us)
+        if lives is None:
+            lives = self.lives[time_us] = []
+            heapq.heappush(self.times, time_us)
+        lives.append(life)
+
+    def pop(self) -> list[Life]:
+        """Remove the earliest time, and return its blocks."""
+        return self.lives.pop(heapq.heappop(self.times))
+
+    def check(self) -> None:
+        """Raise IntegrityError if the heap does not have the times of the blocks."""
+        if sorted(self.times) != sorted(self.lives):
+            raise IntegrityError("the times of a queue are not those of its blocks")
 
 
 class DiskIndex:
     """Which blocks are on disk, and which of them go when there is no room.
 
-    Invariants (`check`): the index has as many blocks as fit at most; each of them is queued once
-    to be evicted and once to expire, no later than its place; the blocks know that they are on
+    Invariants (`check`): the index has as many blocks as fit at most; each of them is queued to be
+    evicted, and to expire if it does, no later than its place; the blocks know that they are on
     disk.
 
     Attributes:
@@ -68,15 +94,10 @@ class DiskIndex:
     ) -> None:
         self.num_blocks, self.on_evict = num_blocks, on_evict
         self._lives: dict[BlockHash, Life] = {}
-        # Queues. Uses and claims only move a block back in both, so that its entry is put right
-        # once its turn has come. The numbers tell the entries of a block that has come back from
-        # those that it had before. A request uses many blocks at once: a heap has the times of last
-        # use in microseconds, and each time has its blocks.
-        self._times: list[int] = []
-        self._used_at: dict[int, list[_Queued]] = {}
-        self._sorted_time = -1  # whose blocks are sorted, the first to be evicted last
-        self._expiry: list[tuple[int, int, Life]] = []
-        self._numbers = itertools.count(1)
+        # Uses and claims only move a block back in both queues, so that its entry is put right once
+        # its turn has come. Entries of blocks that have left, or that stand elsewhere, are skipped.
+        self._used, self._expiring = _Queue(), _Queue()
+        self._sorted_us = -1  # whose blocks are sorted, the first to be evicted last
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -86,103 +107,94 @@ class DiskIndex:
         life = self._lives.get(block_hash)
         return life if life is not None and now < life.expires_at else None
 
-    def store(self, life: Life, now: float) -> bool:
-        """Store a block unless it is there already, as young; return whether it was written."""
-        old = self._lives.get(life.block_hash)
-        if old is not None and now < old.expires_at and old.computed_at >= life.computed_at:
-            if old is not life:
-                old.last_used = max(old.last_used, life.last_used)
-                old.expires_at = max(old.expires_at, life.expires_at)
-            return False
-        if self.num_blocks < 1:
-            return False
-        if len(self._lives) >= self.num_blocks:
-            self._make_room()
-        if now >= life.expires_at:
-            return True  # its room was taken for nothing
-        if old is not None and old.is_on_disk:
-            self.drop(old)
-        self._lives[life.block_hash] = life
-        life.queued = number = next(self._numbers)
-        self._queue(life, number)
-        if life.expires_at < math.inf:
-            heapq.heappush(self._expiry, (to_us(life.expires_at), number, life))
-        return True
+    def store(self, lives: Iterable[Life], now: float) -> int:
+        """Store blocks unless they are there already, as young; return how many were written."""
+        stored, num_written = self._lives, 0
+        for life in lives:
+            old = stored.get(life.block_hash)
+            if old is not None and now < old.expires_at and old.computed_at >= life.computed_at:
+                if old is not life:
+                    old.last_used = max(old.last_used, life.last_used)
+                    old.expires_at = max(old.expires_at, life.expires_at)
+                continue
+            if self.num_blocks < 1:
+                continue
+            if len(stored) >= self.num_blocks:
+                self._evict_one()
+            num_written += 1
+            if now >= life.expires_at:
+                continue  # its room was taken for nothing
+            if old is not None and old.is_on_disk:
+                self.drop(old)
+            stored[life.block_hash] = life
+            life.is_on_disk = True
+            life.used_us = time_us = int(life.last_used * 1e6)
+            self._used.add(time_us, life)
+            if time_us == self._sorted_us:
+                self._sorted_us = -1
+            if life.expires_at < math.inf:
+                life.expires_us = to_us(life.expires_at)
+                self._expiring.add(life.expires_us, life)
+        return num_written
 
     def drop(self, life: Life) -> None:
         """Drop a block that is stored."""
         del self._lives[life.block_hash]
-        life.queued = 0
+        life.is_on_disk = False
 
     def sweep(self, now: float) -> list[Life]:
         """Drop what has expired, and return it."""
-        heap, due, dropped = self._expiry, to_us(now), list[Life]()
-        while heap and heap[0][0] <= due:
-            _, number, life = heapq.heappop(heap)
-            if life.queued != number:
-                continue
-            if (expires_us := to_us(life.expires_at)) > due:
-                heapq.heappush(heap, (expires_us, number, life))
-                continue
-            self.drop(life)
-            dropped.append(life)
+        expiring, due, dropped = self._expiring, to_us(now), list[Life]()
+        while expiring.times and (time_us := expiring.times[0]) <= due:
+            for life in expiring.pop():
+                if not life.is_on_disk or life.expires_us != time_us:
+                    continue
+                if (expires_us := to_us(life.expires_at)) > due:
+                    life.expires_us = expires_us
+                    expiring.add(expires_us, life)
+                    continue
+                self.drop(life)
+                dropped.append(life)
         return dropped
 
-    def _queue(self, life: Life, number: int) -> None:
-        """Queue a block to be evicted, as `codec.lru_order` orders records."""
-        time_us = int(life.last_used * 1e6)
-        queued = self._used_at.get(time_us)
-        if queued is None:
-            queued = self._used_at[time_us] = []
-            heapq.heappush(self._times, time_us)
-        elif time_us == self._sorted_time:
-            self._sorted_time = -1
-        queued.append((-life.position, life.block_hash, number, life))
-
-    def _make_room(self) -> None:
-        """Evict what was unused for longest until one more block fits."""
-        times, lives = self._times, self._lives
-        while times and len(lives) >= self.num_blocks:
-            time_us = times[0]
-            queued = self._used_at[time_us]
-            if time_us != self._sorted_time:
-                queued.sort(reverse=True)
-                self._sorted_time = time_us
-            while queued and len(lives) >= self.num_blocks:
-                _, _, number, life = queued.pop()
-                if life.queued != number:
+    def _evict_one(self) -> None:
+        """Evict the block that was unused for longest."""
+        used = self._used
+        while used.times:
+            time_us = used.times[0]
+            queued = used.lives[time_us]
+            if time_us != self._sorted_us:
+                queued.sort(key=_HASH, reverse=True)  # as `codec.lru_order` orders records
+                queued.sort(key=_POSITION)
+                self._sorted_us = time_us
+            while queued:
+                life = queued.pop()
+                if not life.is_on_disk or life.used_us != time_us:
                     continue
-                if time_us != int(life.last_used * 1e6):
-                    self._queue(life, number)
+                if (last_used_us := int(life.last_used * 1e6)) != time_us:
+                    life.used_us = last_used_us
+                    used.add(last_used_us, life)
                     continue
-                del lives[life.block_hash]  # as `drop`, but faster
-                life.queued = 0
+                del self._lives[life.block_hash]  # as `drop`, but faster
+                life.is_on_disk = False
                 self.on_evict(life)
-            if not queued:
-                heapq.heappop(times)
-                del self._used_at[time_us]
+                return
+            used.pop()
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         if len(self._lives) > self.num_blocks:
             raise IntegrityError(f"{len(self._lives)} blocks on disk, room for {self.num_blocks}")
-        unused = [
-            (time_us, life)
-            for time_us, queued in self._used_at.items()
-            for _, _, number, life in queued
-            if life.queued == number
-        ]
-        expiry = [life for _, number, life in self._expiry if life.queued == number]
-        may_expire = [it for it in self._lives.values() if it.expires_at < math.inf]
-        on_disk = self._lives.values(), [life for _, life in unused]
-        for lives, queued_lives in on_disk, (may_expire, expiry):
-            if sorted(it.block_hash for it in lives) != sorted(
-                it.block_hash for it in queued_lives
-            ):
-                raise IntegrityError("a block on disk is queued twice or not at all")
-        if any(time_us > int(life.last_used * 1e6) for time_us, life in unused):
-            raise IntegrityError("a block on disk is queued behind its place")
-        if sorted(self._times) != sorted(self._used_at):
-            raise IntegrityError("the times of last uses are not those of the queued blocks")
-        if not all(life.is_on_disk for life in self._lives.values()):
-            raise IntegrityError("a block does not know that it is on disk")
+        self._used.check()
+        self._expiring.check()
+        for life in self._lives.values():
+            if not life.is_on_disk:
+                raise IntegrityError("a block does not know that it is on disk")
+            places = [(self._used, life.used_us, int(life.last_used * 1e6))]
+            if life.expires_at < math.inf:
+                places.append((self._expiring, life.expires_us, to_us(life.expires_at)))
+            for queue, time_us, place_us in places:
+                if not any(queued is life for queued in queue.lives.get(time_us, ())):
+                    raise IntegrityError("a block on disk is not queued")
+                if time_us > place_us:
+                    raise IntegrityError("a block on disk is queued behind its place")

@@ -185,7 +185,7 @@ class Tiers:
             if page is not None:
                 pages.append(page)
                 sources[i] = Tier.HOST
-            elif (old := lives.get(block_hash)) and old.queued and now < old.expires_at:
+            elif (old := lives.get(block_hash)) and old.is_on_disk and now < old.expires_at:
                 sources[i] = Tier.DISK  # as `index.get`, but faster
                 num_from[Tier.DISK] += 1
             else:
@@ -242,7 +242,7 @@ class Tiers:
                 self._queue(claims, computed_at, hashes[first:index])
                 first, claims, computed_at = index, life.claims, life.computed_at
                 expires_at = self._disk_deadline(claims, computed_at)
-            if life.expires_at <= now < expires_at and not life.queued:
+            if life.expires_at <= now < expires_at and not life.is_on_disk:
                 self._owed[life.block_hash] = life
             life.expires_at = expires_at
         self._queue(claims, computed_at, hashes[first:])
@@ -283,17 +283,17 @@ class Tiers:
         now, some = self._now, list(map(self._lives.__getitem__, evicted))
         self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
         for life, block in zip(some, self.device.find(evicted), strict=True):
-            if block is None and not life.queued:
+            if block is None and not life.is_on_disk:
                 self._leave_ram(life)
 
     def _leave_ram(self, life: Life) -> None:
         """Keep a block that has left VRAM and host memory on disk, if there is one."""
-        if not life.queued:
+        if not life.is_on_disk:
             if self.index is not None:
                 self._owed.pop(life.block_hash, None)
                 if life.expires_at > self._now:
-                    self.num_stored += self.index.store(life, self._now)
-            if not life.queued:
+                    self.num_stored += self.index.store([life], self._now)
+            if not life.is_on_disk:
                 self._forget(life)
 
     def _write_owed(self) -> None:
@@ -308,9 +308,7 @@ class Tiers:
         num_copied = 0
         if self.host is not None:
             num_copied = len(self.host.missing(life.block_hash for life in some))
-        for life in some:
-            if not life.queued:
-                self.num_stored += index.store(life, now)
+        self.num_stored += index.store(some, now)
         self.moved["device_host"] += num_copied
         self.written[Tier.HOST] += num_copied
 
@@ -339,7 +337,7 @@ class Tiers:
         else:
             in_ram = [block is not None for block in self.device.find(hashes)]
         for life, is_in_ram in zip(evicted, in_ram, strict=True):
-            if not (is_in_ram or life.queued):
+            if not (is_in_ram or life.is_on_disk):
                 self._forget(life)
 
     def _forget(self, life: Life) -> None:
@@ -397,7 +395,7 @@ class Tiers:
         if self.index is not None:
             self.index.check()
         for block_hash, life in self._lives.items():
-            if not (self._is_in_ram(block_hash) or life.queued):
+            if not (self._is_in_ram(block_hash) or life.is_on_disk):
                 raise IntegrityError(f"block {block_hash!r} has a life, but is in no tier")
         for pool in self.device, self.host:
             for block in pool.evictable() if pool is not None else ():
