@@ -212,8 +212,12 @@ class _Run:
         cached = sum(self.found[tier] for tier in Tier)
         links = "host_device", "device_host", "disk_host"
         moved = {link: tiers.moved[link] * block_bytes for link in links}
-        written = {str(tier): tiers.written[tier] * block_bytes for tier in Tier}
-        moved["host_disk"] = written[str(Tier.DISK)] = tiers.num_stored * block_bytes
+        moved["host_disk"] = tiers.num_stored * block_bytes
+        written = {
+            str(Tier.DEVICE): tiers.num_filled * block_bytes,
+            str(Tier.HOST): moved["device_host"] + moved["disk_host"],
+            str(Tier.DISK): moved["host_disk"],
+        }
         days = self.span_s / _DAY_S
         document: Json = {
             "requests": self.num_requests,

@@ -17,7 +17,7 @@ import heapq
 import itertools
 import math
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -65,8 +65,7 @@ class Tiers:
         device, host: pools of VRAM and of host memory; the latter is None without host memory.
         index: of the disk; None without a disk.
         moved: blocks by the link that they were moved over, such as `device_host`.
-        written: blocks written to VRAM and host memory.
-        num_stored: blocks written to disk.
+        num_filled, num_stored: blocks written to VRAM and to disk.
         ages: seconds since they were computed, of the blocks that each tier evicted for want of
             room; under None of those that were in no tier then.
         num_expired: blocks that have expired.
@@ -92,10 +91,10 @@ class Tiers:
             until: time of the last request.
         """
         self._policies, self._lives = policies, dict[BlockHash, Life]()
-        self.moved, self.written = Counter[str](), Counter[Tier]()
+        self.moved = dict.fromkeys(("host_device", "device_host", "disk_host"), 0)
         self.ages: dict[Source, array[float]] = {each: array("d") for each in (*Tier, None)}
-        self.num_stored = 0
-        self.num_expired, self._now = 0, 0.0
+        self.num_filled = self.num_stored = self.num_expired = 0
+        self._now = 0.0
         enough = num_distinct + most_blocks
         kept = int(min(room.device, enough))
         self.device = BlockPool(max(kept, most_blocks))
@@ -110,6 +109,9 @@ class Tiers:
         self._off_disk = list[Life]()  # evicted from disk by this request
         self.index = DiskIndex(room.disk, self._off_disk.append) if room.disk > 0 else None
         self._owed, self._most_owed = OrderedDict[BlockHash, Life](), room.most_owed
+        self._bars_host = any(
+            Tier.HOST not in policies.tiers(frozenset([it])) for it in policies.names
+        )
         shortest_s = min(policies.deadline([name], 0.0, 0.0) for name in policies.names)
         self._has_expiry = shortest_s <= until
         # A heap of deadlines, each with blocks that have it unless they were used again.
@@ -175,24 +177,25 @@ class Tiers:
         Pages are held until their blocks are in VRAM, and make room for what VRAM evicts then.
         """
         now, device, host, lives = self._now, self.device, self.host, self._lives
-        pages = list[Block]()
-        num_from = {Tier.DISK: 0, None: 0}
+        pages, num_read = list[Block](), 0
         expires_at = self._disk_deadline(claims, now)
         is_owed = expires_at > now
         wanted = [hashes[i] for i in missing]
-        known = host.find(wanted) if host is not None else [None] * len(wanted)
-        for i, block_hash, page in zip(missing, wanted, known, strict=True):
-            if page is not None:
-                pages.append(page)
-                sources[i] = Tier.HOST
-            elif (old := lives.get(block_hash)) and old.is_on_disk and now < old.expires_at:
-                sources[i] = Tier.DISK  # as `index.get`, but faster
-                num_from[Tier.DISK] += 1
-            else:
-                sources[i] = None
-                lives[block_hash] = life = Life(block_hash, i, now, now, expires_at, claims)
-                if is_owed:
-                    self._owed[block_hash] = life
+        for i, block_hash in zip(missing, wanted, strict=True):
+            if (old := lives.get(block_hash)) is not None:
+                page = host.lookup(block_hash) if host is not None else None
+                if page is not None:
+                    pages.append(page)
+                    sources[i] = Tier.HOST
+                    continue
+                if old.is_on_disk and now < old.expires_at:  # as `index.get`, but faster
+                    sources[i] = Tier.DISK
+                    num_read += 1
+                    continue
+            sources[i] = None
+            lives[block_hash] = life = Life(block_hash, i, now, now, expires_at, claims)
+            if is_owed:
+                self._owed[block_hash] = life
         if host is not None:
             host.acquire(pages)
         fresh = device.allocate(len(missing))
@@ -203,11 +206,9 @@ class Tiers:
         if host is not None:
             host.release(pages)
         self._move_down()
-        num_read = num_from[Tier.DISK]
         self.moved["host_device"] += len(pages) + num_read
         self.moved["disk_host"] += num_read
-        self.written[Tier.DEVICE] += len(missing)
-        self.written[Tier.HOST] += num_read
+        self.num_filled += len(missing)
 
     def _disk_deadline(self, claims: frozenset[str], computed_at: float) -> float:
         """Return until when the disk may keep blocks that are used now; 0.0 if it may not."""
@@ -256,20 +257,24 @@ class Tiers:
             return
         self._off_device.clear()
         host, lives, now = self.host, self._lives, self._now
-        some, tiers_of = list(map(lives.__getitem__, evicted)), self._policies.tiers
+        some = list(map(lives.__getitem__, evicted))
         self.ages[Tier.DEVICE].extend([now - life.computed_at for life in some])
         if host is None:
             for life in some:
                 self._leave_ram(life)
             return
-        absent = list[BlockHash]()
-        for life, page in zip(some, host.find(evicted), strict=True):
-            if page is not None:
-                host.end_duplicate(life.block_hash)
-            elif Tier.HOST in tiers_of(life.claims):
-                absent.append(life.block_hash)
-            else:
-                self._leave_ram(life)
+        absent = host.missing(evicted)
+        if len(absent) < len(evicted):
+            for block_hash in evicted:
+                host.end_duplicate(block_hash)
+        if self._bars_host:
+            tiers_of, entering = self._policies.tiers, list[BlockHash]()
+            for block_hash in absent:
+                if Tier.HOST in tiers_of(lives[block_hash].claims):
+                    entering.append(block_hash)
+                else:
+                    self._leave_ram(lives[block_hash])
+            absent = entering
         for first in range(0, len(absent), host.num_blocks):
             fitting = absent[first : first + host.num_blocks]
             num_copied = self._copy_down(fitting)
@@ -282,8 +287,8 @@ class Tiers:
         self._off_host.clear()
         now, some = self._now, list(map(self._lives.__getitem__, evicted))
         self.ages[Tier.HOST].extend([now - life.computed_at for life in some])
-        for life, block in zip(some, self.device.find(evicted), strict=True):
-            if block is None and not life.is_on_disk:
+        for life in some:
+            if not life.is_on_disk and self.device.lookup(life.block_hash) is None:
                 self._leave_ram(life)
 
     def _leave_ram(self, life: Life) -> None:
@@ -310,7 +315,6 @@ class Tiers:
             num_copied = len(self.host.missing(life.block_hash for life in some))
         self.num_stored += index.store(some, now)
         self.moved["device_host"] += num_copied
-        self.written[Tier.HOST] += num_copied
 
     def _copy_down(self, hashes: Hashes) -> int:
         """Copy blocks to pages as far as there are pages; return how many were copied."""
@@ -322,29 +326,23 @@ class Tiers:
         host.insert_filled(pages, hashes[: len(pages)])
         host.release(pages)
         self.moved["device_host"] += len(pages)
-        self.written[Tier.HOST] += len(pages)
         return len(pages)
 
     def _leave_disk(self) -> None:
         """Forget what the disk has evicted, unless another tier has it."""
-        evicted, now = self._off_disk.copy(), self._now
+        now, lives = self._now, self._lives
+        self.ages[Tier.DISK].extend([now - life.computed_at for life in self._off_disk])
+        absent = self.device.missing([life.block_hash for life in self._off_disk])
         self._off_disk.clear()
-        self.ages[Tier.DISK].extend([now - life.computed_at for life in evicted])
-        hashes = [life.block_hash for life in evicted]
-        if self.host is not None:
-            kept = zip(self.device.find(hashes), self.host.find(hashes), strict=True)
-            in_ram = [block is not None or page is not None for block, page in kept]
-        else:
-            in_ram = [block is not None for block in self.device.find(hashes)]
-        for life, is_in_ram in zip(evicted, in_ram, strict=True):
-            if not (is_in_ram or life.is_on_disk):
+        for block_hash in self.host.missing(absent) if self.host is not None else absent:
+            life = lives.get(block_hash)
+            if life is not None and not life.is_on_disk:
                 self._forget(life)
 
     def _forget(self, life: Life) -> None:
         """Note that no tier has a block any more, for want of room."""
-        if self._lives.get(life.block_hash) is life:
-            self.ages[None].append(self._now - life.computed_at)
-            del self._lives[life.block_hash]
+        self.ages[None].append(self._now - life.computed_at)
+        del self._lives[life.block_hash]
 
     def _is_in_ram(self, block_hash: BlockHash) -> bool:
         in_host = self.host is not None and self.host.lookup(block_hash) is not None
