@@ -118,6 +118,23 @@ def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() 
     pool.check()
 
 
+def test_blocks_that_a_floor_keeps_are_taken_instead_of_pinned_ones_and_not_besides() -> None:
+    pool = BlockPool(12)
+    pool.pinned = set(hashes(*"fghxyz"))
+    blocks = pool.allocate(11) or []
+    tenants = [b"quiet"] * 8 + [b"other"] * 3
+    for block, block_hash, tenant in zip(blocks, hashes(*"abcdefghxyz"), tenants, strict=True):
+        pool.insert(block, block_hash, tenant)
+        block.is_ready = True
+    pool.release(blocks)
+    pool.floors = {b"quiet": 8}
+    pool.allocate(1, only_empty=True)
+    assert order(pool) == "abcdefghxyz"
+    assert len(pool.allocate(8) or []) == 8
+    assert order(pool) == "fgh"
+    pool.check()
+
+
 # --- the cache
 
 

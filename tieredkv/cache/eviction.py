@@ -11,6 +11,7 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
@@ -100,6 +101,7 @@ class EvictionOrder:
     its heap.
 
     Attributes:
+        parts: all of its parts.
         can_evict: whether evicting a block loses nothing.
         on_clean: called with a block that was found clean and stays in the order.
         num_of: number of blocks by tenant; None while they are not counted.
@@ -118,16 +120,17 @@ class EvictionOrder:
         self._late, self._dirty, self._spared = self._waiting
         self._moving = Part(self, is_open=True)
         self._seen = (self._clean, *self._waiting, self._moving, self._kept)
+        self.parts = (self.unseen, *self._seen)
         self._to_evict: _Ranked = []
         self._of_floors: dict[bytes, _Ranked] = {}
         self._num_looks = 0
         self._last_evicted = 0  # the highest rank of a block that was evicted
 
     def __len__(self) -> int:
-        return len(self.unseen) + sum(map(len, self._seen))
+        return sum(map(len, self.parts))
 
     def __bool__(self) -> bool:
-        return bool(self.unseen) or any(self._seen)
+        return any(self.parts)
 
     def __iter__(self) -> Iterator[Block]:
         seen = sorted(chain.from_iterable(self._seen), key=lambda block: block.rank)
@@ -160,8 +163,10 @@ class EvictionOrder:
             self.forget_looks()
             self.num_of = Counter(block.tenant for block in self) if is_wanted else None
 
-    def choose(self, count: int, spare: dict[bytes, int], most_looks: int) -> list[Block]:
-        """Return the oldest blocks that can be evicted; the caller removes them or puts them back.
+    def take(self, count: int, spare: dict[bytes, int], most_looks: int) -> list[Block]:
+        """Take the oldest blocks that can be evicted out of the order; `put_back` undoes it.
+
+        The caller evicts them. Until then, `part` tells where they were.
 
         Args:
             count: how many at most.
@@ -174,38 +179,47 @@ class EvictionOrder:
                 if block is None:
                     break
                 self._put(block, self._part_for(block))
-        chosen: list[Block] = []
-        queued, clean, can_evict = self._to_evict, self._clean, self.can_evict
-        while len(chosen) < count:
-            block = _pop(queued, clean) if queued else None
-            oldest = [block] if block is not None else []
-            if block is None:
-                oldest = self._take_unseen(min(count - len(chosen), most_looks))
-                most_looks -= len(oldest)
-                if not oldest:
-                    break
-            for block in oldest:
-                if spare and spare.get(block.tenant, 1) <= 0:
-                    self._put(block, self._kept)
-                    continue
-                if block.pin_count or not can_evict(block):
-                    self._put(block, self._moving if block.pin_count else self._dirty)
-                    continue
-                if block.part is not clean:
-                    self._move(block, clean)
-                if block.tenant in spare:
+        taken: list[Block] = []
+        while self._to_evict and len(taken) < count:
+            clean = iter(partial(_pop, self._to_evict, self._clean), None)
+            oldest = list(islice(clean, count - len(taken)))
+            taken += self._take_from(self._clean, oldest, spare)
+        while self.unseen and len(taken) < count and most_looks > 0:
+            oldest = self._look_at_unseen(min(count - len(taken), most_looks))
+            most_looks -= len(oldest)
+            taken += self._take_from(self.unseen, oldest, spare)
+        return taken
+
+    def _take_from(
+        self, part: Part, blocks: Iterable[Block], spare: dict[bytes, int]
+    ) -> list[Block]:
+        """Take those of a part's blocks that can be evicted, and move the others."""
+        taken: list[Block] = []
+        can_evict, num_of = self.can_evict, self.num_of
+        for block in blocks:
+            if spare and spare.get(block.tenant, 1) <= 0:
+                self._put(block, self._kept)
+            elif block.pin_count or not can_evict(block):
+                self._put(block, self._moving if block.pin_count else self._dirty)
+            else:
+                if spare and block.tenant in spare:
                     spare[block.tenant] -= 1
-                chosen.append(block)
-        return chosen
+                if num_of is not None:
+                    num_of[block.tenant] -= 1
+                    self.num_open_of[block.tenant] -= part.is_open
+                del part[block]
+                taken.append(block)
+        return taken
 
     def put_back(self, block: Block) -> None:
-        """Keep a chosen block in the order after all."""
+        """Put a block that was taken back among the clean ones."""
+        self.append(block)
         self._put(block, self._clean)
 
     def look_ahead(self, num_ahead: int, most_looks: int) -> None:
         """Look at the oldest blocks until the state of `num_ahead` outside of floors is known."""
         num_known = self.num_ready + sum(map(len, self._waiting))
-        for block in self._take_unseen(min(num_ahead - num_known, most_looks)):
+        for block in self._look_at_unseen(min(num_ahead - num_known, most_looks)):
             self._put(block, self._part_for(block))
 
     def dirty(self, at_most: int) -> list[Block]:
@@ -266,7 +280,7 @@ class EvictionOrder:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        for part in (self.unseen, *self._seen):
+        for part in self.parts:
             if any(block.part is not part for block in part):
                 raise IntegrityError("a block is not in the part of the order that it names")
         if not all(block.pin_count for block in self._moving):
@@ -293,7 +307,7 @@ class EvictionOrder:
             return self._moving
         return self._clean if self.can_evict(block) else self._dirty
 
-    def _take_unseen(self, count: int) -> list[Block]:
+    def _look_at_unseen(self, count: int) -> list[Block]:
         """Return the first unseen blocks, after giving them ranks; the caller moves them."""
         unseen = self.unseen
         oldest = reversed(unseen) if self._is_youngest_first else iter(unseen)

@@ -68,6 +68,7 @@ class BlockPool:
         self._duplicates = EvictionOrder(is_youngest_first=True)
         self._first, self._last = EvictionOrder(), EvictionOrder()
         self._orders = self._duplicates, self._first, self._last
+        self._parts = tuple(part for order in self._orders for part in order.parts)
         self.is_duplicate: Callable[[BlockHash], bool] | None = None
         self.pinned: Collection[BlockHash] = ()
         self.prefetched: Collection[BlockHash] = ()
@@ -118,7 +119,7 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that nobody uses and that hold cached content, pinned or not."""
-        return sum(map(len, self._orders))
+        return sum(map(len, self._parts))
 
     @property
     def num_free(self) -> int:
@@ -211,11 +212,12 @@ class BlockPool:
         """
         if only_empty:
             count = min(count, self.num_empty)
-        num_needed = max(0, count - self.num_empty)
+        num_empty = min(count, self.num_empty)
+        num_needed = count - num_empty
         victims = self._victims(num_needed, tenant, is_partial=is_partial)
         if len(victims) < num_needed and not is_partial:
             return None
-        taken = [self._empty.popleft() for _ in range(min(count, self.num_empty))]
+        taken = [self._empty.popleft() for _ in range(num_empty)]
         self._note_evicted(victims, tenant)
         self._evict(victims)
         taken.extend(victims)
@@ -308,7 +310,7 @@ class BlockPool:
                 block.part = unseen
             else:
                 if not block.is_ready:
-                    self._unindex(block)
+                    self._unindex([block])
                 self._append(block)
 
     def pin(self, block: Block) -> None:
@@ -390,7 +392,7 @@ class BlockPool:
         block = self._index.get(block_hash)
         if block is not None:
             self.acquire([block])
-            self._unindex(block)
+            self._unindex([block])
             self.release([block])
         return block
 
@@ -426,7 +428,31 @@ class BlockPool:
             raise IntegrityError("the number of blocks per tenant is wrong")
 
     def _victims(self, num_needed: int, tenant: bytes | None, *, is_partial: bool) -> list[Block]:
-        """Choose `num_needed` blocks to evict; fewer, or none, if there are too few."""
+        """Take `num_needed` blocks out of the order; fewer, or none, if there are too few."""
+        spare, num_kept = self._spare(tenant) if self._floors else ({}, 0)
+        num_evictable = self.num_evictable
+        num_lacking = num_needed - (num_evictable - num_kept)
+        self.num_kept = num_kept if tenant is not None else 0
+        is_hopeless = num_needed > num_evictable - self.num_kept
+        if not num_needed or (is_hopeless and not is_partial):
+            return []
+        most_looks = num_needed + PARTIAL_LOOKS if is_partial else sys.maxsize
+        victims = self._take(num_needed, spare, most_looks)
+        if tenant is None and num_lacking > 0:
+            victims += self._take(num_lacking, {}, most_looks)
+        if len(victims) < num_needed and not is_partial:
+            for block in victims:
+                assert block.part is not None, block
+                block.part.order.put_back(block)
+            return []
+        return victims
+
+    def _spare(self, tenant: bytes | None) -> tuple[dict[bytes, int], int]:
+        """Return how many blocks the other tenants with a floor can spare.
+
+        Returns:
+            The blocks by tenant, and how many evictable blocks the floors keep.
+        """
         spare = {
             other: max(0, self._num_of[other] - floor)
             for other, floor in self._floors.items()
@@ -436,41 +462,26 @@ class BlockPool:
             max(0, sum(_num_of(order, other) for order in self._orders) - num)
             for other, num in spare.items()
         )
-        num_evictable = self.num_evictable
-        num_lacking = num_needed - (num_evictable - num_kept)
-        self.num_kept = num_kept if tenant is not None else 0
-        is_hopeless = num_needed > num_evictable - self.num_kept
-        if not num_needed or (is_hopeless and not is_partial):
-            return []
-        most_looks = num_needed + PARTIAL_LOOKS if is_partial else sys.maxsize
-        victims = self._choose(num_needed, spare, most_looks)
-        if tenant is None and num_lacking > 0:
-            victims += self._choose(num_lacking, {}, most_looks, len(victims))
-        if len(victims) < num_needed and not is_partial:
-            for block in victims:
-                assert block.part is not None, block
-                block.part.order.put_back(block)
-            return []
-        return victims
+        return spare, num_kept
 
-    def _choose(
-        self, num_needed: int, spare: dict[bytes, int], most_looks: int, num_chosen: int = 0
-    ) -> list[Block]:
-        """Choose unpinned blocks, and pinned ones only if there are too few unpinned blocks.
+    def _take(self, num_needed: int, spare: dict[bytes, int], most_looks: int) -> list[Block]:
+        """Take unpinned blocks, and pinned ones only if there are too few unpinned blocks.
 
         Unpinned blocks that cannot be evicted yet count as well: no pinned block replaces them.
         """
         *unpinned, last = self._orders
         num_of_last = 0
         if last:
-            num_unpinned = sum(map(len, unpinned)) - num_chosen
+            num_unpinned = sum(map(len, unpinned))
             for tenant, num in spare.items():
                 num_unpinned -= max(0, sum(_num_of(order, tenant) for order in unpinned) - num)
             num_of_last = num_needed - max(0, num_unpinned)
         victims: list[Block] = []
         for order in unpinned:
-            victims += order.choose(num_needed - len(victims), spare, most_looks)
-        return victims + last.choose(num_of_last, spare, most_looks)
+            victims += order.take(num_needed - len(victims), spare, most_looks)
+        if num_of_last > 0:
+            victims += last.take(num_of_last, spare, most_looks)
+        return victims
 
     def _note_evicted(self, victims: Iterable[Block], tenant: bytes | None) -> None:
         """Note for which blocks that wait for a copy a tenant's allocation evicts others."""
@@ -482,14 +493,10 @@ class BlockPool:
         self._first.note_evicted(victims, is_within_floor)
 
     def _evict(self, victims: Iterable[Block]) -> None:
-        """Take chosen blocks out of the order and the index."""
-        on_evict, unindex = self.on_evict, self._unindex
+        """Take blocks that are out of the order out of the index as well."""
         for block in victims:
-            block_hash = block.block_hash
-            assert block_hash is not None, block
-            remove(block)
-            unindex(block)
-            on_evict(block, block_hash)
+            block.part = None
+        self._unindex(victims, self.on_evict)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
@@ -507,13 +514,21 @@ class BlockPool:
         else:
             self._first.append(block)
 
-    def _unindex(self, block: Block) -> None:
-        if (block_hash := block.block_hash) is not None:
-            del self._index[block_hash]
-            block.block_hash = None
-            self._num_of[block.tenant] -= 1
-            if self.on_unindexed is not None:
-                self.on_unindexed(block_hash, block.is_ready)
+    def _unindex(
+        self,
+        blocks: Iterable[Block],
+        on_evict: Callable[[Block, BlockHash], object] = lambda _block, _block_hash: None,
+    ) -> None:
+        """Take blocks out of the index, and their hashes from them."""
+        index, num_of = self._index, self._num_of
+        for block in blocks:
+            if (block_hash := block.block_hash) is not None:
+                del index[block_hash]
+                block.block_hash = None
+                num_of[block.tenant] -= 1
+                if self.on_unindexed is not None:
+                    self.on_unindexed(block_hash, block.is_ready)
+                on_evict(block, block_hash)
 
 
 def _num_of(order: EvictionOrder, tenant: bytes) -> int:
