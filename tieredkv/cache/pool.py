@@ -38,7 +38,7 @@ class BlockPool:
         4. a free block is either empty, or hashed and ready, and it is in the part of its kind; the
            part of the pinned ones holds at most `most_pinned`;
         5. a block that is loading is in use;
-        6. the counts of hashed blocks by tenant are right;
+        6. the counts of hashed blocks by tenant are right, while there are floors;
         7. the invariants of the eviction orders hold.
 
     Attributes:
@@ -74,7 +74,7 @@ class BlockPool:
         self.prefetched: Collection[BlockHash] = ()
         self._floors: Mapping[bytes, int] = {}
         self.num_kept = 0
-        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
+        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant, while there are floors
 
     @property
     def can_evict(self) -> Callable[[Block], bool]:
@@ -107,6 +107,9 @@ class BlockPool:
 
     @floors.setter
     def floors(self, floors: Mapping[bytes, int]) -> None:
+        if bool(floors) != bool(self._floors):
+            counted = self._index.values() if floors else ()
+            self._num_of = Counter(block.tenant for block in counted)
         self._floors = floors
         for order in self._orders:
             order.count_tenants(bool(floors))
@@ -248,7 +251,8 @@ class BlockPool:
         block.block_hash = block_hash
         block.tenant = tenant
         self._index[block_hash] = block
-        self._num_of[tenant] += 1
+        if self._floors:
+            self._num_of[tenant] += 1
         return block
 
     def insert_filled(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
@@ -260,7 +264,8 @@ class BlockPool:
             block.block_hash = block_hash
             block.tenant = tenant
             block.is_ready = True
-        self._num_of[tenant] += len(blocks)
+        if self._floors:
+            self._num_of[tenant] += len(blocks)
         if self.on_filled is not None:
             for block_hash in hashes:
                 self.on_filled(block_hash)
@@ -424,7 +429,7 @@ class BlockPool:
         for block_hash, block in self._index.items():
             if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
-        if +self._num_of != Counter(block.tenant for block in hashed):
+        if self._floors and +self._num_of != Counter(block.tenant for block in hashed):
             raise IntegrityError("the number of blocks per tenant is wrong")
 
     def _victims(self, num_needed: int, tenant: bytes | None, *, is_partial: bool) -> list[Block]:
@@ -488,7 +493,8 @@ class BlockPool:
         num_of, floors = self._num_of, self._floors
 
         def is_within_floor(block: Block) -> bool:
-            return block.tenant != tenant and num_of[block.tenant] <= floors.get(block.tenant, 0)
+            other = block.tenant
+            return other != tenant and other in floors and num_of[other] <= floors[other]
 
         self._first.note_evicted(victims, is_within_floor)
 
@@ -520,12 +526,13 @@ class BlockPool:
         on_evict: Callable[[Block, BlockHash], object] = lambda _block, _block_hash: None,
     ) -> None:
         """Take blocks out of the index, and their hashes from them."""
-        index, num_of = self._index, self._num_of
+        index, num_of, is_counted = self._index, self._num_of, bool(self._floors)
         for block in blocks:
             if (block_hash := block.block_hash) is not None:
                 del index[block_hash]
                 block.block_hash = None
-                num_of[block.tenant] -= 1
+                if is_counted:
+                    num_of[block.tenant] -= 1
                 if self.on_unindexed is not None:
                     self.on_unindexed(block_hash, block.is_ready)
                 on_evict(block, block_hash)
