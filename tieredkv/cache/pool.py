@@ -290,7 +290,8 @@ class BlockPool:
 
     def missing(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Return the hashes that are not in the index, in order."""
-        return [block_hash for block_hash in hashes if block_hash not in self._index]
+        index = self._index
+        return [block_hash for block_hash in hashes if block_hash not in index]
 
     def release(self, blocks: Iterable[Block], *, after: int = 0) -> None:
         """Take one user from each block, in the order in which they may later be evicted.

@@ -151,9 +151,10 @@ class Tiers:
             self._fill(hashes, table, missing, sources, claims)
         else:
             device.acquire(cast(list[Block], table))
-        self._note_use(hashes, claims)
+        found = [each for each, source in zip(hashes, sources, strict=True) if source is not None]
+        self._note_use(hashes, found, claims)
         if self.host is not None and self.host.num_cached:
-            self.host.touch(hashes)
+            self.host.touch(found)
         device.release(cast(list[Block], table)[::-1])
         if self._num_beside:
             self._beside = device.allocate(self._num_beside) or []
@@ -218,26 +219,25 @@ class Tiers:
             return math.inf
         return self._policies.disk_deadline(claims, computed_at, self._now) or 0.0
 
-    def _note_use(self, hashes: Hashes, claims: frozenset[str]) -> None:
-        """Note that blocks were used now, by a request with these claims."""
-        now, lives = self._now, list(map(self._lives.__getitem__, hashes))
-        has_claimed = False
-        for life in lives:
+    def _note_use(self, hashes: Hashes, found: Hashes, claims: frozenset[str]) -> None:
+        """Note that blocks were used now, by a request with these claims, and which were found."""
+        now, has_claimed = self._now, False
+        for life in map(self._lives.__getitem__, found):
             life.last_used = now
             if life.claims is not claims and not claims <= life.claims:
                 life.claims |= claims
                 has_claimed = True
         if self._has_expiry or has_claimed:
-            self._extend(hashes, lives)
+            self._extend(hashes)
 
-    def _extend(self, hashes: Hashes, lives: Sequence[Life]) -> None:
+    def _extend(self, hashes: Hashes) -> None:
         """Give blocks that are used now their deadlines; the disk may be owed them from now on.
 
         Blocks that came together live equally long, and are queued together to expire.
         """
         now, first, computed_at, expires_at = self._now, 0, -1.0, 0.0
         claims: frozenset[str] | None = None
-        for index, life in enumerate(lives):
+        for index, life in enumerate(map(self._lives.__getitem__, hashes)):
             is_same = life.claims is claims or life.claims == claims  # the first is faster
             if not is_same or life.computed_at != computed_at:
                 self._queue(claims, computed_at, hashes[first:index])
@@ -312,7 +312,7 @@ class Tiers:
         some = [life for life in oldest if life.expires_at > now]
         num_copied = 0
         if self.host is not None:
-            num_copied = len(self.host.missing(life.block_hash for life in some))
+            num_copied = len(self.host.missing([life.block_hash for life in some]))
         self.num_stored += index.store(some, now)
         self.moved["device_host"] += num_copied
 
