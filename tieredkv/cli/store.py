@@ -273,6 +273,9 @@ def evict(
     """
     if "" in (filter, model_name):  # as a variable of a script that was not set
         raise usage_error("--filter and --model need a value; leave them out to evict any chain.")
+    if model_name and "," in model_name:  # it would be taken for a second condition
+        what = f"--model cannot have a comma, as `{model_name}` has"
+        raise usage_error(f"{what}; give the ids of its chains, which `ls` lists.")
     conditions = [filter or "", f"model={model_name}" if model_name else ""]
     wanted = EvictFilter(
         older_than_s=None if older_than_s is None else parse_duration(older_than_s),
