@@ -5,7 +5,8 @@
 
 Ten tenants have conversations, and those of one tenant share their first 64 blocks. The store is
 filled in this process. Then a worker serves it, and each command runs in a process of its own, as
-an operator would run it. Meanwhile this process looks blocks up and measures how long that takes.
+an operator would run it. Meanwhile this process looks 256 blocks up again and again, one of them
+beside the verbs with `quiet` in their names, and measures how long that takes.
 `cpu_s` is what a command and the worker took of the processor. The result is printed as JSON. A
 million blocks need 10 GB.
 """
@@ -202,9 +203,12 @@ Measuring = Callable[..., dict[str, Any]]
 
 
 @contextmanager
-def measuring_live(folder: Path, report: dict[str, Any], name: str) -> Iterator[Measuring]:
+def measuring_live(
+    folder: Path, report: dict[str, Any], name: str, num_looked_up: int = 256
+) -> Iterator[Measuring]:
     """Serve the store, with lookups beside all verbs; report the start under a name."""
-    some = [record.block_hash for record in itertools.islice(records(2000, 20, 0.0), 256)]
+    made = itertools.islice(records(2000, 20, 0.0), num_looked_up)
+    some = [record.block_hash for record in made]
     with serving(folder) as (client, report[name]), closing(Lookups(client, some)) as lookups:
         pid = client.pid
         assert pid is not None
@@ -225,6 +229,9 @@ def measuring_live(folder: Path, report: dict[str, Any], name: str) -> Iterator[
 def measure(folder: Path, *, verifies: bool) -> dict[str, Any]:
     """Measure commands on the served and on the stopped store, and the rebuilding of its index."""
     report: dict[str, Any] = {}
+    with measuring_live(folder, report, "quiet_restart", num_looked_up=1) as live:
+        for name in ("first", "second"):
+            live(f"ls_first_20_quiet_{name}", "ls", "--limit", "20")
     with measuring_live(folder, report, "restart") as live:
         live("df_live", "df")
         live("df_verbose_live", "df", "-v")
