@@ -113,7 +113,7 @@ class Verbs:
         call.check()
         match call:
             case Df(verbose=verbose):
-                tiers = {"device": None, "host": None, **self._ask(call, caller)}
+                tiers = {"device": None, "host": None, **_only(self._ask(call, caller))}
                 writer_pid = None if self.ask_engine is None else os.getpid()
                 disk = msgspec.to_builtins(self._finish(self._figures(), caller))
                 tenants = self._finish(self._tenants(), caller)
@@ -172,7 +172,7 @@ class Verbs:
     def _ram_blocks(self, caller: Caller) -> RamBlocks:
         """Ask the engine which blocks it has; of a silent engine none are known."""
         names = self.store.names
-        return RamBlocks.of(self._answers(Ls(), caller), names.hide if names else list)
+        return RamBlocks.of(self._ask(Ls(), caller), names.hide if names else list)
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):
@@ -201,9 +201,9 @@ class Verbs:
             NoServerError: no server is there to tokenize it.
             ConfigError: the server refuses the prompt.
         """
-        answer = self._ask(call, caller)
+        answer = _only(self._ask(call, caller))
         if (answer.get("diverges_at"), answer.get("reason")) == (0, "never_seen"):
-            answer = self._ask(call, caller, roots=self._roots(caller))
+            answer = _only(self._ask(call, caller, roots=self._roots(caller)))
         if "refused" in answer:
             raise ConfigError(answer["refused"])
         if "reason" not in answer:
@@ -246,7 +246,8 @@ class Verbs:
             told |= wanted
             chain_blocks.add(known, on_disk)
             told.update(bytes.fromhex(info.block_hash) for info in on_disk)
-            answer = self._ask(call, caller, [*told, *chain_blocks.missing_parents(known)])
+            lacking = chain_blocks.missing_parents(known)
+            answer = _only(self._ask(call, caller, [*told, *lacking]))
             if "engine" in answer:
                 raise _silent_engine()
             in_ram = msgspec.convert(answer.get("blocks", []), list[BlockInfo])
@@ -323,7 +324,7 @@ class Verbs:
         questions = [*((some, []) for some in following), (last, first), *(([], b) for b in before)]
         answers = list[dict[str, Any]]()
         for question in questions:
-            answers.append(self._ask(wanted, caller, *question))
+            answers.append(_only(self._ask(wanted, caller, *question)))
             if "engine" in answers[-1]:  # it is silent
                 break
         told = {key: answer[key] for answer in reversed(answers) for key in answer}
@@ -422,17 +423,6 @@ class Verbs:
         return result
 
     def _ask(
-        self,
-        call: Call,
-        caller: Caller,
-        following: Sequence[bytes] = (),
-        before: Sequence[bytes] = (),
-        roots: Mapping[bytes, bytes] = MappingProxyType({}),
-    ) -> dict[str, Any]:
-        """Ask the engine, if there is one, and return what it says, which is in one part."""
-        return [{}, *self._answers(call, caller, following, before, roots)][-1]
-
-    def _answers(
         self,
         call: Call,
         caller: Caller,
@@ -543,6 +533,11 @@ class Verbs:
                 yield item
         finally:
             is_awaited = False
+
+
+def _only(answer: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the engine says in one part; nothing where there is none."""
+    return [{}, *answer][-1]
 
 
 def _silent_engine() -> StoreUnreachableError:
