@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
@@ -282,11 +281,11 @@ def evict(
         filter=",".join(it for it in conditions if it),
         **more,
     )
-    nothing = EvictFilter(to=wanted.to, dry_run=wanted.dry_run)
-    if wanted == nothing:
+    if wanted.is_empty:
         text = "Say what to evict: an ID, --filter, --model, --tier, --ns, --older-than or --all."
         raise usage_error(text)
-    if wanted.all and wanted != replace(nothing, all=True, tiers=wanted.tiers):
+    everything = EvictFilter(all=True, tiers=wanted.tiers, to=wanted.to, dry_run=wanted.dry_run)
+    if wanted.all and wanted != everything:
         raise usage_error("--all can be combined with --tier and --to only.")
     wanted.check()
     if not (yes or wanted.dry_run):
