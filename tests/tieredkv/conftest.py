@@ -1,10 +1,12 @@
-"""Fixtures that several tests of the server use."""
+"""Fixtures that several tests of the cache, or of the server, use."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.fake_store import Rig
+from tieredkv.cache import promotion
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.server import app
@@ -16,6 +18,15 @@ from tieredkv.server.grammar_checker import GrammarChecker
 def tokenization() -> Tokenization:
     """Return the small model's tokenizer, as the server uses it."""
     return Tokenization(load_tokenizer("tiny-random"))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Return a cache that asks its disk first, and then computes all, since that is faster."""
+    monkeypatch.setattr(promotion, "LONG_S", 0.0)
+    rig = Rig(restore="auto")
+    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
+    return rig
 
 
 class KeptChecker(GrammarChecker):

@@ -1,9 +1,6 @@
 """A request tells where each of its blocks came from, whatever was expected at its admission."""
 
-import pytest
-
 from tests.fake_store import Rig
-from tieredkv.cache import promotion
 from tieredkv.cache.prefix import Prefix
 from tieredkv.types import Tier
 
@@ -27,12 +24,8 @@ def let_all_arrive(rig: Rig) -> None:
     rig.turn(20)
 
 
-def test_a_block_that_another_request_computed_came_from_vram(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
-    rig = Rig(restore="auto")
-    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3  # all is computed
+def test_a_block_that_another_request_computed_came_from_vram(slow_disk: Rig) -> None:
+    rig = slow_disk
     first, second, third = waiting_for_disk(rig, 4, 3)
     assert first.sources == [Tier.DISK] * 4
     assert rig.compute(second, at_most=3) == 3
@@ -71,12 +64,8 @@ def test_each_request_that_waited_for_a_copy_counts_the_block_as_one_from_host_m
         rig.end(request)
 
 
-def test_a_block_that_a_request_takes_over_and_computes_was_on_disk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
-    rig = Rig(restore="auto")
-    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
+def test_a_block_that_a_request_takes_over_and_computes_was_on_disk(slow_disk: Rig) -> None:
+    rig = slow_disk
     first, second = waiting_for_disk(rig, 3, 2)
     rig.cache.release(first)
     assert rig.compute(second) == 3

@@ -4,7 +4,6 @@ import pytest
 
 from tests.fake_store import BLOCK_BYTES, DAY_S, Rig, chain_of
 from tests.waiting import deadline
-from tieredkv.cache import promotion
 from tieredkv.cache.disk_link import MAX_READ_S
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import LinkRate
@@ -190,12 +189,8 @@ def test_a_request_joins_the_read_that_another_one_began() -> None:
     rig.check_nothing_is_held()
 
 
-def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
-    rig = Rig(restore="auto")
-    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
+def test_a_slow_disk_has_all_computed_and_the_time_of_that_predicted(slow_disk: Rig) -> None:
+    rig = slow_disk
     rig.store.put("a", 4)
     rig.store.is_held = True
     prefix = rig.queue("a", 4)
@@ -277,12 +272,8 @@ def test_a_block_that_goes_during_its_load_was_evicted_by_an_operator_or_has_exp
     rig.check_nothing_is_held()
 
 
-def test_a_reason_of_an_earlier_miss_is_not_told_where_computing_was_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(promotion, "LONG_S", 0.0)  # the disk is asked first
-    rig = Rig(restore="auto")
-    rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
+def test_a_reason_of_an_earlier_miss_is_not_told_where_computing_was_faster(slow_disk: Rig) -> None:
+    rig = slow_disk
     rig.store.put("a", 4)
     prefix = rig.prefix("a", 4)
     for block_hash in prefix.hashes:
