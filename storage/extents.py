@@ -31,7 +31,7 @@ from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 _ZEROES_BYTES = 1 << 20  # how many zeroes are written at once
-_PIECE_BYTES = 512 << 10  # of a block, so that a write can be given up while it goes on
+PIECE_BYTES = 512 << 10  # of a block, so that a write can be given up while it goes on
 
 
 @dataclass(slots=True)
@@ -258,9 +258,9 @@ class SegmentFiles:
             codec.encode_header_into(packed.image, written)
         file = self._file(extent.segment)
         offset, whole, num_written = extent.number * file.extent_bytes, buffers.pop(), 0
-        for start in range(0, len(whole), _PIECE_BYTES):
+        for start in range(0, len(whole), PIECE_BYTES):
             before_piece(num_written)
-            buffers.append(whole[start : start + _PIECE_BYTES])
+            buffers.append(whole[start : start + PIECE_BYTES])
             num_written += self._write(file, buffers, offset + num_written)
         return written
 
@@ -268,7 +268,11 @@ class SegmentFiles:
     def _encrypt(
         keys: KeyTable, extent: Extent, record: BlockRecord, payload: memoryview, number: int
     ) -> tuple[Located, memoryview]:
-        """Return a block's entry for the index, and the whole image of its extent."""
+        """Return a block's entry for the index, and the whole image of its extent.
+
+        NOTE: in one go, since threads that encrypt 512 KiB at a time wait for the interpreter lock
+        so often that stores took 1.21 times as long as without encryption, instead of 1.14.
+        """
         key = keys.of_scope(codec.scope_of(record))
         if key is None:
             raise IntegrityError("a block is written whose payload key was not made")

@@ -76,8 +76,11 @@ class StoreService:
         self._arena = arena
         self._front, self._changes = Loop(), Loop()  # of the front thread and the index thread
         self._naming = Naming(store.names)
+        num_writers = options.num_writers
+        if store.keys is not None:  # so that the disk does not wait while some of them encrypt
+            num_writers += num_writers // 2
         self._readers = ThreadPoolExecutor(options.num_readers)
-        self._writers = ThreadPoolExecutor(options.num_writers)
+        self._writers = ThreadPoolExecutor(num_writers)
         self._log = FaultLog()
         self._claims = Claims(store.clock, options.disk_retentions)
         share = WriteShare()  # noted by the front thread, asked by the index thread
@@ -86,7 +89,7 @@ class StoreService:
         self._writes = Writes(
             store,
             Mover(self._writers, arena, self._changes),
-            options.num_writers,
+            num_writers,
             share,
             self._claims,
             self._log,

@@ -35,7 +35,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         disk_retentions: names of the retention policies that allow the disk tier; a block of any
             other policy is refused by the worker, whatever the engine says.
         clock_offset_file: see `tieredkv.clock`.
-        num_readers, num_writers: threads that move payloads.
+        num_readers, num_writers: threads that move payloads; an encrypted store has half as many
+            writers more.
         backoff_s, max_backoff_s: first and longest pause before a dead worker is started again;
             the pause doubles each time.
         tells_gone: whether the worker tells which blocks have left the store.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -39,6 +40,7 @@ from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import Extent, Located, decode_encryption, decode_header, identity_of
 from tieredkv.storage.compression import WIDTHS
+from tieredkv.storage.extents import PIECE_BYTES
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
 from tieredkv.storage.ram_blocks import RamBlocks
@@ -110,11 +112,29 @@ def test_a_block_comes_back_from_disk_and_its_bytes_are_not_there(
     assert payload_of(record)[:64] not in on_disk(encrypted.folder)
 
 
-def test_a_block_of_an_odd_size_comes_back(encrypted: Encrypted) -> None:
-    record = encrypted.record(size_bytes=BLOCK_BYTES - 100)
-    with encrypted.open() as store:
+@pytest.mark.parametrize(
+    "size_bytes", [1, BLOCK_BYTES - 100, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1]
+)
+def test_a_block_of_any_size_comes_back(encrypted: Encrypted, size_bytes: int) -> None:
+    record = encrypted.record(size_bytes=size_bytes)
+    with encrypted.open(budget_bytes=16 << 20) as store:
         assert put(store, record) == [True]
         assert load(store, record) == payload_of(record)
+
+
+def test_a_compressed_block_of_several_pieces_comes_back(encrypted: Encrypted) -> None:
+    values = np.random.default_rng(0).normal(size=2 * PIECE_BYTES).astype(np.float32)
+    page = page_with(values.view(np.uint16)[1::2].tobytes())  # as bfloat16
+    record = encrypted.record(size_bytes=len(page))
+    options = {"compression": "on", "element_bytes": 2, "budget_bytes": 16 << 20}
+    with encrypted.open(**options) as store:
+        packed = store.packing.pack(page)
+        assert packed is not None
+        assert len(packed.payload) > 2 * PIECE_BYTES
+        (extent,) = store.reserve_many([record], [packed])
+        assert extent is not None
+        store.commit([store.write_payload(extent, record, page, packed)])
+        assert load(store, record) == bytes(page)
 
 
 def test_equal_blocks_are_encrypted_differently_each_time(encrypted: Encrypted) -> None:

@@ -65,12 +65,14 @@ def test_a_load_reads_its_extent_once_and_nothing_else(tmp_path: Path) -> None:
         assert store.stats().bytes_read == (2 << 20) + HEADER_BYTES
 
 
+@pytest.mark.parametrize("encryption", ["off", "on"])
 @pytest.mark.parametrize("size_bytes", [1, 4096, 512 << 10, (2 << 20) - 1, 2 << 20])
 def test_a_write_can_be_given_up_before_each_of_its_pieces_and_made_again(
-    tmp_path: Path, size_bytes: int
+    tmp_path: Path, size_bytes: int, encryption: str
 ) -> None:
     record, piece_bytes = make_record(size_bytes=size_bytes), 512 << 10
-    with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
+    options: dict[str, Any] = {"encryption": encryption, "key_dir": str(tmp_path / "keys")}
+    with open_store(tmp_path / "s", budget_bytes=16 << 20, **options) as store:
         extent, page = reserve(store, record), page_with(payload_of(record))
         assert extent is not None
         for num_pieces in range(math.ceil(size_bytes / piece_bytes)):
