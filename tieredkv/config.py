@@ -158,7 +158,7 @@ class Settings:
         "Whether blocks on disk are compressed. `auto` compresses if that makes loads faster.",
     )
     disk_encryption: Switch = _cache(
-        "off",
+        "on",
         "Whether blocks on disk are encrypted, so that what has expired or was deleted cannot be "
         "read in any copy of `disk_dir`. Blocks of an older store are read until they expire.",
     )

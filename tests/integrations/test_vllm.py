@@ -192,7 +192,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_store_ends_it(setup: Setup)
 def test_chunks_are_encrypted_on_disk_and_their_keys_go_with_them(
     setup: Setup, tmp_path: Path
 ) -> None:
-    keys = {"disk_encryption": "on", "disk_key_dir": str(tmp_path / "keys")}
+    keys = {"disk_key_dir": str(tmp_path / "keys")}
     engine = setup.open(tier=keys)
     chain = engine.chain("a", 3)
     engine.store(chain)

@@ -185,7 +185,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a stopped store that is encrypted; its keys are in the folder `keys` beside it."""
     folder = tmp_path_factory.mktemp("encrypted") / "kv"
     sizes: dict[str, Any] = {"device_size": "2MiB", "host_size": "2MiB", "disk_size": BUDGET_BYTES}
-    sizes |= {"disk_encryption": "on", "disk_key_dir": str(folder.with_name("keys"))}
+    sizes["disk_key_dir"] = str(folder.with_name("keys"))
     with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
         llm.generate("y" * 200, SamplingParams(max_tokens=1))
     return folder

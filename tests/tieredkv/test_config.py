@@ -123,7 +123,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "disk_write_limit": 4 << 20,
         "disk_read_limit": 5 << 20,
         "disk_compression": "auto",
-        "disk_encryption": "on",
+        "disk_encryption": "off",
         "disk_key_dir": "/k",
         "disk_master_key": "/m",
         "disk_master_key_command": "kms get kv",

@@ -379,7 +379,7 @@ def transfer() -> None:
     click.option(
         "--encryption",
         type=click.Choice(["on", "off"]),
-        default="off",
+        default="on",
         help="Whether the blocks that are read and written are encrypted.",
     ),
     repeats(3),
