@@ -11,7 +11,8 @@ replayed with the sizes that it had and the rates that it has left in the store'
 `measured` is what clients saw, `estimated` is what the replay tells, and `estimated_over_measured`
 divides the one by the other. A request counts for the slowest tier that it used. `cached_tokens`
 leaves out the `recomputed_tokens`, which a slower tier had and which were computed nevertheless;
-`found_rate` is the share of both. `answers` has each request with its receipt.
+`found_rate` is the share of both. `by_tier` of `estimated` has the recomputed tokens too.
+`answers` has each request with its receipt.
 
 The exit code is 1 if the p50 of all requests differs by more than `--tolerance`, a request failed
 or was not recorded, or no request used one of the tiers.
