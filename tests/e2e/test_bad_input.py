@@ -54,13 +54,16 @@ def generate(run: Run, tmp_path: Path) -> Run:
 
 
 def refusal(result: Result, exit_code: int) -> str:
-    """Return the one sentence on stderr of a command that was refused."""
+    """Return the one sentence on stderr of a command that was refused.
+
+    A store may have been made before, which tells where its master key is.
+    """
     assert result[0] == exit_code, result
     assert result[1] == ""
-    first, *hints = result[2].splitlines()
-    assert all(hint.startswith("hint: ") for hint in hints), result[2]
-    assert first.startswith("error: "), result[2]
-    return result[2].removeprefix("error: ").rstrip()
+    lines = [line for line in result[2].splitlines() if "its master key was made" not in line]
+    assert all(hint.startswith("hint: ") for hint in lines[1:]), result[2]
+    assert lines[0].startswith("error: "), result[2]
+    return "\n".join(lines).removeprefix("error: ")
 
 
 def contents(folder: Path) -> list[tuple[str, int, bytes | None]]:
