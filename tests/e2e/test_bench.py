@@ -40,6 +40,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(
     command += ["--disk-dir", str(tmp_path), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    assert "master key" not in result.stderr  # nobody has to keep a copy of it
     report = json.loads(result.stdout.splitlines()[-1])
     assert set(report) >= {"hardware", "commit", "command", "model", "block_size", "restore", "raw"}
     assert (report["model"], report["block_size"], report["restore"]) == ("tiny-random", 16, "load")
@@ -493,8 +494,8 @@ def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> Non
     requests = [
         {"timestamp": 100 * i, "input_length": 512 * (3 + i), "output_length": 30}
         | {"hash_ids": [9, session, *range(10 * session, 10 * session + 1 + i)]}
-        for session in (1, 2)
         for i in range(3)
+        for session in (1, 2)
     ]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, requests)))
     words = ["--model", "tiny-random", "--scale", "16", "--turns", "3", "--seed", "0"]
@@ -596,7 +597,8 @@ DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,
 
 def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path, run_bench: Bench) -> None:
     report = run_bench("disk", "--dir", ".", *DISK, "--repeats", "2")
-    assert list(report["raw"]) == ["read_GBps", "write_GBps", "checksum_GBps"]
+    rates = ["read_GBps", "write_GBps", "checksum_GBps", "cipher_GBps"]
+    assert list(report["raw"]) == rates
     read, bursts, *writes, few, many = report["rows"]
     assert [(row["part"], row["case"]) for row in report["rows"]] == [
         ("read", "scattered"),

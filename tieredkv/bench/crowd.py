@@ -26,6 +26,7 @@ import torch
 from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.sources import WorkerReads
+from tieredkv.bench.temporary_key import make_temporary_key
 from tieredkv.bench.ttft import look_up
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Settings
@@ -341,6 +342,9 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
         if arm != "no_disk":
             store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
         told = settings | arm_settings(arm, store_dir)
+        if store_dir is not None:
+            told["disk_key_dir"] = f"{store_dir}-keys"
+            told["disk_master_key"] = make_temporary_key(told["disk_key_dir"])
         llm = stack.enter_context(LLM(**told, progress=progress))
         stack.callback(llm.core.verbs.evict)
         stack.callback(llm.core.abort_all)
@@ -355,8 +359,7 @@ def arm_settings(arm: str, store_dir: str | None) -> Row:
     """Return the settings in which an arm differs from others; one without a disk has no folder."""
     restore = "load" if arm == "load" else "auto"
     retention = "24h" if store_dir else "in_memory"
-    places = {"disk_dir": store_dir, "disk_key_dir": store_dir and f"{store_dir}-keys"}
-    return {"restore": restore, "default_retention": retention, **places}
+    return {"restore": restore, "default_retention": retention, "disk_dir": store_dir}
 
 
 class Plan(NamedTuple):

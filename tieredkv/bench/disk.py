@@ -29,6 +29,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.bench import raw
+from tieredkv.bench.temporary_key import make_temporary_key
 from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
@@ -94,6 +95,7 @@ def run(
         tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=folder) as made,
     ):
         keys: Row = {"encryption": encryption, "key_dir": f"{made}/keys"}
+        keys["master_key"] = make_temporary_key(keys["key_dir"])
         disk = _Disk(StoreOptions(path=f"{made}/store", budget_bytes=budget, **keys), arena)
         rows = disk.measure_moves(progress, repeats)
         indexes = [disk.measure_index(it) for it in tracked(progress, "looking up", index_blocks)]
