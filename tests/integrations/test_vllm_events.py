@@ -81,10 +81,11 @@ def test_what_gives_way_to_others_is_told(setup: Setup) -> None:
 
 
 def test_what_is_dropped_as_it_is_damaged_is_told(setup: Setup) -> None:
-    engine = open_engine(setup)
+    clear = {"disk_encryption": "off"}  # bytes of chunks are looked for on disk
+    engine = open_engine(setup, **clear)
     chain = sorted(engine.chain("a", 2))
     engine.store(chain)
-    engine = setup.reopen(engine, enable_kv_cache_events=True)
+    engine = setup.reopen(engine, tier=clear, enable_kv_cache_events=True)
     for key in chain:
         flip_a_bit(setup.folder, key, 64)
     assert engine.hits(chain) == [False, False]
