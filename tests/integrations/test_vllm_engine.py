@@ -218,13 +218,14 @@ def test_two_ranks_get_back_what_is_theirs(setup: Setup) -> None:
 
 
 def test_a_chunk_that_is_broken_on_disk_is_computed(setup: Setup) -> None:
-    engine = setup.open()
+    clear = {"disk_encryption": "off"}  # bytes of a chunk are looked for on disk
+    engine = setup.open(tier=clear)
     prompt = prompt_of("a", 10 * TOKENS + 5)
     engine.serve(prompt, "24h")
     setup.close(engine)
     chunk = Text(prompt, None).slots(5 * TOKENS, 6 * TOKENS, 0, 0).tobytes()
     flip_a_bit(setup.folder, chunk, 100)
-    engine = setup.open()
+    engine = setup.open(tier=clear)
     assert engine.serve(prompt, "24h").cached == 5 * TOKENS
     figures = setup.figures(engine)
     assert figures["tieredkv_failed_loads"] == 1
