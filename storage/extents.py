@@ -21,6 +21,7 @@ from tieredkv.storage.filesystem import (
     NOT_SUPPORTED,
     PUNCHING,
     Filesystem,
+    flush_folder,
     punch_hole,
     set_aside,
 )
@@ -130,11 +131,7 @@ class SegmentFiles:
             if segment not in self._files:
                 self.open(segment, extent_bytes)
             self.remove(segment)
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        flush_folder(self.folder)
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""

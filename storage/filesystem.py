@@ -53,6 +53,15 @@ def punch_hole(fd: int, offset: int, size: int) -> None:
     _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size)
 
 
+def flush_folder(path: str) -> None:
+    """Flush the names of a folder to the device, so that a change of them survives a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _fallocate(fd: int, mode: int, offset: int, size: int) -> None:
     # The C library's `posix_fallocate` is not used: if the filesystem cannot allocate, that call
     # writes single bytes, which fails on a file that was opened with O_DIRECT.

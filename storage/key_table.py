@@ -22,8 +22,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tieredkv.errors import MissingKeyError
+from tieredkv.storage.filesystem import flush_folder
 from tieredkv.storage.limits import described
-from tieredkv.storage.master_key import KEY_BYTES
+from tieredkv.storage.master_key import KEY_BYTES, LOST_HINT
 from tieredkv.storage.verdicts import storage_errors
 
 logger = logging.getLogger(__name__)
@@ -107,23 +108,23 @@ class KeyTable:
             with open(path, "rb") as file:
                 data = file.read()
         except FileNotFoundError:
-            hint = "restore it from a copy; without it nothing in the store can be read"
-            raise MissingKeyError(f"{what} is missing; {hint}") from None
+            raise MissingKeyError(f"{what} is missing\n{LOST_HINT}") from None
         except OSError as error:
             raise MissingKeyError(f"{what} cannot be read: {described(error)}") from error
         if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-            raise MissingKeyError(f"{what} is damaged or no key table; restore it from a copy")
+            raise MissingKeyError(f"{what} is damaged or no key table\n{LOST_HINT}")
         _, owner, check, nonce, wrapped = _HEADER.unpack_from(data)
         if owner != store_id:
             raise MissingKeyError(f"{what} belongs to another store")
         if check != _check_of(master_key):
-            raise MissingKeyError(f"the master key is not the one that {what} was written with")
+            text = f"the master key is not the one that {what} was written with"
+            raise MissingKeyError(f"{text}\n{LOST_HINT}")
         table = cls(path, store_id, master_key, "", b"")
         try:
             table._table_key = AESGCM(master_key).decrypt(nonce, wrapped, _MAGIC + store_id)
             frame = table._take_frame(data, _HEADER.size)
         except (InvalidTag, msgspec.MsgspecError, struct.error, ValueError) as error:
-            raise MissingKeyError(f"{what} is damaged; restore it from a copy") from error
+            raise MissingKeyError(f"{what} is damaged\n{LOST_HINT}") from error
         table.folder, table.names_key = frame.folder, frame.names_key
         while table._size < len(data):
             # A crash can leave a part of a frame, whose keys were never used.
@@ -270,15 +271,6 @@ def _opened(path: str, flags: int = 0) -> Iterator[int]:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     try:
         yield fd
-    finally:
-        os.close(fd)
-
-
-def flush_folder(path: str) -> None:
-    """Flush the names of a folder to the device, so that a rename survives a power loss."""
-    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 

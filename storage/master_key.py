@@ -13,9 +13,14 @@ import stat
 import subprocess
 
 from tieredkv.errors import MissingKeyError
+from tieredkv.storage.filesystem import flush_folder
 from tieredkv.storage.limits import described
 
 KEY_BYTES = 32
+LOST_HINT = (
+    "hint: restore it from a copy; without it nothing in the store can be read, so if there is no "
+    "copy, remove the store's folder or give another `disk_dir`"
+)
 _COMMAND_TIMEOUT_S = 30.0
 _MOST_BYTES = 1024  # of a file or an output that could hold a key
 _HEX_DIGITS, _BASE64_CHARACTERS = 2 * KEY_BYTES, 44
@@ -34,8 +39,7 @@ def read_file(path: str) -> bytes:
         finally:
             os.close(fd)
     except FileNotFoundError:
-        hint = "restore it from a copy; without it nothing in the store can be read"
-        raise MissingKeyError(f"the master key `{path}` is missing; {hint}") from None
+        raise MissingKeyError(f"the master key `{path}` is missing\n{LOST_HINT}") from None
     except OSError as error:
         what = f"the master key `{path}` cannot be read: {described(error)}"
         raise MissingKeyError(what) from error
@@ -54,12 +58,17 @@ def make_file(path: str) -> bytes:
     key = secrets.token_bytes(KEY_BYTES)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(key.hex().encode() + b"\n")
-            file.flush()
-            os.fsync(fd)
+        try:
+            with open(fd, "wb") as file:
+                file.write(key.hex().encode() + b"\n")
+                file.flush()
+                os.fsync(fd)
+            flush_folder(os.path.dirname(os.path.abspath(path)))
+        except OSError:
+            os.unlink(path)
+            raise
     except OSError as error:
-        what = f"the master key `{path}` cannot be made: {described(error)}"
+        what = f"the master key `{path}` cannot be made: {described(error)}; choose another place"
         raise MissingKeyError(what) from error
     return key
 

@@ -10,13 +10,17 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from tieredkv.config import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import master_key
-from tieredkv.storage.key_table import DRAFT_SUFFIX, STORE_ID_BYTES, KeyTable, flush_folder
+from tieredkv.storage.filesystem import flush_folder
+from tieredkv.storage.key_table import DRAFT_SUFFIX, STORE_ID_BYTES, KeyTable
+from tieredkv.storage.master_key import LOST_HINT
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 
@@ -37,7 +41,7 @@ class KeyNote(msgspec.Struct, frozen=True, kw_only=True):
         master_key: path of the master key; None if a command prints it.
     """
 
-    store_id: str
+    store_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     key_table: str
     master_key: str | None
 
@@ -71,6 +75,7 @@ class StoreKeys:
                 the old one in its file.
 
         Raises:
+            ConfigError: the path lies in the folder.
             MissingKeyError: there is no such key, or none to replace.
             StorageError: a file cannot be written; either key may apply.
         """
@@ -82,6 +87,7 @@ class StoreKeys:
             self._remember(None)
             return f"the output of `{command}`"
         if path is not None:
+            _check_outside(path, self.folder, "--to")
             is_there = os.path.lexists(path)
             self.table.wrap(master_key.read_file(path) if is_there else master_key.make_file(path))
             self._remember(os.path.abspath(path))
@@ -119,11 +125,14 @@ def open_keys(folder: str, options: StoreOptions, *, known_id: str) -> StoreKeys
         ConfigError: the options do not fit the store.
         MissingKeyError: the keys of an encrypted store are not there.
     """
+    if options.master_key is not None and options.master_key_command is not None:
+        what = "`disk_master_key` and `disk_master_key_command` are both set"
+        raise ConfigError(f"{what}, but a store has one master key; leave one out")
     note = read_note(folder)
     if note is None:
         if known_id:
             what = f"the store at `{folder}` is encrypted, but its file `{NOTE}` is missing"
-            raise MissingKeyError(f"{what}; restore it from a copy of the folder")
+            raise MissingKeyError(f"{what}\n{LOST_HINT}")
         return _make_keys(folder, options) if options.encryption == "on" else None
     if options.encryption == "off":
         what = f"the store at `{folder}` is encrypted, but `disk_encryption` is off"
@@ -141,7 +150,7 @@ def try_keys(folder: str, options: StoreOptions, *, known_id: str) -> tuple[Stor
     """
     try:
         return open_keys(folder, options, known_id=known_id), ""
-    except MissingKeyError as error:
+    except (MissingKeyError, ConfigError) as error:
         if options.encryption != "as_it_is":
             raise
         return None, str(error)
@@ -159,11 +168,14 @@ def read_note(folder: str) -> KeyNote | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise MissingKeyError(f"`{path}` is damaged; restore it from a copy: {error}") from error
+        raise MissingKeyError(f"`{path}` is damaged: {error}\n{LOST_HINT}") from error
 
 
 def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
-    """Make the key table of a store, and its master key if none is given."""
+    """Make the key table of a store, and its master key if none is given.
+
+    If any part of it fails, no file of it stays: the next start makes other keys.
+    """
     key_dir = os.path.abspath(options.key_dir or default_key_dir())
     store_id = secrets.token_bytes(STORE_ID_BYTES)
     _check_outside(key_dir, folder, "disk_key_dir")
@@ -173,27 +185,45 @@ def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
         what = f"the folder of keys `{key_dir}` cannot be made: {error.strerror}"
         raise ConfigError(f"{what}; set `disk_key_dir`") from error
     path: str | None = None
+    made = list[str]()
     if options.master_key_command is not None:
         key = master_key.ask_command(options.master_key_command)
     elif options.master_key is not None:
         path = os.path.abspath(options.master_key)
         _check_outside(path, folder, "disk_master_key")
+        if not os.path.lexists(path):
+            hint = "hint: make it, as with `openssl rand -hex 32`, or leave `disk_master_key` out"
+            raise MissingKeyError(f"the master key `{path}` is missing\n{hint}")
         key = master_key.read_file(path)
     else:
         path = os.path.join(key_dir, f"{store_id.hex()}.master")
         key = master_key.make_file(path)
+        made.append(path)
+    table_path = os.path.join(key_dir, store_id.hex() + TABLE_SUFFIX)
+    note = KeyNote(store_id=store_id.hex(), key_table=table_path, master_key=path)
+    try:
+        table = KeyTable.create(table_path, store_id, key, folder)
+        _write_note(folder, note)
+    except BaseException:
+        for each in (os.path.join(folder, NOTE), table_path, *made):
+            for file in (each, each + DRAFT_SUFFIX):
+                with suppress(OSError):
+                    os.unlink(file)
+        raise
+    if made:
         text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
         logger.warning(text, folder, path)
-    table_path = os.path.join(key_dir, store_id.hex() + TABLE_SUFFIX)
-    table = KeyTable.create(table_path, store_id, key, folder)
-    note = KeyNote(store_id=store_id.hex(), key_table=table_path, master_key=path)
-    _write_note(folder, note)
     return StoreKeys(folder, note, table)
 
 
 def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
-    """Read the keys of a store; paths that are given take precedence over those remembered."""
+    """Read the keys of a store; paths that are given take precedence over those remembered.
+
+    Whoever can write to the folder can have it remember other paths, but gets no keys of their own
+    used, since keys in the folder are refused.
+    """
     table_path = _moved(note.key_table, options.key_dir)
+    _check_outside(table_path, folder, "disk_key_dir")
     store_id = bytes.fromhex(note.store_id)
     if options.master_key_command is not None:
         path, key = None, master_key.ask_command(options.master_key_command)
@@ -203,6 +233,7 @@ def _open_keys(folder: str, options: StoreOptions, note: KeyNote) -> StoreKeys:
         raise MissingKeyError(f"{what}; set `disk_master_key_command`")
     else:
         path = os.path.abspath(options.master_key or _moved(note.master_key or "", options.key_dir))
+        _check_outside(path, folder, "disk_master_key")
         table = _open_table(table_path, store_id, path)
     is_shared = False
     if table.folder != folder:
@@ -262,7 +293,7 @@ def _check_outside(path: str, folder: str, setting: str) -> None:
 
 def _write_note(folder: str, note: KeyNote) -> None:
     path = os.path.join(folder, NOTE)
-    draft = path + ".tmp"
+    draft = path + DRAFT_SUFFIX
     with storage_errors(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(draft, flags, 0o600), "wb") as file:

@@ -1,17 +1,19 @@
 """The master key and the key table of a store, as files."""
 
 import base64
+import errno
 import os
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tieredkv.config import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import master_key
 from tieredkv.storage.key_table import KeyTable
-from tieredkv.storage.store_keys import NOTE, StoreKeys, open_keys
+from tieredkv.storage.store_keys import NOTE, StoreKeys, open_keys, try_keys
 from tieredkv.storage.worker_messages import StoreOptions
 
 MASTER = bytes(range(32))
@@ -77,6 +79,18 @@ def test_a_new_master_key_is_closed_to_others_and_overwrites_nothing(tmp_path: P
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with pytest.raises(MissingKeyError, match="cannot be made"):
         master_key.make_file(str(file))
+
+
+def test_a_master_key_that_could_not_be_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(MissingKeyError, match="cannot be made: No space left on device"):
+        master_key.make_file(str(tmp_path / "key"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_command_prints_the_master_key() -> None:
@@ -218,6 +232,26 @@ def test_the_first_start_makes_the_keys_and_prints_where(
     assert MASTER.hex() not in (place.folder / NOTE).read_text()
 
 
+def test_a_first_start_that_fails_leaves_no_keys(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = place.folder / f"{NOTE}.new"
+    in_the_way.mkdir()
+    with pytest.raises(StorageError, match=NOTE):
+        place.open()
+    assert not list(place.key_dir.iterdir())
+    assert "master key was made" not in caplog.text
+    in_the_way.rmdir()
+    place.open()
+
+
+def test_a_new_store_is_told_to_make_the_master_key_that_is_given(
+    place: Place, tmp_path: Path
+) -> None:
+    with pytest.raises(MissingKeyError, match=r"is missing\nhint: make it, as with `openssl"):
+        place.open(master_key=str(tmp_path / "mine"))
+
+
 def test_a_store_that_is_not_encrypted_has_no_keys(place: Place) -> None:
     for encryption in ("off", "as_it_is"):
         options = StoreOptions(path=str(place.folder), encryption=encryption)
@@ -262,6 +296,11 @@ def test_a_given_master_key_is_remembered_by_its_path(place: Place, tmp_path: Pa
         place.open(master_key=str(other))
 
 
+def test_two_master_keys_are_refused(place: Place) -> None:
+    with pytest.raises(ConfigError, match="are both set, but a store has one master key"):
+        place.open(master_key="/mine", master_key_command="echo")
+
+
 def test_a_command_is_not_remembered(place: Place) -> None:
     place.open(master_key_command=f"echo {MASTER.hex()}")
     assert "echo" not in (place.folder / NOTE).read_text()
@@ -274,6 +313,37 @@ def test_a_command_is_not_remembered(place: Place) -> None:
 def test_keys_in_the_folder_that_they_protect_are_refused(place: Place, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"`disk_{setting}` = .* lies in the folder of the store"):
         place.open(None, **{setting: str(place.folder / "within")})
+
+
+@pytest.mark.parametrize("field", ["key_table", "master_key"])
+def test_a_folder_cannot_bring_keys_with_it(place: Place, field: str) -> None:
+    """Else whoever writes to the folder would know the keys of new blocks."""
+    note = place.open().note
+    planted = place.folder / "planted"
+    planted.write_bytes(Path(getattr(note, field)).read_bytes())
+    planted.chmod(0o600)
+    changed = msgspec.structs.replace(note, **{field: str(planted)})
+    (place.folder / NOTE).write_bytes(msgspec.json.encode(changed))
+    with pytest.raises(ConfigError, match=f"`{planted}` lies in the folder of the store"):
+        place.open(key_dir=None)
+    looking = StoreOptions(path=str(place.folder), encryption="as_it_is")
+    keys, why = try_keys(str(place.folder), looking, known_id=note.store_id)
+    assert keys is None and "lies in the folder" in why
+
+
+def test_a_master_key_is_not_put_into_the_folder_that_it_protects(place: Place) -> None:
+    keys = place.open()
+    with pytest.raises(ConfigError, match=r"`--to` = .* lies in the folder of the store"):
+        keys.rotate(str(place.folder / "mine"), None)
+    place.open()
+
+
+def test_a_note_that_is_damaged_is_refused(place: Place) -> None:
+    note = place.open().note
+    for changed in (b"{", msgspec.json.encode(msgspec.structs.replace(note, store_id="zz"))):
+        (place.folder / NOTE).write_bytes(changed)
+        with pytest.raises(MissingKeyError, match=rf"{NOTE}` is damaged: .*\nhint: restore it"):
+            place.open()
 
 
 def test_a_copy_of_a_store_that_is_still_there_gets_a_table_of_its_own(
@@ -360,3 +430,8 @@ def test_keys_are_kept_where_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/kv")
     assert default_key_dir() == "/home/kv/.local/state/tieredkv/keys"
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    assert default_key_dir() == "/home/kv/.local/state/tieredkv/keys"
+    monkeypatch.setenv("HOME", "kv")
+    with pytest.raises(ConfigError, match=r"no home folder .* set `disk_key_dir`"):
+        default_key_dir()
