@@ -29,9 +29,9 @@ SOCKET = "sock"
 INDEX = "index"
 SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
-_DRAFT = "index.new"
+_DRAFT, _COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
-_FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT)
+_FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT, _COMPLETE)
 
 
 class _Marker(msgspec.Struct):
@@ -48,6 +48,7 @@ class StoreFolder:
         self.path = path
         self.index_path = os.path.join(path, INDEX)
         self.draft_path = os.path.join(path, _DRAFT)
+        self._complete_path = os.path.join(path, _COMPLETE)
         self.segments_path = os.path.join(path, SEGMENTS)
         self._lock_fd = lock_fd
         self._writer = _read_writer(lock_fd)
@@ -90,6 +91,7 @@ class StoreFolder:
             if not _is_marked(path):
                 _write_marker(path)
             folder.drop_draft()
+            folder._replace_index()
             _make_index(folder.index_path)
             _make_folder(folder.segments_path)
             folder._identity = folder._look()
@@ -134,10 +136,23 @@ class StoreFolder:
             shutil.rmtree(self.draft_path)
 
     def take_draft(self, *, sets_aside: bool) -> None:
-        """Replace the index by the draft; the old index is set aside or removed."""
-        self.set_aside() if sets_aside else shutil.rmtree(self.index_path)
-        os.rename(self.draft_path, self.index_path)
+        """Replace the index by the draft; the old index is set aside or removed.
+
+        If this is cut short, the next start goes on with it: the old index may be there in part
+        only, and it lists extents that hold what was deleted.
+        """
+        os.rename(self.draft_path, self._complete_path)
+        if sets_aside:
+            self.set_aside()
+        self._replace_index()
         self._identity = self._look()
+
+    def _replace_index(self) -> None:
+        """Have a complete draft, if there is one, take the place of the index."""
+        if os.path.isdir(self._complete_path):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.index_path)
+            os.rename(self._complete_path, self.index_path)
 
     def set_aside(self) -> None:
         """Rename the index to keep it for inspection; one set aside earlier is removed."""

@@ -5,6 +5,7 @@ a new index takes time in proportion to the store; the rest takes time in propor
 that were under way.
 """
 
+import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from tieredkv.errors import CorruptBlockError, MissingKeyError, StorageError, St
 from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.filesystem import lack_of_room
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES, Index
 from tieredkv.storage.index_entries import SegmentState
@@ -225,8 +227,8 @@ def _give_names(allocator: ExtentAllocator, store_id: str) -> None:
     if has_names:
         return
     if num_blocks:
+        allocator.folder.drop_set_aside()  # it may know blocks by their hashes as well
         make_again(allocator)
-        allocator.folder.drop_set_aside()
     else:
         with allocator.index.writing() as txn:
             txn.meta.store_id = store_id
@@ -329,8 +331,9 @@ def _fill_new_index(
 ) -> None:
     """Fill a new index in batches of blocks, then put it in the place of the old index.
 
-    The old index is set aside if it held anything. A failure before that changes nothing, except
-    that the blocks evicted to make room are already erased.
+    The old index is set aside if it held anything, unless it was sound and is removed because it
+    has hashes where the new one has names. A failure before that changes nothing, except that the
+    blocks evicted to make room are already erased.
     """
     index, folder, now = allocator.index, allocator.folder, allocator.clock.now()
     with index.reading() as txn:
@@ -339,8 +342,9 @@ def _fill_new_index(
     keys = allocator.files.keys
     store_id = old.store_id if keys is None else keys.store_id.hex()
     faults = {**old.faults, "index": old.faults.get("index", 0) + 1}
+    is_bad = bool(old.format) or holds_blocks
     if holds_blocks and store_id != old.store_id:  # it was sound, but knew no names
-        faults = old.faults
+        faults, is_bad = old.faults, False
     meta = replace(
         old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults, store_id=store_id
     )
@@ -358,10 +362,14 @@ def _fill_new_index(
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 allocator.failpoint("adopt:before")
         draft.flush()
-        folder.take_draft(sets_aside=bool(old.format) or holds_blocks)
-    except BaseException:
+        folder.take_draft(sets_aside=is_bad)
+    except BaseException as error:
+        is_short = allocator.files.free_bytes() < allocator.space.headroom_bytes
         draft.close()
         folder.drop_draft()
+        if is_short and type(error) is StorageError:  # a page written in part is EIO for LMDB
+            what = f"{lack_of_room(folder.path)} for a new index, which is made beside the old one"
+            raise StoreFullError(errno.ENOSPC, what) from error
         raise
     index.become(draft)
     allocator.space.measure()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.storage.blocks import (
     verify,
 )
 from tests.storage.conftest import wait_until
-from tieredkv.errors import StorageError
+from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockRecord
@@ -68,6 +69,27 @@ def fill_up(path: Path) -> None:
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1024))
+
+
+def test_a_disk_too_full_for_a_new_index_is_told_and_the_old_one_stays(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    clock, folder, stranger = FakeClock(), small_disk / "s", small_disk / "stranger"
+    records = [make_record(f"{number}", now=clock.now()) for number in range(100)]
+    encrypted: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
+    with open_store(folder, clock, budget_bytes=BUDGET_BYTES) as store:
+        put(store, *records)
+        free_bytes = store.files.free_bytes()
+    stranger.write_bytes(bytes(int(free_bytes) - (64 << 10)))
+    with pytest.raises(StoreFullError, match="no space left for a new index, which is made beside"):
+        open_store(folder, clock, budget_bytes=BUDGET_BYTES, **encrypted)
+    stranger.unlink()
+    with open_store(folder, clock, budget_bytes=BUDGET_BYTES, **encrypted) as store:
+        assert store.names is not None
+        assert [load(store, each) for each in store.names.hide_records(records)] == [
+            payload_of(each) for each in records
+        ]
+        store.check()
 
 
 def test_new_blocks_take_the_place_of_the_longest_unused_ones(small_disk: Path) -> None:

@@ -206,7 +206,7 @@ def test_a_copy_of_the_index_that_was_never_finished_is_removed(stopped: Harness
     assert not left.exists()
 
 
-@pytest.mark.parametrize("name", ["index.new", "index.bad"])
+@pytest.mark.parametrize("name", ["index.new", "index.next", "index.bad"])
 def test_a_link_in_the_way_of_a_new_index_is_refused(
     stopped: Harness, tmp_path: Path, name: str
 ) -> None:
