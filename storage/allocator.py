@@ -277,6 +277,17 @@ class ExtentAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
+    def clearing(self) -> Iterator[None]:
+        """Drop keys without blocks, then erase dirty extents, in short steps.
+
+        Raises:
+            StorageError: the key table cannot be written; the extents are erased nevertheless.
+        """
+        try:
+            self.key_use.drop_unused()
+        finally:
+            yield from self.erasing()
+
     def erasing(self) -> Iterator[None]:
         """Erase dirty extents in short steps, each run at once; then unlink empty segments."""
         start = b""

@@ -161,8 +161,7 @@ def evicting(
             store.delete([located.record.block_hash for located in doomed], "operator")
         yield
     if not which.dry_run:
-        store.key_use.drop_unused()
-        yield from store.allocator.erasing()
+        yield from store.allocator.clearing()
     kept_ids = store.key_use.known(key_ids)
     erased, kept = (tuple(sorted(map(bytes.hex, each))) for each in (key_ids - kept_ids, kept_ids))
     return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids, erased, kept)

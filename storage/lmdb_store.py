@@ -398,8 +398,7 @@ class BlockStore:
                 break
             self._num_expired += self._drop(due, now)
             yield
-        self.key_use.drop_unused()
-        yield from self.allocator.erasing()  # this makes room for a rebuild
+        yield from self.allocator.clearing()  # this makes room for a rebuild
         with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
         if (needs_rebuild or self._damaged) and not self.lacks_keys:

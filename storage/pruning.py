@@ -76,6 +76,5 @@ def dropping(
                 store.delete([located.record.block_hash for located in sound], "operator")
             yield
     if not dry_run:
-        store.key_use.drop_unused()
-        yield from store.allocator.erasing()
+        yield from store.allocator.clearing()
     return PruneResult(by_reason.total(), freed_bytes, dict(+by_reason))

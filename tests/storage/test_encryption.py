@@ -276,6 +276,22 @@ def test_a_key_that_could_not_be_dropped_goes_with_the_next_sweep(encrypted: Enc
         with pytest.raises(StorageError):
             sweep(store)
         assert load(store, record) is None
+        assert store.stats().bytes_pending == 0  # what lies here is erased nevertheless
+        moved.rename(encrypted.key_dir)
+        sweep(store)
+        assert scopes(store) == []
+
+
+def test_an_eviction_whose_keys_cannot_be_dropped_says_so_and_erases_the_blocks(
+    encrypted: Encrypted,
+) -> None:
+    record = encrypted.record()
+    with encrypted.open() as store:
+        put(store, record)
+        moved = encrypted.key_dir.rename(encrypted.key_dir.with_name("moved"))
+        with pytest.raises(StorageError, match=r"\.keys.*No such file"):
+            evict(store, EvictFilter(all=True))
+        assert (store.stats().blocks, store.stats().bytes_pending) == (0, 0)
         moved.rename(encrypted.key_dir)
         sweep(store)
         assert scopes(store) == []
