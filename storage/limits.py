@@ -51,6 +51,16 @@ def raise_file_limit(wanted: int | None = None) -> int:
     return soft
 
 
+def forbid_core_files() -> None:
+    """Have a crash of this process leave no core file, which would hold the keys in its memory.
+
+    NOTE: the limit is one byte, since with a limit of 0 Linux still hands the memory to a program
+    that collects core files, if there is one.
+    """
+    with contextlib.suppress(OSError, ValueError):  # the limit is 0, and may not be raised
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+
+
 def check_address_space(what: str, map_bytes: int) -> None:
     """Raise an error if a map of `map_bytes` does not fit into the address space limit.
 

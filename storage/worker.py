@@ -22,7 +22,7 @@ from tieredkv.errors import ConfigError, CorruptIndexError, StorageError, StoreF
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import check_pages
-from tieredkv.storage.limits import described, raise_file_limit
+from tieredkv.storage.limits import described, forbid_core_files, raise_file_limit
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, Opening, refusal
@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> int:
         Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
     raise_file_limit()
+    forbid_core_files()
     sock = socket.socket(fileno=int(arguments[0]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     launch, *more = channel.receive(None)
