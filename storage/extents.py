@@ -312,6 +312,8 @@ class SegmentFiles:
         if not codec.is_header_of(self._named(codec.decode_header(header)), located):
             what = "the extent header is damaged or belongs to another block"
             raise corrupt(block_hash, "header", what)
+        if not self._may_be_clear(located):
+            raise corrupt(block_hash, "key", "its payload is clear in an encrypted store")
         if not codec.is_encrypted(located.codec):
             _compare_checksum(located, payload)
         elif not self._decrypt(located, codec.decode_encryption(header), payload):
@@ -323,6 +325,10 @@ class SegmentFiles:
                 is_block = unpack(payload, number, block)
             if not is_block:
                 raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
+
+    def _may_be_clear(self, located: Located) -> bool:
+        """Return False for a clear payload in a store where all were encrypted: it is forged."""
+        return self.keys is None or self.keys.has_clear or codec.is_encrypted(located.codec)
 
     def _decrypt(self, located: Located, how: codec.Encryption, payload: memoryview) -> bool:
         """Decrypt a payload in place; return False if it is not the one that was encrypted."""
@@ -346,13 +352,16 @@ class SegmentFiles:
     def header_at(self, extent: Extent) -> Located | None:
         """Return what an extent's header says of its block; None if there is no sound header.
 
-        The header of a payload whose key is gone does not count.
+        The header of a payload whose key is gone does not count, nor does one of a clear payload in
+        a store where all were encrypted.
         """
         found, key_id = self.stored_at(extent)
         place = (extent, self.extent_bytes(extent.segment))
         if found is None or (found.extent, found.extent_bytes) != place:
             return None
         if self.keys is not None and key_id and self.keys.of_id(key_id) is None:
+            return None
+        if not self._may_be_clear(found):
             return None
         return self._named(found)
 

@@ -125,6 +125,11 @@ class StoreFolder:
             what = f"the store is no longer at `{self.path}`: it was moved, replaced or unmounted"
             raise StorageError(errno.ESTALE, what)
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether there are segment files, which may hold blocks."""
+        return bool(os.listdir(self.segments_path))
+
     def make_draft(self) -> None:
         """Make an empty folder for a new index that will replace the present one."""
         self.drop_draft()

@@ -46,11 +46,12 @@ class PayloadKey(NamedTuple):
 
 
 class _Frame(msgspec.Struct):
-    """What one frame holds; only the first one has the folder and the key of the names."""
+    """What one frame holds; only the first one has more than keys."""
 
     keys: list[PayloadKey]
     folder: str = ""
     names_key: bytes = b""
+    has_clear: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,13 +69,20 @@ class KeyTable:
         store_id: of the store; 16 random bytes.
         folder: where the store lay when the table was last written in whole.
         names_key: the key of the block names in the index.
+        has_clear: whether the store may hold blocks from before it was encrypted.
     """
 
     def __init__(
-        self, path: str, store_id: bytes, master_key: bytes, folder: str, names_key: bytes
+        self,
+        path: str,
+        store_id: bytes,
+        master_key: bytes,
+        folder: str = "",
+        names_key: bytes = b"",
+        has_clear: bool = False,
     ) -> None:
         self.path, self.store_id, self.folder = path, store_id, folder
-        self.names_key = names_key
+        self.names_key, self.has_clear = names_key, has_clear
         self._master_key = master_key
         self._table_key = b""
         self._num_frames = self._size = 0
@@ -84,14 +92,16 @@ class KeyTable:
     # --- files --------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: str, store_id: bytes, master_key: bytes, folder: str) -> "KeyTable":
+    def create(
+        cls, path: str, store_id: bytes, master_key: bytes, folder: str, has_clear: bool = False
+    ) -> "KeyTable":
         """Make a table without payload keys.
 
         Raises:
             StorageError: the file cannot be written.
         """
         names_key = secrets.token_bytes(KEY_BYTES)
-        table = cls(path, store_id, master_key, folder, names_key)
+        table = cls(path, store_id, master_key, folder, names_key, has_clear)
         table._write_whole([])
         return table
 
@@ -119,13 +129,14 @@ class KeyTable:
         if check != _check_of(master_key):
             text = f"the master key is not the one that {what} was written with"
             raise MissingKeyError(f"{text}\n{LOST_HINT}")
-        table = cls(path, store_id, master_key, "", b"")
+        table = cls(path, store_id, master_key)
         try:
             table._table_key = AESGCM(master_key).decrypt(nonce, wrapped, _MAGIC + store_id)
             frame = table._take_frame(data, _HEADER.size)
         except (InvalidTag, msgspec.MsgspecError, struct.error, ValueError) as error:
             raise MissingKeyError(f"{what} is damaged\n{LOST_HINT}") from error
         table.folder, table.names_key = frame.folder, frame.names_key
+        table.has_clear = frame.has_clear
         while table._size < len(data):
             # A crash can leave a part of a frame, whose keys were never used.
             try:
@@ -186,13 +197,22 @@ class KeyTable:
         """
         self._write_whole(list(self), folder=folder)
 
+    def refuse_clear(self) -> None:
+        """Note that every block of the store is encrypted from now on.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._write_whole(list(self), has_clear=False)
+
     def copy_to(self, path: str, folder: str) -> "KeyTable":
         """Write a second table with these keys, for a store in another folder.
 
         Raises:
             StorageError: the file cannot be written.
         """
-        copied = KeyTable(path, self.store_id, self._master_key, folder, self.names_key)
+        same = (self.names_key, self.has_clear)
+        copied = KeyTable(path, self.store_id, self._master_key, folder, *same)
         copied._write_whole(list(self))
         return copied
 
@@ -239,15 +259,21 @@ class KeyTable:
         return self.store_id + number.to_bytes(8, "little")
 
     def _write_whole(
-        self, keys: list[PayloadKey], *, master_key: bytes = b"", folder: str = ""
+        self,
+        keys: list[PayloadKey],
+        *,
+        master_key: bytes = b"",
+        folder: str = "",
+        has_clear: bool = True,
     ) -> None:
         """Write a new file under a fresh table key, put it in place, and overwrite the old one."""
         master_key, folder = master_key or self._master_key, folder or self.folder
-        new = KeyTable(self.path, self.store_id, master_key, folder, self.names_key)
+        has_clear = has_clear and self.has_clear
+        new = KeyTable(self.path, self.store_id, master_key, folder, self.names_key, has_clear)
         new._table_key, nonce = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(NONCE_BYTES)
         wrapped = AESGCM(master_key).encrypt(nonce, new._table_key, _MAGIC + self.store_id)
         header = _HEADER.pack(_MAGIC, self.store_id, _check_of(master_key), nonce, wrapped)
-        frame = new._seal_frame(_Frame(keys, folder, self.names_key), 0)
+        frame = new._seal_frame(_Frame(keys, folder, self.names_key, has_clear), 0)
         new._num_frames, new._size = 1, len(header) + len(frame)
         new._take_keys(keys)
         draft = self.path + DRAFT_SUFFIX

@@ -61,6 +61,19 @@ class KeyUse:
         if self.table is not None:
             self.suspect(key.scope for key in self.table)
 
+    def begin_to_refuse_clear(self) -> None:
+        """Once the last block is gone that was stored before encryption, take no such block.
+
+        Raises:
+            StorageError: the key table cannot be written.
+        """
+        if self.keys is None or self.keys.is_shared or not self.keys.table.has_clear:
+            return
+        with self.index.reading() as txn:
+            num_clear = txn.meta.totals.num_blocks - txn.meta.num_encrypted
+        if not num_clear:
+            self.keys.table.refuse_clear()
+
     def ids_of(self, blocks: Iterable[Located]) -> set[bytes]:
         """Return the ids of the keys under which these blocks were encrypted."""
         if self.table is None:

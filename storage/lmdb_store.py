@@ -129,13 +129,16 @@ class BlockStore:
                 undo.callback(index.close)
                 with index.reading() as txn:
                     known_id = txn.meta.store_id
-                use = KeyUse(index, *try_keys(folder.path, options, known_id=known_id))
+                may_hold = folder.has_segments
+                found = try_keys(folder.path, options, known_id=known_id, has_blocks=may_hold)
+                use = KeyUse(index, *found)
                 files = SegmentFiles(folder.segments_path, filesystem, use.table)
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
                 allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
                 num_expired = recovery.recover(allocator, progress)
             recovery.reach_budget(allocator, budget)
+            use.begin_to_refuse_clear()
             use.suspect_all()
             use.drop_unused()
             folder.note_budget(budget)  # used when the store is opened without a budget

@@ -110,13 +110,16 @@ class StoreKeys:
         _write_note(self.folder, self.note)
 
 
-def open_keys(folder: str, options: StoreOptions, *, known_id: str) -> StoreKeys | None:
+def open_keys(
+    folder: str, options: StoreOptions, *, known_id: str, has_blocks: bool = False
+) -> StoreKeys | None:
     """Open the keys of a store, or make them for a store that is to be encrypted from now on.
 
     Args:
         folder: the absolute path of the store's folder.
         options: whether the store is encrypted, and where its keys are.
         known_id: the id that the index knows; empty if it knows none.
+        has_blocks: whether the folder may hold blocks; without keys they are clear.
 
     Returns:
         None for a store that is not encrypted.
@@ -133,7 +136,7 @@ def open_keys(folder: str, options: StoreOptions, *, known_id: str) -> StoreKeys
         if known_id:
             what = f"the store at `{folder}` is encrypted, but its file `{NOTE}` is missing"
             raise MissingKeyError(f"{what}\n{LOST_HINT}")
-        return _make_keys(folder, options) if options.encryption == "on" else None
+        return _make_keys(folder, options, has_blocks) if options.encryption == "on" else None
     if options.encryption == "off":
         what = f"the store at `{folder}` is encrypted, but `disk_encryption` is off"
         raise ConfigError(f"{what}; turn it on or choose another folder")
@@ -143,13 +146,15 @@ def open_keys(folder: str, options: StoreOptions, *, known_id: str) -> StoreKeys
     return _open_keys(folder, options, note)
 
 
-def try_keys(folder: str, options: StoreOptions, *, known_id: str) -> tuple[StoreKeys | None, str]:
+def try_keys(
+    folder: str, options: StoreOptions, *, known_id: str, has_blocks: bool = False
+) -> tuple[StoreKeys | None, str]:
     """Open keys as `open_keys` does; with `as_it_is`, a store may do without them.
 
     Returns the keys and, if the store is encrypted and they are not there, why.
     """
     try:
-        return open_keys(folder, options, known_id=known_id), ""
+        return open_keys(folder, options, known_id=known_id, has_blocks=has_blocks), ""
     except (MissingKeyError, ConfigError) as error:
         if options.encryption != "as_it_is":
             raise
@@ -171,7 +176,7 @@ def read_note(folder: str) -> KeyNote | None:
         raise MissingKeyError(f"`{path}` is damaged: {error}\n{LOST_HINT}") from error
 
 
-def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
+def _make_keys(folder: str, options: StoreOptions, has_blocks: bool) -> StoreKeys:
     """Make the key table of a store, and its master key if none is given.
 
     If any part of it fails, no file of it stays: the next start makes other keys.
@@ -202,7 +207,7 @@ def _make_keys(folder: str, options: StoreOptions) -> StoreKeys:
     table_path = os.path.join(key_dir, store_id.hex() + TABLE_SUFFIX)
     note = KeyNote(store_id=store_id.hex(), key_table=table_path, master_key=path)
     try:
-        table = KeyTable.create(table_path, store_id, key, folder)
+        table = KeyTable.create(table_path, store_id, key, folder, has_blocks)
         _write_note(folder, note)
     except BaseException:
         for each in (os.path.join(folder, NOTE), table_path, *made):

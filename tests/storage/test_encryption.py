@@ -189,29 +189,6 @@ def test_a_flipped_bit_is_a_miss(encrypted: Encrypted, at: int, reason: str) -> 
         store.check()
 
 
-def test_a_payload_is_bound_to_its_block(encrypted: Encrypted) -> None:
-    """An attacker who may write cannot have one block's payload served as another's."""
-    one, other = encrypted.record("a"), encrypted.record("b")
-    with encrypted.open() as store:
-        put(store, one, other)
-        found = {r.block_hash: image_of(encrypted.folder, locate(store, r)) for r in (one, other)}
-        located = locate(store, other)
-        forged = bytearray(found[other.block_hash])
-        forged[codec.HEADER_BYTES :] = found[one.block_hash][codec.HEADER_BYTES :]
-        checksum = codec.payload_checksum(bytes(forged[codec.HEADER_BYTES :][:BLOCK_BYTES]))
-        forged_entry = located._replace(payload_checksum=checksum)
-        how = decode_encryption(found[one.block_hash])
-        codec.encode_header_into(forged, forged_entry, how)
-        change_bytes(
-            segment_files(encrypted.folder)[0],
-            located.extent.number * len(forged),
-            lambda _: bytes(forged),
-            len(forged),
-        )
-        with pytest.raises(StorageError, match="is not the one that was encrypted"):
-            store.read_payload(forged_entry, page_with(b"", BLOCK_BYTES))
-
-
 def test_a_longer_life_needs_no_new_payload(encrypted: Encrypted) -> None:
     record = encrypted.record()
     with encrypted.open() as store:

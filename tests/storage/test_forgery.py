@@ -1,0 +1,96 @@
+"""What those gain who can write to the folder of an encrypted store: nothing but misses."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.storage.blocks import (
+    BLOCK_BYTES,
+    CheckedStore,
+    change_bytes,
+    load,
+    open_store,
+    page_with,
+    payload_of,
+    put,
+    segment_files,
+    sweep,
+)
+from tests.storage.test_encryption import Encrypted, image_of, locate
+from tests.storage.test_encryption import encrypted as encrypted
+from tieredkv.errors import StorageError
+from tieredkv.storage import codec
+from tieredkv.storage.codec import decode_encryption
+from tieredkv.types import BlockRecord
+
+
+def test_a_payload_is_bound_to_its_block(encrypted: Encrypted) -> None:
+    """An attacker who may write cannot have one block's payload served as another's."""
+    one, other = encrypted.record("a"), encrypted.record("b")
+    with encrypted.open() as store:
+        put(store, one, other)
+        found = {r.block_hash: image_of(encrypted.folder, locate(store, r)) for r in (one, other)}
+        located = locate(store, other)
+        forged = bytearray(found[other.block_hash])
+        forged[codec.HEADER_BYTES :] = found[one.block_hash][codec.HEADER_BYTES :]
+        checksum = codec.payload_checksum(bytes(forged[codec.HEADER_BYTES :][:BLOCK_BYTES]))
+        forged_entry = located._replace(payload_checksum=checksum)
+        how = decode_encryption(found[one.block_hash])
+        codec.encode_header_into(forged, forged_entry, how)
+        change_bytes(
+            segment_files(encrypted.folder)[0],
+            located.extent.number * len(forged),
+            lambda _: bytes(forged),
+            len(forged),
+        )
+        with pytest.raises(StorageError, match="is not the one that was encrypted"):
+            store.read_payload(forged_entry, page_with(b"", BLOCK_BYTES))
+
+
+def forge_clear(store: CheckedStore, name: BlockRecord, guessed: BlockRecord) -> None:
+    """Put a clear payload in the place of an encrypted one, as who knows the block's hash can."""
+    located = locate(store, name)
+    payload = bytes(BLOCK_BYTES)
+    checksum = codec.payload_checksum(payload)
+    forged = located._replace(codec=codec.CODEC_RAW, payload_checksum=checksum)
+    image = bytearray(codec.HEADER_BYTES) + payload
+    codec.encode_header_into(image, forged._replace(record=guessed))
+    [file] = segment_files(Path(store.path))
+    change_bytes(file, located.extent.number * len(image), lambda _: bytes(image), len(image))
+    with store.index.writing() as txn:
+        txn.replace(located, forged)
+
+
+def test_a_clear_payload_in_an_encrypted_store_is_a_miss(encrypted: Encrypted) -> None:
+    guessed = encrypted.record()
+    with encrypted.open() as store:
+        assert store.names is not None
+        name = store.names.hide_record(guessed)
+        put(store, name)
+        forge_clear(store, name, guessed)
+        assert load(store, name) == "key"
+        put(store, name)
+        forge_clear(store, name, guessed)
+    shutil.rmtree(encrypted.folder / "index")
+    with encrypted.open() as store:  # whose index is made again from what is there
+        assert load(store, name) is None
+
+
+def test_a_store_that_was_clear_takes_no_clear_payload_once_it_has_none(
+    encrypted: Encrypted,
+) -> None:
+    old = encrypted.record("old")
+    with open_store(encrypted.folder, encrypted.clock) as store:
+        put(store, old)
+    with encrypted.open() as store:
+        assert store.names is not None
+        assert load(store, store.names.hide_record(old)) == payload_of(old)
+        encrypted.clock.advance(2 * 86_400)
+        sweep(store)
+    with encrypted.open() as store:
+        assert store.names is not None
+        guessed = encrypted.record("new")
+        put(store, store.names.hide_record(guessed))
+        forge_clear(store, store.names.hide_record(guessed), guessed)
+        assert load(store, store.names.hide_record(guessed)) == "key"
