@@ -7,6 +7,7 @@ the store's thread uses this module.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tieredkv.errors import StorageError
 from tieredkv.storage.codec import Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.index import Index
 from tieredkv.storage.key_table import KeyTable
@@ -97,6 +98,10 @@ class KeyUse:
         suspects = self._suspects.difference(self._lent.values())
         with self.index.reading() as txn:
             unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
-        dropped = self.keys.table.drop(unused)
+        try:
+            dropped = self.keys.table.drop(unused)
+        except StorageError as error:
+            what = "keys that no block needs could not be destroyed; each sweep tries again"
+            raise type(error)(error.errno, f"{what}: {error.strerror}") from error
         self._suspects -= suspects
         return dropped
