@@ -450,6 +450,42 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, told)
 
 
+@pytest.mark.parametrize(
+    ("fd", "words", "exit_code", "told"),
+    [
+        (0, ["warm", "-"], 2, "error: FILE has no prompt"),
+        (1, ["ls"], 1, "error: the answer cannot be written: Bad file descriptor\n"),
+        (1, ["ls", "-q"], 0, ""),
+        (1, ["--help"], 1, "error: the answer cannot be written: Bad file descriptor\n"),
+        (2, ["ls", "--filter", "nope"], 2, ""),
+    ],
+)
+def test_a_closed_standard_stream_is_no_fault(
+    fd: int, words: list[str], exit_code: int, told: str, tmp_path: Path
+) -> None:
+    with open_store(tmp_path / "store", Clock()):
+        pass
+    where = ["--disk-dir", str(tmp_path / "store")] if words[0] == "ls" else []
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tieredkv", *words, *where],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: os.close(fd),
+    )
+    assert done.returncode == exit_code
+    assert done.stdout == ""
+    assert done.stderr.startswith(told)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("group", ["bench", "config"])
+def test_a_group_without_a_verb_shows_its_verbs(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main([group]) == 2
+    assert capsys.readouterr().err.startswith(f"Usage: tieredkv {group} ")
+
+
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for verb in ("df", "ls", "verify"):

@@ -1,6 +1,8 @@
-"""Progress where there is no terminal."""
+"""Progress on a terminal and elsewhere."""
 
+import io
 import logging
+import sys
 
 import pytest
 
@@ -29,3 +31,19 @@ def test_a_server_without_a_terminal_logs_it(
         progress.terminal_progress()("loading", 1, 2)
     assert caplog.messages == ["loading: 1 of 2"]
     assert capsys.readouterr().err == ""
+
+
+def test_bars_that_do_not_reach_their_total_leave_a_terminal_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    hide, show = "\x1b[?25l", "\x1b[?25h"  # the cursor
+    with pytest.raises(KeyboardInterrupt), progress.ending_progress():
+        progress.bench_progress()("measuring", 1, 6)
+        assert hide in terminal.getvalue()
+        assert show not in terminal.getvalue()
+        raise KeyboardInterrupt
+    assert terminal.getvalue().count(show) == 1

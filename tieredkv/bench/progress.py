@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rich.console import Console
@@ -18,6 +19,18 @@ LOG_INTERVAL_S = 2.0
 
 is_quiet = ContextVar("is_quiet", default=False)
 """Whether no progress is shown."""
+
+_shown: list[RichProgress] = []
+
+
+@contextmanager
+def ending_progress() -> Iterator[None]:
+    """At the end take away the bars of what did not reach its total, and show the cursor again."""
+    try:
+        yield
+    finally:
+        while _shown:
+            _shown.pop().stop()
 
 
 def bench_progress() -> Progress:
@@ -38,6 +51,7 @@ def terminal_progress(log_line: Callable[[str], object] = logger.info) -> Progre
         if stage not in tasks:
             tasks[stage] = screen.add_task(stage, total=total or None)
             screen.start()
+            _shown.append(screen)
         screen.update(tasks[stage], completed=done, total=total or None)
         if total and done >= total:
             screen.remove_task(tasks.pop(stage))

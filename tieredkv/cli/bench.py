@@ -79,7 +79,7 @@ def measure(
     for each panel, by default the ratio to a raw limit.
     """
     from tieredkv.bench import plots, raw
-    from tieredkv.bench.progress import bench_progress
+    from tieredkv.bench.progress import bench_progress, ending_progress
 
     plots.check(plot)
     if loaded is not None:
@@ -88,7 +88,8 @@ def measure(
     head = raw.head(commit)
     if "runs" in options:  # those that are kept in a file are of one commit
         options["commit"] = head["commit"]
-    report = head | module.run(bench_progress(), **options)
+    with ending_progress():
+        report = head | module.run(bench_progress(), **options)
     rows = report["rows"]
     if names := getattr(module, "COLUMNS", ()):
         rows = [{it: reduce(getitem, it.split("."), row) for it in names} for row in rows]

@@ -108,10 +108,28 @@ def run() -> NoReturn:
     extension modules print complaints while it does. SIGTERM cleans up as Ctrl-C does.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _open_closed_streams()
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that are closed, so that no other file gets their numbers.
+
+    A closed stdin is then empty, what is written to a closed stdout fails, as it would anyway, and
+    what is written to a closed stderr is dropped.
+    """
+    for fd, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(os.open(os.devnull, flags), fd)
+            os.set_inheritable(fd, True)
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo(err=True)
         return EXIT_INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"hint: see `{context.command_path if context else 'tieredkv'} --help`"
@@ -136,9 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return EXIT_PROBLEM
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
             raise
-        _drop_output()  # for example of `tieredkv ls > file`
+        _drop_output()  # for example of `tieredkv ls > file` and `tieredkv ls >&-`
         _complain(f"the answer cannot be written: {error.strerror}")
         return EXIT_PROBLEM
     return result if isinstance(result, int) else 0

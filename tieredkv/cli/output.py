@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from tieredkv.bench.progress import is_quiet
+from tieredkv.bench.progress import ending_progress, is_quiet
 from tieredkv.units import format_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -85,7 +85,8 @@ def answering(verb: Callable[..., Answer | Listing]) -> Any:
     @functools.wraps(verb)
     def answer(*, as_json: bool, quiet: bool, **options: Any) -> int:
         is_quiet.set(quiet)
-        found = verb(**options)
+        with ending_progress():
+            found = verb(**options)
         if isinstance(found, Listing):
             show = _print_in_parts if as_json else _print_names if quiet else _print_tables
             with closing(found.pages):

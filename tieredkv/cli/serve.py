@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tieredkv
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import ending_progress, terminal_progress
 from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
@@ -74,7 +74,8 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
             sys.stdout.flush()
 
     options |= {"on_progress": terminal_progress(), "on_ready": on_ready, "log_level": log_level}
-    return Server(settings=loaded.settings, **options).serve()
+    with ending_progress():
+        return Server(settings=loaded.settings, **options).serve()
 
 
 @click.command()
@@ -122,7 +123,7 @@ def generate(
     set_up_logging("WARNING")
     cache_salt = options.pop("cache_salt")
     params = tieredkv.SamplingParams(**options)
-    with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
+    with ending_progress(), tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
         _print_answers(answers, loaded.settings.model, as_json=as_json)  # before a long close
 
