@@ -58,7 +58,7 @@ class Verbs:
         following: Collection[BlockHash] = (),
         before: Collection[BlockHash] = (),
     ) -> int:
-        """Drop blocks from VRAM and host memory; return how many.
+        """Drop blocks from VRAM and host memory; return how many copies.
 
         Args:
             wanted: which blocks to drop; a dry run only counts them.
@@ -67,19 +67,22 @@ class Verbs:
         """
         is_wanted = self._filter(wanted, following, before)
         entries = [entry for entry in self._tiers.catalog.entries() if is_wanted(entry)]
+        pools = {tier: it for tier, it in self._tiers.pools.items() if wanted.concerns(tier)}
+        copies = [
+            (tier, entry.block_hash)
+            for tier, pool in pools.items()
+            for entry in entries
+            if pool.lookup(entry.block_hash)
+        ]
+        if wanted.dry_run:
+            return len(copies)
         if wanted.tiers:
-            pools = {tier: it for tier, it in self._tiers.pools.items() if wanted.concerns(tier)}
-            copies = [
-                (tier, entry.block_hash)
-                for tier, pool in pools.items()
-                for entry in entries
-                if pool.lookup(entry.block_hash)
-            ]
-            for tier, block_hash in () if wanted.dry_run else copies:
+            for tier, block_hash in copies:
                 self._tiers.drop_copy(tier, block_hash, "admin")
             self._cache.demoter.note_change()
-            return len(copies)
-        return len(entries) if wanted.dry_run else self._cache.evict(is_wanted)
+        else:
+            self._cache.evict(is_wanted)
+        return len(copies)
 
     def _filter(
         self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]

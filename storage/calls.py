@@ -6,12 +6,14 @@ concerns their tiers, and a command in `cli.store`.
 """
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.results import ID_HINT, named_blocks, namespace_prefix
+from tieredkv.storage.results import ID_HINT, ChainInfo, named_blocks, namespace_prefix
 from tieredkv.types import Tier
 
 
@@ -136,6 +138,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
             that other chains share stay. See `ChainInfo`.
         filter: the chains that `ls` lists with this filter, as if they were named by their ids.
+        model: those of the chains that are of this model, by its name; "" for every model.
         tiers: evict only the copies in these tiers; empty for every tier.
         to: `drop` makes copies unreachable. `host` and `disk` move blocks from the faster tiers to
             this one instead, where that has no copy yet; only blocks whose retention allows the
@@ -149,6 +152,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     namespace_prefix: str | None = None
     ids: tuple[str, ...] = ()
     filter: str = ""
+    model: str = ""
     tiers: tuple[Tier, ...] = ()
     to: Literal["host", "disk", "drop"] = "drop"
     dry_run: bool = False
@@ -161,7 +165,22 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     @property
     def is_of_blocks(self) -> bool:
         """Whether it is about certain chains or copies, and not about all that requests left."""
-        return bool(self.ids or self.filter or self.tiers) or self.to != "drop"
+        return bool(self.ids or self.needs_list or self.tiers) or self.to != "drop"
+
+    @property
+    def needs_list(self) -> bool:
+        """Whether it is about chains that have to be listed first; see `of_listed`."""
+        return bool(self.filter or self.model)
+
+    def of_listed(self, pages: Iterable[Sequence[ChainInfo]]) -> "EvictFilter":
+        """Return the same with ids in place of `filter` and `model`.
+
+        Args:
+            pages: the chains that `ls` lists with `filter`.
+        """
+        chains = (chain for page in pages for chain in page)
+        ids = tuple(each.id for each in chains if self.model in ("", each.model))
+        return replace(self, filter="", model="", ids=ids)
 
     @property
     def is_empty(self) -> bool:
@@ -179,12 +198,12 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         from tieredkv.storage.filters import ChainFilter  # loads NumPy
 
         if self.is_empty:
-            criteria = "`ids`, `filter`, `tiers`, `namespace_prefix`, `older_than_s` or `all`"
-            raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
+            criteria = "`ids`, `filter`, `model`, `tiers`, `namespace_prefix`, `older_than_s`"
+            raise ConfigError(f"no criterion says which blocks to evict; give {criteria} or `all`")
         if self.tiers and self.to != "drop":
             raise ConfigError("`tiers` and `to` cannot be combined")
-        if self.filter and self.ids:
-            raise ConfigError("`filter` and `ids` cannot be combined")
+        if self.needs_list and self.ids:
+            raise ConfigError("ids cannot be combined with `filter` or `model`")
         if self.older_than_s is not None and not self.older_than_s >= 0:
             raise ConfigError(f"`older_than_s` = {self.older_than_s} must be at least 0")
         if self.namespace_prefix is not None:

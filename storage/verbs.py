@@ -270,14 +270,12 @@ class Verbs:
         if wanted.to != "drop" and self.ask_engine is None:
             raise NoServerError("no server runs that could move blocks to another tier")
         engine = dict[str, Any]()
-        is_of_chains = bool(wanted.filter or wanted.ids)
+        is_of_chains = bool(wanted.needs_list or wanted.ids)
         held = self._ram_blocks(caller) if is_of_chains else NO_RAM_BLOCKS
-        if wanted.filter:
-            pages = self._list(Ls(filter=wanted.filter), held, caller)
-            ids = tuple(chain.id for page in pages for chain in page)
-            if not ids:
+        if wanted.needs_list:
+            wanted = wanted.of_listed(self._list(Ls(filter=wanted.filter), held, caller))
+            if not wanted.ids:
                 return {**NOTHING_EVICTED}
-            wanted = replace(wanted, filter="", ids=ids)
         unknown_to_engine, on_disk = set(wanted.ids), wanted.concerns(Tier.DISK)
         in_ram = wanted.concerns(Tier.DEVICE) or wanted.concerns(Tier.HOST)
         # A dry run that is not about chains is about the disk, so that the engine is not disturbed.

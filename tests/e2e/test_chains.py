@@ -8,6 +8,7 @@ import pytest
 from tests import http
 from tests.serving import Server, ask_store, running
 from tests.waiting import wait_until
+from tieredkv.storage.verbs import SUMMED
 
 SHARED = "Quicksand and xylophones rarely meet in the same sentence. " * 3
 SHORT, KEPT = "short", "kept"
@@ -56,11 +57,12 @@ def test_chains_are_listed_and_evicted_without_a_disk(tmp_path: Path) -> None:
         assert listed(server, filter="tier=disk") == {}
         bad = http.post(f"{server.root}/admin/cache/ls", json={"filter": "sze>1"})
         assert bad.status_code == 400 and "did you mean `size`" in bad.text
+        assert ask(server, "evict", model="another")["evicted_blocks"] == 0
         nothing = ask(server, "evict", filter="tier=disk")
         assert (nothing["evicted_blocks"], nothing["unknown_ids"]) == (0, [])
         own = num_blocks["in_memory"] - len(SHARED) // 16
         would = ask(server, "evict", filter="retention=in_memory", dry_run=True)
-        gone = ask(server, "evict", filter="retention=in_memory")
+        gone = ask(server, "evict", filter="retention=in_memory", model="tiny-random")
         assert would["evicted_blocks"] == gone["evicted_blocks"] == own
         [left] = listed(server).values()
         assert left["blocks"] == num_blocks["24h"]
@@ -103,8 +105,12 @@ def test_chains_of_all_tiers_are_listed_once(tmp_path: Path, encryption: str) ->
         gone = ask(server, "evict", ids=[listed(server)["in_memory"]["id"]])
         assert (gone["evicted_blocks"], gone["unknown_ids"]) == (num_short, [])
         assert ask(server, "prune")["pruned_blocks"] == 0
+        would = ask_store(server.disk_dir, "evict", chains["24h"]["id"], "--dry-run")
         gone = ask(server, "evict", filter="tier=device,tier=disk")
-        assert (gone["evicted_blocks"], gone["disk"]["evicted_blocks"]) == (2 * num_kept, num_kept)
+        assert (gone["evicted_blocks"], gone["disk"]["evicted_blocks"]) == (3 * num_kept, num_kept)
+        in_ram = gone["freed_bytes"] - gone["disk"]["freed_bytes"]
+        assert in_ram == 2 * chains["24h"]["bytes"], "copies in VRAM and host memory count each"
+        assert {key: would[key] for key in SUMMED} == {key: gone[key] for key in SUMMED}
         assert listed(server) == {}
         complete(server, f"{SHORT} {SHARED}", "in_memory")
         complete(server, f"{KEPT} {SHARED}", "24h")

@@ -1,4 +1,4 @@
-"""`prune` drops what nothing can use, and `verify --sample` reads a part."""
+"""`prune` and `evict` drop blocks of other models, and `verify --sample` reads a part."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.storage.test_control import engine_that_says
 from tieredkv.cli.store import parse_part
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
-from tieredkv.storage.calls import Inspect, Ls, Prune, Verify
+from tieredkv.storage.calls import EvictFilter, Inspect, Ls, Prune, Verify
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.known_models import KnownModel, note_model
 from tieredkv.types import BlockRecord, Tier
@@ -77,6 +77,22 @@ def test_a_model_that_the_store_does_not_know_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="knows no model `b`; it knows `a`"):
         control.answer(Prune(model="b"))
     assert left(control) == 2
+
+
+def test_the_chains_of_a_model_are_evicted_by_any_name(tmp_path: Path) -> None:
+    folder, mine, other = tmp_path / "s", model("a,tier=disk \u00e9"), model("a")
+    fill(folder, *chain("one", mine, 3), *chain("two", mine, 2), *chain("other", other, 4))
+    for each in (mine, other):
+        note_model(folder, each)
+    control = StoreControl(folder)
+    few = control.evict(EvictFilter(model=mine.name, filter="blocks<3", dry_run=True))
+    assert few["evicted_blocks"] == 2
+    assert control.evict(EvictFilter(model="nobody's"))["evicted_blocks"] == 0
+    assert control.evict(EvictFilter(model=mine.name, filter="blocks>3"))["evicted_blocks"] == 0
+    with pytest.raises(ConfigError, match="ids cannot be combined with `filter` or `model`"):
+        control.evict(EvictFilter(model=mine.name, ids=("0" * 8,)))
+    assert control.evict(EvictFilter(model=mine.name))["evicted_blocks"] == 3 + 2
+    assert left(control) == 4
 
 
 def test_a_parent_in_ram_makes_no_orphan(harness: Harness) -> None:

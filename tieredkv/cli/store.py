@@ -259,8 +259,9 @@ def evict(
 
     `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
     uses is stored. Blocks that other chains use stay. --filter and --model evict the chains that
-    `ls` lists with them. Requests that are being answered keep their blocks until they end. The
-    exit code is 1 if nothing matches, or if an ID is unknown.
+    `ls` lists with them. Requests that are being answered keep their blocks until they end. A block
+    counts once for each tier that it is evicted from. The exit code is 1 if nothing matches, or if
+    an ID is unknown.
 
     \b
     Examples:
@@ -272,13 +273,10 @@ def evict(
     """
     if "" in (filter, model_name):  # as a variable of a script that was not set
         raise usage_error("--filter and --model need a value; leave them out to evict any chain.")
-    if model_name and "," in model_name:  # it would be taken for a second condition
-        what = f"--model cannot have a comma, as `{model_name}` has"
-        raise usage_error(f"{what}; give the ids of its chains, which `ls` lists.")
-    conditions = [filter or "", f"model={model_name}" if model_name else ""]
     wanted = EvictFilter(
         older_than_s=None if older_than_s is None else parse_duration(older_than_s),
-        filter=",".join(it for it in conditions if it),
+        filter=filter or "",
+        model=model_name or "",
         **more,
     )
     if wanted.is_empty:

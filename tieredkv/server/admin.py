@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import msgspec
-from msgspec.structs import replace
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tieredkv.config import Settings
@@ -78,12 +77,11 @@ async def _respond_without_disk(call: Call, engine: EngineClient, forgotten: Jso
     if isinstance(call, Ls):
         parts = document(call, await _list(call, engine))
         return StreamingResponse(parts, media_type="application/json")
-    if isinstance(call, EvictFilter) and call.filter:
+    if isinstance(call, EvictFilter) and call.needs_list:
         pages = await _list(Ls(filter=call.filter), engine)
-        ids = await asyncio.to_thread(lambda: [each.id for page in pages for each in page])
-        if not ids:
+        call = await asyncio.to_thread(call.of_listed, pages)
+        if not call.ids:
             return JSONResponse({**NOTHING_EVICTED, **forgotten})
-        call = replace(call, filter="", ids=tuple(ids))
     [answer] = await engine.operate(call)
     if "refused" in answer:
         raise _refused(ConfigError(answer["refused"]))
