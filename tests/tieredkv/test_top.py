@@ -129,6 +129,33 @@ def test_a_terminal_of_60_columns_cuts_nothing_and_adds_the_tiers_up() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("columns", "titles", "row"),
+    [
+        (
+            120,
+            " ttft  queue  prompt  device  host    disk     ago  tenant                from  miss",
+            "12.5s  1.25s  131072      64     0  120000  1m 15s  [b]                   disk"
+            "  evicted_device",
+        ),
+        (
+            80,
+            " ttft  queue  prompt  cached  tenant                from  miss",
+            "12.5s  1.25s  131072  120064  [b]                   disk  evicted_device",
+        ),
+        (
+            60,
+            " ttft  queue  prompt  cached  from  miss",
+            "12.5s  1.25s  131072  120064  disk  evicted_device",
+        ),
+    ],
+)
+def test_several_tenants_are_named_where_there_is_room(columns: int, titles: str, row: str) -> None:
+    slowest = [msgspec.structs.replace(SLOW, tenant=name) for name in ("[b]", "a long name " * 9)]
+    lines = drawn(msgspec.structs.replace(PICTURE, slowest=slowest), columns)
+    assert lines[-3:-1] == [titles, row]
+
+
 def test_a_terminal_without_unicode_has_bars_too() -> None:
     lines = drawn(PICTURE, 60, encoding="ascii")
     assert lines[4].startswith("device  #####...............   25 %")

@@ -155,7 +155,8 @@ def top(loaded: LoadedSettings, url: str | None, interval: str, once: bool, as_j
     that the link was measured to have. Hit rate and times to first token are those of the last ten
     to twelve minutes, and the slowest requests those of the last nine to ten. For each of these
     the table tells how many tokens of its prompt each tier had (on a narrow terminal, all tiers
-    together), the slowest tier among them, and why not more was found. `expected` is the age at
+    together), whose it was, the slowest tier among them, and why not more was found. Tenants are
+    told where there are several, but not on a terminal of 60 columns. `expected` is the age at
     which blocks will leave the disk on average, and 1 % of the evicted ones were not older than
     `p1 age`.
 

@@ -18,6 +18,7 @@ from tieredkv.units import format_bytes, format_duration
 
 SOURCES = ("cold", *map(str, Tier))
 BAR_COLUMNS = 20
+TENANT_COLUMNS = 20
 
 
 def draw(picture: Picture, console: Console, *, note: str = "", height: int | None = None) -> Group:
@@ -132,23 +133,35 @@ def _slowest_parts(
     """Return the table with all columns, or with fewer if the console is too narrow for them."""
     if not slowest:
         return [Text("no request in the last ten minutes")]
-    title, tiers = Text("slowest requests of the last ten minutes"), [*map(str, Tier)]
-    wide = _table("ttft", "queue", "prompt", *tiers, "ago", "from", "miss", texts=0)
-    narrow = _table("ttft", "queue", "prompt", "cached", "from", "miss", texts=0)
-    for table in (wide, narrow):
-        for column in table.columns[-2:]:
-            column.justify = "left"
+    tiers, tenant = [*map(str, Tier)], ["tenant"] * (len({it.tenant for it in slowest}) > 1)
+    first, last = ("ttft", "queue", "prompt"), ("from", "miss")
+    layouts = (
+        (*first, *tiers, "ago", *tenant, *last),
+        (*first, "cached", *tenant, *last),
+        (*first, "cached", *last),
+    )
+    tables = [_table(*titles, texts=0) for titles in layouts]
     for each in slowest:
         cached = each.cached_tokens
-        first = _duration(each.ttft_s), _duration(each.queue_s), str(each.prompt_tokens)
-        last = each.source, each.miss_reason or "-"
-        by_tier = (str(cached.get(tier, 0)) for tier in tiers)
-        ago = _duration(max(0.0, now - each.at))
-        _add(wide, *first, *by_tier, ago, *last)
-        _add(narrow, *first, str(sum(cached.values())), *last)
+        cells = {
+            "ttft": _duration(each.ttft_s),
+            "queue": _duration(each.queue_s),
+            "prompt": str(each.prompt_tokens),
+            **{tier: str(cached.get(tier, 0)) for tier in tiers},
+            "cached": str(sum(cached.values())),
+            "ago": _duration(max(0.0, now - each.at)),
+            "tenant": each.tenant[:TENANT_COLUMNS],
+            "from": each.source,
+            "miss": each.miss_reason or "-",
+        }
+        for table, titles in zip(tables, layouts, strict=True):
+            _add(table, *map(cells.__getitem__, titles))
+    for column in (column for table in tables for column in table.columns):
+        if column.header in (*tenant, *last):
+            column.justify = "left"
     unbounded = console.options.update_width(MOST_COLUMNS)
-    fits = Measurement.get(console, unbounded, wide).maximum <= console.width
-    return [title, wide if fits else narrow]
+    fits = (it for it in tables if Measurement.get(console, unbounded, it).maximum <= console.width)
+    return [Text("slowest requests of the last ten minutes"), next(fits, tables[-1])]
 
 
 def _percent(ratio: float | None) -> str:
