@@ -106,6 +106,7 @@ def test_a_proof_finds_a_payload_that_no_index_knows(stopped: Stopped) -> None:
         (["--ns", "12ab"], "either a key or --ns"),
         (["--prove-erased", "12" * 8, "--ns", "12ab"], "either a key or --ns"),
         (["--prove-erased", "12" * 8, "--no-repair"], "cannot be combined"),
+        (["--prove-erased", "12" * 8, "--sample", "100%"], "cannot be combined"),
         (["--prove-erased", "--ns", "0x12"], "`0x12` is not the beginning of a namespace"),
         (["--prove-erased", "12ab"], "`12ab` is no id of a key, which has 16 hexadecimal digits"),
         (["--prove-erased", "zz" * 8], "is no id of a key"),

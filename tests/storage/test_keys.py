@@ -416,6 +416,10 @@ def test_the_master_key_is_replaced_by_another_file_or_command(
     keys, file = place.open(), str(tmp_path / "mine")
     keys.rotate(file, None)
     assert place.open().note.master_key == file
+    inside = Path(keys.folder, "mine")
+    with pytest.raises(ConfigError, match="lies in the folder of the store"):
+        keys.rotate(str(inside), None)
+    assert not inside.exists() and place.open().note.master_key == file
     keys.rotate(None, f"echo {OTHER.hex()}")
     with pytest.raises(MissingKeyError, match="set `disk_master_key_command`"):
         place.open()

@@ -119,6 +119,7 @@ def test_a_verb_loads_only_the_libraries_that_it_needs() -> None:
         ),
         (["evict", "--disk-dir", ".", "--filter", "sise>1"], "error: a filter has no field `sise`"),
         (["prune", "--disk-dir", "."], "error: There is no terminal to confirm on; give -y"),
+        (["prune", "--disk-dir", ".", "--model", "", "-y"], "error: --model needs a value"),
         (["verify", "--disk-dir", ".", "--sample", "some"], "error: `some` is no part; write one"),
         (["evict", "--disk-dir", ".", "--older-than", "soon"], "error: `soon` is not a duration"),
         (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
@@ -399,6 +400,20 @@ def test_quiet_verbs_print_errors_and_ids_only(tmp_path: Path) -> None:
     assert (nothing.returncode, nothing.stdout) == (1, "")
     assert nothing.stderr.startswith("error: nothing matches")
     assert json.loads(tieredkv("df", *folder, "-q", "--json").stdout)["disk"]["blocks"] == 20
+
+
+def test_namespaces_of_one_tenant_are_told_apart(tmp_path: Path) -> None:
+    path, now = tmp_path / "store", time.time()
+    spaces = [digest("tenant")[:8] + digest(salt)[:24] for salt in ("one", "other")]
+    with open_store(path, FakeClock(now), budget_bytes=3 << 20) as store:
+        put(store, *(make_record(f"{it!r}", now=now, namespace=it, root=it) for it in spaces))
+    for words in (["df", "-v"], ["ls"]):
+        rows = tieredkv(*words, "--disk-dir", str(path)).stdout.split()
+        shown = [word for word in rows if len(word) == 24]
+        assert sorted(shown) == sorted(each.hex()[:24] for each in spaces)
+    assert ask(path, "evict", "--ns", shown[0], "-y")["evicted_blocks"] == 1
+    [left] = [chain for page in StoreControl(path).ls() for chain in page]
+    assert left.namespace[:24] == shown[1]
 
 
 def test_a_row_becomes_a_paragraph_where_the_table_is_too_wide(

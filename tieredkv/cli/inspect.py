@@ -12,7 +12,7 @@ import msgspec
 
 from tieredkv.cli.output import Answer, answering, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.cli.store import SHORT_HEX, control_of
+from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX, control_of
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import NoServerError
 from tieredkv.storage.calls import Inspect
@@ -104,7 +104,7 @@ def inspect(
                 "hits": block.hits,
             }
         )
-    namespaces = {(block.namespace[:SHORT_HEX], block.root[:SHORT_HEX]) for block in blocks}
+    namespaces = {(block.namespace[:NAMESPACE_HEX], block.root[:SHORT_HEX]) for block in blocks}
     lines = [f"namespace {namespace}, root {root}" for namespace, root in sorted(namespaces)]
     return Answer({"chain": msgspec.to_builtins(blocks)}, rows, lines, texts=2)
 

@@ -21,6 +21,9 @@ from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
 
 SHORT_HEX = 12
+NAMESPACE_HEX = 2 * TENANT_BYTES + 8
+"""Digits of a namespace: those that all namespaces of its tenant begin with, and eight more."""
+
 SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
@@ -105,7 +108,7 @@ def df(store: StoreControl, verbose: bool) -> Answer:
     uses = [
         {
             "tenant": use["namespace"][: 2 * TENANT_BYTES],
-            "namespace": use["namespace"][:SHORT_HEX],
+            "namespace": use["namespace"][:NAMESPACE_HEX],
             "model": use["model"] or f"root {use['root'][:SHORT_HEX]}",
             "blocks": use["blocks"],
             "size": format_bytes(use["bytes"]),
@@ -170,7 +173,7 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
       expires<10m               time until the first block expires
       size>1GB, tokens>=8192    also: blocks
       hits>=3                   how often the first block was found that only this chain has
-      ns=1f9c                   first digits of the namespace
+      ns=1f9c                   first digits of the namespace; 16 of them are its tenant's
       model=NAME, retention=24h
 
     Equality is = or !=. Quote a filter with < or > in a shell.
@@ -193,7 +196,7 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
     def as_row(chain: ChainInfo) -> dict[str, object]:
         return {
             "id": short_id(chain.id, SHORT_HEX),
-            "namespace": chain.namespace[:SHORT_HEX],
+            "namespace": chain.namespace[:NAMESPACE_HEX],
             "retention": chain.retention,
             "tiers": " ".join(chain.tiers),
             "tokens": chain.tokens,
@@ -325,26 +328,26 @@ def confirm(question: str, what: str) -> None:
 
 
 @store_verb
-@click.option(
-    "--model", "model_name", metavar="NAME", default="", help="Drop blocks of all models but this."
-)
+@click.option("--model", "model_name", metavar="NAME", help="Drop blocks of all models but this.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--dry-run", is_flag=True, help="Say what would be dropped, and change nothing.")
-def prune(store: StoreControl, model_name: str, yes: bool, dry_run: bool) -> Answer:
+def prune(store: StoreControl, model_name: str | None, yes: bool, dry_run: bool) -> Answer:
     """Drop blocks on disk that nothing can use any more.
 
     These are blocks that have expired, and orphans: blocks whose parent is in no tier, and all
     behind them, so that a prompt would have to be computed up to them first. With --model, the
-    blocks of all other models go, too; `ls` lists the names.
+    blocks of all other models go, too; `df -v` lists the names.
 
     \b
     Examples:
       tieredkv prune --disk-dir ./kv --dry-run
       tieredkv prune --disk-dir ./kv --model ./Llama-3.1-8B-Instruct -y
     """
+    if model_name == "":
+        raise usage_error("--model needs a value; leave it out to keep the blocks of every model.")
     if not (yes or dry_run):
         confirm("Drop what nothing can use?", "prune")
-    answer = store.answer(Prune(model=model_name, dry_run=dry_run))
+    answer = store.answer(Prune(model=model_name or "", dry_run=dry_run))
     verb = "would drop" if dry_run else "dropped"
     lines = [f"{verb} {answer['pruned_blocks']} blocks, {format_bytes(answer['freed_bytes'])}"]
     lines += [as_text(answer["by_reason"])] if answer["by_reason"] else []
@@ -355,9 +358,8 @@ def prune(store: StoreControl, model_name: str, yes: bool, dry_run: bool) -> Ans
 @click.option("--no-repair", is_flag=True, help="Count bad blocks and leave them in the store.")
 @click.option(
     "--sample",
-    default="100%",
     metavar="PART",
-    help="Read only this part of the blocks, chosen by chance, such as 5% or 0.05.",
+    help="Read only this part of the blocks, chosen by chance, such as 5% or 0.05. By default all.",
 )
 @click.option(
     "--prove-erased",
@@ -376,7 +378,7 @@ def prune(store: StoreControl, model_name: str, yes: bool, dry_run: bool) -> Ans
 def verify(
     store: StoreControl,
     no_repair: bool,
-    sample: str,
+    sample: str | None,
     key_id: str | None,
     namespace_prefix: str | None,
 ) -> Answer:
@@ -399,11 +401,11 @@ def verify(
     if key_id is not None or namespace_prefix is not None:
         if key_id is None or bool(key_id) == bool(namespace_prefix):
             raise usage_error("Give --prove-erased with either a key or --ns.")
-        if no_repair:
-            raise usage_error("--no-repair cannot be combined with --prove-erased.")
+        if no_repair or sample is not None:
+            raise usage_error("--prove-erased cannot be combined with --no-repair or --sample.")
         answer = store.prove_erased(key_id, namespace_prefix or "")
         return Answer(answer, lines=[as_text(answer)], is_problem=not answer["erased"])
-    call = Verify(repair=not no_repair, sample=parse_part(sample))
+    call = Verify(repair=not no_repair, sample=1.0 if sample is None else parse_part(sample))
     call.check()
     progress = functools.partial(terminal_progress(), "verifying")
     answer = store.answer(call, progress)
