@@ -558,7 +558,7 @@ class BlockStore:
             retention=claim if claim and later > record.expires_at else record.retention,
             last_used=max(record.last_used, item.last_used),
             pinned_until=max(record.pinned_until, item.pinned_until),
-            hits=record.hits + 1,
+            hits=record.hits + 1 if item.hits is None else max(record.hits, item.hits),
         )
         check_record(new)
         txn.replace(old, old._replace(record=new))

@@ -10,13 +10,18 @@ from tieredkv.types import BlockRecord, Tier
 
 
 class TouchItem(msgspec.Struct, frozen=True, array_like=True):
-    """One use of a block, and the claim that came with it if that lengthens the block's life."""
+    """One use of a block, and the claim that came with it if that lengthens the block's life.
+
+    Attributes:
+        hits: how many requests have found the block, as far as is known; None for one more.
+    """
 
     block_hash: bytes
     last_used: float
     expires_at: float | None = None
     retention: str | None = None
     pinned_until: float = 0.0
+    hits: int | None = None
 
 
 class EvictResult(NamedTuple):

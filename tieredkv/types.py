@@ -89,7 +89,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         expires_at: unreachable from this moment on.
         last_used: last hit or store.
         pinned_until: until then it is evicted only after all blocks that are not pinned.
-        hits: times it was loaded or touched.
+        hits: how many requests found it, without the one that computed it.
     """
 
     block_hash: bytes

@@ -118,3 +118,28 @@ def test_chains_of_all_tiers_are_listed_once(tmp_path: Path, encryption: str) ->
         assert "Traceback" not in server.log
     [chain] = ask_store(server.disk_dir, "ls")["chains"]
     assert chain["blocks_by_tier"] == {"device": 0, "host": 0, "disk": num_kept}
+
+
+def test_hits_are_the_requests_that_found_a_chain_in_any_tier_and_after_a_stop(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, "--disk-write", "write_behind") as server:
+
+        def hits() -> int:
+            [chain] = listed(server).values()
+            return int(chain["hits"])
+
+        num_blocks = complete(server, f"{KEPT} {SHARED}", "24h")
+        wait_until(lambda: server.df()["disk"]["blocks"] == num_blocks, "nothing went to disk")
+        assert hits() == 0
+        for num in (1, 2):
+            complete(server, f"{KEPT} {SHARED}", "24h")
+            wait_until(lambda num=num: hits() == num, f"hit {num}")  # type: ignore[misc]
+        for tier in ("device", "host"):
+            ask(server, "evict", all=True, tiers=[tier])
+        wait_until(lambda: hits() == 2, "the disk was not told of the hits")
+        complete(server, f"{KEPT} {SHARED}", "24h")
+        wait_until(lambda: hits() == 3, "the hit on disk is not counted once")
+        disk_dir = server.disk_dir
+    [chain] = ask_store(disk_dir, "ls")["chains"]
+    assert chain["hits"] == 3

@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
         for block_hash, record in fresh.items():
             old = self.model.get(block_hash)
             if old is not None and record.computed_at <= old.computed_at:
-                record = self._refreshed(old, now, record.expires_at)
+                record = self._refreshed(old, now, record.expires_at, hits=old.hits)
             self.model[block_hash] = record
         self._forget_evicted(fresh)
 
@@ -114,18 +114,21 @@ class StoreMachine(RuleBasedStateMachine):
         picked=picks,
         longer_s=st.sampled_from([None, 1.0, 600.0]),
         pin_s=st.sampled_from([0.0, 30.0]),
+        hits=st.sampled_from([None, 0, 2]),
     )
-    def touch(self, picked: list[tuple[str, int]], longer_s: float | None, pin_s: float) -> None:
+    def touch(
+        self, picked: list[tuple[str, int]], longer_s: float | None, pin_s: float, hits: int | None
+    ) -> None:
         now = self.clock.now()
         expires_at = None if longer_s is None else now + longer_s
         hashes = [hash_of(*each) for each in picked]
         there = [block_hash for block_hash in hashes if block_hash in self.model]
         until = now + pin_s if pin_s else 0.0
-        touched = [TouchItem(each, now, expires_at, "long", until) for each in hashes]
+        touched = [TouchItem(each, now, expires_at, "long", until, hits) for each in hashes]
         self.store.claim_or_touch(touched)
         for block_hash in there:
             self.model[block_hash] = self._refreshed(
-                self.model[block_hash], now, expires_at, "long", until
+                self.model[block_hash], now, expires_at, "long", until, hits
             )
         self._forget_evicted()
 
@@ -136,6 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
         expires_at: float | None,
         retention: str = "24h",
         pinned_until: float = 0.0,
+        hits: int | None = None,
     ) -> BlockRecord:
         later = max(old.expires_at, expires_at or 0.0)
         return msgspec.structs.replace(
@@ -143,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
             expires_at=later,
             last_used=now,
             pinned_until=max(old.pinned_until, pinned_until),
-            hits=old.hits + 1,
+            hits=old.hits + 1 if hits is None else max(old.hits, hits),
             retention=retention if later > old.expires_at else old.retention,
         )
 

@@ -38,6 +38,7 @@ class Entry(msgspec.Struct, gc=False):
         is_droppable: the block may be evicted without a copy in a slower tier, since its demotion
             was given up.
         refusal: why the store last refused the block; empty if it did not.
+        hits: how many requests found the block, without the one that computed it.
         queued_second: when the entry is examined next, in seconds since the epoch.
     """
 
@@ -287,7 +288,6 @@ class Catalog:
                 entry.last_used = now
             if pinned_until > now:
                 entry.pinned_until = max(entry.pinned_until, pinned_until)
-            entry.hits += 1
         if pinned_until > now:
             self.add_all(entries)
         else:
@@ -387,7 +387,8 @@ class Catalog:
                 claim = lives[life] = until, retention
             if claim[0] is not None:
                 entry.disk_expires_at = max(entry.disk_expires_at, claim[0])
-            items.append(TouchItem(entry.block_hash, entry.last_used, *claim, entry.pinned_until))
+            use = entry.last_used, *claim, entry.pinned_until, entry.hits
+            items.append(TouchItem(entry.block_hash, *use))
         return items
 
     def chains(

@@ -213,8 +213,9 @@ class Demoter:
             tiers.events.note_written(entry.block_hash)
             now = tiers.clock.now()
             until = catalog.disk_deadline(entry, now) or 0.0
-            if until > record.expires_at or entry.pinned_until != record.pinned_until:
-                tiers.store.touch(catalog.touch_items([entry], now))  # claimed meanwhile
+            noted = record.pinned_until, record.hits
+            if until > record.expires_at or (entry.pinned_until, entry.hits) != noted:
+                tiers.store.touch(catalog.touch_items([entry], now))  # used meanwhile
         tiers.host.unpin(write.page)
 
     def drop_oldest(self, num_blocks: int) -> None:

@@ -8,6 +8,7 @@ Called by the engine's thread only.
 
 from collections.abc import Iterable
 
+from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiers import Tiers
@@ -49,7 +50,7 @@ class Touches:
         """
         if self._tiers.store is not None:
             now = self._tiers.clock.now()
-            self._tiers.store.touch([TouchItem(block_hash, now) for block_hash in hashes])
+            self._tiers.store.touch([TouchItem(block_hash, now, hits=0) for block_hash in hashes])
 
     def finish(self, prefix: Prefix) -> None:
         """Refresh what is left of a chain that is about to be released."""
@@ -61,8 +62,11 @@ class Touches:
         if not indices.start and prefix.read_ends is not None:  # shared blocks, computed again
             tiers.device.touch(hashes)
         for claim, part in prefix.by_claim(indices):
-            known = map(tiers.catalog.get, map(hashes.__getitem__, part))
-            entries = [entry for entry in known if entry is not None]
+            entries = list[Entry]()
+            for index in part:
+                if (entry := tiers.catalog.get(hashes[index])) is not None:
+                    entry.hits += prefix.sources[index] is not None or index in prefix.awaited
+                    entries.append(entry)
             tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
             on_disk = [entry for entry in entries if entry.is_on_disk]
             items = tiers.catalog.touch_items(on_disk, now)
