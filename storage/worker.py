@@ -51,7 +51,10 @@ def main(arguments: list[str]) -> int:
     forbid_core_files()
     sock = socket.socket(fileno=int(arguments[0]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
-    launch, *more = channel.receive(None)
+    try:
+        launch, *more = channel.receive(None)
+    except EOFError:  # the parent ended before it said which store to serve
+        return EXIT_FAILED
     assert isinstance(launch, Launch), launch
     if more:  # a `CloseCall`, as of a command that was interrupted at once
         return 0

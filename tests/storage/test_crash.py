@@ -23,9 +23,12 @@ from tests.storage.conftest import (
     make_record,
     wait_until,
 )
+from tests.waiting import HANG_S
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.worker_messages import PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.worker_process import EXIT_FAILED
 from tieredkv.types import BlockRecord
+from tieredkv.wire.process import start_process
 
 STORED_A_ROUND = 16
 LOADED_A_ROUND = 16
@@ -222,3 +225,12 @@ def test_a_folder_that_is_removed_under_the_worker_costs_its_blocks_and_no_more(
     mail.take(WorkerUp)
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 4
     assert all(done.ok for done in mail.store(chain))
+
+
+def test_a_worker_whose_parent_ends_before_it_begins_ends_quietly(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    process, sock = start_process("tieredkv.storage.worker")
+    sock.close()
+    assert process.wait(HANG_S) == EXIT_FAILED
+    assert capfd.readouterr() == ("", "")
