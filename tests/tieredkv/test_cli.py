@@ -492,6 +492,21 @@ def test_a_closed_standard_stream_is_no_fault(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_verbs_and_options(shell: str) -> None:
+    assert f"{shell}_source" in CliRunner().invoke(cli, ["--help"]).output
+    command = [sys.executable, "-P", "-c", "from tieredkv.cli import run; run()"]
+
+    def complete(line: str, word: str) -> str:
+        index = str(word if shell == "fish" else len(line.split(" ")) - 1)
+        words = {"COMP_WORDS": line, "COMP_CWORD": index}
+        env = {**os.environ, **words, "_TIEREDKV_COMPLETE": f"{shell}_complete"}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert "evict" in complete("tieredkv ev", "ev")
+    assert "--older-than" in complete("tieredkv evict --old", "--old")
+
+
 @pytest.mark.parametrize("group", ["bench", "config"])
 def test_a_group_without_a_verb_shows_its_verbs(
     group: str, capsys: pytest.CaptureFixture[str]

@@ -96,6 +96,10 @@ def cli(context: click.Context) -> None:
     \b
     Every verb has --help and --json. A setting is taken from its flag, else from the environment
     (TIEREDKV_PORT), else from the --config file, else it has its default.
+
+    \b
+    Complete verbs and options with the Tab key in bash (in zsh and fish: zsh_source, fish_source):
+      eval "$(_TIEREDKV_COMPLETE=bash_source tieredkv)"
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
