@@ -485,9 +485,13 @@ def test_a_prefix_is_evicted_from_every_tier_once_that_is_confirmed(
     page.click("#largest tbody tr:first-child button")
     num_blocks = int(first[5].replace(",", "")) // 16
     assert dialogs[0].startswith(f"Evict the prefix {first[0]} ({num_blocks} blocks, ")
-    assert len(ask(server, "ls")["chains"]) == 2, "evicted although that was not confirmed"
+    chains = {each["id"][:12]: each for each in ask(server, "ls")["chains"]}
+    assert len(chains) == 2, "evicted although that was not confirmed"
+    copies = chains[first[0]]["blocks_by_tier"]
+    assert copies["disk"] == num_blocks
     page.click("#largest tbody tr:first-child button")
-    told = f"Evicted {num_blocks} blocks from memory and {num_blocks} from disk, "
+    in_memory = copies["device"] + copies["host"]
+    told = f"Evicted {in_memory} copies of blocks from memory and {num_blocks} from disk, "
     wait_until(lambda: page.text_content("#status").startswith(told), "an eviction")
     assert [row[0] for row in table(page, "largest")] == [second[0]]
     assert page.evaluate("document.activeElement.id") == "list"

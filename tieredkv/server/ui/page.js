@@ -334,7 +334,7 @@ async function evict(each, button) {
     await Promise.all([listLargest(), refresh()]);
     const onDisk = told.disk?.evicted_blocks ?? 0;
     const inMemory = told.evicted_blocks - onDisk;
-    say(`Evicted ${count(inMemory)} blocks from memory and ${count(onDisk)} from disk, ${bytes(told.freed_bytes)}.`);
+    say(`Evicted ${count(inMemory)} copies of blocks from memory and ${count(onDisk)} from disk, ${bytes(told.freed_bytes)}.`);
     byId("list").focus();
   } catch (error) {
     button.disabled = false;
