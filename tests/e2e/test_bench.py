@@ -784,11 +784,15 @@ def test_bench_serve_fails_where_requests_fail(server: Server, tieredkv: Command
     assert "Invalid value: 'for_ever'" in stderr
 
 
-def test_bench_serve_names_the_address_that_does_not_answer(
+def test_bench_serve_names_the_address_that_refuses_or_does_not_answer(
     server: Server, tieredkv: CommandLine
 ) -> None:
     exit_code, stdout, stderr = tieredkv(
         "bench", "serve", "--url", server.root, "--api-key", "sk-b"
     )
-    assert (exit_code, stdout) == (1, "")
-    assert stderr.startswith(f"error: `{server.root}` does not answer: ")
+    assert (exit_code, stdout) == (2, "")
+    assert stderr.startswith(f"error: `{server.root}` refuses: status 401\nhint: give --api-key")
+    nobody = "http://127.0.0.1:9"
+    exit_code, stdout, stderr = tieredkv("bench", "serve", "--url", nobody)
+    assert (exit_code, stdout) == (3, "")
+    assert stderr.startswith(f"error: `{nobody}` does not answer: ")

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 
 from tieredkv.bench import raw
-from tieredkv.errors import TieredKVError
+from tieredkv.errors import ConfigError, ServerUnreachableError
 from tieredkv.types import Progress, Tier, tracked
 
 ANSWER_TIMEOUT_S = 300.0
@@ -94,16 +94,21 @@ class Client:
         """Ask the server for the model's name and for the number of letters in a token.
 
         Raises:
-            TieredKVError: the server does not answer these questions.
+            ConfigError: the server refuses these questions, as without its API key.
+            ServerUnreachableError: it does not answer them.
         """
         letters = {"prompt": self._text(random.Random(1), CALIBRATION_CHARS)}
         try:
-            self.model = (await self._http.get("/v1/models")).json()["data"][0]["id"]
-            counted = (await self._http.post("/tokenize", json=letters)).json()["count"]
+            models = (await self._http.get("/v1/models")).raise_for_status()
+            counts = (await self._http.post("/tokenize", json=letters)).raise_for_status()
+            self.model, counted = models.json()["data"][0]["id"], counts.json()["count"]
+        except httpx.HTTPStatusError as error:
+            what = f"`{self._http.base_url}` refuses: status {error.response.status_code}"
+            raise ConfigError(f"{what}\nhint: give --api-key, if the server needs one") from None
         except (httpx.HTTPError, ValueError, LookupError) as error:
             what = f"`{self._http.base_url}` does not answer"
             hint = "hint: start a server, and give its URL without /v1"
-            raise TieredKVError(f"{what}: {error!r}\n{hint}") from None
+            raise ServerUnreachableError(f"{what}: {error!r}\n{hint}") from None
         self._chars_a_token = CALIBRATION_CHARS / counted
 
     async def measure(self, rate: float, retention: str) -> Row:
@@ -171,7 +176,7 @@ def run(
     """Measure a running server.
 
     Raises:
-        TieredKVError: the server does not answer.
+        ConfigError, ServerUnreachableError: see `Client.begin`.
     """
     asked, cases = Workload(**workload), list(itertools.product(rates, retentions))
     options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}

@@ -413,7 +413,7 @@ def disk() -> None:
     click.option("--shape", default="llama-3.1-8b", help="Shape of the model, as after `random:`."),
     click.option("--block-size", type=COUNT, default=16, help="Tokens per block."),
     several(
-        "--cases", str, help="Cases to measure, as below. By default some that suit the device."
+        "--cases", str, help="Cases to measure, as above. By default some that suit the device."
     ),
     repeats(9),
 )
@@ -438,7 +438,7 @@ def attention() -> None:
     click.option(
         "--tokens", type=COUNT, default=200, help="Tokens per measured time between tokens."
     ),
-    several("--workloads", str, help="Workloads, as below, such as 128x1024+256,32x8192+128."),
+    several("--workloads", str, help="Workloads, as above, such as 128x1024+256,32x8192+128."),
     repeats(3),
     settings_options(*ENGINE, without=("seed", "device", "default_retention")),
 )
@@ -497,7 +497,8 @@ def serve() -> None:
     and each turn sends what was said before. Rows tell the time to the first token and between
     tokens, by the slowest tier that the prefix came from, and the share of prompt tokens that were
     cached. To compare with a server without tiers, configure a retention that keeps blocks in VRAM
-    alone, such as `[retention.device_only]`. The exit code is 1 if a request fails.
+    alone, such as `[retention.device_only]`. The exit code is 1 if a request fails, and 3 if the
+    server does not answer.
 
     \b
     Example, a minute and a half without a GPU:

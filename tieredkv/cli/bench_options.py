@@ -123,7 +123,7 @@ SESSIONS = (
     click.option(
         "--trace",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="File with recorded sessions to replay, .jsonl or .jsonl.gz, as below.",
+        help="File with recorded sessions to replay, .jsonl or .jsonl.gz, as above.",
     ),
 )
 """Options that say what sessions look like; the fields of `tieredkv.bench.sessions.Shape`."""
