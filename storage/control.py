@@ -333,6 +333,10 @@ def _connect(folder_fd: int) -> socket.socket:
     sock.setblocking(False)
     try:
         sock.connect(socket_address(folder_fd))
+    except PermissionError as error:
+        sock.close()
+        what = "the store belongs to another account, which its server runs as"
+        raise StorageError(f"{what}: {described(error)}\nhint: use that account") from error
     except OSError:
         sock.close()
         raise

@@ -1,10 +1,12 @@
 """The command line in real processes: exit codes, one-line errors and JSON."""
 
+import errno
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -513,6 +515,41 @@ def test_a_group_without_a_verb_shows_its_verbs(
 ) -> None:
     assert run_main([group]) == 2
     assert capsys.readouterr().err.startswith(f"Usage: tieredkv {group} ")
+
+
+@pytest.mark.parametrize("verb", ["df", "ls", "evict --all -y", "verify", "rotate", "top"])
+def test_a_store_of_another_account_is_named(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert run_main([*verb.split(), "--disk-dir", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: `{tmp_path}` cannot be read: Permission denied\nhint: use the")
+
+
+def test_a_socket_of_another_account_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert run_main(["df", "--disk-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "error: the store belongs to another account, which its server runs as: Permission denied\n"
+        "hint: use that account\n"
+    )
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("no trace")
+    assert run_main(["size", str(trace), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "a.png` cannot be written: Permission denied" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Plots of reports, drawn with matplotlib, which is optional. This module knows no bench."""
 
+import errno
 import importlib
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ def check(path: Path | None) -> None:
         raise ConfigError(f"`--plot` needs matplotlib: {error}\nhint: {hint}") from error
     if path.suffix[1:] not in canvas.get_supported_filetypes() or not path.parent.is_dir():
         raise ConfigError(f"`--plot` = `{path}` must be a .png, .svg or .pdf in an existing folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"`--plot` = `{path}` cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def draw(

@@ -1,6 +1,8 @@
 """`tieredkv df`, `ls`, `evict`, `verify` and `rotate`, on a running server or a stopped store."""
 
+import errno
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.cli.versions import told, untold_text
 from tieredkv.config import LoadedSettings, Settings
+from tieredkv.errors import StorageError
 from tieredkv.storage.calls import EvictFilter, Ls, Prune, Verify
 from tieredkv.storage.control import Asking, StoreControl, document
 from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
@@ -43,11 +46,15 @@ def control_of(settings: Settings) -> StoreControl:
 
     Raises:
         UsageError: there is no such folder.
+        StorageError: this account may not look into it.
     """
     if (folder := settings.disk_dir) is None:
         raise usage_error("Missing option '--disk-dir'.")
     if not Path(folder).is_dir():
         raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        hint = "hint: use the account that the store belongs to, which its server runs as"
+        raise StorageError(f"`{folder}` cannot be read: {os.strerror(errno.EACCES)}\n{hint}")
     return StoreControl(
         folder,
         clock_offset_file=settings.clock_offset_file,
