@@ -67,7 +67,11 @@ class Warmed(msgspec.Struct, kw_only=True):
 @click.argument("file", type=click.File("rb"))
 @click.option("--url", default="http://127.0.0.1:8000", help="URL of the server, without /v1.")
 @click.option("--api-key", help="API key, if the server needs one. Its tenant has the blocks.")
-@click.option("--retention", help="Retention of the prompts that name none, such as 24h.")
+@click.option(
+    "--retention",
+    help="Retention of the prompts that name none, such as 24h. A body for /v1/messages has it in "
+    "`cache_control`, and is refused beside this option.",
+)
 @click.option(
     "--jobs", type=click.IntRange(min=1), default=4, help="How many prompts are computed at once."
 )
