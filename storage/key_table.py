@@ -278,8 +278,9 @@ class KeyTable:
         new._take_keys(keys)
         draft = self.path + DRAFT_SUFFIX
         with storage_errors(self.path), ExitStack() as stack:
-            fd = stack.enter_context(_opened(draft, os.O_CREAT | os.O_TRUNC))
+            fd = stack.enter_context(_opened(draft, os.O_CREAT))
             os.fchmod(fd, 0o600)
+            os.ftruncate(fd, new._size)  # a draft that a crash has left is overwritten, too
             _write(fd, header + frame)
             old_fd = -1
             with suppress(FileNotFoundError):

@@ -61,7 +61,7 @@ def test_evict_prints_the_keys_that_it_erased_and_kept(stopped: Stopped) -> None
     chains = stopped.ask("ls")["chains"]
     one = next(each["id"] for each in chains if each["namespace"] == MINE.hex())
     text = stopped.invoke("evict", one, "-y").stdout
-    assert f"kept key {stopped.keys[MINE]}, which other blocks of its hour need" in text
+    assert f"kept key {stopped.keys[MINE]}, which other blocks need" in text
     told = stopped.ask("evict", "--ns", THEIRS.hex()[:12], "-y")["disk"]
     assert (told["erased_keys"], told["kept_keys"]) == ([stopped.keys[THEIRS]], [])
     dry = stopped.ask("evict", "--all", "--dry-run")["disk"]

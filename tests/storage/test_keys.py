@@ -4,11 +4,13 @@ import base64
 import errno
 import os
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.config import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import master_key
@@ -192,6 +194,31 @@ def test_a_table_that_cannot_be_written_keeps_its_keys(table: KeyTable, tmp_path
     with pytest.raises(StorageError):
         table.drop([ONE])
     assert table.of_scope(ONE) is not None
+
+
+def test_no_table_with_a_dropped_key_is_left_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        try:
+            disk = stack.enter_context(mounted(FILESYSTEMS["ext4"], 8 << 20))
+        except CannotMountError as error:
+            pytest.skip(str(error))
+        image = disk.parent / "image"
+        table = KeyTable.create(str(disk / "table"), STORE_ID, MASTER, "/kv")
+        table.add([ONE, TWO])
+
+        def rename(*names: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch, pytest.raises(StorageError):
+            patch.setattr(os, "rename", rename)
+            table.wrap(OTHER)  # leaves a draft
+        os.sync()
+        before = [(disk / name).read_bytes()[32:92] for name in ("table", "table.new")]
+        assert all(each in image.read_bytes() for each in before)
+        table.drop([ONE])
+        os.sync()
+        left = image.read_bytes()
+        assert [each in left for each in before] == [False, False]
 
 
 # --- where they are -------------------------------------------------------------------------------

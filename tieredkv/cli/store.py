@@ -317,7 +317,7 @@ def evict(
     disk = answer.get("disk") or {}
     lines += [f"erased key {key}" for key in disk.get("erased_keys", ())]
     kept = {*disk.get("kept_keys", ())} - {*disk.get("erased_keys", ())}
-    lines += [f"kept key {key}, which other blocks of its hour need" for key in sorted(kept)]
+    lines += [f"kept key {key}, which other blocks need" for key in sorted(kept)]
     is_problem = bool(answer["unknown_ids"] or refused) or not answer["evicted_blocks"]
     return Answer(answer, lines=lines, is_problem=is_problem)
 
