@@ -356,8 +356,8 @@ class StoreClient:
                 self._started.set()
             if served_s >= _HEALTHY_S:
                 backoff_s = self._options.backoff_s
-            text = "the store worker is down (%s) and is started again in %.1f s"
-            logger.warning(text, reason, backoff_s)
+            text = "the store worker is down and is started again in %.1f s: %s"
+            logger.warning(text, backoff_s, reason)
             self._stop.wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
 

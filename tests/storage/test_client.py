@@ -1,5 +1,6 @@
 import contextlib
 import os
+import re
 import signal
 import stat
 import threading
@@ -315,6 +316,22 @@ def test_a_worker_that_takes_no_deletions_is_killed_and_the_next_one_carries_the
     client.poll()
     found = mail.lookup([record.block_hash for record in chain])
     assert [record is None for record in found] == [True, True] + [False] * 6
+
+
+def test_a_worker_whose_master_key_is_gone_is_down_until_it_is_back(
+    harness: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mail = Mailbox(harness.open(encryption="on", key_dir=str(tmp_path / "keys")))
+    record = make_record("a", 0)
+    assert mail.store([record])[0].ok
+    [key] = (tmp_path / "keys").glob("*.master")
+    key.rename(tmp_path / "moved")
+    assert mail.client.pid is not None
+    os.kill(mail.client.pid, signal.SIGKILL)
+    said = rf"is down and is started again in .* s: the master key `{key}` is missing\nhint: "
+    wait_until(lambda: re.search(said, caplog.text) is not None, "the lost key is not told")
+    (tmp_path / "moved").rename(key)
+    wait_until(lambda: mail.lookup([record.block_hash]) == [record], "the block does not come back")
 
 
 @pytest.mark.parametrize("is_down", [True, False], ids=["worker is down", "worker dies of it"])
