@@ -581,5 +581,5 @@ def test_a_worker_that_served_for_a_while_is_started_again_at_once(
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         mail.take(WorkerUp)
-    pauses = [text.rpartition("again in ")[2] for text in caplog.messages if "again in" in text]
+    pauses = re.findall(r"again in (.*?):", caplog.text)
     assert pauses == ["0.1 s", "0.2 s", "0.4 s", "0.1 s", "0.1 s", "0.1 s"]
