@@ -278,8 +278,9 @@ def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> 
     serve(rig, prefix)
     rig.store.is_held = False
     rig.turn(2)
-    [item] = rig.store.touched
-    assert (item.expires_at, item.retention) == (START + 7 * DAY_S, "week")
+    longer, same = rig.store.touched  # the disk is told of both, since both were found
+    assert (longer.expires_at, longer.retention, longer.hits) == (START + 7 * DAY_S, "week", 1)
+    assert (same.retention, same.hits) == ("24h", 1)
 
 
 def test_each_block_lives_by_the_claims_that_cover_it() -> None:
