@@ -76,9 +76,7 @@ class StoreService:
         self._arena = arena
         self._front, self._changes = Loop(), Loop()  # of the front thread and the index thread
         self._naming = Naming(store.names)
-        num_writers = options.num_writers
-        if store.keys is not None:  # so that the disk does not wait while some of them encrypt
-            num_writers += num_writers // 2
+        num_writers = options.writers(is_encrypted=store.keys is not None)
         self._readers = ThreadPoolExecutor(options.num_readers)
         self._writers = ThreadPoolExecutor(num_writers)
         self._log = FaultLog()

@@ -35,8 +35,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         disk_retentions: names of the retention policies that allow the disk tier; a block of any
             other policy is refused by the worker, whatever the engine says.
         clock_offset_file: see `tieredkv.clock`.
-        num_readers, num_writers: threads that move payloads; an encrypted store has half as many
-            writers more.
+        num_readers, num_writers: threads that move payloads; see `writers`.
         backoff_s, max_backoff_s: first and longest pause before a dead worker is started again;
             the pause doubles each time.
         tells_gone: whether the worker tells which blocks have left the store.
@@ -64,6 +63,13 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_backoff_s: float = 30.0
     busy_patience_s: float = 5.0
     tells_gone: bool = False
+
+    def writers(self, *, is_encrypted: bool) -> int:
+        """Return how many threads write payloads.
+
+        They are more where they encrypt, so that the disk does not wait meanwhile.
+        """
+        return self.num_writers + (self.num_writers // 2 if is_encrypted else 0)
 
 
 IndexStart = Literal["as_it_is", "examined", "set_aside"]

@@ -26,7 +26,7 @@ import torch
 from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.sources import WorkerReads
-from tieredkv.bench.temporary_key import make_temporary_key
+from tieredkv.bench.temporary_keys import temporary_keys
 from tieredkv.bench.ttft import look_up
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Settings
@@ -343,8 +343,7 @@ def engine(settings: Row, arm: str, folder: Path, progress: Progress) -> Iterato
             store_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=arm, dir=folder))
         told = settings | arm_settings(arm, store_dir)
         if store_dir is not None:
-            told["disk_key_dir"] = f"{store_dir}-keys"
-            told["disk_master_key"] = make_temporary_key(told["disk_key_dir"])
+            told |= temporary_keys(f"{store_dir}-keys")
         llm = stack.enter_context(LLM(**told, progress=progress))
         stack.callback(llm.core.verbs.evict)
         stack.callback(llm.core.abort_all)

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.bench import raw
-from tieredkv.bench.temporary_key import make_temporary_key
+from tieredkv.bench.temporary_keys import temporary_keys
 from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
@@ -94,8 +94,9 @@ def run(
         closing(HostArena(min(max(64, ARENA_BYTES // size), budget // size // 4), size)) as arena,
         tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=folder) as made,
     ):
-        keys: Row = {"encryption": encryption, "key_dir": f"{made}/keys"}
-        keys["master_key"] = make_temporary_key(keys["key_dir"])
+        keys: Row = {"encryption": encryption}
+        for name, path in temporary_keys(f"{made}/keys").items():
+            keys[name.removeprefix("disk_")] = path
         disk = _Disk(StoreOptions(path=f"{made}/store", budget_bytes=budget, **keys), arena)
         rows = disk.measure_moves(progress, repeats)
         indexes = [disk.measure_index(it) for it in tracked(progress, "looking up", index_blocks)]
@@ -138,8 +139,9 @@ class _Disk:
             self.facts["raw_is_direct"] = file.is_direct
             self._write(count, "none")
             syncs = tracked(progress, "writing", SYNCS * repeats)
+            num_writers = options.writers(is_encrypted=options.encryption == "on")
             writes = _between(
-                lambda: file.move_GBps(os.pwritev, choose(count), options.num_writers),
+                lambda: file.move_GBps(os.pwritev, choose(count), num_writers),
                 (self._write(count, sync) for sync in syncs),
             )
             with closing(self._serve()) as client:

@@ -41,7 +41,7 @@ from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process, noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare
-from tieredkv.bench.temporary_key import make_temporary_key
+from tieredkv.bench.temporary_keys import temporary_keys
 from tieredkv.bench.ttft import (
     SUFFIX_TOKENS,
     Sample,
@@ -206,8 +206,7 @@ def run(
         prefix_tokens, repeats * len(disk_rate), kv_spec.token_bytes, found.max_model_len
     )
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
-        places = {"disk_dir": f"{folder}/store", "disk_key_dir": f"{folder}/keys"}
-        places["disk_master_key"] = make_temporary_key(places["disk_key_dir"])
+        places = {"disk_dir": f"{folder}/store", **temporary_keys(f"{folder}/keys")}
         settings = sizes | settings | {"restore": "load"} | places
         runs, learnt = in_new_process(
             measure, settings, Path(folder), arms, prefix_tokens, disk_rate, repeats

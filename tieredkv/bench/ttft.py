@@ -45,7 +45,7 @@ from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
-from tieredkv.bench.temporary_key import make_temporary_key
+from tieredkv.bench.temporary_keys import temporary_keys
 from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
@@ -207,8 +207,7 @@ def run(
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)
         limits = {"h2d_GBps": raw.h2d_GBps(), "disk_read_GBps": disk_read_GBps}
-        places = {"disk_dir": f"{folder}/store", "disk_key_dir": f"{folder}/keys"}
-        places["disk_master_key"] = make_temporary_key(places["disk_key_dir"])
+        places = {"disk_dir": f"{folder}/store", **temporary_keys(f"{folder}/keys")}
         settings = sizes | settings | {"restore": "load"} | places
         first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
         last = TIER_OF_ARM["restart"] if "restart" in arms else None

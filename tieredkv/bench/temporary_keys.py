@@ -1,0 +1,16 @@
+"""The keys of a store that a bench makes and removes."""
+
+import os
+
+from tieredkv.storage import master_key
+
+
+def temporary_keys(key_dir: str) -> dict[str, str]:
+    """Make a folder of keys with a master key in it; return the settings that name them.
+
+    A store that makes its own asks people to keep a copy of it.
+    """
+    os.makedirs(key_dir, 0o700)
+    path = os.path.join(key_dir, "master")
+    master_key.make_file(path)
+    return {"disk_key_dir": key_dir, "disk_master_key": path}
