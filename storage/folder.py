@@ -257,8 +257,8 @@ def _check_folder(path: str, *, create: bool) -> bool:
     if not _is_marked(path):
         strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
         if not create:
-            others = f" (`{min(strangers)}` is there)" if strangers else ""
-            raise StorageError(f"there is no store at `{path}`{others}")
+            others = f" and contains other files, such as `{min(strangers)}`" if strangers else ""
+            raise StorageError(f"`{path}` is not a tieredkv store: it has no {MARKER}{others}")
         if strangers:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")

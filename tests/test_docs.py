@@ -3,6 +3,7 @@
 `python -P tests/test_docs.py` writes the table of fields without effect into docs/server.md again.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -45,6 +46,40 @@ def test_every_linked_file_is_there() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_every_result_says_how_it_was_measured_and_is_linked() -> None:
+    words = ["git", "rev-list", "HEAD"]
+    history = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    faults = []
+    for path in sorted((ROOT / "docs" / "results").glob("*.json")):
+        fields = _fields(json.loads(path.read_text()))
+        commits = re.findall(r"\b[0-9a-f]{7,40}\b", " ".join(map(str, fields.get("commit", []))))
+        faults += [f"{path.name} has no `{name}`" for name in MEASURED if not fields.get(name)]
+        faults += [f"{path.name}: {it} is in no history" for it in commits if it not in history]
+        if not commits:
+            faults.append(f"{path.name} names no commit")
+        if path.name not in text and path.with_suffix(".png").name not in text:
+            faults.append(f"no page links {path.name}")
+    assert not faults
+
+
+MEASURED = ("hardware", "commit", "command")
+
+
+def _fields(document: object) -> dict[str, list[object]]:
+    """Return the values of each field of a JSON document, at any depth."""
+    found: dict[str, list[object]] = {}
+    members = document.items() if isinstance(document, dict) else ()
+    for name, value in members:
+        found.setdefault(str(name), []).append(value)
+    values = [value for _, value in members] or (document if isinstance(document, list) else [])
+    for value in values:
+        for name, inner in _fields(value).items():
+            found.setdefault(name, []).extend(inner)
+    return found
 
 
 def test_every_picture_is_shown() -> None:

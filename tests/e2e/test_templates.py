@@ -64,4 +64,4 @@ def test_a_response_template_of_no_use_is_told_and_hurts_nothing(tmp_path: Path)
         [told] = http.get(f"{server.url}/models").json()["data"]
         assert told["tool_parser"] is None
         assert "the checkpoint's response template is not used: " in server.log
-        assert "nothing but text" in server.log
+        assert "set --tool-parser" in server.log

@@ -117,6 +117,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=what)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="folder for the stores")
     parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--commit", help="commit to report, where git cannot tell it")
     parser.add_argument("--shard", action="store_true", help="run one shard in this process")
     given = parser.parse_args(arguments)
     logging.disable()
@@ -140,7 +141,11 @@ def main(arguments: list[str]) -> int:
         found = json.loads(out.splitlines()[-1]) if shard.returncode == 0 else {"failures": [err]}
         failures += found.pop("failures")
         counted.update(found)
-    report: dict[str, Any] = {name.replace(" ", "_"): counted[name] for name in FIGURES}
+    # Imported here, since shards fork before any thread is started, and torch starts some.
+    from tieredkv.bench.raw import head
+
+    report = head(given.commit, f"python -m {__spec__.name}")
+    report |= {name.replace(" ", "_"): counted[name] for name in FIGURES}
     report |= {"shards": given.shards, "seed": given.seed, "failures": failures}
     report["seconds"] = round(time.monotonic() - start, 1)
     if given.json:

@@ -416,7 +416,12 @@ def verify(
     call.check()
     progress = functools.partial(terminal_progress(), "verifying")
     answer = store.answer(call, progress)
-    return Answer(answer, lines=[as_text(answer)], is_problem=answer["bad"] > 0)
+    checked = f"Checked {answer['checked']} block{'s' * (answer['checked'] != 1)}"
+    if not answer["bad"]:
+        return Answer(answer, lines=[f"{checked}: all good."])
+    reasons = as_text(answer["by_reason"])
+    line = f"{checked}: {answer['bad']} bad ({reasons}), {answer['repaired']} repaired."
+    return Answer(answer, lines=[line], is_problem=True)
 
 
 def parse_part(text: str) -> float:

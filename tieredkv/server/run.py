@@ -207,8 +207,14 @@ class Server:
             tokenizer = await loading
             tokenization = make_tokenization(tokenizer, self.settings, engine.info.max_model_len)
             family = tokenization.family
-            what = f"the `{family.name}` family writes them" if family else "nothing but text"
-            logger.info("calls of tools and thoughts in answers are read as %s", what)
+            if family is not None:
+                what = "tool calls and reasoning are parsed as the `%s` family writes them"
+                logger.info(what, family.name)
+            elif (self.settings.tool_parser, self.settings.reasoning_parser) == ("none", "none"):
+                logger.info("tool calls and reasoning are not parsed: both parsers are `none`")
+            else:
+                what = "tool calls and reasoning are not parsed: unknown chat template"
+                logger.info("%s; hint: set --tool-parser", what)
             await asyncio.to_thread(tokenization.try_template)
             return tokenization
         finally:
