@@ -78,6 +78,8 @@ class ControlServer:
 
     A client that sends nothing, reads nothing or does not speak the protocol loses its connection.
     Until then it takes one thread and one bounded buffer.
+
+    Clients may connect as soon as the server exists. They are heard once `start` is called.
     """
 
     def __init__(self, folder: str, carry_out: CarryOut) -> None:
@@ -103,6 +105,9 @@ class ControlServer:
             os.close(self._folder_fd)
             raise StorageError(f"cannot listen on `{folder}/{SOCKET}`: {error}") from error
         self._thread = threading.Thread(target=self._accept, name="control", daemon=True)
+
+    def start(self) -> None:
+        """Hear the clients that have connected, and those that will."""
         self._thread.start()
 
     @property
@@ -118,7 +123,8 @@ class ControlServer:
         """Take no more clients and remove the socket; those that are left go with the process."""
         self._is_over.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the `accept`
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._listener.close()
         self._remove()
         os.close(self._folder_fd)

@@ -141,7 +141,10 @@ class StoreService:
         self._store.close()
 
     def _serve(self) -> None:
+        # A question that came before `WorkerUp` would be answered to nobody: until then the engine
+        # sends nothing to this worker.
         self._tell_engine(messages.WorkerUp(self._stats))
+        self._server.start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
 
         def end() -> None:

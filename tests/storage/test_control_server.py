@@ -75,7 +75,8 @@ CHAIN = ChainInfo(
 @contextmanager
 def serving(folder: Path) -> Iterator[Carrier]:
     carrier = Carrier()
-    with closing(ControlServer(str(folder), carrier)):
+    with closing(ControlServer(str(folder), carrier)) as server:
+        server.start()
         yield carrier
         carrier.may_end.set()
 
@@ -98,6 +99,27 @@ def test_calls_are_answered_one_after_another_and_a_bug_ends_only_its_call(tmp_p
         refused = _ask(channel, "ls")
         assert isinstance(refused, Refused) and "a bug" in refused.message
         assert _ask(channel, "df") == ControlResult({"verb": "df"})
+    assert not (tmp_path / "sock").exists()
+
+
+def test_a_client_that_comes_before_the_start_is_heard_after_it(tmp_path: Path) -> None:
+    carrier = Carrier()
+    with (
+        closing(ControlServer(str(tmp_path), carrier)) as server,
+        closing(_connect(tmp_path)) as channel,
+    ):
+        channel.send(Df())
+        assert channel.receive(0.05) == []
+        server.start()
+        assert channel.receive(HANG_S) == [ControlResult({"verb": "df"})]
+
+
+def test_a_server_that_never_starts_closes_and_takes_its_socket_with_it(tmp_path: Path) -> None:
+    server = ControlServer(str(tmp_path), Carrier())
+    with closing(_connect(tmp_path)) as channel:
+        server.close()
+        with pytest.raises((EOFError, ConnectionError)):
+            channel.receive(HANG_S)
     assert not (tmp_path / "sock").exists()
 
 
@@ -170,7 +192,11 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     def is_being_served() -> bool:
         return any("_converse" in it.name for it in threading.enumerate() if it not in others)
 
-    with closing(ControlServer(str(tmp_path), answer)), closing(_connect(tmp_path)) as channel:
+    with (
+        closing(ControlServer(str(tmp_path), answer)) as server,
+        closing(_connect(tmp_path)) as channel,
+    ):
+        server.start()
         with suppress(EOFError):
             for _ in range(1000):
                 channel.send(Df())

@@ -478,6 +478,24 @@ def test_a_clock_far_behind_the_store_expires_everything(tmp_path: Path) -> None
         assert load(store, record) == payload_of(record)
 
 
+def test_an_index_that_is_made_again_knows_the_latest_time_that_the_old_one_saw(
+    tmp_path: Path,
+) -> None:
+    """Its blocks are an hour old; a clock that was set back must not make them new again."""
+    clock, record = FakeClock(), make_record()
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, record)
+        clock.advance(3600)
+        store.ask_for_rebuild()
+        sweep(store)
+        assert load(store, record) == payload_of(record)
+        with store.index.reading() as txn:
+            assert txn.meta.clock == clock.now()
+    clock.moment = clock.now() - 3600
+    with open_store(tmp_path / "s", clock) as store:
+        assert (store.stats().blocks, store.stats().num_expired) == (0, 1)
+
+
 def test_a_block_evicted_between_locate_and_read_is_a_miss_and_no_fault(tmp_path: Path) -> None:
     old, new = make_record("old"), make_record("new")
     with open_store(tmp_path / "s") as store:

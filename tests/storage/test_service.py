@@ -34,8 +34,10 @@ from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
     ControlReply,
+    ControlRequest,
     DeleteCall,
     DeleteDone,
+    EngineAnswer,
     EngineMessage,
     Launch,
     LentPage,
@@ -48,6 +50,7 @@ from tieredkv.storage.worker_messages import (
     StoreOptions,
     TouchCall,
     WorkerMessage,
+    WorkerUp,
 )
 from tieredkv.types import BlockRecord
 from tieredkv.wire.channel import FrameChannel
@@ -140,16 +143,8 @@ def serving(
     store: BlockStore = open_store(path, clock, failpoint=gate, **options)
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
-    argument = Launch(
-        stack_fd=-1,
-        options=StoreOptions(
-            path=str(path), num_readers=2, num_writers=num_writers, sweep_interval_s=0.05
-        ),
-        arena=None,
-        parent_pid=os.getppid(),
-    )
     channel = FrameChannel(theirs, msgspec.msgpack.Decoder(EngineMessage))
-    served = StoreService(store, argument, channel, arena)
+    served = make_service(store, channel, arena, num_writers=num_writers)
     with ThreadPoolExecutor(1) as pool:
         engine = Engine(ours, gate, pool.submit(served.run))
         try:
@@ -161,6 +156,46 @@ def serving(
             engine.channel.close()
             channel.close()
     store.close()
+
+
+def make_service(
+    store: BlockStore, channel: FrameChannel[EngineMessage], arena: HostArena, **options: Any
+) -> StoreService:
+    """Return the service of a store, with a short sweep interval; it does not run yet."""
+    launch = Launch(
+        stack_fd=-1,
+        options=StoreOptions(
+            path=str(store.path), num_readers=2, sweep_interval_s=0.05, **options
+        ),
+        arena=None,
+        parent_pid=os.getppid(),
+    )
+    return StoreService(store, launch, channel, arena)
+
+
+def test_the_engine_is_asked_nothing_before_it_knows_that_the_worker_is_up(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    """Otherwise it would answer to nobody, and the command would be told that it is silent."""
+    sockets = socket.socketpair()
+    ours = FrameChannel(sockets[0], msgspec.msgpack.Decoder(WorkerMessage))
+    theirs = FrameChannel(sockets[1], msgspec.msgpack.Decoder(EngineMessage))
+    with open_store(tmp_path / "store", Clock()) as store, ThreadPoolExecutor(2) as pool:
+        served = make_service(store, theirs, arena)
+        asking = pool.submit(StoreControl(tmp_path / "store").df)
+        heard = ours.receive(0.1)
+        running = pool.submit(served.run)
+        while not any(isinstance(each, ControlRequest) for each in heard):
+            heard += ours.receive(HANG_S)
+        kinds = [type(each) for each in heard]
+        assert kinds.index(WorkerUp) < kinds.index(ControlRequest)
+        [request] = [each for each in heard if isinstance(each, ControlRequest)]
+        ours.send(EngineAnswer(request.id, {"host": {"blocks": 7}}))
+        assert asking.result(HANG_S)["host"] == {"blocks": 7}
+        ours.send(CloseCall())
+        running.result(HANG_S)
+    for channel in (ours, theirs):
+        channel.close()
 
 
 def test_a_disk_that_is_too_small_is_told_once_an_hour_and_with_the_figures(
