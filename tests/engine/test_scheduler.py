@@ -649,3 +649,15 @@ def test_brief_requests_leave_running_ones_the_blocks_that_they_need_next() -> N
     loop.run()
     assert not loop.scheduler.num_preemptions
     assert len(loop.finished) == 9
+
+
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(102, False), (103, True)])
+def test_a_brief_request_takes_no_block_that_a_running_one_may_need_next(
+    num_blocks: int, is_admitted: bool
+) -> None:
+    loop = Loop(Rig(num_blocks=num_blocks, has_store=False), max_num_batched_tokens=64)
+    loop.add("long", 400, seed=1, max_tokens=8)  # it has 101 blocks, and is the only one that runs
+    loop.step()
+    assert loop.rig.cache.num_free == num_blocks - 101
+    loop.add("brief", 4, seed=2)
+    assert sizes_of(loop.step()) == ({"brief": 4} if is_admitted else {"long": 64})

@@ -133,6 +133,18 @@ def test_tokens_behind_blocks_that_are_being_copied_wait_for_them() -> None:
     assert planner(link, busy_s=0.5).split(demand).done_s > 0.5
 
 
+def test_blocks_that_are_under_way_come_later_by_the_latency_of_their_link() -> None:
+    link = LinkState(1e9, busy_s=0.004, latency_s=0.003)
+    queued = LinkLoad(0, [], queued=range(2000, 2048))
+    demand = Demand(2000 * SIZE, 2049 * SIZE, (queued,), is_begun=True)
+    split = planner(link).split(demand)
+    assert (split.block, split.load_s) == (2000, pytest.approx(0.007))
+    brought = Demand(0, 2049 * SIZE, (LinkLoad(0, [], is_bringing=True),), ready=[(0, 2048)])
+    split = planner(link._replace(is_steady=True)).split(brought)
+    assert split.load_s == pytest.approx(0.007)
+    assert split.done_s == pytest.approx(0.007 + seconds(2048 * SIZE, 2049 * SIZE))
+
+
 def test_the_head_of_what_is_being_copied_is_computed_meanwhile() -> None:
     link = LinkState(5e10, busy_s=0.1, is_steady=True)
     left = on_disk(1024, suffix=1024 * SIZE + 64)._replace(is_begun=True, ready=[(1024, 2048)])
