@@ -15,13 +15,27 @@ VLLM := .venv-vllm
 # With a GPU, shapes and a length that leave something to save.
 DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --prefix-tokens 2048)
 
-.PHONY: help setup demo test test-full test-clients test-vllm browser lint types cpu-tests format reference clean
+# Seconds of wall time and of processor time that each may take on two idle cores. Both are printed.
+TEST_LIMITS := 480 900
+E2E_LIMITS := 360 720
+# The folders whose tests take milliseconds come first, so that a fault shows within a minute.
+UNIT_TESTS := tests/tieredkv tests/sizing tests/engine tests/integrations tests/kernels tests/storage \
+	$(wildcard tests/test_*.py)
+NOT_HERE := not gpu and not slow and not stress and not clients
+# The tests start hundreds of processes, each of which would compile the package without bytecode.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs --durations=25 \
+	-n 2 --dist worksteal
+
+.PHONY: help setup demo test test-e2e test-full test-clients test-vllm browser lint types checks cpu-tests format \
+	reference clean
 
 help:
 	@echo "make setup         virtual environment in $(VENV), the package and its development tools"
 	@echo "make demo          serve a prompt cold, then from VRAM, host, disk, and disk after a restart"
-	@echo "make test          lint, types and the CPU tests"
-	@echo "make test-full     what make test leaves out: slow, stress and, with a GPU, gpu tests"
+	@echo "make test          lint, types and the tests of the parts, without a GPU"
+	@echo "make test-e2e      the tests of the whole: servers, engines and commands, without a GPU"
+	@echo "make test-full     all of these, the slow and stress tests and, with a GPU, the gpu tests"
+	@echo "make lint types    ruff; mypy"
 	@echo "make test-clients  coding agents, frameworks and clients, from their registries, against a server"
 	@echo "make test-vllm     the disk tier behind vLLM's own tiering manager, without a GPU"
 
@@ -38,17 +52,19 @@ $(STAMP): pyproject.toml
 demo: setup
 	@$(BIN)/tieredkv bench ttft --model $(DEMO) --repeats 3 --json
 
+test: setup
+	@$(BIN)/python -m tests.timed "make test" $(TEST_LIMITS) -- $(MAKE) --no-print-directory checks
+
 # mypy has one thread, and the tests wait now and then: together they keep two cores busy.
-test: lint
+checks: lint
 	@$(MAKE) --no-print-directory --jobs 2 types cpu-tests
 
-# The tests start hundreds of processes, each of which would compile the package without bytecode.
-# Each worker imports all tests first, so that more workers take longer. In the order of their names
-# the folders with long files come first, and no worker is left with one at the end.
 cpu-tests: setup
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
-		$(BIN)/pytest -q -m "not gpu and not slow and not stress and not clients" -n 3 --dist loadfile \
-		--no-loadscope-reorder
+	@$(PYTEST) -m "$(NOT_HERE)" $(UNIT_TESTS)
+
+test-e2e: setup
+	@$(BIN)/python -m tests.timed "make test-e2e" $(E2E_LIMITS) -- \
+		$(PYTEST) -m "$(NOT_HERE)" tests/e2e
 
 test-full: lint types browser
 	@$(BIN)/pytest -q -rs -m "not gpu and not clients"

@@ -1,6 +1,7 @@
 """The fused kernels between matrix products against references, which float64 code checks."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -153,12 +154,30 @@ def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tenso
     return torch.stack(queries).to(pool.dtype), expected.to(pool.dtype)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
+ROTATIONS = [
+    (4, 2, 64, 7),
+    (6, 2, 80, 1),
+    (3, 1, 96, 4),
+    (14, 2, 128, 3),
+    (2, 1, 256, 3),
+    (5, 5, 6, 2),
+]
+
+
+def rotations() -> Iterator[Any]:
+    """Yield every combination; those without which each pair of values still occurs are slow."""
+    for (number, shape), (type_number, dtype) in itertools.product(
+        enumerate(ROTATIONS), enumerate(DTYPES)
+    ):
+        own = (number + type_number) % 2, (number // 2 + type_number) % 2
+        for backend, norm in itertools.product((0, 1), (0, 1)):
+            marks = () if (backend, norm) == own else pytest.mark.slow
+            name = ("triton", "reference")[backend]
+            yield pytest.param(name, dtype, bool(norm), *shape, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "num_tokens"),
-    [(4, 2, 64, 7), (6, 2, 80, 1), (3, 1, 96, 4), (14, 2, 128, 3), (2, 1, 256, 3), (5, 5, 6, 2)],
+    ("backend", "dtype", "norm", "num_heads", "num_kv_heads", "head_dim", "num_tokens"), rotations()
 )
 def test_heads_are_rotated_and_stored_where_they_belong(
     device: str,

@@ -164,9 +164,7 @@ def make_service(
     """Return the service of a store, with a short sweep interval; it does not run yet."""
     launch = Launch(
         stack_fd=-1,
-        options=StoreOptions(
-            path=str(store.path), num_readers=2, sweep_interval_s=0.05, **options
-        ),
+        options=StoreOptions(path=str(store.path), num_readers=2, sweep_interval_s=0.05, **options),
         arena=None,
         parent_pid=os.getppid(),
     )

@@ -54,20 +54,17 @@ def time_of(demand: Demand, split: int, link: LinkState, busy_s: float = 0.0) ->
     return max(load_s, compute_s) + seconds(last * SIZE, demand.end)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 8, 100, 513, 2048])
-@pytest.mark.parametrize("GBps", [0.001, 0.3, 1.0, 2.7, 7.0, 60.0, 1e6])
-@pytest.mark.parametrize("busy_s", [0.0, 0.01, 0.5])
-@pytest.mark.parametrize("queue_s", [0.0, 0.05])
-def test_no_split_that_may_be_chosen_is_better_than_the_chosen_one(
-    num_blocks: int, GBps: float, busy_s: float, queue_s: float
-) -> None:
-    link = LinkState(GBps * 1e9, queue_s)
-    demand = on_disk(num_blocks)._replace(is_begun=True)
-    split = planner(link, busy_s=busy_s).split(demand)
-    allowed = [0, *range(min(num_blocks, 8), num_blocks + 1)]
-    best = min(time_of(demand, each, link, busy_s) for each in allowed)
-    assert split.block in allowed
-    assert time_of(demand, split.block, link, busy_s) == pytest.approx(best)
+def test_no_split_that_may_be_chosen_is_better_than_the_chosen_one() -> None:
+    rates = 0.001, 0.3, 1.0, 2.7, 7.0, 60.0, 1e6
+    for case in itertools.product((1, 2, 8, 100, 513, 2048), rates, (0.0, 0.01, 0.5), (0.0, 0.05)):
+        num_blocks, GBps, busy_s, queue_s = case
+        link = LinkState(GBps * 1e9, queue_s)
+        demand = on_disk(num_blocks)._replace(is_begun=True)
+        split = planner(link, busy_s=busy_s).split(demand)
+        allowed = [0, *range(min(num_blocks, 8), num_blocks + 1)]
+        best = min(time_of(demand, each, link, busy_s) for each in allowed)
+        assert split.block in allowed, case
+        assert time_of(demand, split.block, link, busy_s) == pytest.approx(best), case
 
 
 def test_a_very_fast_link_loads_everything_and_a_very_slow_one_nothing() -> None:
@@ -227,39 +224,40 @@ def test_blocks_that_the_disk_was_asked_for_pass_through_the_link_too() -> None:
     assert split.load_s == pytest.approx((1024 - split.block) * BLOCK_BYTES / 1e9, rel=0.02)
 
 
-@pytest.mark.parametrize("num_host", [1, 20, 300, 1500])
-@pytest.mark.parametrize("num_disk", [1, 40, 700])
-@pytest.mark.parametrize("up_GBps", [0.5, 5.0, 50.0])
-@pytest.mark.parametrize("read_GBps", [0.2, 2.0])
-@pytest.mark.parametrize("busy_s", [0.0, 0.3])
-def test_the_head_in_ram_is_divided_on_its_own_and_no_two_splits_are_better(
-    num_host: int, num_disk: int, up_GBps: float, read_GBps: float, busy_s: float
-) -> None:
-    demand = head_in_ram(num_host, num_disk)._replace(is_begun=True)
-    host, disk = LinkState(up_GBps * 1e9, is_steady=True), LinkState(read_GBps * 1e9)
-    least, last = 8, num_host + num_disk
-
-    def done_s(head: int, block: int) -> float:
-        """Return the time of a split with the head's own beginning at `head`."""
+def least_of_two_splits(
+    num_host: int, num_disk: int, host: LinkState, disk: LinkState, *, busy_s: float, least: int
+) -> float:
+    """Return the best time of `head_in_ram` if its two parts are each divided anywhere."""
+    last = num_host + num_disk
+    block_s, end = BLOCK_BYTES / disk.bytes_per_s, last * SIZE + 64
+    rest_s, best_s = seconds(last * SIZE, end), math.inf
+    for head in [0, *range(least, num_host + 1)][:: max(1, num_host // 25)]:
         before_s = busy_s + seconds(0, head * SIZE)
         if head < num_host:
             before_s = max(before_s, (num_host - head) * BLOCK_BYTES / host.bytes_per_s)
-        read_s = (last - block) * BLOCK_BYTES / disk.bytes_per_s
-        if block == last:
-            return before_s + seconds(max(head, num_host) * SIZE, demand.end)
-        computed_s = before_s + seconds(max(head, num_host) * SIZE, block * SIZE)
-        return max(computed_s, read_s) + seconds(last * SIZE, demand.end)
+        begin = max(head, num_host) * SIZE
+        best_s = min(best_s, before_s + seconds(begin, end))
+        for block in (num_host, *range(num_host + least, last)):
+            ready_s = max(before_s + seconds(begin, block * SIZE), (last - block) * block_s)
+            best_s = min(best_s, ready_s + rest_s)
+    return best_s
 
-    plan = Planner((host, disk), seconds, SIZE, BLOCK_BYTES, busy_s, SIZE * least).split(demand)
-    heads = [0, *range(least, num_host + 1)]
-    blocks = [num_host, *range(num_host + least, last + 1, 1)]
-    best_s = min(
-        done_s(head, block) for head in heads[:: max(1, num_host // 50)] for block in blocks
-    )
-    assert plan.done_s <= 1.05 * best_s + 0.003, "a step has its own cost"
-    assert plan.steady_block <= plan.block
-    if up_GBps == 50.0 and num_host >= 300:
-        assert plan.steady_block <= num_host // 4, "RAM is much faster than computing"
+
+@pytest.mark.parametrize("read_GBps", [0.2, 2.0])
+@pytest.mark.parametrize("busy_s", [0.0, 0.3])
+def test_the_head_in_ram_is_divided_on_its_own_and_no_two_splits_are_better(
+    read_GBps: float, busy_s: float
+) -> None:
+    for case in itertools.product((1, 20, 300, 1500), (1, 40, 700), (0.5, 5.0, 50.0)):
+        num_host, num_disk, up_GBps = case
+        demand = head_in_ram(num_host, num_disk)._replace(is_begun=True)
+        links = LinkState(up_GBps * 1e9, is_steady=True), LinkState(read_GBps * 1e9)
+        plan = Planner(links, seconds, SIZE, BLOCK_BYTES, busy_s, SIZE * 8).split(demand)
+        best_s = least_of_two_splits(num_host, num_disk, *links, busy_s=busy_s, least=8)
+        assert plan.done_s <= 1.05 * best_s + 0.003, (case, "a step has its own cost")
+        assert plan.steady_block <= plan.block, case
+        if up_GBps == 50.0 and num_host >= 300:
+            assert plan.steady_block <= num_host // 4, (case, "RAM is much faster than computing")
 
 
 def test_what_ram_has_is_loaded_also_where_the_disk_is_not_worth_it() -> None:
@@ -424,25 +422,23 @@ def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
         assert (split.block > 0) == (num_blocks >= 2048)
 
 
-@pytest.mark.parametrize("num_blocks", [16, 32, 64, 128, 256, 1024])
-@pytest.mark.parametrize("GBps", [0.5, 1.0, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("slower", [1.0, 5.0])
-def test_loading_is_begun_only_if_it_gains_enough(
-    num_blocks: int, GBps: float, slower: float
-) -> None:
+def test_loading_is_begun_only_if_it_gains_enough(slower: float) -> None:
     def step_seconds(begin: int, end: int) -> float:
         return slower * seconds(begin, end)
 
-    demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)
-    split, begun = (
-        Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(each)
-        for each in (demand, demand._replace(is_begun=True))
-    )
-    all_s, step_s = step_seconds(0, demand.end), step_seconds(demand.end - 1, demand.end)
-    gain_s = all_s - begun.done_s
-    is_worth_it = gain_s > MIN_GAIN * step_seconds(0, num_blocks * SIZE)
-    is_worth_it = is_worth_it and gain_s > min(step_s, SHORT_GAIN * all_s)
-    assert split == begun if is_worth_it else split.block == num_blocks
+    for case in itertools.product((16, 32, 64, 128, 256, 1024), (0.5, 1.0, 2.0, 4.0, 8.0)):
+        num_blocks, GBps = case
+        demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)
+        split, begun = (
+            Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(each)
+            for each in (demand, demand._replace(is_begun=True))
+        )
+        all_s, step_s = step_seconds(0, demand.end), step_seconds(demand.end - 1, demand.end)
+        gain_s = all_s - begun.done_s
+        is_worth_it = gain_s > MIN_GAIN * step_seconds(0, num_blocks * SIZE)
+        is_worth_it = is_worth_it and gain_s > min(step_s, SHORT_GAIN * all_s)
+        assert split == begun if is_worth_it else split.block == num_blocks, case
 
 
 def test_a_short_prefix_on_a_fast_disk_is_loaded() -> None:

@@ -1,5 +1,6 @@
 """A checkpoint's own response template is used where it can be, and costs no more than ours."""
 
+import contextlib
 import copy
 import json
 import logging
@@ -237,15 +238,17 @@ def test_what_cannot_be_expressed_is_told_and_left_to_the_table(
     assert "the checkpoint's response template is not used" in caplog.text
 
 
-@pytest.mark.parametrize("pattern", HOSTILE)
 @pytest.mark.parametrize(
     "path", [f"{CALLS}/open", f"{CALLS}/close", "fields/content/close", f"{THOUGHTS}/open"]
 )
-def test_expressions_that_may_take_long_are_not_used(path: str, pattern: str) -> None:
-    template = changed(changed(JSON_CALLS, path, None), f"{path}_pattern", pattern)
-    with pytest.raises(InexpressibleError):
-        family_of(template)
-    assert chosen(template, "<tool_call>") == families()["hermes"]
+def test_expressions_that_may_take_long_are_not_used(path: str) -> None:
+    used = []
+    for pattern in HOSTILE:
+        template = changed(changed(JSON_CALLS, path, None), f"{path}_pattern", pattern)
+        with contextlib.suppress(InexpressibleError):
+            used.append((pattern, family_of(template)))
+        assert chosen(template, "<tool_call>") == families()["hermes"], pattern
+    assert not used
 
 
 TEXTS = st.text(st.sampled_from("ab <>|\n"), min_size=1, max_size=3).map(re.escape)
