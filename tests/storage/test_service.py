@@ -401,13 +401,13 @@ def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goe
         put(store, *more)
 
     def add_slowly(reader: TableReader, part: Part) -> None:
-        time.sleep(3.0)
+        time.sleep(1.5)
         add(reader, part)
 
     monkeypatch.setattr(TableReader, "add", add_slowly)
-    monkeypatch.setattr(verbs, "_ENGINE_TIMEOUT_S", 2.5)  # it is asked twice
+    monkeypatch.setattr(verbs, "_ENGINE_TIMEOUT_S", 1.2)  # it is asked twice
     with serving(path, arena):
-        control = StoreControl(path, answer_timeout_s=2.0)
+        control = StoreControl(path, answer_timeout_s=1.0)
         if verb == "ls":
             assert sum(map(len, control.ls())) == 19
         else:

@@ -38,6 +38,8 @@ import os, signal, sys
 from pathlib import Path
 RAISE = {signal_source!r}
 if any("tieredkv.storage.worker" in each for each in sys.orig_argv):
+    with open({flag!r} + ".starts", "a") as starts:
+        starts.write(".")
     import tieredkv.storage.{module} as module
     holder = {holder}
     real = getattr(holder, {name!r})
@@ -164,6 +166,13 @@ def break_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Br
     yield arrange
 
 
+def wait_for_starts(flag: Path, number: int = 2) -> None:
+    """Wait until the worker was started that many more times."""
+    starts = Path(f"{flag}.starts")
+    before = starts.stat().st_size
+    wait_until(lambda: starts.stat().st_size >= before + number, "the worker is not started again")
+
+
 def kept_files(folder: Path) -> dict[str, str]:
     """Return digests of the files that a failure must not change: the index and every segment.
 
@@ -217,7 +226,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
         client = stored.open()
         before = kill(client, stored.folder, flag)
     wait_until(lambda: "injected" in client.trouble)
-    time.sleep(1.0)  # the worker is started some more times
+    wait_for_starts(flag)
     assert client.pid is None
     assert kept_files(stored.folder) == before
     with pytest.raises(StorageError, match="injected"):
@@ -268,7 +277,7 @@ def test_crashes_outside_the_index_never_condemn_it(stored: Harness, break_worke
     client = stored.open()
     before = kill(client, stored.folder, flag)
     wait_until(lambda: "SIGSEGV" in client.trouble)
-    time.sleep(2.0)
+    wait_for_starts(flag, 4)
     assert kept_files(stored.folder) == before
     flag.unlink()
     expect_back(stored, client)
@@ -285,7 +294,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
     flag.touch()
     client.delete(HASHES[:1], "test")
     wait_until(lambda: "rebuilt and is damaged again" in client.trouble)
-    time.sleep(2.0)
+    wait_for_starts(flag)
     assert kept_files(stored.folder).keys() == before.keys()
     assert caplog.text.count("was set aside as") == 1
     flag.unlink()
@@ -336,7 +345,7 @@ def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone
     client = stored.open()
     before = kill(client, stored.folder, flag)
     wait_until(lambda: os.strerror(code) in client.trouble)
-    time.sleep(0.5)
+    wait_for_starts(flag)
     with pytest.raises(StorageError, match=re.escape(os.strerror(code))):
         StoreControl(stored.folder).df()
     assert kept_files(stored.folder) == before
@@ -360,13 +369,13 @@ def immutable(stored: Harness) -> Iterator[Callable[[str], None]]:
 
 
 def test_an_immutable_index_turns_the_tier_off_until_it_may_be_changed(
-    stored: Harness, immutable: Callable[[str], None]
+    stored: Harness, immutable: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = stored.open()
     immutable("+")
     before = kill(client, stored.folder)
     wait_until(lambda: os.strerror(errno.EPERM) in client.trouble)
-    time.sleep(1.5)
+    wait_until(lambda: caplog.text.count("is started again") >= 3)
     assert kept_files(stored.folder) == before
     immutable("-")
     expect_back(stored, client)
@@ -466,7 +475,7 @@ def test_an_index_that_cannot_be_made_again_for_want_of_space_is_tried_again(
     wait_until(bad.exists)
     damaged = bad.read_bytes()
     wait_until(lambda: "No space" in client.trouble)
-    time.sleep(1.0)
+    wait_for_starts(flag)
     assert bad.read_bytes() == damaged, "what was set aside is not replaced by an empty index"
     flag.unlink()
     wait_until(lambda: client.pid is not None and all(mail.lookup(HASHES)))
