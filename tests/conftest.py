@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import golden
+
 gc.disable()  # imports leave hardly any garbage; it is enabled again after the collection
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 STATE = tempfile.mkdtemp(prefix="tieredkv-test-state-")  # the keys of stores that tests make
@@ -21,6 +23,26 @@ hypothesis.settings.register_profile(  # no test may fail because the machine is
 hypothesis.settings.load_profile("tieredkv")
 # Models are tiny: several threads would only spin while they wait for each other's core.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that changes the texts which users read; see `tests/golden.py`."""
+    parser.addoption(
+        "--write-messages", action="store_true", help="keep the texts that tests compare"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep texts instead of comparing them if that was asked for, in one process."""
+    golden.is_writing = config.getoption("--write-messages")
+    if golden.is_writing and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--write-messages needs one process: leave out `-n`")
+
+
+def pytest_sessionfinish() -> None:
+    """Write the texts that were kept."""
+    if golden.is_writing:
+        golden.write()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
