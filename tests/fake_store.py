@@ -11,14 +11,13 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from tests.fake_link import FakeDeviceLink
 from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
-from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
@@ -27,7 +26,6 @@ from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
-from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
@@ -40,7 +38,7 @@ from tieredkv.storage.worker_messages import (
     PageStored,
     WorkerUp,
 )
-from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
+from tieredkv.types import BlockHash, BlockRecord, Tier
 
 BLOCK_BYTES = 64
 POISON = 0xEE
@@ -247,55 +245,6 @@ class FakeStore(StoreClient):
     def _open_jobs(self, pages: Iterable[LentPage], *, is_store: bool) -> None:
         self.jobs.extend(Job(page, is_store) for page in pages)
         self.check()
-
-
-class FakeDeviceLink(DeviceLink[Any]):
-    """Copies that move their bytes only when they complete, which a test can delay.
-
-    Attributes:
-        is_held: Whether copies stay open until `complete`.
-        may_fill: Whether a copy may be started into a device block, by its id.
-        on_fill: Called with the id of each device block into which a copy is started.
-    """
-
-    def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
-        super().__init__(BlockCopier(device, arena))
-        self.is_held = False
-        self.may_fill: Callable[[int], bool] = lambda block_id: True
-        self.on_fill: Callable[[int], object] = lambda block_id: None
-        self._up: list[tuple[Sequence[tuple[PageId, BlockId]], Any]] = []
-        self._down: list[tuple[Sequence[tuple[BlockId, PageId]], Any]] = []
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._up or self._down)
-
-    @property
-    def targets(self) -> frozenset[int]:
-        """Ids of the device blocks that copies have yet to fill."""
-        return frozenset(block_id for pairs, _ in self._up for _, block_id in pairs)
-
-    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any, *, after: int = 0) -> None:
-        for _, block_id in pairs:
-            assert self.may_fill(block_id), "a copy is started into a block that has a writer"
-            assert block_id not in self.targets, "two copies fill one block"
-            self.on_fill(block_id)
-        self._up.append((pairs, tag))
-
-    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any, *, after: int = 0) -> None:
-        self._down.append((pairs, tag))
-
-    def poll(self) -> tuple[list[Any], list[Any]]:
-        while not self.is_held and (self._up or self._down):
-            self.complete()
-        return super().poll()
-
-    def complete(self) -> None:
-        """Complete the oldest copy of each direction."""
-        if self._up:
-            super().promote(*self._up.pop(0))
-        if self._down:
-            super().demote(*self._down.pop(0))
 
 
 class Rig:
@@ -526,7 +475,7 @@ class Rig:
         for pool, memory in self.memories:
             for entry in self.tiers.catalog.entries():
                 block = pool.lookup(entry.block_hash)
-                if block is not None and block.is_ready:
+                if block is not None and block.is_whole:
                     got = memory[block.block_id].numpy().tobytes()
                     assert got == payload_of(entry.block_hash), f"wrong bytes in {block}"
 

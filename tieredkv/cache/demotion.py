@@ -454,8 +454,14 @@ class Demoter:
         return num_begun
 
     def _can_be_copied(self, block: Block) -> bool:
-        """Return whether the host tier has no page of the block yet, filled or being filled."""
-        is_free = block.block_hash is not None and self._tiers.host.lookup(block.block_hash) is None
+        """Return whether the block is whole, and host memory has no page of it, filled or not.
+
+        NOTE: every copy out of VRAM passes here. A block whose late layers are on their way may be
+        ready for a step, but a copy of it would hold what was in its memory before.
+        """
+        block_hash = block.block_hash
+        is_free = block_hash is not None and self._tiers.host.lookup(block_hash) is None
+        is_free = is_free and block.is_whole
         if not is_free:
             self._tiers.device.postpone(block)
         return is_free

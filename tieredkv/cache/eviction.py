@@ -31,7 +31,8 @@ class Block:
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
         is_begun: whether some of its tokens are computed, so that it is not loaded any more.
-        is_loading: whether it is filled from a slower tier, and held until that has ended.
+        is_loading: whether it is filled from a slower tier, and held until that has ended. It may
+            be ready before: a step can begin once the first layers have arrived; see `is_whole`.
         last_step: the last step that may use its memory, but for those of its present users.
         source: the slower tier that its content came from, or may come from; None if a request
             computed it, or has to, and of a page whose content was copied to VRAM.
@@ -56,6 +57,11 @@ class Block:
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0
     queued_rank: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes of all layers have arrived, so that the content may be copied."""
+        return self.is_ready and not self.is_loading
 
 
 class Part(OrderedDict[Block, None]):

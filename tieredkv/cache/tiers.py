@@ -139,11 +139,14 @@ class Tiers:
             self.store.shares = self.shares
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
-        """Return whether VRAM or host memory has a complete copy of the block."""
-        copy = self.device.lookup(block_hash)
-        if copy is None or not copy.is_ready:
-            copy = self.host.lookup(block_hash)
-        return copy is not None and copy.is_ready
+        """Return whether VRAM or host memory has a copy of the block, or one is on its way to VRAM.
+
+        What is copied to VRAM arrives there even if its page is dropped meanwhile.
+        """
+        block, page = self.device.lookup(block_hash), self.host.lookup(block_hash)
+        if block is not None and (block.is_ready or block.is_loading):
+            return True
+        return page is not None and page.is_ready
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the block has yet to be written to disk; not if that was given up."""
