@@ -241,7 +241,7 @@ class Scheduler:
             if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
-                has_room = has_room and self.cache.keeps_blocks  # for others
+                has_room = has_room and self.cache.lacks_kept(request.prefix)  # for others
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:
@@ -534,11 +534,11 @@ class Scheduler:
 
     def _victim(self) -> Request:
         """Return the newest running request of the tenant that exceeds its floor the most."""
-        held: Counter[bytes] = Counter()
-        held.subtract(self.cache.floors)
+        held, floors = Counter[bytes](), self.cache.floors
         for request in self.running:
             held[request.prefix.tenant] += len(request.prefix.blocks)
-        return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
+        beyond = {tenant: num - floors.get(tenant, 0) for tenant, num in held.items()}
+        return max(reversed(self.running), key=lambda each: beyond[each.prefix.tenant])
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)

@@ -162,3 +162,61 @@ def test_a_request_larger_than_what_floors_leave_waits_no_longer_than_others_for
     assert loop.finished[-1] == "large"
     assert rig.tiers.counters.allocation_waits <= num_waits + 1
     rig.check_nothing_is_held()
+
+
+def test_a_request_that_waits_for_room_is_tried_again_though_another_tenant_found_none() -> None:
+    rig = Rig(num_blocks=16, num_pages=16, has_store=False)
+    rig.run("alice/a", 8)
+    bob = rig.start("bob/a", 8)
+    rig.compute(bob)
+    rig.transfer.is_held = True
+    alice = rig.queue("alice/b", 6)
+    assert not rig.admit(alice) and rig.cache.room.is_coming(alice)
+    assert not rig.cache.extend(bob), "the rest is within the floor of another tenant"
+    assert not rig.admit(alice) and rig.cache.room.is_coming(alice)
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.admit(alice), "the copies have ended"
+    rig.finish(alice)
+    rig.finish(bob)
+    rig.check_nothing_is_held()
+
+
+def test_a_running_request_that_waits_for_copies_is_preempted_by_no_other_tenants_refusal() -> None:
+    loop = Loop(rig := Rig(num_blocks=16, num_pages=16, has_store=False))
+    rig.tiers.give_shares({b"alice": 6 / 16, b"bob": 10 / 16})
+    loop.add("alice", 6 * SIZE, tenant="alice")
+    loop.run()
+    loop.add("bob 0", 2 * SIZE, seed=1, tenant="bob")
+    loop.run()
+    for seed in (2, 3):
+        loop.add(f"bob {seed}", 4 * SIZE - 1, seed=seed, max_tokens=4, tenant="bob")
+    loop.step()
+    rig.transfer.is_held = True
+    loop.add("carol", SIZE, seed=4, tenant="carol")
+    for _ in range(10):
+        loop.step()
+    running = loop.scheduler.running
+    assert all(rig.cache.room.is_coming(request.prefix) for request in running)
+    assert (len(running), loop.scheduler.num_preemptions) == (2, 0)
+    rig.transfer.is_held = False
+    loop.run()
+    assert loop.scheduler.num_preemptions == 0
+    assert sorted(loop.finished) == ["alice", "bob 0", "bob 2", "bob 3", "carol"]
+    rig.check_nothing_is_held()
+
+
+def test_a_refused_request_is_tried_again_once_another_tenants_floor_is_lower() -> None:
+    rig = Rig(num_blocks=16, num_pages=16, has_store=False)
+    rig.tiers.give_shares({b"alice": 0.5, b"bob": 0.5})
+    rig.run("alice/a", 8, "in_memory")
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    rig.run("alice/a", 8, "in_memory")
+    other = rig.start("bob/a", 4)
+    bob = rig.queue("bob/b", 6)
+    assert not rig.admit(bob) and not rig.cache.room.is_coming(bob)
+    rig.tiers.give_shares({b"alice": 0.25, b"bob": 0.75})
+    assert rig.admit(bob)
+    rig.finish(bob)
+    rig.finish(other)
+    rig.check_nothing_is_held()

@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from tieredkv.cache.eviction import Block, EvictionOrder, remove
+from tieredkv.cache.eviction import Block, EvictionOrder, Spare
+from tieredkv.cache.floors import Floors
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 
@@ -39,7 +40,7 @@ class BlockPool:
            part of the pinned ones holds at most `most_pinned`;
         5. a block that is loading is in use;
         6. the counts of hashed blocks by tenant are right, while there are floors;
-        7. the invariants of the eviction orders hold.
+        7. the invariants of the eviction orders and of the floors hold.
 
     Attributes:
         num_blocks: all blocks of the pool.
@@ -53,7 +54,6 @@ class BlockPool:
             applies to a block from its next use on.
         pinned, prefetched: hashes of blocks to be evicted last, for claims and for queued requests;
             a change applies to a block from its next use on.
-        num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -72,9 +72,7 @@ class BlockPool:
         self.is_duplicate: Callable[[BlockHash], bool] | None = None
         self.pinned: Collection[BlockHash] = ()
         self.prefetched: Collection[BlockHash] = ()
-        self._floors: Mapping[bytes, int] = {}
-        self.num_kept = 0
-        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant, while there are floors
+        self._floors = Floors(self._orders)
 
     @property
     def can_evict(self) -> Callable[[Block], bool]:
@@ -103,16 +101,11 @@ class BlockPool:
     @property
     def floors(self) -> Mapping[bytes, int]:
         """Number of hashed blocks that each tenant keeps, even if others want them."""
-        return self._floors
+        return self._floors.by_tenant
 
     @floors.setter
     def floors(self, floors: Mapping[bytes, int]) -> None:
-        if bool(floors) != bool(self._floors):
-            counted = self._index.values() if floors else ()
-            self._num_of = Counter(block.tenant for block in counted)
-        self._floors = floors
-        for order in self._orders:
-            order.count_tenants(bool(floors))
+        self._floors.put(floors, self._index.values())
 
     @property
     def num_empty(self) -> int:
@@ -128,6 +121,10 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that nobody uses, empty and evictable."""
         return self.num_empty + self.num_evictable
+
+    def num_free_for(self, tenant: bytes) -> int:
+        """Return how many free blocks the floors of other tenants do not keep from a tenant."""
+        return self.num_free - self._floors.kept_from(tenant).num_all
 
     @property
     def num_ready(self) -> int:
@@ -198,6 +195,7 @@ class BlockPool:
         count: int,
         *,
         tenant: bytes | None = None,
+        takes_kept: bool = False,
         is_partial: bool = False,
         only_empty: bool = False,
     ) -> list[Block] | None:
@@ -205,8 +203,9 @@ class BlockPool:
 
         Args:
             count: how many blocks.
-            tenant: the tenant that gets them; no block is taken from another tenant's floor. With
-                None, blocks within floors are taken last.
+            tenant: the tenant that gets them; None if they are for no tenant.
+            takes_kept: whether blocks within the floors of other tenants are taken, too, but last
+                of all. Without a tenant, they always are.
             is_partial: whether fewer blocks are acceptable.
             only_empty: whether to evict nothing.
 
@@ -217,7 +216,8 @@ class BlockPool:
             count = min(count, self.num_empty)
         num_empty = min(count, self.num_empty)
         num_needed = count - num_empty
-        victims = self._victims(num_needed, tenant, is_partial=is_partial)
+        takes_kept = takes_kept or tenant is None
+        victims = self._victims(num_needed, tenant, takes_kept=takes_kept, is_partial=is_partial)
         if len(victims) < num_needed and not is_partial:
             return None
         taken = [self._empty.popleft() for _ in range(num_empty)]
@@ -232,7 +232,7 @@ class BlockPool:
 
     def evict_clean(self) -> int:
         """Evict all blocks that nobody uses and that can be evicted now; return how many."""
-        victims = self._victims(self.num_evictable, None, is_partial=True)
+        victims = self._victims(self.num_evictable, None, takes_kept=True, is_partial=True)
         self._evict(victims)
         for block in victims:
             self._append(block)
@@ -252,7 +252,7 @@ class BlockPool:
         block.tenant = tenant
         self._index[block_hash] = block
         if self._floors:
-            self._num_of[tenant] += 1
+            self._floors.note_hashed(tenant, 1)
         return block
 
     def insert_filled(self, blocks: Sequence[Block], hashes: Sequence[BlockHash]) -> None:
@@ -265,7 +265,7 @@ class BlockPool:
             block.tenant = tenant
             block.is_ready = True
         if self._floors:
-            self._num_of[tenant] += len(blocks)
+            self._floors.note_hashed(tenant, len(blocks))
         if self.on_filled is not None:
             for block_hash in hashes:
                 self.on_filled(block_hash)
@@ -281,7 +281,8 @@ class BlockPool:
         """Add a user to blocks that are in the index or in use."""
         for block in blocks:
             if not block.ref_count:
-                remove(block)
+                assert block.part is not None, block
+                block.part.order.remove(block)
             block.ref_count += 1
 
     def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
@@ -303,8 +304,8 @@ class BlockPool:
             blocks: with users.
             after: the last step that may have used their memory for this user; 0 if none did.
         """
-        unseen, num_of = self._first.unseen, self._first.num_of
-        is_plain = not (num_of is not None or self.pinned or self.prefetched or self.is_duplicate)
+        unseen = self._first.unseen
+        is_plain = not (self._floors or self.pinned or self.prefetched or self.is_duplicate)
         for block in blocks:
             assert block.ref_count > 0, block
             block.last_step = after or block.last_step
@@ -383,7 +384,7 @@ class BlockPool:
         """Make a chain's evictable blocks the youngest; its head, given first, is the last."""
         for block in reversed(self.find(hashes)):
             if block is not None and block.part is not None:
-                remove(block)
+                block.part.order.remove(block)
                 self._append(block)
 
     def end_duplicate(self, block_hash: BlockHash) -> None:
@@ -430,22 +431,26 @@ class BlockPool:
         for block_hash, block in self._index.items():
             if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
-        if self._floors and +self._num_of != Counter(block.tenant for block in hashed):
-            raise IntegrityError("the number of blocks per tenant is wrong")
+        if self._floors:
+            if +self._floors.num_hashed != Counter(block.tenant for block in hashed):
+                raise IntegrityError("the number of blocks per tenant is wrong")
+            self._floors.check()
 
-    def _victims(self, num_needed: int, tenant: bytes | None, *, is_partial: bool) -> list[Block]:
+    def _victims(
+        self, num_needed: int, tenant: bytes | None, *, takes_kept: bool, is_partial: bool
+    ) -> list[Block]:
         """Take `num_needed` blocks out of the order; fewer, or none, if there are too few."""
-        spare, num_kept = self._spare(tenant) if self._floors else ({}, 0)
         num_evictable = self.num_evictable
-        num_lacking = num_needed - (num_evictable - num_kept)
-        self.num_kept = num_kept if tenant is not None else 0
-        is_hopeless = num_needed > num_evictable - self.num_kept
+        num_lacking = num_needed - (num_evictable - self._floors.kept_from(tenant).num_all)
+        is_hopeless = (num_needed > num_evictable) if takes_kept else (num_lacking > 0)
         if not num_needed or (is_hopeless and not is_partial):
             return []
         most_looks = num_needed + PARTIAL_LOOKS if is_partial else sys.maxsize
+        spare = Spare(self._floors.num_spare, tenant) if self._floors else None
         victims = self._take(num_needed, spare, most_looks)
-        if tenant is None and num_lacking > 0:
-            victims += self._take(num_lacking, {}, most_looks)
+        if takes_kept and spare is not None and num_lacking > 0:
+            kept = Spare(self._floors.num_spare, tenant, takes_kept=True)
+            victims += self._take(num_lacking, kept, most_looks)
         if len(victims) < num_needed and not is_partial:
             for block in victims:
                 assert block.part is not None, block
@@ -453,34 +458,18 @@ class BlockPool:
             return []
         return victims
 
-    def _spare(self, tenant: bytes | None) -> tuple[dict[bytes, int], int]:
-        """Return how many blocks the other tenants with a floor can spare.
-
-        Returns:
-            The blocks by tenant, and how many evictable blocks the floors keep.
-        """
-        spare = {
-            other: max(0, self._num_of[other] - floor)
-            for other, floor in self._floors.items()
-            if other != tenant
-        }
-        num_kept = sum(
-            max(0, sum(_num_of(order, other) for order in self._orders) - num)
-            for other, num in spare.items()
-        )
-        return spare, num_kept
-
-    def _take(self, num_needed: int, spare: dict[bytes, int], most_looks: int) -> list[Block]:
+    def _take(self, num_needed: int, spare: Spare | None, most_looks: int) -> list[Block]:
         """Take unpinned blocks, and pinned ones only if there are too few unpinned blocks.
 
         Unpinned blocks that cannot be evicted yet count as well: no pinned block replaces them.
         """
+        self._floors.count_changed()
         *unpinned, last = self._orders
         num_of_last = 0
         if last:
             num_unpinned = sum(map(len, unpinned))
-            for tenant, num in spare.items():
-                num_unpinned -= max(0, sum(_num_of(order, tenant) for order in unpinned) - num)
+            if spare is not None and not spare.takes_kept:
+                num_unpinned -= self._floors.kept_from(spare.tenant).num_unpinned
             num_of_last = num_needed - max(0, num_unpinned)
         victims: list[Block] = []
         for order in unpinned:
@@ -491,11 +480,9 @@ class BlockPool:
 
     def _note_evicted(self, victims: Iterable[Block], tenant: bytes | None) -> None:
         """Note for which blocks that wait for a copy a tenant's allocation evicts others."""
-        num_of, floors = self._num_of, self._floors
 
         def is_within_floor(block: Block) -> bool:
-            other = block.tenant
-            return other != tenant and other in floors and num_of[other] <= floors[other]
+            return block.tenant != tenant and self._floors.is_within(block.tenant)
 
         self._first.note_evicted(victims, is_within_floor)
 
@@ -527,17 +514,13 @@ class BlockPool:
         on_evict: Callable[[Block, BlockHash], object] = lambda _block, _block_hash: None,
     ) -> None:
         """Take blocks out of the index, and their hashes from them."""
-        index, num_of, is_counted = self._index, self._num_of, bool(self._floors)
+        index, is_counted = self._index, bool(self._floors)
         for block in blocks:
             if (block_hash := block.block_hash) is not None:
                 del index[block_hash]
                 block.block_hash = None
                 if is_counted:
-                    num_of[block.tenant] -= 1
+                    self._floors.note_hashed(block.tenant, -1)
                 if self.on_unindexed is not None:
                     self.on_unindexed(block_hash, block.is_ready)
                 on_evict(block, block_hash)
-
-
-def _num_of(order: EvictionOrder, tenant: bytes) -> int:
-    return order.num_of[tenant] if order.num_of is not None else 0

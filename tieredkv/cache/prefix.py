@@ -54,8 +54,9 @@ class Prefix:
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         prefetched: blocks that were read from disk for it while it waits; they are evicted last.
         brought: blocks that were copied to VRAM for it while it waited for room.
-        refused_at: the state in which the request last found no room: free and cached blocks,
-            blocks wanted, and whether it was alone. It is not tried again until these change.
+        refused_at: the state in which the request last found no room: free blocks, those that no
+            floor keeps from it, cached blocks, blocks wanted, and whether it was alone. It is not
+            tried again until these change.
     """
 
     root: BlockHash
@@ -79,7 +80,7 @@ class Prefix:
     num_present: int = 0
     prefetched: list[BlockHash] = field(default_factory=list)
     brought: set[BlockHash] = field(default_factory=set)
-    refused_at: tuple[int, int, int, bool] | None = None
+    refused_at: tuple[int, ...] | None = None
 
     @property
     def tenant(self) -> bytes:

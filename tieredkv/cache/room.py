@@ -54,6 +54,14 @@ class _Wait(NamedTuple):
     asked_at: float
 
 
+class _Wanted(NamedTuple):
+    """How many blocks a request wants; for the others see `BlockPool.allocate`."""
+
+    num_blocks: int
+    tenant: bytes
+    takes_kept: bool = False
+
+
 class Room:
     """Gives requests their device blocks.
 
@@ -120,20 +128,20 @@ class Room:
             makes_room, at_most = True, sys.maxsize
         elif not makes_room:
             at_most = MAX_AHEAD
-        tenant: bytes | None = prefix.tenant
+        takes_kept, num_free = False, device.num_free_for(prefix.tenant)
         is_known_to_lack = self.is_coming(prefix) and device.num_clean < num_blocks
         if is_known_to_lack and not makes_room:
             return None
-        blocks = None if is_known_to_lack else self._take(num_blocks, tenant, at_most)
-        if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
-            tenant = None
-            blocks = self._take(num_blocks, tenant, at_most)
+        if is_alone and num_free < num_blocks:
+            takes_kept, num_free = True, device.num_free
+        wanted = _Wanted(num_blocks, prefix.tenant, takes_kept)
+        blocks = None if is_known_to_lack else self._take(wanted, at_most)
         # If too few are free, requests or floors hold the rest, and no demotion can help.
-        if blocks is None and device.num_free - device.num_kept >= num_blocks:
+        if blocks is None and num_free >= num_blocks:
             if not makes_room:
                 self._wait(prefix, gets_on=False)
                 return None
-            blocks = self._make_room(prefix, num_blocks, tenant, at_most)
+            blocks = self._make_room(prefix, wanted, at_most)
             if blocks is None:
                 if not prefix.blocks:
                     self._bring_up(prefix, at_most)
@@ -163,17 +171,25 @@ class Room:
         if self.is_coming(prefix):
             blocks = self.allocate(prefix, num_fresh, is_alone, at_most=at_most)
             device.release(blocks or [])
-        elif device.num_empty < num_fresh <= device.num_free - device.num_kept:
-            self._evict_and_demote(prefix, num_fresh, prefix.tenant, at_most)
+        elif device.num_empty < num_fresh <= device.num_free_for(prefix.tenant):
+            self._evict_and_demote(prefix, _Wanted(num_fresh, prefix.tenant), at_most)
         device.release(found[::-1])
         return device.num_empty >= min(num_fresh, num_empty + at_most)
 
-    def _take(self, num_blocks: int, tenant: bytes | None, at_most: int) -> list[Block] | None:
-        """Allocate so many blocks, if for that no more than `at_most` have to be evicted."""
-        device = self._tiers.device
-        if num_blocks - device.num_empty > at_most:
+    def _take(self, wanted: _Wanted, at_most: int) -> list[Block] | None:
+        """Allocate blocks, if for that no more than `at_most` have to be evicted."""
+        if wanted.num_blocks - self._tiers.device.num_empty > at_most:
             return None
-        return device.allocate(num_blocks, tenant=tenant)
+        return self._allocate(wanted)
+
+    def _allocate(self, wanted: _Wanted, *, at_most: int | None = None) -> list[Block] | None:
+        """Allocate blocks, or with `at_most` as many of them, up to this number, as there are."""
+        return self._tiers.device.allocate(
+            wanted.num_blocks if at_most is None else min(wanted.num_blocks, at_most),
+            tenant=wanted.tenant,
+            takes_kept=wanted.takes_kept,
+            is_partial=at_most is not None,
+        )
 
     def _bring_up(self, prefix: Prefix, at_most: int) -> None:
         """Copy pages of a chain into the empty blocks of VRAM while room for all of it is coming.
@@ -204,19 +220,16 @@ class Room:
             asked_at = self._waits[prefix].asked_at
             self._waits[prefix] = _Wait(asked_at, asked_at)  # it gets on
 
-    def _evict_and_demote(
-        self, prefix: Prefix, num_blocks: int, tenant: bytes | None, at_most: int
-    ) -> int:
-        """Empty the clean ones of so many blocks, then copy others down; return how many in all."""
+    def _evict_and_demote(self, prefix: Prefix, wanted: _Wanted, at_most: int) -> int:
+        """Empty the clean ones of the blocks, then copy others down; return how many in all."""
         device = self._tiers.device
         # NOTE: an allocation may get its room in parts. Clean blocks are evicted before others
         # are copied, since those copies may evict the pages that make them clean.
         self._poll()
         num_empty = device.num_empty
-        num_wanted = min(num_blocks, num_empty + at_most)
-        device.release(device.allocate(num_wanted, tenant=tenant, is_partial=True) or [])
+        device.release(self._allocate(wanted, at_most=num_empty + at_most) or [])
         num_evicted = device.num_empty - num_empty
-        num_lacking = num_blocks - device.num_empty
+        num_lacking = wanted.num_blocks - device.num_empty
         if num_evicted >= at_most or num_lacking <= 0:
             return num_evicted
         if not prefix.blocks:
@@ -224,14 +237,12 @@ class Room:
         num_ahead = self._num_to_demote(prefix, num_lacking)
         return num_evicted + self._demoter.demote(num_ahead, at_most - num_evicted)
 
-    def _make_room(
-        self, prefix: Prefix, num_blocks: int, tenant: bytes | None, at_most: int
-    ) -> list[Block] | None:
+    def _make_room(self, prefix: Prefix, wanted: _Wanted, at_most: int) -> list[Block] | None:
         """Copy blocks down; take the request's blocks if it has room now, or has waited enough."""
-        device, demoter = self._tiers.device, self._demoter
-        num_moved = self._evict_and_demote(prefix, num_blocks, tenant, at_most)
+        device, demoter, num_blocks = self._tiers.device, self._demoter, wanted.num_blocks
+        num_moved = self._evict_and_demote(prefix, wanted, at_most)
         self._poll()
-        if (blocks := self._take(num_blocks, tenant, at_most)) is not None:
+        if (blocks := self._take(wanted, at_most)) is not None:
             return blocks
         demoter.write(num_blocks)
         is_copying = demoter.is_copying or self._tiers.num_promoting > 0
@@ -240,7 +251,7 @@ class Room:
         if waited_s < (MAX_PATIENCE_S if is_coming else PATIENCE_S):
             return None
         demoter.drop_oldest(num_blocks)
-        return device.allocate(num_blocks, tenant=tenant)
+        return self._allocate(wanted)
 
     def _wait(self, prefix: Prefix, *, gets_on: bool) -> float:
         """Note that a request goes on waiting; return since how many seconds it has not got on."""

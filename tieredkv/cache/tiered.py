@@ -134,10 +134,10 @@ class TieredCache:
         """Blocks that no request uses."""
         return self.tiers.device.num_free
 
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether free blocks are kept for tenants below their floors."""
-        return self.tiers.device.num_kept > 0
+    def lacks_kept(self, prefix: Prefix) -> bool:
+        """Return whether the floors of other tenants keep free blocks from a request."""
+        device = self.tiers.device
+        return device.num_free_for(prefix.tenant) < device.num_free
 
     @property
     def floors(self) -> Mapping[bytes, int]:
@@ -161,7 +161,7 @@ class TieredCache:
             False, with nothing held, if there is no room yet or the disk has to be asked first.
         """
         device = self.tiers.device
-        if prefix.refused_at == (device.num_free, device.num_cached, num_blocks, is_alone):
+        if prefix.refused_at == self._room_for(prefix, num_blocks, is_alone):
             return False
         self._ask_disk(prefix)
         if not self.lookups.is_settled(prefix):
@@ -174,7 +174,7 @@ class TieredCache:
         fresh = self.room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
             device.release(found[::-1])
-            refused_at = device.num_free, device.num_cached, num_blocks, is_alone
+            refused_at = self._room_for(prefix, num_blocks, is_alone)
             prefix.refused_at = None if self.room.is_coming(prefix) else refused_at
             return False
         prefix.refused_at, rest = None, iter(fresh)
@@ -190,6 +190,12 @@ class TieredCache:
         self.promoter.end_prefetch(prefix)
         self.tiers.events.learn(prefix, 0, len(prefix.hashes))
         return True
+
+    def _room_for(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
+        """Return what decides whether a request finds room; see `Prefix.refused_at`."""
+        device = self.tiers.device
+        num_free_for = device.num_free_for(prefix.tenant)
+        return device.num_free, num_free_for, device.num_cached, num_blocks, is_alone
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
         """Add one private block to an admitted request's table; False if there is no room yet."""
