@@ -241,7 +241,7 @@ class Scheduler:
             if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
-                has_room = has_room and self.cache.lacks_kept(request.prefix)  # for others
+                has_room = has_room and self.cache.room.is_kept_from(request.prefix)  # for others
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:

@@ -141,3 +141,35 @@ def test_blocks_on_disk_count_as_half_held_and_those_in_ram_in_full() -> None:
     assert rig.cache.num_held(rig.prefix("b", 40)) == 40
     rig.cache.release(prefix)
     rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_first", [0, 1, 4])
+def test_what_a_second_answer_tells_is_prefetched_beside_what_the_first_one_told(
+    monkeypatch: pytest.MonkeyPatch, num_first: int
+) -> None:
+    # Two of twelve blocks were in memory when the disk was asked first, and have left it since. By
+    # then, `num_first` of the others are being read.
+    rig = Rig(num_blocks=32, num_pages=64)
+    rig.run("a", 2, "in_memory")
+    assert rig.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    rig.store.put("a", 12)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 12)
+    rig.store.answer(0)
+    rig.cache.poll()
+    monkeypatch.setattr(rig.tiers.disk_link, "most_reads", lambda *_: num_first)
+    rig.turn()
+    assert len(rig.store.loaded) == num_first
+    for block_hash in prefix.hashes[:2]:
+        rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
+    assert not rig.admit(prefix), "the disk is asked for these two"
+    assert [len(hashes) for _, hashes in rig.store.lookups] == [2]
+    rig.store.answer(0)
+    monkeypatch.undo()
+    rig.turn(4)
+    assert sorted(rig.store.loaded) == sorted(prefix.hashes), "each of them once"
+    rig.store.is_held = False
+    rig.turn(4)
+    assert rig.admit(prefix)
+    assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()

@@ -92,6 +92,17 @@ class Room:
         copied = counters.demoted_host_blocks, counters.promoted_host_blocks
         return device.num_free, device.num_empty, *copied
 
+    def found_by(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
+        """Return what decides whether a request finds room; see `Prefix.refused_at`."""
+        device = self._tiers.device
+        num_free_for = device.num_free_for(prefix.tenant)
+        return device.num_free, num_free_for, device.num_cached, num_blocks, is_alone
+
+    def is_kept_from(self, prefix: Prefix) -> bool:
+        """Return whether the floors of other tenants keep free blocks from a request."""
+        device = self._tiers.device
+        return device.num_free_for(prefix.tenant) < device.num_free
+
     def is_coming(self, prefix: Prefix) -> bool:
         """Whether the blocks that a request lacks become free soon without a preemption."""
         return prefix in self._waits

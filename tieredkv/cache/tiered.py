@@ -134,11 +134,6 @@ class TieredCache:
         """Blocks that no request uses."""
         return self.tiers.device.num_free
 
-    def lacks_kept(self, prefix: Prefix) -> bool:
-        """Return whether the floors of other tenants keep free blocks from a request."""
-        device = self.tiers.device
-        return device.num_free_for(prefix.tenant) < device.num_free
-
     @property
     def floors(self) -> Mapping[bytes, int]:
         """Number of blocks that each tenant keeps, even if others want them."""
@@ -161,7 +156,7 @@ class TieredCache:
             False, with nothing held, if there is no room yet or the disk has to be asked first.
         """
         device = self.tiers.device
-        if prefix.refused_at == self._room_for(prefix, num_blocks, is_alone):
+        if prefix.refused_at == self.room.found_by(prefix, num_blocks, is_alone):
             return False
         self._ask_disk(prefix)
         if not self.lookups.is_settled(prefix):
@@ -174,7 +169,7 @@ class TieredCache:
         fresh = self.room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
             device.release(found[::-1])
-            refused_at = self._room_for(prefix, num_blocks, is_alone)
+            refused_at = self.room.found_by(prefix, num_blocks, is_alone)
             prefix.refused_at = None if self.room.is_coming(prefix) else refused_at
             return False
         prefix.refused_at, rest = None, iter(fresh)
@@ -190,12 +185,6 @@ class TieredCache:
         self.promoter.end_prefetch(prefix)
         self.tiers.events.learn(prefix, 0, len(prefix.hashes))
         return True
-
-    def _room_for(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
-        """Return what decides whether a request finds room; see `Prefix.refused_at`."""
-        device = self.tiers.device
-        num_free_for = device.num_free_for(prefix.tenant)
-        return device.num_free, num_free_for, device.num_cached, num_blocks, is_alone
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
         """Add one private block to an admitted request's table; False if there is no room yet."""
@@ -502,17 +491,25 @@ class TieredCache:
         if prefix is None or not event.found:
             return
         self.tiers.events.note_found(prefix, event.found.keys())
-        hashes = prefix.hashes if prefix.blocks else self._readable(prefix)
-        on_disk = [index for index, each in enumerate(hashes) if each in event.found]
         if prefix.blocks:  # it did not wait for the answer
+            on_disk = [it for it, each in enumerate(prefix.hashes) if each in event.found]
             for block in map(prefix.blocks.__getitem__, on_disk):
                 if not block.is_ready:
                     block.source = block.source or Tier.DISK
             self.promoter.probe(prefix, on_disk)
         else:
-            if self.num_free < len(hashes):
+            if self.num_free < len(prefix.hashes):
                 self.touches.keep_on_disk(event.found)
-            self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
+            self._prefetch(prefix)
+
+    def _prefetch(self, prefix: Prefix) -> None:
+        """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
+        tiers, hashes = self.tiers, self._readable(prefix)
+        told = (it for it, each in enumerate(hashes) if prefix.records.get(each))
+        lacking = [it for it in told if not tiers.is_in_ram(hashes[it])]
+        reading = [it for it in lacking if tiers.disk_link.is_coming(hashes[it])]
+        on_disk = sorted({*lacking}.difference(reading))
+        self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=reading, end=len(hashes))
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
