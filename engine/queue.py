@@ -30,6 +30,8 @@ from tieredkv.types import BlockHash
 
 WINDOW = 64
 MAX_PASSES = 64
+MOST_AWAY = 64
+"""Tenants without requests that are remembered in any case, though they start level with others."""
 
 
 class RequestQueue:
@@ -48,6 +50,8 @@ class RequestQueue:
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
         self._tokens: Counter[str] = Counter()  # per tenant: computed, or missed while away
+        self._num_admitted: Counter[str] = Counter()  # requests that have not ended, per tenant
+        self._most_known = MOST_AWAY  # with so many tenants, those that are level are forgotten
         self._level = 0  # tokens of the tenant whose turn it was last
         self._last: dict[str, Sequence[BlockHash]] = {}  # chains last admitted
 
@@ -97,7 +101,10 @@ class RequestQueue:
     def append(self, request: Request) -> None:
         """Queue a request behind its tenant's others, or before them if it was preempted."""
         tenant = request.asked.tenant
+        if request.table_key:
+            self._note_end(tenant)
         if tenant not in self._queues:
+            self._forget_level()
             self._queues[tenant] = OrderedDict()
             self._tokens[tenant] = max(self._tokens[tenant], self._level)
         self._queues[tenant][request] = None
@@ -109,15 +116,18 @@ class RequestQueue:
         self._oldest(turn).num_passes += 1
         request.num_passes = 0
         self._level = self._tokens[turn]
-        self.charge(request, request.num_uncached_tokens)
-        self._last[request.asked.tenant] = request.prefix.hashes
+        tenant = request.asked.tenant
+        self._tokens[tenant] += request.num_uncached_tokens
+        self._num_admitted[tenant] += 1
+        self._last[tenant] = request.prefix.hashes
         if not request.table_key:
             self.waited_s = time.monotonic() - request.added_at
         self.remove(request)
 
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Add to the tokens that were computed for a request's tenant."""
-        self._tokens[request.asked.tenant] += num_tokens
+    def end(self, request: Request) -> None:
+        """Note that an admitted request has ended, and charge its tenant what it generated."""
+        self._tokens[request.asked.tenant] += request.num_output_tokens
+        self._note_end(request.asked.tenant)
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
@@ -126,6 +136,21 @@ class RequestQueue:
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._last.pop(tenant, None)
+
+    def _note_end(self, tenant: str) -> None:
+        self._num_admitted[tenant] -= 1
+        if not self._num_admitted[tenant]:
+            del self._num_admitted[tenant]
+
+    def _forget_level(self) -> None:
+        """Forget tenants without requests that would start level with the others anyway."""
+        if len(self._tokens) < self._most_known:
+            return
+        here = self._queues.keys() | self._num_admitted.keys()
+        for tenant in [it for it, num in self._tokens.items() if num <= self._level]:
+            if tenant not in here:
+                del self._tokens[tenant]
+        self._most_known = 2 * len(self._tokens) + MOST_AWAY
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

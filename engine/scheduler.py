@@ -181,7 +181,7 @@ class Scheduler:
         """Remove a finished or cancelled request, and release exactly what it holds."""
         if request.is_running:
             self._stop_running(request)
-            self.waiting.charge(request, request.num_output_tokens)
+            self.waiting.end(request)
             if not self._is_long(request):
                 self._quick[request.asked.tenant].ended_at = time.monotonic()
         else:

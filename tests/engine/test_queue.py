@@ -1,12 +1,17 @@
 """The order of admission, counted in admissions and steps, never in seconds."""
 
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.engine.test_scheduler import SIZE, Loop, put_on_disk
 from tests.fake_store import Rig
+from tieredkv.engine import queue as queues
 from tieredkv.engine.queue import MAX_PASSES, WINDOW, RequestQueue
 from tieredkv.engine.request import Request
 from tieredkv.errors import RequestError
@@ -260,3 +265,52 @@ def test_more_conversations_than_memory_holds_do_not_push_each_other_out_in_a_ci
             num_prompt_tokens += num_tokens
         loop.run(steps=1000)
     assert loop.num_computed_tokens < 0.6 * num_prompt_tokens
+
+
+@dataclass(eq=False)
+class Waiting:
+    """What a queue reads of a request, and writes to it."""
+
+    tenant: str
+    num_uncached_tokens: int
+    num_output_tokens: int
+    table_key: int = 0
+    num_passes: int = 0
+    num_tokens: int = 32
+    added_at: float = 0.0
+    prefix: Any = field(default_factory=lambda: SimpleNamespace(hashes=[]))
+
+    @property
+    def asked(self) -> Any:
+        return SimpleNamespace(tenant=self.tenant)
+
+
+def test_tenants_are_forgotten_once_they_start_level_with_the_others_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken, known = list[list[str]](), list[int]()
+    for most_away in (4, 1_000_000):
+        monkeypatch.setattr(queues, "MOST_AWAY", most_away)
+        choose, queue = random.Random(1), RequestQueue(SIZE, lambda _: 0)
+        turns, running, most_known = list[str](), list[Any](), 0
+        for number in range(3000):
+            tenant = str(number // 4 - choose.choice((0, 0, 1, 9)))
+            request: Any = Waiting(tenant, choose.randint(1, 32), choose.randint(1, 32))
+            queue.append(request)
+            while queue and choose.random() < 0.6:
+                request = queue.upcoming()[0]
+                queue.take(request)
+                turns.append(request.tenant)
+                running.append(request)
+                request.table_key = 1
+            while running and choose.random() < 0.6:
+                request = running.pop(choose.randrange(len(running)))
+                if choose.random() < 0.1:
+                    queue.append(request)  # it was preempted
+                else:
+                    queue.end(request)
+            most_known = max(most_known, len(queue._tokens))
+        taken.append(turns)
+        known.append(most_known)
+    assert taken[0] == taken[1]
+    assert 10 * known[0] < known[1]

@@ -504,9 +504,8 @@ class TieredCache:
 
     def _prefetch(self, prefix: Prefix) -> None:
         """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
-        tiers, hashes = self.tiers, self._readable(prefix)
-        told = (it for it, each in enumerate(hashes) if prefix.records.get(each))
-        lacking = [it for it in told if not tiers.is_in_ram(hashes[it])]
+        tiers, records, hashes = self.tiers, prefix.records, self._readable(prefix)
+        lacking = [i for i, h in enumerate(hashes) if records.get(h) and not tiers.is_in_ram(h)]
         reading = [it for it in lacking if tiers.disk_link.is_coming(hashes[it])]
         on_disk = sorted({*lacking}.difference(reading))
         self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=reading, end=len(hashes))

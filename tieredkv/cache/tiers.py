@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from tieredkv.cache.catalog import Catalog, Entry
@@ -96,7 +97,7 @@ class Tiers:
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
     num_promoting: int = 0
-    _seen: dict[bytes, float] = field(default_factory=dict)
+    _seen: dict[bytes, float] = field(default_factory=dict)  # in the order of the last requests
 
     def __post_init__(self) -> None:
         self.disk_link = DiskLink(self.store, self.block_bytes, self.counters)
@@ -117,10 +118,13 @@ class Tiers:
 
     def note_tenant(self, tenant: bytes) -> None:
         """Note a tenant's request; each tenant of the last hour has a floor in every tier."""
-        now, before = self.clock.now(), self._seen.keys()
-        recent = {each: at for each, at in self._seen.items() if now - at < SEEN_S}
-        self._seen = {**recent, tenant: now}
-        if self._seen.keys() != before:
+        now, seen = self.clock.now(), self._seen
+        is_known = seen.pop(tenant, None) is not None
+        seen[tenant] = now  # it is the last one now
+        gone = list(takewhile(lambda each: now - seen[each] >= SEEN_S, seen))
+        for each in gone:
+            del seen[each]
+        if gone or not is_known:
             self._share_out()
 
     def give_shares(self, shares: Mapping[bytes, float]) -> None:
