@@ -288,7 +288,7 @@ class Settings:
         "on", "Whether `/v1/messages` also caches prompts without `cache_control`."
     )
     cache_lookback: int = _server(
-        20,
+        0,
         "How many content blocks before a `cache_control` marker a hit may end. 0 means anywhere.",
     )
     api_keys_file: str | None = _server(

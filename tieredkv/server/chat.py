@@ -7,7 +7,7 @@ Messages and tools are text, even where they spell a special token such as `<|im
 template is rendered, a guard is put into each such spelling. After rendering, the guards are taken
 out again, and each spelling that had one is encoded as text. The same holds for a special token
 that a template would put together from a text of the client and one of its own. The ends of marked
-parts are found in the same way, with signs of their own. Prompts of `/v1/completions` are not
+texts are found in the same way, with signs of their own. Prompts of `/v1/completions` are not
 guarded: they have no template, so that their special tokens are the client's to write.
 """
 
@@ -18,8 +18,8 @@ import itertools
 import json
 import logging
 import re
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.prompt import too_long
 from tieredkv.errors import RequestError
-from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
+from tieredkv.server.chat_template import MAX_ROUNDS, ChatTemplate, Spans, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of
 from tieredkv.server.encoding import Encoding
 from tieredkv.server.histories import TOOL, TOOLS, Form, Mark, Messages, find_form
@@ -38,7 +38,7 @@ from tieredkv.server.message_parser import Family, Tools
 from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
 from tieredkv.server.remembered import Memory, Place, Writing
 from tieredkv.server.reply import Reading
-from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign
+from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign, with_signs
 from tieredkv.server.threads import Stop
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,6 @@ CACHED_TOKENS = 65_536
 Prompt = str | list[int]
 MAX_TRIAL_ROUNDS = 10_000
 """How many rounds of loops a template may take for a conversation of a few words."""
-
-MAX_RENDERINGS = 100
-MAX_RENDERED_CHARACTERS = 1 << 24
-"""Limits on finding marks by one more rendering each: how many renderings there may be, and how
-many characters they may have together."""
 
 _BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 """The byte for each character that byte-level vocabularies write in its place."""
@@ -212,21 +207,23 @@ class Tokenization:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
-        signs = Signs()
         try:
             arguments = self._printed({**self._template_arguments, **arguments})
             given, form = messages, self.form(arguments)
             messages, marks = form.shaped(messages, marks, self.family)
+            wanted = dict.fromkeys(marks)
             if continues_last:
+                last = len(messages) - 1, len(messages[-1]["content"]) - 1
+                wanted[last] = None
                 arguments = {**arguments, "add_generation_prompt": False}
-            rendered, guarded = self._render_guarded(messages, arguments, signs)
-            whole = rendered
-            if continues_last:
-                rendered = self._up_to_last_text(rendered, guarded, signs, field)
+            rendered = self._render_guarded(messages, arguments, wanted)
         except RecursionError:
             what = "The model's chat template cannot render these messages."
             raise RequestError(what, param="messages", code="invalid_value") from None
-        text, guards = signs.take_out_guards(rendered)
+        text, guards = rendered.text, rendered.guards
+        if continues_last:
+            text = _up_to_last_text(rendered, last, messages[-1]["content"][-1], field)
+            guards = guards[: bisect_right(guards, len(text))]
         limit = self._max_model_len if is_bounded else None
         with _refusing_long(field, limit):
             # The template has written all special tokens, including the first one.
@@ -234,10 +231,7 @@ class Tokenization:
                 text, self._namespace, guards=guards, limit=limit, stop=self._stop
             )
             encoding, place = self._recalled(encoding, arguments, limit)
-        places = self._places(whole, *guarded, marks, signs) if marks else []
-        width = len(signs.guard)
-        before = [guard + i * width for i, guard in enumerate(guards)]
-        ends = encoding.ends(place - width * bisect_left(before, place) for place in places)
+        ends = encoding.ends(map(rendered.end, marks))
         parts = parts_of(arguments.get("tools") or (), PLAIN.contents(given))
         return Encoded(encoding.ids, ends, parts, text, None if continues_last else place)
 
@@ -302,51 +296,49 @@ class Tokenization:
         return encoding, place
 
     def _render_guarded(
-        self, messages: Messages, arguments: Arguments, signs: Signs
-    ) -> tuple[str, tuple[Messages, Arguments]]:
-        """Render with guards, and return the rendered text and what it was rendered from.
+        self, messages: Messages, arguments: Arguments, marks: Collection[Mark]
+    ) -> "_Rendered":
+        """Render with guards, and find marks.
 
-        A template may join a text of the client and one of its own to a special token, as with
+        The ends of messages and tools are found in the same rendering, by the loops that write
+        them. A second rendering has signs in the texts at the other marks. What it writes beside
+        the signs must be the same, because a template may write something else because of them.
+
+        A template may also join a text of the client and one of its own to a special token, as with
         `<function=` + name + `>`, where the name is `<|im_end|`. So texts that may have become a
-        part of a special token get guards at their ends, and a second rendering shows if they have.
+        part of a special token get guards at their ends in the second rendering, and it shows if
+        they have. Only if they have, and something else has changed, a third rendering without
+        signs shows if the guards have changed it.
 
         Raises:
             RequestError: there is such a text, and the template writes something else around it
                 because of the guards.
         """
+        signs, spans = Signs(), Spans()
         guarded = self._guarded(messages, arguments, signs)
-        rendered = self._render(*guarded)
-        text, guards = signs.take_out_guards(rendered)
-        controls = [] if self._allows_special else self._encoder.controls(text, guards)
+        first = signs.take_out(self._render(*guarded, spans))
+        found = _ends_of(spans, first.place, len(messages))
+        controls = () if self._allows_special else self._encoder.controls(first.text, first.guards)
         fence = fencing(set(controls), signs.guard)
-        fenced = [{**mapped(fence, each), "role": each["role"]} for each in guarded[0]]
-        others = fenced, {name: mapped(fence, each) for name, each in guarded[1].items()}
-        if others == guarded:
-            return rendered, guarded
-        rendered_again = self._render(*others)
-        text_again, guards = signs.take_out_guards(rendered_again)
-        if self._encoder.controls(text_again, guards) == controls:  # all are the template's own
-            return rendered, guarded
-        if text_again == text:
-            return rendered_again, others
+        fenced = (
+            [{**mapped(fence, each), "role": each["role"]} for each in guarded[0]],
+            {name: mapped(fence, each) for name, each in guarded[1].items()},
+        )
+        others = [mark for mark in marks if _needs_sign(mark, found)]
+        signed = _signed(*fenced, others, signs)
+        if signed == guarded:
+            return _Rendered(first.text, first.guards, found)
+        second = signs.take_out(self._render(*signed))
+        if second.text == first.text:
+            found |= {others[i]: place for i, place in second.marks.items()}
+        if fenced == guarded or self._encoder.controls(second.text, second.guards) == controls:
+            return _Rendered(first.text, first.guards, found)
+        if second.text != first.text and others:
+            second = signs.take_out(self._render(*fenced))
+        if second.text == first.text:
+            return _Rendered(first.text, second.guards, found)
         what = "A text of this request would become a part of a special token of the model."
         raise RequestError(what, param="messages", code="invalid_value")
-
-    def _up_to_last_text(
-        self, text: str, guarded: tuple[Messages, Arguments], signs: Signs, field: str
-    ) -> str:
-        """Return a rendered text up to the end of the last message's text, as the client wrote it.
-
-        Raises:
-            RequestError: the template does not show where that is.
-        """
-        parts: list[str] = guarded[0][-1]["content"]
-        last = len(guarded[0]) - 1, len(parts) - 1
-        place = self._places_of_signs(text, *guarded, [last], signs).get(last)
-        if place is None:
-            what = "The model's chat template does not show where the text of the last message ends"
-            raise RequestError(f"{what}, so it cannot be continued.", param=field)
-        return text[:place] + parts[-1][len(parts[-1].rstrip()) :]
 
     def _guarded(
         self, messages: Messages, arguments: Arguments, signs: Signs
@@ -369,73 +361,6 @@ class Tokenization:
             guarded.append({"role": message["role"], **texts})
         return guarded, {name: of_clients(each) for name, each in arguments.items()}
 
-    def _places(
-        self,
-        text: str,
-        messages: Messages,
-        arguments: Arguments,
-        marks: Sequence[Mark],
-        signs: Signs,
-    ) -> list[int]:
-        """Return where each mark is in a rendered text."""
-        found: dict[Mark, int] = {}
-        with contextlib.suppress(RequestError):
-            found = self._places_of_signs(text, messages, arguments, marks, signs)
-        places = dict.fromkeys(marks, 0) | found
-        num_renderings = min(MAX_RENDERINGS, MAX_RENDERED_CHARACTERS // max(1, len(text)))
-        others = [mark for mark in places if mark not in found]
-        for mark in others[max(0, len(others) - num_renderings) :]:
-            find = self._end_of_tool if mark[0] == TOOLS else self._end_of_message
-            with contextlib.suppress(RequestError):
-                places[mark] = find(text, messages, arguments, mark)
-        return [places[mark] for mark in marks]
-
-    def _places_of_signs(
-        self,
-        text: str,
-        messages: Messages,
-        arguments: Arguments,
-        marks: Iterable[Mark],
-        signs: Signs,
-    ) -> dict[Mark, int]:
-        """Return the places of marks, found by one more rendering with a sign at each mark.
-
-        A mark is left out if the template drops its sign. All marks are left out if the signs
-        change anything else in the rendered text.
-        """
-        wanted = dict.fromkeys(mark for mark in marks if mark[0] != TOOLS)
-        if not wanted:
-            return {}
-        sign_of = {mark: signs.mark(i) for i, mark in enumerate(wanted)}
-        signed = []
-        for i, message in enumerate(messages):
-            parts = [
-                with_sign(part, sign_of.get((i, j), ""))
-                for j, part in enumerate(message["content"])
-            ]
-            signed.append({**message, "content": parts})
-        rendered, places = signs.take_out_marks(self._render(signed, arguments))
-        if rendered != text:
-            return {}
-        return {mark: places[i] for i, mark in enumerate(wanted) if i in places}
-
-    def _end_of_message(
-        self, text: str, messages: Messages, arguments: Arguments, mark: Mark
-    ) -> int:
-        """Return where a message ends, or 0 if later messages change the text before its end."""
-        arguments = {**arguments, "add_generation_prompt": False}
-        head = self._render(messages[: mark[0] + 1], arguments)
-        return len(head) if text.startswith(head) else 0
-
-    def _end_of_tool(self, text: str, messages: Messages, arguments: Arguments, mark: Mark) -> int:
-        """Return where a tool ends: the end of the text that changes with another tool there."""
-        tools = list(arguments["tools"])
-        function = {"name": "\U000f0000", "description": "", "parameters": {}}
-        tools[mark[1]] = {"type": "function", "function": function}
-        other = self._render(messages, {**arguments, "tools": tools})
-        lengths = range(1, min(len(text), len(other)) + 1)
-        return len(text) - bisect_left(lengths, True, key=lambda n: not text.endswith(other[-n:]))
-
     def _template(self, arguments: Arguments) -> ChatTemplate:
         try:
             return template_of(self.tokenizer.get_chat_template(tools=arguments.get("tools")))
@@ -443,11 +368,18 @@ class Tokenization:
             what = f"The model's chat template cannot be used: {error}"
             raise RequestError(what, param="messages", code="invalid_value") from None
 
-    def _render(self, messages: Messages, arguments: Arguments) -> str:
+    def _render(self, messages: Messages, arguments: Arguments, spans: Spans | None = None) -> str:
         variables = variables_of(self.tokenizer, arguments)
         template = self._template(arguments)
         contents = self.form(arguments).contents(messages)
-        return template.render(self._stop, messages=contents, **variables)
+        if spans is not None:
+            for i, message in enumerate(contents):
+                spans.follow((i, -1), message)
+            for i, tool in enumerate(arguments.get("tools") or ()):
+                spans.follow((TOOLS, i), tool)
+                if "function" in tool:
+                    spans.follow((TOOLS, i), tool["function"])
+        return template.render(self._stop, MAX_ROUNDS, spans, messages=contents, **variables)
 
     def _printed(self, arguments: Arguments) -> Arguments:
         if not (self._has_canonical_tools and arguments.get("tools")):
@@ -500,6 +432,83 @@ class Tokenization:
             elif all(each in _BYTE_OF for each in name):
                 encoded = bytes(map(_BYTE_OF.__getitem__, name))
         return Token(text, encoded)
+
+
+class _Rendered(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+        text: without guards and signs.
+        guards: where in the text a special token that a client has spelled is to be text.
+        ends: where marks are, as far as that is known: those of texts, of messages as `(i, -1)`,
+            and of tools.
+    """
+
+    text: str
+    guards: list[int]
+    ends: Mapping[Mark, int]
+
+    def end(self, mark: Mark) -> int:
+        """Return where a mark is, else the end of its message, else 0."""
+        return self.ends.get(mark, self.ends.get((mark[0], -1), 0))
+
+
+def _ends_of(spans: Spans, place: Callable[[int], int], num_messages: int) -> dict[Mark, int]:
+    """Return where messages and tools end, by what the template's loops have shown.
+
+    A message that no loop has come to ends where the next one begins.
+
+    Args:
+        spans: where loops have begun and ended their rounds.
+        place: returns the place in the text for one in the rendering with guards.
+        num_messages: how many messages there are.
+    """
+    ends: dict[Mark, int] = {mark: place(end) for mark, (_, end) in spans.of.items()}
+    begins_next: int | None = None
+    for i in reversed(range(num_messages)):
+        if (span := spans.of.get((i, -1))) is not None:
+            begins_next = place(span[0])
+        elif begins_next is not None:
+            ends[i, -1] = begins_next
+    return ends
+
+
+def _needs_sign(mark: Mark, found: Collection[Mark]) -> bool:
+    """Return whether a mark is to be found by a sign: one of a text, or of a tool not found yet."""
+    return mark not in found and (mark[0] == TOOLS or mark[1] >= 0)
+
+
+def _signed(
+    messages: list[dict[str, Any]], arguments: dict[str, Any], marks: Sequence[Mark], signs: Signs
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return messages and arguments with a sign at each mark; its number is that of the mark.
+
+    A mark of a tool is at the end of the last of its texts.
+    """
+    messages = [*messages]
+    for index, (i, j) in enumerate(marks):
+        sign = signs.mark(index)
+        if i == TOOLS:
+            tools = [*arguments["tools"]]
+            tools[j] = with_signs(tools[j], sign)
+            arguments = {**arguments, "tools": tools}
+        else:
+            parts = [*messages[i]["content"]]
+            parts[j] = with_sign(parts[j], sign)
+            messages[i] = {**messages[i], "content": parts}
+    return messages, arguments
+
+
+def _up_to_last_text(rendered: _Rendered, last: Mark, part: str, field: str) -> str:
+    """Return a rendered text up to the end of the last message's text, as the client wrote it.
+
+    Raises:
+        RequestError: the template does not show where that is.
+    """
+    if (place := rendered.ends.get(last)) is None:
+        what = "The model's chat template does not show where the text of the last message ends"
+        raise RequestError(f"{what}, so it cannot be continued.", param=field)
+    return rendered.text[:place] + part[len(part.rstrip()) :]
 
 
 @contextlib.contextmanager

@@ -69,11 +69,49 @@ def thinking_arguments(effort: Effort | None, thinks: bool | None) -> dict[str, 
     return told
 
 
+class Spans:
+    """Notes where in its output a template writes what it loops over, such as messages and tools.
+
+    Only loops that write straight to the output count: not those in macros or in blocks that are
+    assigned to a variable. If a template loops over an object several times, the last one counts.
+
+    Attributes:
+        of: where the output of an object's round begins and ends, by the object's key.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Any, tuple[int, int]] = {}
+        self._keys: dict[int, Any] = {}
+        self._open: dict[int, tuple[Any, int]] = {}  # by the number of the loop
+
+    def follow(self, key: Any, value: Any) -> None:
+        """Follow an object, which must live until it has been rendered."""
+        self._keys[id(value)] = key
+
+    def begin(self, loop: int, value: Any, place: int) -> None:
+        """Note that a loop begins a round with an object when the output is so long."""
+        self.end(loop, place)
+        if (key := self._keys.get(id(value))) is not None:
+            self._open[loop] = key, place
+
+    def end(self, loop: int, place: int) -> None:
+        """Note that a loop ends the round that it has begun."""
+        if (begun := self._open.pop(loop, None)) is not None:
+            self.of[begun[0]] = begun[1], place
+
+
 class _Spent(threading.local):
-    """The rounds that the rendering in this thread has used so far, and its `Stop`."""
+    """The rounds that the rendering in this thread has used so far, and its `Stop`.
+
+    Attributes:
+        length: of the output so far.
+        spans: notes where things are in the output; None if nobody wants to know.
+    """
 
     num_rounds = 0
     stop = Stop()
+    length = 0
+    spans: Spans | None = None
 
 
 _spent = _Spent()
@@ -84,6 +122,17 @@ def _count_round() -> None:
     if _spent.num_rounds > MAX_ROUNDS:
         raise SecurityError(f"its loops take more than {MAX_ROUNDS} rounds.")
     _spent.stop.check()
+
+
+def _begin_round(loop: int, value: Any) -> None:
+    _count_round()
+    if _spent.spans is not None:
+        _spent.spans.begin(loop, value, _spent.length)
+
+
+def _end_loop(loop: int) -> None:
+    if _spent.spans is not None:
+        _spent.spans.end(loop, _spent.length)
 
 
 def _check_length(length: int) -> None:
@@ -98,21 +147,33 @@ def _concat(values: Sequence[Any]) -> str:
 
 
 class _CountingGenerator(CodeGenerator):
-    """Compiles templates that count the rounds of their loops and the calls of their macros."""
+    """Compiles templates that count the rounds of their loops and the calls of their macros.
+
+    A loop whose output is not kept in a buffer also notes with what each of its rounds begins.
+    """
+
+    _num_loops = 0
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         """Count each round of a loop."""
-        node.body.insert(0, self._counting(node.lineno))
+        if frame.buffer is not None or node.recursive or not isinstance(node.target, nodes.Name):
+            node.body.insert(0, self._calling(node.lineno, "count_round"))
+            super().visit_For(node, frame)
+            return
+        self._num_loops += 1
+        loop, value = nodes.Const(self._num_loops), nodes.Name(node.target.name, "load")
+        node.body.insert(0, self._calling(node.lineno, "begin_round", loop, value))
         super().visit_For(node, frame)
+        self.visit(self._calling(node.lineno, "end_loop", loop), frame)
 
     def visit_Macro(self, node: nodes.Macro, frame: Frame) -> None:
         """Count each call of a macro."""
-        node.body.insert(0, self._counting(node.lineno))
+        node.body.insert(0, self._calling(node.lineno, "count_round"))
         super().visit_Macro(node, frame)
 
-    def _counting(self, lineno: int) -> nodes.Stmt:
-        counter = nodes.EnvironmentAttribute("count_round")
-        statement = nodes.ExprStmt(nodes.Call(counter, [], [], None, None))
+    def _calling(self, lineno: int, name: str, *arguments: nodes.Expr) -> nodes.Stmt:
+        function = nodes.EnvironmentAttribute(name)
+        statement = nodes.ExprStmt(nodes.Call(function, [*arguments], [], None, None))
         statement.set_environment(self.environment)
         return statement.set_lineno(lineno, override=True)  # type: ignore[return-value]
 
@@ -154,6 +215,7 @@ class ChatTemplate:
         environment.intercepted_binops = frozenset({"*", "**", "+"})
         environment.call_binop = call_binop
         environment.count_round = _count_round
+        environment.begin_round, environment.end_loop = _begin_round, _end_loop
         environment.concat_checked = _concat
         self._template = environment.from_string(source)
         tree = environment.parse(source)
@@ -161,12 +223,20 @@ class ChatTemplate:
         self.names = frozenset(each.attr for each in tree.find_all(nodes.Getattr))
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
 
-    def render(self, stop: Stop, max_rounds: int = MAX_ROUNDS, **variables: Any) -> str:
+    def render(
+        self,
+        stop: Stop,
+        max_rounds: int = MAX_ROUNDS,
+        spans: Spans | None = None,
+        /,
+        **variables: Any,
+    ) -> str:
         """Return the rendered text.
 
         Args:
             stop: is set once the text is no longer wanted.
             max_rounds: how many rounds of loops it may take, up to `MAX_ROUNDS`.
+            spans: notes where the objects that it follows are in the text.
             variables: for the template.
 
         Raises:
@@ -174,12 +244,13 @@ class ChatTemplate:
             StoppedError: the text is no longer wanted.
         """
         _spent.num_rounds, _spent.stop = MAX_ROUNDS - max_rounds, stop
-        texts, length = list[str](), 0
+        _spent.length, _spent.spans = 0, spans
+        texts = list[str]()
         try:
             for text in self._template.generate(**variables):
                 texts.append(text)
-                length += len(text)
-                _check_length(length)
+                _spent.length += len(text)
+                _check_length(_spent.length)
         except _LIMITS as error:
             why = f"exceeds a limit of its sandbox: {str(error) or type(error).__name__}"
         except jinja2.TemplateError as error:

@@ -6,8 +6,9 @@ This module knows texts and special tokens, but no templates.
 import itertools
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tieredkv.fields import names_of
 from tieredkv.server.pieces import Trie
@@ -38,20 +39,41 @@ class Signs:
         """Return the sign of the mark with this index."""
         return f"{self._mark}{index:06d}"
 
-    def take_out_guards(self, text: str) -> tuple[str, list[int]]:
-        """Return a text without guards, and where they were."""
-        parts = text.split(self.guard)
-        return "".join(parts), [*itertools.accumulate(map(len, parts[:-1]))]
-
-    def take_out_marks(self, text: str) -> tuple[str, dict[int, int]]:
-        """Return a text without marks, and where each of them was last."""
+    def take_out(self, text: str) -> "Taken":
+        """Return a rendered text without guards and signs, and where they were."""
         first, *others = self._marks.split(text)
         parts, places, place = [first], dict[int, int](), len(first)
         for index, part in zip(others[::2], others[1::2], strict=True):
             places[int(index)] = place
             parts.append(part)
             place += len(part)
-        return "".join(parts), places
+        parts = "".join(parts).split(self.guard)
+        guards = [*itertools.accumulate(map(len, parts[:-1]))]
+        taken = Taken("".join(parts), guards, {}, len(self.guard))
+        return taken._replace(marks={index: taken.place(it) for index, it in places.items()})
+
+
+class Taken(NamedTuple):
+    """A rendered text without guards and signs.
+
+    Attributes:
+        text: what is left.
+        guards: where each guard was in it.
+        marks: where the sign of each mark was in it, the last time that it was there.
+        guard_length: of one guard.
+    """
+
+    text: str
+    guards: list[int]
+    marks: dict[int, int]
+    guard_length: int
+
+    def place(self, place: int) -> int:
+        """Return where a place of the text with guards is in the text without them."""
+        before = bisect_left(
+            range(len(self.guards)), place, key=lambda i: self.guards[i] + i * self.guard_length
+        )
+        return place - before * self.guard_length
 
 
 def guarding(special: Trie, guard: str) -> Callable[[str], str]:
@@ -102,6 +124,21 @@ def mapped(put: Callable[[str], str], value: Any, words: Collection[str] = _WORD
             }
         case list() | tuple():
             return [mapped(put, each, words) for each in value]
+    return value
+
+
+def with_signs(value: Any, sign: str, key: str = "") -> Any:
+    """Return a JSON value with a sign at the end of each text that is not a `type`.
+
+    Templates compare types, so that a sign there would change what they write.
+    """
+    match value:
+        case str() if key != "type":
+            return with_sign(value, sign)
+        case Mapping():
+            return {name: with_signs(each, sign, name) for name, each in value.items()}
+        case list() | tuple():
+            return [with_signs(each, sign) for each in value]
     return value
 
 
