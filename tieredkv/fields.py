@@ -4,8 +4,9 @@ This module knows types and ranges, not what any field is for. A field that is `
 absent.
 """
 
+import functools
 import operator
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -119,20 +120,54 @@ class Object(BaseModel):
     def _drop_nulls(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        known = cls.model_fields.keys() | cls.known_besides | cls.refused.keys()
-        given = {name: each for name, each in value.items() if each is not None}
-        for name, each in given.items():
-            refusal = cls.refused.get(name) or cls.refused.get(f"{given.get('type')}.{name}")
-            is_strict = bool(info.context and info.context(name))
-            if refusal and not refusal.asks_nothing(each) and refusal.is_lenient <= is_strict:
-                facts = {"name": name, "way_out": f" {refusal.way_out}".rstrip()}
-                raise PydanticCustomError("unsupported", "nothing", facts)
-            if is_strict and not cls.takes_any and name not in known:
-                raise PydanticCustomError("unknown", "nothing", {"name": name})
-        for kind, name in (each.split(".") for each in cls.needed):
-            if kind in (given.get("type"), given.get("role")) and name not in given:
-                raise PydanticCustomError("missing", "nothing", {"name": name})
-        return given
+        if None in value.values():
+            value = {name: each for name, each in value.items() if each is not None}
+        names = _names_of(cls)
+        if not value.keys() <= names.plain:
+            for name in value:
+                if name not in names.plain:
+                    cls._check_name(name, value, info)
+        for kind in ("type", "role"):
+            of_kind = value.get(kind)
+            for name in names.needed.get(of_kind, ()) if isinstance(of_kind, str) else ():
+                if name not in value:
+                    raise PydanticCustomError("missing", "nothing", {"name": name})
+        return value
+
+    @classmethod
+    def _check_name(cls, name: str, value: dict[str, Any], info: ValidationInfo) -> None:
+        """Refuse a field that is unknown, or whose value asks for what is not served."""
+        is_strict = bool(info.context and info.context(name))
+        refusal = cls.refused.get(name) or cls.refused.get(f"{value.get('type')}.{name}")
+        if refusal and not refusal.asks_nothing(value[name]) and refusal.is_lenient <= is_strict:
+            facts = {"name": name, "way_out": f" {refusal.way_out}".rstrip()}
+            raise PydanticCustomError("unsupported", "nothing", facts)
+        if is_strict and not cls.takes_any and name not in _names_of(cls).known:
+            raise PydanticCustomError("unknown", "nothing", {"name": name})
+
+
+class _Names(NamedTuple):
+    """The names that a class of objects knows.
+
+    Attributes:
+        known: names that are not unknown.
+        plain: those of them that are refused in no object.
+        needed: the names of fields that must be present, by the type or role that needs them.
+    """
+
+    known: frozenset[str]
+    plain: frozenset[str]
+    needed: Mapping[str, Sequence[str]]
+
+
+@functools.cache
+def _names_of(kind: type[Object]) -> _Names:
+    needed = dict[str, list[str]]()
+    for each in kind.needed:
+        value, name = each.split(".")
+        needed.setdefault(value, []).append(name)
+    known = frozenset(kind.model_fields.keys() | kind.known_besides | kind.refused.keys())
+    return _Names(known, known - {name.rpartition(".")[2] for name in kind.refused}, needed)
 
 
 Body = TypeVar("Body", bound=Object)
@@ -248,6 +283,8 @@ def is_too_deep(value: Any) -> bool:
     """Return whether a parsed JSON value has more than `MAX_DEPTH` nested arrays and objects."""
     level = [value]
     for _ in range(MAX_DEPTH):
+        if not level:
+            return False
         inner = [each.values() if isinstance(each, dict) else each for each in level]
         level = [each for one in inner for each in one if isinstance(each, dict | list)]
     return bool(level)

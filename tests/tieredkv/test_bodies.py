@@ -94,3 +94,28 @@ def test_a_refusal_shortens_a_long_key_or_value() -> None:
             chat(is_strict=True, **fields)
         assert len(str(caught.value)) < 600
         assert len(caught.value.param or "") <= 200
+
+
+def test_only_names_that_are_not_known_are_asked_about_and_the_first_is_refused() -> None:
+    asked_about = list[str]()
+
+    def refuses(name: str) -> bool:
+        asked_about.append(name)
+        return name == "novel"
+
+    talk = [USER | {"name": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    body = {"model": "m", "messages": talk, "temperature": 1, "seed": None}
+    read(ChatRequest, body, refuses)
+    assert asked_about == []
+    read(ChatRequest, {**body, "later": 1}, refuses)
+    assert asked_about == ["later"]
+    with pytest.raises(RequestError) as caught:
+        read(ChatRequest, {**body, "later": 1, "novel": 1, "suffix": "x"}, refuses)
+    assert (caught.value.code, caught.value.param) == ("unknown_parameter", "novel")
+
+
+def test_a_body_is_read_without_being_changed() -> None:
+    body: dict[str, Any] = {"model": "m", "seed": None, "messages": [USER | {"name": None}]}
+    before = json.dumps(body)
+    assert read(ChatRequest, body).seed is None
+    assert json.dumps(body) == before

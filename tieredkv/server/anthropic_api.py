@@ -58,7 +58,7 @@ class Source(Known):
 
     type: Literal["text", "content", "base64", "url", "file"]
     data: str = ""
-    content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field([])
+    content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field(default_factory=list)
 
 
 class ResultPart(Marked):
@@ -119,10 +119,10 @@ class Block(ResultPart):
     thinking: str = ""
     id: str = ""
     name: str = ""
-    input: Json = Field({})
+    input: Json = Field(default_factory=dict)
     tool_use_id: str = ""
     is_error: bool = False
-    content: Annotated[list[ResultPart], FailFast(), PARTS] = Field([])
+    content: Annotated[list[ResultPart], FailFast(), PARTS] = Field(default_factory=list)
 
     @property
     def inner(self) -> Sequence[ResultPart]:
@@ -163,7 +163,7 @@ class Turn(Known):
     needed = ("user.content", "assistant.content")
 
     role: Literal["user", "assistant", "system"]
-    content: Blocks = Field([])
+    content: Blocks = Field(default_factory=list)
 
     @model_validator(mode="before")
     @classmethod

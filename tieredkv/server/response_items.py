@@ -93,7 +93,7 @@ class InputMessage(_Known, Message):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Texts = Field([])  # type: ignore[assignment]
+    content: Texts = Field(default_factory=list)  # type: ignore[assignment]
 
 
 class FunctionCall(CalledFunction, _Known):
@@ -137,8 +137,8 @@ class ClientCall(_Known):
 
     type: Literal["apply_patch_call", "local_shell_call", "shell_call"]
     call_id: Text
-    action: Json = Field({})
-    operation: Json = Field({})
+    action: Json = Field(default_factory=dict)
+    operation: Json = Field(default_factory=dict)
 
     @property
     def function(self) -> CalledFunction:
