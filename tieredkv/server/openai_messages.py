@@ -129,8 +129,8 @@ class Message(Object):
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field(default_factory=list)
-    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field(default_factory=list)
+    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field([])
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
