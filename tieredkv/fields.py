@@ -6,7 +6,7 @@ absent.
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -291,7 +291,10 @@ def is_too_deep(value: Any) -> bool:
 
 
 def read(
-    kind: type[Body], body: dict[str, Any], refuses: Callable[[str], bool] | None = None
+    kind: type[Body],
+    body: dict[str, Any],
+    refuses: Callable[[str], bool] | None = None,
+    at: Sequence[str | int] = (),
 ) -> Body:
     """Return a body with each of its fields checked.
 
@@ -299,6 +302,7 @@ def read(
         kind: the class that declares the fields.
         body: the JSON object that was sent.
         refuses: whether an unknown field of this name is refused, at any depth of the body.
+        at: the path of this object, where it is a part of the body.
 
     Raises:
         RequestError: a field is invalid; the first such field is named, in OpenAI's words.
@@ -306,7 +310,12 @@ def read(
     try:
         return kind.model_validate(body, context=refuses)
     except ValidationError as error:
-        raise in_openai_words(error) from None
+        raise in_openai_words(error, at) from None
+
+
+def path_of(keys: Iterable[str | int]) -> str:
+    """Return a path in a body as OpenAI writes it: `messages[0].content`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)[1:]
 
 
 def out_of_bounds(path: str, name: str, bound: float, value: Any) -> RequestError:
@@ -327,11 +336,11 @@ def _wrong_type(path: str, expected: str, value: object) -> str:
     return f"Invalid type for '{path}': expected {expected}, but got {got} instead."
 
 
-def in_openai_words(errors: ValidationError) -> RequestError:
+def in_openai_words(errors: ValidationError, at: Sequence[str | int] = ()) -> RequestError:
     """Return the first of pydantic's errors in OpenAI's words, naming the field."""
     error: Any = errors.errors(include_url=False)[0]
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
-    keys = (*error["loc"], *([facts["name"]] if "name" in facts else ()))
+    keys = (*at, *error["loc"], *([facts["name"]] if "name" in facts else ()))
     keys = tuple(key[:MAX_TOLD_CHARACTERS] if isinstance(key, str) else key for key in keys)
     if "name" in facts:
         facts = {**facts, "name": keys[-1]}
@@ -341,7 +350,7 @@ def in_openai_words(errors: ValidationError) -> RequestError:
             what = f"It may have at most {facts['max_length']} characters."
         text = f"Invalid key in '{keys[0]}': {value!r:.80}. {what}"
         return RequestError(text, param=keys[0], code="invalid_value")
-    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)[1:]
+    path = path_of(keys)
     expected = _CALLED.get(fault, error["msg"])
     is_plain_item = isinstance(keys[-1], int) and expected != "an object"
     param = path.partition("[")[0] if is_plain_item else path  # name the array, not its item

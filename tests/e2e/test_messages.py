@@ -249,8 +249,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "max_tokens: 0 is not allowed with thinking",
     ),
     (
-        {"system": [text("x", "2h")]},
-        "system.0.cache_control.ttl: Invalid value: '2h'. Supported values are: '5m' and '1h'.",
+        {"system": [text("x", "48h")]},
+        "system.0.cache_control.ttl: Invalid value: '48h'. Supported values are: durations up to "
+        "'1d'. The retention policies that may be used here last: '5m' 1h, 'in_memory' 1h, "
+        "'1h' 1h, '24h' 1d.",
     ),
 ]
 

@@ -332,14 +332,15 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {**INPUT, "prompt_cache_options": {"ttl": "1h"}},
-        "Invalid value: '1h'. Supported values are: '30m' and '12h'.",
+        {**INPUT, "prompt_cache_options": {"ttl": "forever"}},
+        "Invalid value: 'forever'. Supported values are: durations such as '5m', '1h' and '24h'.",
         "prompt_cache_options.ttl",
     ),
     (
         "chat/completions",
-        {**CHAT, "prompt_cache_options": {"ttl": "12h"}},
-        "Invalid value: '12h'. Supported value is: '30m'.",
+        {**CHAT, "prompt_cache_options": {"ttl": "48h"}},
+        "Invalid value: '48h'. Supported values are: durations up to '1d'. The retention policies "
+        "that may be used here last: 'in_memory' 1h, '5m' 1h, '1h' 1h, '24h' 1d.",
         "prompt_cache_options.ttl",
     ),
     (

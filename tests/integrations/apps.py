@@ -54,6 +54,11 @@ def connectors(tier: dict[str, Any] | None) -> dict[str, Any]:
     return {**outer, "kv_connector_extra_config": {"connectors": [inner]}}
 
 
+class Options(BaseModel):
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m"] = "30m"
+
+
 class ChatBody(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str
@@ -62,6 +67,7 @@ class ChatBody(BaseModel):
     input: Any = None
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_cache_options: Options | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 

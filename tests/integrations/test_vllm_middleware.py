@@ -176,11 +176,138 @@ def test_breakpoints_count_wherever_they_may_be() -> None:
 
 def test_a_ttl_that_does_not_exist_is_refused_in_anthropics_form() -> None:
     served = make(keys=(KEY,))
-    answer = post(served, MESSAGES, marked("5m", "2h"))
+    answer = post(served, MESSAGES, marked("5m", "48h"))
     assert answer.status_code == 400
-    text = "messages.0.content.1.cache_control.ttl: Input should be '5m' or '1h', but is '2h'"
-    error = {"type": "invalid_request_error", "message": text}
-    assert answer.json() == {"type": "error", "error": error}
+    error = answer.json()["error"]
+    assert (answer.json()["type"], error["type"]) == ("error", "invalid_request_error")
+    assert error["message"].startswith(
+        "messages.0.content.1.cache_control.ttl: Invalid value: '48h'"
+    )
+    assert not served.requests
+
+
+PART = {"type": "text", "text": "hello"}
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+LOOK = {"name": "look", "parameters": {"type": "object"}}
+TOLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # The endpoint, the fields, and what the tier is told.
+    *(
+        (path, {"prompt_cache_options": {"ttl": ttl}}, {"retention": retention, "pin_s": pin_s})
+        for path in OPENAI
+        for ttl, retention, pin_s in (
+            ("5m", "in_memory", 300.0),
+            ("30m", "in_memory", 1800.0),
+            ("1h", "in_memory", 3600.0),
+            ("12h", "24h", 43200.0),
+            ("24h", "24h", 86400.0),
+        )
+    ),
+    *(
+        (path, {"prompt_cache_options": {}}, {"retention": "in_memory", "pin_s": 1800.0})
+        for path in OPENAI
+    ),
+    *((path, CONTROL, {"retention": "in_memory", "pin_s": 300.0}) for path in OPENAI),
+    (
+        CHAT,
+        {"prompt_cache_options": {"ttl": "5m"}, "prompt_cache_retention": "24h"},
+        {"retention": "24h", "pin_s": 300.0},
+    ),
+    (CHAT, {"prompt_cache_options": {"mode": "explicit"}}, {"retention": "in_memory"}),
+    (
+        CHAT,
+        {
+            "prompt_cache_options": {"mode": "explicit", "ttl": "12h"},
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{**PART, "prompt_cache_breakpoint": {"mode": "explicit"}}],
+                }
+            ],
+        },
+        {"retention": "24h", "pin_s": 43200.0},
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{**PART, **CONTROL}]}]},
+        {"retention": "in_memory", "pin_s": 300.0},
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "hello", **CONTROL}]},
+        {"retention": "in_memory", "pin_s": 300.0},
+    ),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": LOOK, **CONTROL}]},
+        {"retention": "in_memory", "pin_s": 300.0},
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "input_text",
+                            "text": "hello",
+                            "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"},
+                        }
+                    ],
+                }
+            ]
+        },
+        {"retention": "24h", "pin_s": 43200.0},
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": "hello", **CONTROL}]},
+        {"retention": "in_memory", "pin_s": 300.0},
+    ),
+    (MESSAGES, marked("2h"), {"retention": "24h", "pin_s": 7200.0}),
+    (MESSAGES, {"prompt_cache_retention": "24h"}, {}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "expected"), TOLD)
+def test_the_fields_of_all_dialects_are_told_and_vllm_takes_what_is_left(
+    path: str, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    served = make(keys=(KEY,))
+    answer = post(served, path, fields)
+    assert answer.status_code == 200, answer.text
+    assert told(served) == {"tenant": digest(KEY), **expected}
+
+
+@pytest.mark.parametrize("ttl", [300, True, [], {}, "forever", "-5m", "0s", "48h", ""])
+def test_a_duration_that_makes_no_sense_is_refused_with_its_path(ttl: Any) -> None:
+    served = make(keys=(KEY,))
+    mark = {"cache_control": {"type": "ephemeral", "ttl": ttl}}
+    at = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": ttl}}
+    for fields, param in (
+        ({"prompt_cache_options": {"ttl": ttl}}, "prompt_cache_options.ttl"),
+        (mark, "cache_control.ttl"),
+        (
+            {"messages": [{"role": "user", "content": [{**PART, **mark}]}]},
+            "messages[0].content[0].cache_control.ttl",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**PART, **at}]}]},
+            "messages[0].content[0].prompt_cache_breakpoint.ttl",
+        ),
+    ):
+        answer = post(served, CHAT, fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+    assert not served.requests
+
+
+@pytest.mark.parametrize("options", [5, True, [], "30m", {"mode": "bogus"}, {"ttl": {"a": 1}}])
+def test_options_that_make_no_sense_are_refused(options: Any) -> None:
+    served = make(keys=(KEY,))
+    answer = post(served, CHAT, {"prompt_cache_options": options})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("prompt_cache_options")
     assert not served.requests
 
 

@@ -149,10 +149,13 @@ def test_hits_end_near_a_breakpoint_and_runs_of_calls_are_one_block(
 
 
 def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Tokenization) -> None:
-    policies = tuple(policy for policy in SETTINGS.policies if policy.name != "1h")
+    policies = tuple(
+        replace(policy, absolute_s=1800.0, idle_s=300.0) for policy in SETTINGS.policies
+    )
     rules = Rules(Settings(policies=policies), is_strict=False)
-    with pytest.raises(RequestError, match="'1h' is not available"):
+    with pytest.raises(RequestError, match="durations up to '30m'") as caught:
         ask(tokenization, text("one", "1h"), rules=rules)
+    assert caught.value.param == "messages.0.content.0.cache_control.ttl"
 
 
 def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokenization) -> None:
@@ -178,7 +181,8 @@ def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokeniza
         (
             {"messages": [{"role": "user", "content": [text("a", "2h")]}]},
             "messages.0.content.0.cache_control.ttl: Invalid value: '2h'. Supported values are: "
-            "'5m' and '1h'.",
+            "durations up to '1h'. The retention policies that may be used here last: '5m' 1h, "
+            "'in_memory' 1h, '1h' 1h.",
         ),
         (
             {"messages": [{"role": "user", "content": [{**text("a"), "cache_control": {}}]}]},

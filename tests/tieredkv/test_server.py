@@ -505,17 +505,16 @@ PART = {"type": "input_text", "text": "a"}
 def test_a_lifetime_that_no_policy_reaches_is_refused_with_the_supported_ones() -> None:
     body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
     only_memory = Settings(disk_dir="kv", max_retention="in_memory")
-    without_disk = replace(TWENTY_FOUR_HOURS, tiers=IN_MEMORY.tiers)
-    no_tier = Settings(disk_dir="kv", policies=(IN_MEMORY, without_disk))
-    for settings in (Settings(), only_memory, no_tier):
+    for settings in (Settings(), only_memory):
         rules = Rules(settings, is_strict=False)
-        with pytest.raises(RequestError) as caught:
+        with pytest.raises(RequestError, match=r"durations up to '1h'.* 'in_memory' 1h") as caught:
             read(ResponsesRequest, body).check(rules)
-        assert str(caught.value) == "Invalid value: '12h'. Supported value is: '30m'."
         assert (caught.value.param, caught.value.code) == (
             "prompt_cache_options.ttl",
             "invalid_value",
         )
+    in_memory = replace(TWENTY_FOUR_HOURS, tiers=IN_MEMORY.tiers)
+    read(ResponsesRequest, body).check(Rules(Settings(policies=(IN_MEMORY, in_memory))))
 
 
 @pytest.mark.parametrize(
@@ -618,7 +617,7 @@ def test_a_refused_lifetime_of_a_breakpoint_names_its_own_field() -> None:
     rules, mark = Rules(Settings()), {"prompt_cache_breakpoint": MARK | {"ttl": "12h"}}
     output = {"type": "function_call_output", "call_id": "c", "output": [PART, PART | mark]}
     turns = [USER, {"type": "function_call", "call_id": "c", "name": "f"}, output]
-    with pytest.raises(RequestError, match=r"^Invalid value: '12h'\. Supported value") as caught:
+    with pytest.raises(RequestError, match=r"^Invalid value: '12h'\. ") as caught:
         read(ResponsesRequest, {"model": "m", "input": turns}).check(rules)
     assert caught.value.param == "input[2].output[1].prompt_cache_breakpoint.ttl"
     with pytest.raises(RequestError) as caught:

@@ -1,9 +1,13 @@
 """Bodies of requests to vLLM, rewritten so that retention and tenant reach the tier.
 
     prompt_cache_retention  ┐
-    cache_control.ttl       ├─►  kv_transfer_params.tieredkv = {retention, pin_s, tenant}
+    prompt_cache_options    │
+    prompt_cache_breakpoint ├─►  kv_transfer_params.tieredkv = {retention, pin_s, tenant}
+    cache_control           │
     tenant of the API key   ┤
     cache_salt of the client┴─►  cache_salt, a digest that only this tenant gets
+
+`tieredkv.cache_fields` reads the fields about caching, as for tieredkv's own server.
 
 What a client sends in `kv_transfer_params.tieredkv` itself is removed. Its `cache_salt` never
 reaches vLLM as it is: it narrows the tenant's namespace, as on tieredkv's own server. All other
@@ -15,32 +19,32 @@ This module knows JSON and names of fields. It does not know HTTP, routes or vLL
 import hashlib
 import hmac
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tieredkv import cache_fields
+from tieredkv.cache_fields import BREAKPOINT, CONTROL, OPTIONS_TTL, CacheFields, breakpoints_of
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.prefixes import namespace_of
 from tieredkv.engine.sampling_params import SamplingParams
-from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
+from tieredkv.errors import RequestError
+from tieredkv.fields import read
 from tieredkv.hashing import namespace_digest
 from tieredkv.server.asked import Rules
-from tieredkv.units import parse_duration
 
 PARAMS = "kv_transfer_params"
 SALT = "cache_salt"
 KEY = "prompt_cache_key"
-RETENTION = "prompt_cache_retention"
+RETENTION, OPTIONS = "prompt_cache_retention", "prompt_cache_options"
 WORD = "tieredkv"
 
 _OF_VLLM = ("in_memory", "in-memory", "24h")
-"""The words that vLLM's own request types allow in `prompt_cache_retention`."""
+"""The words that vLLM's own request types allow in `prompt_cache_retention`.
 
-_TTLS = ("5m", "1h")
-_MARK = "cache_control"
+In `prompt_cache_options` they allow `cache_fields.OPTIONS_TTL` alone."""
 
 Raw = msgspec.Raw
 Body = dict[str, Raw]
@@ -128,7 +132,7 @@ class Rewriter:
     def _told(self, body: Body, endpoint: Endpoint, tenant: Tenant, rules: Rules) -> dict[str, Any]:
         """Return what the tier is told of a request."""
         told: dict[str, Any] = {"tenant": tenant.name} if tenant.name else {}
-        retention, pin_s = (_of_marks if endpoint.is_anthropic else _of_word)(body, rules)
+        retention, pin_s = _asked(body, endpoint, rules)
         if retention is None and (rules.max_retention or self.settings.max_retention):
             retention = rules.default.name
         if retention is not None:
@@ -138,58 +142,38 @@ class Rewriter:
         return told
 
 
-def _of_word(body: Body, rules: Rules) -> tuple[str | None, float]:
-    """Return the policy that `prompt_cache_retention` names.
+def _asked(body: Body, endpoint: Endpoint, rules: Rules) -> tuple[str | None, float]:
+    """Return the retention that a request asks for, and for how long it pins.
 
-    A policy of the operator's own is taken out of the body, as vLLM's types do not know it.
+    vLLM takes one of each for a request: the longest that any of its fields asks for. Values that
+    vLLM's types do not know are taken out of the body.
+
+    Raises:
+        RequestError: a field makes no sense, or no policy lasts as long as it asks for.
     """
-    if (name := _text(body, RETENTION)) is None:
-        return None, 0.0
-    rules.check_retention(name)
-    if name not in _OF_VLLM:
+    allowed, held = replace(rules.allowed, has_disk=True), dict[str, Any]()
+    for name in cache_fields.PLACES:
+        raw = bytes(body.get(name, _NULL))
+        if any(each.encode() in raw for each in (CONTROL, BREAKPOINT)):
+            held[name] = _value(body[name])
+    names = (CONTROL,) if endpoint.is_anthropic else (RETENTION, OPTIONS, CONTROL)
+    fields = read(CacheFields, {name: _value(body[name]) for name in names if name in body})
+    named = fields.prompt_cache_retention
+    own = None if endpoint.is_anthropic else allowed.named(named)
+    if named is not None and named not in _OF_VLLM:
         del body[RETENTION]
-    return rules.policies.get(name).name, 0.0
-
-
-def _of_marks(body: Body, rules: Rules) -> tuple[str | None, float]:
-    """Return the longest policy of a request's breakpoints and of the default, and the pin.
-
-    vLLM takes one retention for a request, so that what lies behind the last mark gets it, too.
-    """
-    found = dict[str, str]()  # paths by ttl
-    for path, ttl in _marks(body):
-        if ttl not in _TTLS:
-            told = f"{ttl!r}"[:MAX_TOLD_CHARACTERS]
-            raise RequestError(f"{path}.{_MARK}.ttl: Input should be '5m' or '1h', but is {told}")
-        found.setdefault(ttl, path)
-    for ttl, path in found.items():
-        if ttl not in rules.policies.names:
-            raise RequestError(f"{path}.{_MARK}.ttl: '{ttl}' is not available on this server")
-    if not found:
-        return None, 0.0
-    all_policies = rules.settings.retention_policies()
-    return all_policies.longest({rules.default.name, *found}), max(map(parse_duration, found))
-
-
-def _marks(body: Body) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the ttl of each breakpoint of a request, wherever Anthropic allows one."""
-    places: list[tuple[str, Any]] = []
-    if _MARK in body:
-        places.append(("", {_MARK: _value(body[_MARK])}))
-    for name in ("tools", "system", "messages"):
-        raw = body.get(name, _NULL)
-        if _MARK.encode() not in bytes(raw) or not isinstance(held := _value(raw), list):
-            continue
-        for at, each in enumerate(held):
-            places.append((f"{name}.{at}", each))
-            content = each.get("content") if name == "messages" and isinstance(each, dict) else None
-            for within, block in enumerate(content if isinstance(content, list) else ()):
-                places.append((f"{name}.{at}.content.{within}", block))
-    for path, place in places:
-        mark = place.get(_MARK) if isinstance(place, dict) else None
-        if isinstance(mark, dict):
-            ttl = mark.get("ttl")
-            yield path, "5m" if ttl is None else ttl
+    if fields.of_options.ttl != OPTIONS_TTL:
+        rest = {name: it for name, it in _value(body[OPTIONS]).items() if name != "ttl"}
+        body[OPTIONS] = Raw(json.dumps(rest).encode())
+    marks = [at if at.ttl else fields.of_options for at in breakpoints_of(held)]
+    claims = [allowed.claim(at, own) for at in (*marks, *fields.of_whole)]
+    if not claims:
+        if fields.is_explicit:  # Nothing of it is to be kept.
+            return allowed.briefest.name, 0.0
+        return (own.name if own and named is not None else None), 0.0
+    names_of_policies = {(own or rules.default).name, *(claim.retention for claim in claims)}
+    longest = rules.settings.retention_policies().longest(names_of_policies)
+    return longest, max(claim.pin_s for claim in claims)
 
 
 def _set_params(body: Body, told: dict[str, Any] | None) -> None:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
-from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
+from tieredkv.cache_fields import CONTROL, Lifetime, seconds_of
+from tieredkv.engine.engine_messages import EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import PARTS, names_of
@@ -38,7 +39,6 @@ from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format
-from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
 MAX_MESSAGES = 16_384
@@ -226,6 +226,11 @@ class Place(NamedTuple):
     ttl: str
     is_empty: bool = False
 
+    @property
+    def lifetime(self) -> Lifetime:
+        """How long the prompt up to here is kept."""
+        return Lifetime(self.path, CONTROL, self.ttl)
+
 
 class Conversation(ApiRequest, Marked):
     """The fields that both endpoints for messages have in common."""
@@ -347,11 +352,13 @@ class Conversation(ApiRequest, Marked):
             if place.is_empty:
                 text = "cache_control cannot be set for empty text blocks"
                 raise RequestError(f"{place.path}: {text}")
-            if place.ttl == "1h" and "5m" in [earlier.ttl for earlier in marked[:i]]:
+            lasting = seconds_of(place.ttl) or 0.0
+            briefer = [it.ttl for it in marked[:i] if (seconds_of(it.ttl) or 0.0) < lasting]
+            if briefer:
                 raise RequestError(
-                    f"{place.path}.cache_control.ttl: a ttl='1h' cache_control block must not come "
-                    "after a ttl='5m' cache_control block. Note that blocks are processed in the "
-                    "following order: `tools`, `system`, `messages`."
+                    f"{place.path}.cache_control.ttl: a ttl='{place.ttl}' cache_control block must "
+                    f"not come after a ttl='{briefer[0]}' cache_control block. Note that blocks "
+                    "are processed in the following order: `tools`, `system`, `messages`."
                 )
         return marked
 
@@ -367,10 +374,10 @@ class Conversation(ApiRequest, Marked):
             for j, block in enumerate(turn.content):
                 if block.has_picture:
                     rules.check_image(f"messages.{i}.content.{j}")
+        if at := self.lifetime(""):
+            rules.allowed.claim(at)  # raises for what no policy covers
         for place in self.breakpoints:
-            if place.ttl not in rules.policies.names:
-                text = f"'{place.ttl}' is not available on this server"
-                raise RequestError(f"{place.path}.cache_control.ttl: {text}")
+            rules.allowed.claim(place.lifetime)
 
     def encode(
         self, tokenization: Tokenization, marks: Sequence[Mark] = (), *, is_bounded: bool = True
@@ -499,7 +506,7 @@ class MessagesRequest(Conversation):
         if marked or rules.settings.anthropic_implicit == "off":
             ends = encoded.ends[len(read) :]
             caching["claims"] = [
-                Claim(end_token=end, retention=it.ttl, pin_s=parse_duration(it.ttl))
+                rules.allowed.claim(it.lifetime, end_token=end)
                 for it, end in zip(marked, ends, strict=True)
             ]
             caching["cacheable_tokens"] = max([0, *ends])

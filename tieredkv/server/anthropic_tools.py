@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationInfo
 
+from tieredkv.cache_fields import Controlled
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
 from tieredkv.server.known_fields import UNMARKED
@@ -28,17 +29,8 @@ class Known(Object):
     """)
 
 
-class CacheControl(Known):
-    """A breakpoint: the prompt up to here is kept by the retention policy that `ttl` names."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
-
-
-class Marked(Known):
+class Marked(Known, Controlled):
     """An object that may have a breakpoint at its end."""
-
-    cache_control: CacheControl | None = None
 
     @property
     def ttl(self) -> str:

@@ -17,12 +17,13 @@ from typing import Annotated, Any, ClassVar, Protocol, Self
 from msgspec.structs import replace
 from pydantic import Field
 
+from tieredkv.cache_fields import Allowed
 from tieredkv.config import Settings
-from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest, RequestUsage
+from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, RequestUsage
 from tieredkv.engine.prompt import pack_prompt
-from tieredkv.errors import RequestError, invalid_value
+from tieredkv.errors import RequestError
 from tieredkv.fields import Object
-from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.retention import RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
 from tieredkv.server.generation import Piece
@@ -111,40 +112,16 @@ class Rules:
             text = f"Invalid '{path}': string does not match pattern. Expected {allowed}."
             raise RequestError(text, param=path, code="invalid_value")
 
-    def check_retention(self, name: str) -> None:
-        """Refuse a retention policy that does not exist or that this key may not name.
-
-        Raises:
-            RequestError: the policy is refused.
-        """
-        if name in self.of_server.names - self.policies.names:
-            text = f"This API key does not allow '{name}' prompt caching."
-            raise RequestError(text, param="prompt_cache_retention", code="invalid_parameter")
-        self.policies.get(name, is_strict=self.is_strict)
-
-    def claim(self, end_token: int, retention: str | None, lifetime: str, path: str) -> Claim:
-        """Return a claim that keeps a prefix for at least a lifetime.
-
-        A lifetime that is too long for the request's policy selects the 24-hour policy, if the
-        server has a disk tier and the policy may use it.
-
-        Args:
-            end_token: the end of the prefix.
-            retention: the policy that the request names.
-            lifetime: the duration, as the client wrote it.
-            path: the path of the field that holds the lifetime.
-
-        Raises:
-            RequestError: no allowed policy lasts that long.
-        """
-        lifetime_s, day = parse_duration(lifetime), TWENTY_FOUR_HOURS.name
-        policy = self.policies.get(retention) if retention else self.default
-        raised = self.policies.get(day) if day in self.policies.names else policy
-        if lifetime_s > policy.absolute_s and self.settings.disk_dir and raised.may_use_disk:
-            policy = raised
-        if lifetime_s > policy.absolute_s:
-            raise invalid_value(path, lifetime, "'30m'")
-        return Claim(end_token=end_token, retention=policy.name, pin_s=lifetime_s)
+    @cached_property
+    def allowed(self) -> Allowed:
+        """What a request may ask of the cache."""
+        return Allowed(
+            policies=self.policies,
+            default=self.default,
+            withheld=self.of_server.names - self.policies.names,
+            has_disk=self.settings.disk_dir is not None,
+            is_strict=self.is_strict,
+        )
 
 
 def tell_left_out(kinds: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ sockets or the engine. Fields have the names that the API gives them.
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,6 +15,7 @@ import pydantic
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from tieredkv.cache_fields import BREAKPOINT, CacheFields, Lifetime
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams, several
 from tieredkv.errors import RequestError, invalid_value
@@ -22,20 +23,19 @@ from tieredkv.fields import Object, TextOr, list_of, out_of_bounds, read
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Prompt, Tokenization
 from tieredkv.server.chat_template import RESERVED, Effort, thinking_arguments
-from tieredkv.server.histories import Mark
+from tieredkv.server.histories import TOOLS, Mark
 from tieredkv.server.known_fields import CHAT, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
 from tieredkv.server.openai_messages import (
     FAIL_FAST,
-    Breakpoint,
     Functions,
     Message,
     Messages,
     Tools,
-    Ttl,
     custom_names,
     for_template,
     left_out,
+    lifetimes,
     offered,
     whole_turns,
 )
@@ -78,13 +78,6 @@ class StreamOptions(Object):
     continuous_usage_stats: bool = False
 
 
-class CacheOptions(Object):
-    """How long the prompt is kept at least, and whether it is kept without a breakpoint."""
-
-    mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Literal["30m"] = "30m"
-
-
 class StrictLimits(Object):
     """The limits of OpenAI's API that only a strict server keeps; others have wider ones."""
 
@@ -93,7 +86,7 @@ class StrictLimits(Object):
     metadata: dict[Label, Annotated[str, Field(max_length=512)]] = Field({})
 
 
-class OpenAIRequest(ApiRequest):
+class OpenAIRequest(CacheFields, ApiRequest):
     """The fields that OpenAI's endpoints have in common.
 
     Requests also take the fields of `SamplingParams`, which checks them. Only those sampling fields
@@ -114,10 +107,8 @@ class OpenAIRequest(ApiRequest):
     best_of: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
-    prompt_cache_options: CacheOptions | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs = StructuredOutputs()
@@ -197,13 +188,11 @@ class OpenAIRequest(ApiRequest):
         if self.best_of not in (None, self.n):
             text = "'best_of' must be equal to 'n'."
             raise RequestError(text, param="best_of", code="unsupported_parameter")
-        if self.prompt_cache_retention is not None:
-            rules.check_retention(self.prompt_cache_retention)
         for path, message in self.turns:
             for j, part in enumerate(message.content):
                 if part.is_picture:
                     rules.check_image(f"{path}[{j}]")
-        self.plan(rules, [0] * len(self.marks))  # raises for lifetimes that are too long
+        self.plan(rules, [0] * len(self.marks))  # raises for what no policy covers
 
     @property
     def form(self) -> dict[str, Any]:
@@ -219,16 +208,21 @@ class OpenAIRequest(ApiRequest):
         """All messages of a conversation, each with the path of its parts in the body."""
         return ()
 
+    @property
+    def marked_tools(self) -> Iterable[tuple[int, Lifetime]]:
+        """The breakpoints of tools, each with the index of its tool for the chat template."""
+        return ()
+
     @cached_property
-    def marks(self) -> list[tuple[Mark, Breakpoint, str]]:
-        """The last `MAX_WRITES` breakpoints of the prompt: their places, values and field paths."""
+    def marks(self) -> list[tuple[Mark, Lifetime]]:
+        """The last `MAX_WRITES` breakpoints of the prompt and their places."""
         found = (
-            ((i, j), part.prompt_cache_breakpoint, f"{path}[{j}].prompt_cache_breakpoint")
+            ((i, j), at)
             for i, (path, message) in reversed([*enumerate(self.turns)])
-            for j, part in reversed([*enumerate(message.content)])
-            if part.prompt_cache_breakpoint
+            for j, at in reversed([*message.lifetimes(path)])
         )
-        return [*itertools.islice(found, MAX_WRITES)][::-1]
+        tools = (((TOOLS, i), at) for i, at in reversed([*self.marked_tools]))
+        return [*itertools.islice(itertools.chain(found, tools), MAX_WRITES)][::-1]
 
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return the engine request without its prompt.
@@ -237,24 +231,21 @@ class OpenAIRequest(ApiRequest):
             rules: the rules of the client's key.
             ends: the number of prompt tokens up to each mark.
         """
-        options = self.prompt_cache_options
-        ttl: Ttl = options.ttl if options else "30m"
-        is_explicit = options is not None and options.mode == "explicit"
-        of_all = "prompt_cache_options.ttl"
-        wanted = [
-            (end, at.ttl or ttl, f"{path}.ttl" if at.ttl else of_all)
-            for end, (_, at, path) in zip(ends, self.marks, strict=True)
+        marks = [at for _, at in self.marks]
+        wanted = [*zip(ends, marks, strict=True)]
+        if not self.is_explicit and any(at.field == BREAKPOINT for at in marks):
+            wanted = wanted[1 - MAX_WRITES :]  # The whole prompt is one of OpenAI's writes.
+        wanted += [(WHOLE, at) for at in self.of_whole]
+        own = rules.allowed.named(self.prompt_cache_retention)
+        claims = [
+            rules.allowed.claim(at if at.ttl else self.of_options, own, end) for end, at in wanted
         ]
-        if not is_explicit:  # The whole prompt is one of the writes.
-            wanted = wanted[1 - MAX_WRITES :]
-        if options and not is_explicit:
-            wanted.append((WHOLE, ttl, of_all))
-        retention = self.prompt_cache_retention
+        cacheable = max([0, *ends, *(claim.end_token for claim in claims)])
         return EngineRequest(
             params=self.params,
-            retention=retention,
-            claims=[rules.claim(end, retention, *how) for end, *how in wanted],
-            cacheable_tokens=max([0, *ends]) if is_explicit else None,
+            retention=self.prompt_cache_retention,
+            claims=claims,
+            cacheable_tokens=cacheable if self.is_explicit else None,
             cache_salt=self.cache_salt,
             prompt_cache_key=self.prompt_cache_key,
         )
@@ -379,7 +370,7 @@ class ConversationRequest(OpenAIRequest):
             left_out=self.left_out_kinds,
         )
         messages = [message.for_template() for _, message in self.turns]
-        marks = [mark for mark, *_ in self.marks]
+        marks = [mark for mark, _ in self.marks]
         encoded = tokenization.encode_chat(
             messages, arguments, marks, field=self.prompt_field, continues_last=continues_text
         )
@@ -462,6 +453,11 @@ class ChatRequest(ConversationRequest):
     def left_out_kinds(self) -> Collection[str]:
         """The types of tools that the model is not told of."""
         return left_out(self.tools)
+
+    @property
+    def marked_tools(self) -> Iterable[tuple[int, Lifetime]]:
+        """The breakpoints of tools, each with the index of its tool for the chat template."""
+        return lifetimes(self.tools, self.functions)
 
     @property
     def chosen_tool(self) -> Any:

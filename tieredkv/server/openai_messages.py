@@ -6,7 +6,7 @@ They have the form that the API gives them; `for_template` returns the one that 
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tieredkv.cache_fields import CONTROL, Controlled, Lifetime, Marked
 from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, names_of, shape_of
 from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Text
 from tieredkv.server.known_fields import CHAT_MESSAGE, UNMARKED
@@ -32,8 +33,6 @@ MAX_TOOLS = 1024
 FAIL_FAST = FailFast()
 CUSTOM_INPUT = "input"
 """The one parameter of the function that a custom tool becomes."""
-
-Ttl = Literal["30m", "12h"]
 
 _NOTES = {
     "image_url": IMAGE_NOTE,
@@ -45,14 +44,7 @@ _NOTES = {
 """What stands in the prompt for the types of parts that are no text."""
 
 
-class Breakpoint(Object):
-    """The end of a prefix that is to be kept."""
-
-    mode: Literal["explicit"]
-    ttl: Ttl | None = None
-
-
-class ContentPart(Object):
+class ContentPart(Marked):
     """One part of a message: a text, or a picture or the like, for which a note stands."""
 
     known_besides = names_of("image_url file input_audio")
@@ -61,7 +53,6 @@ class ContentPart(Object):
     type: Literal["text", "refusal", "image_url", "file", "input_audio"]
     text: str = ""
     refusal: str = ""
-    prompt_cache_breakpoint: Breakpoint | None = None
 
     @property
     def is_picture(self) -> bool:
@@ -72,7 +63,7 @@ class ContentPart(Object):
         return _NOTES.get(self.type) or (self.refusal if self.type == "refusal" else self.text)
 
 
-class Function(Object):
+class Function(Controlled):
     """A function that may be called."""
 
     name: Text
@@ -121,7 +112,7 @@ class ToolCall(Object):
         return {"id": value.get("id"), "function": function}
 
 
-class Message(Object):
+class Message(Controlled):
     """One message of a conversation."""
 
     known_besides = names_of("annotations reasoning_details")
@@ -143,6 +134,23 @@ class Message(Object):
         last = self.content[-1] if self.content else None
         is_text = last is not None and not last.is_picture and bool(str(last).strip())
         return self.role == "assistant" and is_text and not self.tool_calls
+
+    @property
+    def ends_with_text(self) -> bool:
+        """Whether nothing stands behind its last part."""
+        return bool(self.content) and not self.tool_calls
+
+    def lifetimes(self, path: str) -> Iterator[tuple[int, Lifetime]]:
+        """Yield each breakpoint with the index of its part; -1 for the end of the message.
+
+        Args:
+            path: the path of the parts in the body.
+        """
+        for j, part in enumerate(self.content):
+            if at := part.lifetime(f"{path}[{j}]"):
+                yield j, at
+        if at := self.lifetime(path.removesuffix(".content").removesuffix(".output")):
+            yield len(self.content) - 1 if self.ends_with_text else -1, at
 
     @property
     def thoughts(self) -> str:
@@ -226,9 +234,16 @@ def _goes_on(before: Message, message: Message, next_role: str | None) -> bool:
 
 def _joined(parts: Sequence[tuple[str, Message]]) -> tuple[str, Message]:
     messages = [message for _, message in parts]
-    content = [part for message in messages for part in message.content]
+    content, own = list[ContentPart](), None
+    for message in messages:
+        content += message.content
+        if message.cache_control is not None and message.ends_with_text:
+            content[-1] = content[-1].model_copy(update={"cache_control": message.cache_control})
+        else:
+            own = message.cache_control or own
     made: dict[str, Any] = {
-        "content": [part for part in content if str(part) or part.prompt_cache_breakpoint],
+        "content": [part for part in content if str(part) or part.lifetime("")],
+        "cache_control": own,
         "tool_calls": [call for message in messages for call in message.tool_calls],
         "reasoning_content": "".join(message.thoughts for message in messages),
     }
@@ -236,7 +251,7 @@ def _joined(parts: Sequence[tuple[str, Message]]) -> tuple[str, Message]:
     return path, messages[0].model_copy(update=made)
 
 
-class FunctionType(Object):
+class FunctionType(Controlled):
     """The one type of tool."""
 
     type: Literal["function"]
@@ -256,14 +271,14 @@ class ChatCustomFunction(Object):
     format: dict[str, Any] = Field({})
 
 
-class ChatCustomTool(Object):
+class ChatCustomTool(Controlled):
     """A tool that takes a text."""
 
     type: Literal["custom"]
     custom: ChatCustomFunction
 
 
-class HostedTool(Object):
+class HostedTool(Controlled):
     """A tool that runs on a provider's servers, or of a type that is not known."""
 
     model_config = ConfigDict(extra="allow")
@@ -332,14 +347,40 @@ def left_out(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted({tool["type"] for tool in tools} - _KINDS.keys())
 
 
+def lifetimes(
+    tools: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any]]
+) -> Iterator[tuple[int, Lifetime]]:
+    """Yield the breakpoints of tools, each with its tool's index among those that are `offered`.
+
+    A tool that is left out has its breakpoint at the end of the one before it.
+    """
+    index = -1
+    for i, tool in enumerate(tools):
+        index += tool["type"] in _KINDS
+        given = {f"tools[{i}]": tool}
+        if tool["type"] == "function":
+            given[f"tools[{i}].function"] = tool["function"]
+        for place, each in given.items():
+            if (at := Controlled.model_validate(each).lifetime(place)) and index >= 0:
+                yield index, at
+    if index < 0:
+        for i, function in enumerate(functions):
+            if at := Controlled.model_validate(function).lifetime(f"functions[{i}]"):
+                yield i, at
+
+
 def for_template(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as chat templates know them."""
+    """Return tools as chat templates know them; breakpoints are no part of the prompt."""
     return [
         {"type": "function", "function": _function_of(**tool["custom"])}
         if tool["type"] == "custom"
-        else tool
+        else {**_unmarked(tool), "function": _unmarked(tool["function"])}
         for tool in tools
     ]
+
+
+def _unmarked(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in given.items() if name != CONTROL}
 
 
 def custom_text(arguments: str) -> str | None:

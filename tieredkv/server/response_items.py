@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from tieredkv.cache_fields import Controlled
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.server import hosted
 from tieredkv.server.asked import Json, Text
@@ -43,7 +44,7 @@ from tieredkv.server.stored_responses import item_id
 MAX_ITEMS = 16_384
 
 
-class _Known(Object):
+class _Known(Controlled):
     """Fields of items and parts that have no effect; some come from answers that are sent back.
 
     They are kept, so that a conversation is listed as it was sent.
@@ -198,7 +199,7 @@ def _texts_of(parts: Any) -> Iterator[str]:
             yield part["text"]
 
 
-class HostedItem(Object):
+class HostedItem(Controlled):
     """What a provider's servers have done, or what only they could do."""
 
     model_config = ConfigDict(extra="allow")

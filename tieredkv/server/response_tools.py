@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import pydantic
 from pydantic import BeforeValidator, Field, ValidationInfo
 
+from tieredkv.cache_fields import CONTROL, Controlled
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, names_of
 from tieredkv.server.asked import Json, Text
@@ -53,7 +54,7 @@ HOSTED_CHOICES = frozenset({*get_args(Hosted), "computer_use"})
 """The types by which `tool_choice` names hosted tools; some are not those of the tools."""
 
 
-class _Known(Object):
+class _Known(Controlled):
     """Fields of tools that have no effect."""
 
     known_besides = names_of("async allowed_callers defer_loading output_schema")
@@ -96,7 +97,7 @@ class NamespaceTool(_Known):
     )
 
 
-class ClientTool(Object):
+class ClientTool(Controlled):
     """A tool that the client runs, if its `environment` is not one of OpenAI's."""
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -107,7 +108,7 @@ class ClientTool(Object):
     environment: Json = Field({"type": "local"})
 
 
-class SearchTool(Object):
+class SearchTool(Controlled):
     """A search for tools that the client runs."""
 
     type: Literal["tool_search"]
@@ -188,7 +189,7 @@ def _offered(tools: Sequence[Any], namespace: str | None) -> Iterator[Offered]:
             case NamespaceTool():
                 yield from _offered(tool.tools, tool.name)
             case FunctionTool():
-                given = tool.model_dump(exclude={"type"}, exclude_unset=True)
+                given = tool.model_dump(exclude={"type", CONTROL}, exclude_unset=True)
                 given["name"] = name_for_model(tool.name, namespace)
                 yield Offered(tool.name, namespace, "function", given)
             case TextTool():

@@ -6,13 +6,14 @@ name single items of stored responses by their ids.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from tieredkv.cache_fields import CONTROL, CacheOptions, Controlled, Lifetime
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import MAX_TOLD_CHARACTERS, RequestError
 from tieredkv.fields import Object, names_of, out_of_bounds, parse_body, read
@@ -22,7 +23,7 @@ from tieredkv.server.asked import Asked, Json, PlainRequest, Rules, Text, tell_l
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import Effort
 from tieredkv.server.known_fields import RESPONSES
-from tieredkv.server.openai_messages import ContentPart, Message, ToolCall, Ttl, whole_turns
+from tieredkv.server.openai_messages import ContentPart, Message, ToolCall, whole_turns
 from tieredkv.server.response_answers import ResponseShape
 from tieredkv.server.response_items import (
     MAX_ITEMS,
@@ -76,10 +77,9 @@ class Reasoning(Object):
     generate_summary: str | None = None
 
 
-class Options(openai.CacheOptions):
+class Options(CacheOptions):
     """Cache options, including those that only this endpoint has."""
 
-    ttl: Ttl = "30m"  # type: ignore[assignment]
     prewarm: bool = False
     comparison_response_id: str | None = None
 
@@ -185,23 +185,22 @@ class ResponsesRequest(openai.ConversationRequest):
             match item:
                 case FunctionCall() | CustomCall() | ClientCall() | SearchCall():
                     call = ToolCall(id=item.call_id, function=item.function)
-                    calling = Message.model_construct(role="assistant", tool_calls=[call])
-                    turns.append(("", _with(calling, thoughts)))
+                    calling = Message.model_construct(
+                        role="assistant", tool_calls=[call], cache_control=item.cache_control
+                    )
+                    turns.append((path, _with(calling, thoughts)))
                 case FunctionOutput(call_id=id, output=parts):
-                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
-                    turns.append((f"{path}.output", tool))
+                    turns.append((f"{path}.output", _result(item, id, parts)))
                 case ClientOutput():
-                    id, parts = item.call_id or item.id, item.parts
-                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
-                    turns.append((path, tool))
+                    turns.append((path, _result(item, item.call_id or item.id, item.parts)))
                 case SearchOutput(call_id=id, parts=parts):
-                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
-                    turns.append((path, tool))
+                    turns.append((path, _result(item, id, parts)))
                 case InputMessage():
                     turns.append((f"{path}.content", _with(item, thoughts)))
                 case HostedItem():
                     part = ContentPart(type="text", text=str(item))
                     message = Message(role="assistant", content=[part], tool_calls=[])
+                    message = message.model_copy(update={"cache_control": item.cache_control})
                     turns.append((path, _with(message, thoughts)))
             thoughts = str(item) if isinstance(item, Thoughts) else ""
         return whole_turns(turns)
@@ -235,6 +234,18 @@ class ResponsesRequest(openai.ConversationRequest):
     def left_out_kinds(self) -> Collection[str]:
         """The types of tools that the model is not told of, and of the choices that name them."""
         return {*self.left_out_tools, *HOSTED_CHOICES} if self.left_out_tools else ()
+
+    @property
+    def marked_tools(self) -> Iterable[tuple[int, Lifetime]]:
+        """The breakpoints of tools, each with the index of its tool for the chat template."""
+        if not any(tool.cache_control for tool in self.all_tools):
+            return
+        index = -1  # a tool that is left out has its breakpoint at the end of the one before it
+        for i, tool in enumerate(self.all_tools):
+            index += len(offered([tool]))
+            at = tool.lifetime(f"tools[{i}]" if i < len(self.tools) else "input")
+            if at and index >= 0:
+                yield index, at
 
     @cached_property
     def offered(self) -> dict[str, Offered]:
@@ -299,7 +310,8 @@ class ResponsesRequest(openai.ConversationRequest):
         names += " instructions tools truncation temperature top_p prompt_cache_key user"
         names += " prompt_cache_options prompt_cache_retention safety_identifier"
         names += " previous_response_id"
-        told = self.model_dump(mode="json", include=set(names.split()))
+        without = {"tools": {"__all__": {CONTROL}}}
+        told = self.model_dump(mode="json", include=set(names.split()), exclude=without)
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
         if kinds := self.left_out_tools:
@@ -333,6 +345,13 @@ class InputTokensRequest(ResponsesRequest, PlainRequest):
 def joined(items: Sequence[Json]) -> bytes:
     """Return items as JSON, with commas between them."""
     return b",".join(map(msgspec.json.encode, items))
+
+
+def _result(item: Controlled, call_id: str | None, parts: Sequence[ContentPart]) -> Message:
+    """Return the message of an item that is what came of a call."""
+    return Message.model_construct(
+        role="tool", content=[*parts], tool_call_id=call_id, cache_control=item.cache_control
+    )
 
 
 def _with(message: Message, thoughts: str) -> Message:
