@@ -102,7 +102,9 @@ class Engine:
                     "layer_names": plain.pop("layer_names", LAYER_NAMES),
                     "group_id": 0,
                     "sliding_window_size_in_chunks": None,
+                    **group,
                 }
+                for group in plain.pop("groups", [{}])
             ],
             "model": {"name": str(model), "dtype": plain.pop("dtype", "bfloat16")},
             "cache": {"tokens_per_hash": TOKENS_PER_BLOCK, "blocks_per_chunk": blocks_per_chunk},

@@ -51,6 +51,28 @@ def test_in_memory_never_reaches_the_disk(setup: Setup) -> None:
     assert setup.holds(b"TKVSLOT") is False
 
 
+WINDOW = {"sliding_window_size_in_chunks": 3}
+PARTLY: list[tuple[dict[str, Any], str]] = [
+    ({"groups": [{}, {"group_id": 1}]}, "--disable-hybrid-kv-cache-manager"),
+    ({"groups": [{}, {"group_id": 1, **WINDOW}]}, "--disable-hybrid-kv-cache-manager"),
+    ({"groups": [WINDOW], "blocks_per_chunk": 4}, "`blocks_per_chunk`"),
+]
+
+
+@pytest.mark.parametrize("encryption", ["on", "off"])
+@pytest.mark.parametrize(("changes", "way_out"), PARTLY)
+def test_a_model_whose_chunks_do_not_fill_their_rows_is_refused_in_one_sentence(
+    setup: Setup, changes: dict[str, Any], way_out: str, encryption: str
+) -> None:
+    if HAS_VLLM and setup.kind.is_older and len(changes) > 1:
+        pytest.skip("vLLM 0.26 does not tell of windows")
+    with pytest.raises(ConfigError) as caught:
+        setup.open(tier={"disk_encryption": encryption}, **changes)
+    (sentence,) = str(caught.value).splitlines()
+    assert way_out in sentence
+    assert not setup.folder.exists(), "nothing is written of any row"
+
+
 @pytest.mark.parametrize(
     "params",
     [{"retention": "48h"}, {"retention": ["24h"]}, {"retention": "24h", "tenant": 7}],

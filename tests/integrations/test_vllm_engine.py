@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.integrations.engines import HAS_VLLM, flip_a_bit
 from tests.waiting import wait_until
-from tieredkv.errors import StorageError
+from tieredkv.errors import ConfigError, StorageError
 from tieredkv.integrations import identity
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.vllm_stats import METRICS
@@ -187,20 +188,60 @@ def test_two_requests_that_share_a_prefix_on_disk_both_load_it(setup: Setup) -> 
     engine.check_at_rest()
 
 
-@pytest.mark.parametrize(
-    ("windows", "cached"), [((None, 40), 12 * TOKENS), ((40, None), 12 * TOKENS)], ids=str
-)
-def test_a_group_with_a_sliding_window_comes_back_too(
-    setup: Setup, windows: tuple[int | None, ...], cached: int
-) -> None:
-    engine = setup.open(windows=windows, num_blocks=128)
+def test_a_model_with_a_sliding_window_comes_back_too(setup: Setup) -> None:
+    engine = setup.open(windows=(40,), num_blocks=128)
     prompt = prompt_of("a", 12 * TOKENS + 3)
     engine.serve(prompt, "24h", length=5)
     engine.forget_device()
-    assert engine.serve(prompt, "24h", length=5).cached == cached, "vLLM's memory has it"
+    assert engine.serve(prompt, "24h", length=5).cached == 12 * TOKENS, "vLLM's memory has it"
     engine.forget()
-    assert engine.serve(prompt, "24h", length=5).cached == cached, "the disk has it"
+    assert engine.serve(prompt, "24h", length=5).cached == 12 * TOKENS, "the disk has it"
     engine.check_at_rest()
+
+
+MARK = b"of another tenant"
+WINDOWS = [(None,), (17,), (None, None), (None, 17), (17, None)]
+
+
+@pytest.mark.parametrize("encryption", ["on", "off"])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_what_a_row_held_before_never_reaches_the_disk(
+    setup: Setup, windows: tuple[int | None, ...], blocks_per_chunk: int, encryption: str
+) -> None:
+    tier = {"disk_encryption": encryption, "disk_compression": "off"}
+    how: dict[str, Any] = {"windows": windows, "blocks_per_chunk": blocks_per_chunk}
+    prompt, is_refused = prompt_of("a", 24 * TOKENS + 1), False
+    try:
+        engine = setup.open(num_blocks=128, tier=tier, **how)
+    except ConfigError:
+        is_refused = True
+    else:
+        engine._view[:] = np.resize(np.frombuffer(MARK, np.uint8), engine._view.size)
+        # vLLM computes the end of a chunk without its first blocks, which no window needs any more.
+        for end in range(3, 25, 3):
+            engine.serve(prompt[: end * TOKENS + 1], "24h", length=2)
+        setup.close(engine)
+    held = b"".join(each.read_bytes() for each in setup.folder.rglob("*") if each.is_file())
+    has_mark = MARK in held
+    assert not has_mark
+    fills_rows = windows == (None,) or (windows == (17,) and blocks_per_chunk == 1)
+    assert is_refused is not fills_rows
+    if encryption == "off":
+        chunk = Text(prompt, None).slots(23 * TOKENS, 24 * TOKENS, 0, 0).tobytes()
+        assert (chunk in held) is fills_rows, "the store is what is looked at"
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_without_the_hybrid_manager_windows_and_full_attention_are_one_group(
+    setup: Setup, is_off: bool
+) -> None:
+    engine = setup.open(is_alone=True)
+    config = engine.scheduler.vllm_config
+    config.scheduler_config.disable_hybrid_kv_cache_manager = is_off
+    config.cache_config.kv_cache_layout = "LBNHC"
+    specs = vllm_engine.specs_of((None, 40))
+    assert len(vllm_engine.groups_of(config, specs)) == (1 if is_off else 2)
 
 
 def test_two_ranks_get_back_what_is_theirs(setup: Setup) -> None:

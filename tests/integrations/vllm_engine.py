@@ -6,6 +6,7 @@ that out. What is made here stands for the loop of vLLM's engine core and for it
 """
 
 import dataclasses
+import importlib
 import random
 import time
 import uuid
@@ -382,16 +383,28 @@ class VllmEngine:
         assert not Path(f"/dev/shm/vllm_offload_{self.id}.mmap").exists()
 
 
-def _cache_config(num_blocks: int, windows: Sequence[int | None]) -> Any:
-    """Return one layer for each group; all groups share the blocks."""
+def specs_of(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Return a layer for each window, or for full attention where it is None."""
     shape: Any = {"block_size": TOKENS, "num_kv_heads": 4, "head_size": 16, "dtype": torch.bfloat16}
-    specs = [
-        FullAttentionSpec(**shape)
+    return {
+        f"layers.{at}": FullAttentionSpec(**shape)
         if window is None
         else SlidingWindowSpec(**shape, sliding_window=window)
-        for window in windows
-    ]
-    names = [f"layers.{at}" for at in range(len(windows))]
+        for at, window in enumerate(windows)
+    }
+
+
+def groups_of(config: Any, specs: dict[str, Any]) -> list[Any]:
+    """Return the groups that vLLM itself makes of layers."""
+    name = "vllm.v1.core.kv_cache_utils" if IS_OLDER else "vllm.v1.core.kv_cache_planning"
+    groups: list[Any] = importlib.import_module(name).get_kv_cache_groups(config, specs)
+    return groups
+
+
+def _cache_config(num_blocks: int, windows: Sequence[int | None]) -> Any:
+    """Return one layer for each group; all groups share the blocks."""
+    by_name = specs_of(windows)
+    names, specs = [*by_name], [*by_name.values()]
     assert {each.page_size_bytes for each in specs} == {BLOCK_BYTES}
     size = num_blocks * BLOCK_BYTES
     if IS_OLDER:

@@ -72,7 +72,13 @@ from tieredkv.integrations.row_store import Job, RowStore
 from tieredkv.integrations.shared_rows import open_rows
 from tieredkv.integrations.tier_request import TierRequest
 from tieredkv.integrations.vllm_logging import join_log
-from tieredkv.integrations.vllm_spec import facts_of, folder_of, group_spans, group_windows
+from tieredkv.integrations.vllm_spec import (
+    check_rows,
+    facts_of,
+    folder_of,
+    group_spans,
+    group_windows,
+)
 from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
 from tieredkv.storage.host import HostArena
 from tieredkv.types import DTYPE_BYTES, BlockRecord
@@ -127,6 +133,7 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         self._num_rows = num_rows
         try:
             told = offloading_spec.config
+            check_rows(told, vllm_version)
             weights = known_weights(
                 told.model.name,
                 config.get("weights"),

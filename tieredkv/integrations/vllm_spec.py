@@ -57,6 +57,39 @@ def folder_of(disk_dir: str, parallel: Any) -> str:
     return disk_dir if size in (None, 1) else os.path.join(disk_dir, f"dp{rank}")
 
 
+def check_rows(config: Any, version: str) -> None:
+    """Refuse a model whose chunks do not fill the rows of vLLM's memory.
+
+    A row has room for a chunk of any group of layers. vLLM copies into it what the chunk's own
+    group has, or a whole block of the device with what other groups have left there, and tells
+    neither. A chunk of a sliding window may also lack its first blocks. The rest of the row is
+    what was there before, such as keys and values of another tenant, or of a request that must not
+    reach the disk. With one group, and no window over several blocks, each chunk fills its row.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+        version: of vLLM.
+
+    Raises:
+        ConfigError: chunks of this model may leave a part of their rows as it was.
+    """
+    windows = group_windows(config)
+    why = "so that keys and values of other requests could reach the disk with it"
+    if len(config.groups) > 1 or 0 not in windows:
+        raise ConfigError(
+            f"vLLM {version} keeps the KV cache of this model's layers in several groups and does "
+            f"not tell which bytes of a row a chunk of one group has written, {why}: start vLLM "
+            "with `--disable-hybrid-kv-cache-manager`, which makes one group of layers that only "
+            "differ in their attention windows, or leave the tier of tieredkv out"
+        )
+    if windows[0] is not None and config.cache.blocks_per_chunk > 1:
+        raise ConfigError(
+            f"vLLM {version} writes only the blocks of a chunk that this model's sliding window "
+            f"still needs, {why}: leave `blocks_per_chunk` and `block_size` out of "
+            "`kv_connector_extra_config`, so that a chunk is one block"
+        )
+
+
 def group_windows(config: Any) -> dict[int, int | None]:
     """Return of how many chunks the sliding window of each group is; None if it has none.
 
