@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tieredkv.errors import RequestError
+from tieredkv.errors import PromptTooLongError, RequestError
 
 
 def too_long(
     field: str, num_tokens: int | None, max_model_len: int, *, has_answer: bool = False
-) -> RequestError:
+) -> PromptTooLongError:
     """Return the error for a prompt that does not fit the context.
 
     Args:
@@ -29,7 +29,11 @@ def too_long(
         f"This model's maximum context length is {max_model_len} tokens. However, your "
         f"{field} resulted in {got} tokens{needed}. Please reduce the length of the {field}."
     )
-    return RequestError(text, param=field, code="context_length_exceeded")
+    error = PromptTooLongError(text, param=field, code="context_length_exceeded")
+    if num_tokens is not None:
+        # A prompt that fills the context is too long only because its answer needs a token.
+        error.num_tokens, error.most_tokens = num_tokens, min(max_model_len, num_tokens - 1)
+    return error
 
 
 def pack_prompt(

@@ -3,6 +3,7 @@
 TieredKVError
 ├─ ConfigError(ValueError)    names the field, the value, what is allowed, the nearest known name
 ├─ RequestError(ValueError)   the caller's request cannot be served; maps to HTTP 4xx
+│  └─ PromptTooLongError       the prompt does not fit the model's context
 ├─ ShapeError(ValueError)     host-side kernel checks
 ├─ DeviceError                a CUDA call failed; the message names it
 ├─ ModelError                 unsupported architecture, weights that do not fit the config
@@ -58,6 +59,17 @@ class RequestError(TieredKVError, ValueError):
         """Tell the client to ask again after this time, in whole seconds from one to a minute."""
         self.retry_after_s = min(1 + int(wait_s), MAX_RETRY_AFTER_S)
         return self
+
+
+class PromptTooLongError(RequestError):
+    """A prompt does not fit the model's context.
+
+    Attributes:
+        num_tokens: the length of the prompt; 0 if it was not counted to its end.
+        most_tokens: the length that it exceeds.
+    """
+
+    num_tokens = most_tokens = 0
 
 
 class ShapeError(TieredKVError, ValueError):

@@ -456,4 +456,4 @@ def test_the_errors_of_messages_have_anthropics_form(server: Server) -> None:
 
 def test_every_event_type_that_is_sent_is_one_of_the_clients() -> None:
     known = {each.__name__ for each in get_args(get_args(types.ResponseStreamEvent)[0])}
-    assert {"ResponseTextDeltaEvent", "ResponseErrorEvent", "ResponseIncompleteEvent"} <= known
+    assert {"ResponseTextDeltaEvent", "ResponseFailedEvent", "ResponseIncompleteEvent"} <= known

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-from openai.types.responses import ResponseErrorEvent
 from transformers import PreTrainedTokenizerFast
 
 from tieredkv.config import Settings
@@ -546,16 +545,16 @@ def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() ->
     assert len({each.request_id for each in made}) == 4
 
 
-def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
+@pytest.mark.parametrize(("code", "told_code"), [("x", "x"), (None, "server_error")])
+def test_a_stream_of_responses_that_fails_ends_with_an_event_of_its_own(
+    code: str | None, told_code: str
+) -> None:
     shape = ResponseShape({}, {}, is_prewarm=False)
-    event = shape.failure(RequestError("Stopping", code="x"))
-    told = ResponseErrorEvent.model_validate(event)
-    assert (told.type, told.message, told.code, told.sequence_number) == (
-        "error",
-        "Stopping",
-        "x",
-        0,
-    )
+    assert len(shape.waiting()) == 2
+    [event] = shape.failure(RequestError("Stopping", code=code))
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 2)
+    assert event["response"]["status"] == "failed"
+    assert event["response"]["error"] == {"code": told_code, "message": "Stopping"}
 
 
 def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:

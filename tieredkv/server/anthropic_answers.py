@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from tieredkv.errors import RequestError
+from tieredkv.errors import PromptTooLongError, RequestError
 from tieredkv.server.asked import Json, Shape
 from tieredkv.server.generation import Piece
 from tieredkv.server.message_parser import Delta
@@ -75,9 +75,9 @@ class MessageShape(Shape):
         yield {"type": "message_delta", "delta": ending, "usage": usage}
         yield {"type": "message_stop"}
 
-    def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that failed."""
-        return anthropic_body(error, self.request_id)
+    def failure(self, error: RequestError) -> Sequence[Json]:
+        """Return the event that ends a stream that failed."""
+        return [anthropic_body(error, self.request_id)]
 
     def _ending(self, answer: Reply) -> Json:
         stopped_by = answer.stopped_by
@@ -186,6 +186,10 @@ def anthropic_body(error: RequestError, request_id: str | None) -> Json:
     its path. `request_id` is the id in the header of the answer.
     """
     text, path = _ANTHROPIC_WORDS.get(error.code or "", str(error)), error.param or ""
+    if isinstance(error, PromptTooLongError) and error.num_tokens:
+        # Anthropic's clients look for these words, and compact the conversation then.
+        text = f"prompt is too long: {error.num_tokens} tokens > {error.most_tokens} maximum"
+        path = ""
     field = _dotted(path)
     if path:
         text = re.sub(rf"{re.escape(path)}[\w.\[\]]*", lambda found: _dotted(found[0]), text)

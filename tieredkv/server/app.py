@@ -31,7 +31,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.prefixes import namespace_of
 from tieredkv.engine.sampling_params import SamplingParams
-from tieredkv.errors import RequestError
+from tieredkv.errors import PromptTooLongError, RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
 from tieredkv.server import anthropic_api as anthropic
 from tieredkv.server import event_stream
@@ -314,8 +314,13 @@ class Api:
             return Response(
                 msgspec.json.encode(body.tell(tokenization, info)), media_type="application/json"
             )
-        asked = body.ask(tokenization, rules)
-        requests = asked.engine_requests(info, tenant, rules)
+        try:
+            asked = body.ask(tokenization, rules)
+            requests = asked.engine_requests(info, tenant, rules)
+        except PromptTooLongError as error:
+            if (shape := body.refused_stream) is None:
+                raise
+            return event_stream.failed_stream(shape, error)
         return Prepared(asked, requests, num_earlier_bytes)
 
     async def _plan(self, call: Inspect) -> EngineRequest:

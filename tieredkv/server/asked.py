@@ -173,8 +173,8 @@ class Shape(Protocol):
         """Return the events that keep a stream alive before its first piece, if the API has any."""
         return ()
 
-    def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that failed."""
+    def failure(self, error: RequestError) -> Sequence[Json]:
+        """Return the events that end a stream that failed."""
 
     def written_for(self, answer: Reply, lifetime: str) -> int:
         """Return how many prompt tokens were written to be kept for at least this lifetime."""
@@ -312,6 +312,11 @@ class ApiRequest(Object):
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render and encode the prompts of a checked body."""
         raise NotImplementedError
+
+    @property
+    def refused_stream(self) -> Shape | None:
+        """What writes the stream that refuses a prompt that is too long; None for an error."""
+        return None
 
 
 class PlainRequest(ApiRequest):

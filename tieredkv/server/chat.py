@@ -19,7 +19,7 @@ import json
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -225,12 +225,13 @@ class Tokenization:
             text = _up_to_last_text(rendered, last, messages[-1]["content"][-1], field)
             guards = guards[: bisect_right(guards, len(text))]
         limit = self._max_model_len if is_bounded else None
-        with _refusing_long(field, limit):
-            # The template has written all special tokens, including the first one.
-            encoding = self._encoder.encode(
-                text, self._namespace, guards=guards, limit=limit, stop=self._stop
-            )
-            encoding, place = self._recalled(encoding, arguments, limit)
+        try:
+            encoding, place = self._encoded(text, guards, arguments, limit)
+        except TooLongError:
+            assert limit is not None, "only what has a limit is too long"
+            # Clients shorten a conversation by the number of tokens that the error tells.
+            num_tokens = len(self._encoded(text, guards, arguments, None)[0].ids)
+            raise too_long(field, num_tokens, limit) from None
         ends = encoding.ends(map(rendered.end, marks))
         parts = parts_of(arguments.get("tools") or (), PLAIN.contents(given))
         return Encoded(encoding.ids, ends, parts, text, None if continues_last else place)
@@ -274,18 +275,27 @@ class Tokenization:
         if add_special_tokens and self._around is None:
             return list(self.tokenizer.encode(text, verbose=False))
         first, last = self._around if add_special_tokens and self._around else ([], [])
-        with _refusing_long("prompt", limit):
+        try:
             ids = self._encoder.encode(text, self._namespace, limit=limit, stop=self._stop).ids
+        except TooLongError:
+            assert limit is not None, "only what has a limit is too long"
+            raise too_long("prompt", None, limit) from None
         return [*first, *ids, *last]
 
-    def _recalled(
-        self, encoding: Encoding, arguments: Arguments, limit: int | None
+    def _encoded(
+        self, text: str, guards: Sequence[int], arguments: Arguments, limit: int | None
     ) -> tuple[Encoding, Place | None]:
-        """Return an encoding with the ids of remembered answers, and where the next one begins.
+        """Encode a rendered conversation, and return it with where the next answer begins.
+
+        Remembered answers have the ids that the model sampled.
 
         Raises:
             TooLongError: there are more than `limit` token ids.
         """
+        # The template has written all special tokens, including the first one.
+        encoding = self._encoder.encode(
+            text, self._namespace, guards=guards, limit=limit, stop=self._stop
+        )
         if self._memory is None:
             return encoding, None
         tools = arguments.get("tools") or ()
@@ -509,15 +519,6 @@ def _up_to_last_text(rendered: _Rendered, last: Mark, part: str, field: str) -> 
         what = "The model's chat template does not show where the text of the last message ends"
         raise RequestError(f"{what}, so it cannot be continued.", param=field)
     return rendered.text[:place] + part[len(part.rstrip()) :]
-
-
-@contextlib.contextmanager
-def _refusing_long(field: str, limit: int | None) -> Iterator[None]:
-    try:
-        yield
-    except TooLongError:
-        assert limit is not None, "only what has a limit is too long"
-        raise too_long(field, None, limit) from None
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:

@@ -1,9 +1,9 @@
 """An answer as a stream of server-sent events."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tieredkv.errors import RequestError
@@ -15,6 +15,8 @@ PING_S = 10.0
 
 The headers of such a stream are sent with the first ping.
 """
+
+_HEADERS = {"Cache-Control": "no-cache"}
 
 
 class EventStream(StreamingResponse):
@@ -29,7 +31,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, generation: Generation, shape: Shape, *, on_end: Callable[[], None]) -> None:
-        super().__init__(_event_lines(generation, shape), headers={"Cache-Control": "no-cache"})
+        super().__init__(_event_lines(generation, shape), headers=_HEADERS)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,19 +44,29 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
-    def line(event: Json) -> bytes:
-        head = f"event: {event['type']}\n".encode() if shape.names_events else b""
-        return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
+def failed_stream(shape: Shape, error: RequestError) -> Response:
+    """Return a whole stream of server-sent events that says why there is no answer."""
+    content = _lines(shape, shape.failure(error))
+    return Response(content, media_type=EventStream.media_type, headers=_HEADERS)
 
+
+def _lines(shape: Shape, events: Iterable[Json]) -> bytes:
+    lines = []
+    for event in events:
+        head = f"event: {event['type']}\n".encode() if shape.names_events else b""
+        lines.append(head + b"data: " + msgspec.json.encode(event) + b"\n\n")
+    return b"".join(lines)
+
+
+async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     try:
         while not await generation.has_begun(PING_S):
             # No comment, since some clients that read lines would parse it as JSON.
-            yield b"".join(map(line, shape.waiting())) or b"\n\n"
+            yield _lines(shape, shape.waiting()) or b"\n\n"
         async for event in shape.events(generation.answers, generation.pieces()):
-            yield line(event)
+            yield _lines(shape, [event])
     except RequestError as error:
-        yield line(shape.failure(error))
+        yield _lines(shape, shape.failure(error))
     else:
         if not shape.names_events:
             yield b"data: [DONE]\n\n"

@@ -90,9 +90,9 @@ class CompletionShape(Shape):
         if self._usage_in != "none":
             yield {**head, "choices": [], "usage": self._usage(answers, sum(num_tokens))}
 
-    def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that failed."""
-        return openai_body(error)
+    def failure(self, error: RequestError) -> Sequence[Json]:
+        """Return the event that ends a stream that failed."""
+        return [openai_body(error)]
 
     def opening(self, index: int, echo: str) -> list[Json]:
         """Return a choice with the echoed prompt, or no choice if the prompt is not echoed."""

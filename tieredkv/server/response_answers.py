@@ -131,10 +131,15 @@ class ResponseShape(Shape):
             yield event
         yield self._event(response["status"], response=response)
 
-    def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that failed."""
-        told = {"code": error.code, "message": str(error), "param": error.param}
-        return {"type": "error", **told, "sequence_number": next(self._numbers)}
+    def failure(self, error: RequestError) -> Sequence[Json]:
+        """Return the events that end a stream that failed.
+
+        Codex compacts its conversation if the failed response has `context_length_exceeded`.
+        """
+        begun = () if self._is_created else self.waiting()
+        told = {"code": error.code or "server_error", "message": str(error)}
+        response = {**self._response("failed", []), "error": told}
+        return [*begun, self._event("failed", response=response)]
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}

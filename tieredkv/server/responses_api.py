@@ -304,6 +304,12 @@ class ResponsesRequest(openai.ConversationRequest):
             turn=self.turn() if is_stored else None,
         )
 
+    @property
+    def refused_stream(self) -> ResponseShape | None:
+        """What writes the stream that refuses a prompt that is too long; None for an error."""
+        echo = {**self.echo(), "store": False}
+        return ResponseShape(echo, {}, is_prewarm=False) if self.stream else None
+
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
         names = "max_output_tokens max_tool_calls metadata model parallel_tool_calls reasoning text"
