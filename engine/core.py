@@ -30,6 +30,7 @@ from tieredkv.engine.prompt_scores import score_prompt
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow
+from tieredkv.engine.slices import Slices
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.errors import BlocksLostError, RequestError
@@ -116,9 +117,10 @@ class EngineCore:
             self.tier_stats = TierStats(
                 self.tiers, self.scheduler, self._timer, self._max_model_len
             )
-            prompts = PromptInspections(self.cache, self._prefixes)
+            slices = Slices()
+            prompts = PromptInspections(self.cache, self._prefixes, slices)
             known = known_model(settings, parts.model, parts.spec)
-            self.verbs = Verbs(self.cache, self.tier_stats, prompts, known)
+            self.verbs = Verbs(self.cache, self.tier_stats, prompts, known, slices)
             self.verbs.give_shares(settings.tenant_shares)
             self._grammars = Grammars(self._make_compiler, self.wake)
             stack.callback(self._grammars.close)
@@ -248,7 +250,7 @@ class EngineCore:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
-        if self.verbs.lists.has_more:
+        if self.verbs.slices.has_more:
             return
         if self._spare_s > 0:
             # What the disk has done wakes the thread; only copies do not.

@@ -4,6 +4,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 
+from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, whole
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -47,28 +48,30 @@ class Prefixes:
 
     def make(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
+        return whole(self.making(asked, token_ids))
+
+    def making(self, asked: EngineRequest, token_ids: Sequence[int]) -> Pieces[Prefix]:
+        """Make a prefix as `make` does, in pieces."""
         settings, size, algo = self._settings, self._spec.block_size, self._settings.hash_algo
         max_blocks = max_cached_blocks(asked, size)
         namespace = namespace_of(asked, settings)
         root = model_root(self._fingerprint, self._spec, namespace, algo=algo)
         ends = asked.read_ends
         read_ends = None if ends is None else [end // size for end in ends]
-        hashes = chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo)
-        told = token_ids[: len(hashes) * size] if self._is_announced(asked, namespace) else None
-        return Prefix(
-            root,
-            namespace,
-            hashes,
-            self._claims(asked),
-            max_blocks,
-            told if told is None else array("I", told),
-            read_ends,
-        )
+        packed = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        hashes, most = list[BlockHash](), min(len(packed), max_blocks * size) // size * size
+        for start in range(0, most, SCANNED_BLOCKS * size):
+            tokens = packed[start : min(most, start + SCANNED_BLOCKS * size)]
+            hashes += chain_hashes(hashes[-1] if hashes else root, tokens, size, algo=algo)
+            yield
+        told = packed[: len(hashes) * size] if self._is_announced(asked, namespace) else None
+        claims = self._claims(asked)
+        return Prefix(root, namespace, hashes, claims, max_blocks, told, read_ends)
 
     def elsewhere(
         self, prefix: Prefix, token_ids: Sequence[int], roots: Mapping[BlockHash, bytes]
-    ) -> dict[BlockHash, str]:
-        """Return what a prompt's first block is called below other roots, and how they differ.
+    ) -> Pieces[dict[BlockHash, str]]:
+        """Find what a prompt's first block is called below other roots, and how they differ.
 
         Args:
             prefix: of the prompt.
@@ -78,12 +81,15 @@ class Prefixes:
         Returns:
             For each hash `other_model`, or `other_namespace` if the model is the same one.
         """
-        size, algo, found = self._spec.block_size, self._settings.hash_algo, {}
-        for root, namespace in roots.items():
-            if root != prefix.root and len(token_ids) >= size:
-                [first] = chain_hashes(root, token_ids[:size], size, algo=algo)
-                own = model_root(self._fingerprint, self._spec, namespace, algo=algo)
-                found[first] = "other_namespace" if own == root else "other_model"
+        size, algo = self._spec.block_size, self._settings.hash_algo
+        found = dict[BlockHash, str]()
+        for some in cut(roots.items() if len(token_ids) >= size else (), PIECE_BLOCKS):
+            for root, namespace in some:
+                if root != prefix.root:
+                    [first] = chain_hashes(root, token_ids[:size], size, algo=algo)
+                    own = model_root(self._fingerprint, self._spec, namespace, algo=algo)
+                    found[first] = "other_namespace" if own == root else "other_model"
+            yield
         return found
 
     def _is_announced(self, asked: EngineRequest, namespace: bytes) -> bool:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.prompt_report import Source, report
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.engine_messages import Tokenize, Tokenized
+from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
+from tieredkv.engine.slices import Slices
 from tieredkv.storage.calls import Inspect
 from tieredkv.storage.worker_messages import LookupDone
 from tieredkv.types import BlockHash, Tier
@@ -39,11 +41,12 @@ class PromptInspections:
         on_prompt: called with each prompt that the server has to tokenize; None without a server.
     """
 
-    def __init__(self, cache: TieredCache, prefixes: Prefixes) -> None:
+    def __init__(self, cache: TieredCache, prefixes: Prefixes, slices: Slices) -> None:
         self.on_prompt: Callable[[Tokenize], object] | None = None
         self._ids = itertools.count(1)
         self._untokenized: dict[int, tuple[Mapping[BlockHash, bytes], Tell]] = {}
         self._cache, self._tiers, self._prefixes = cache, cache.tiers, prefixes
+        self._slices = slices
         self._asked: dict[int, _Asked] = {}  # by the job of the lookup
         cache.on_other_lookup = self._take
 
@@ -61,27 +64,35 @@ class PromptInspections:
         return self.on_prompt(Tokenize(id, call))
 
     def go_on(self, tokenized: Tokenized) -> None:
-        """Ask the disk for the blocks of a prompt that the server has tokenized."""
+        """Go on with a prompt that the server has tokenized, or could not tokenize."""
         roots, tell = self._untokenized.pop(tokenized.id)
-        if (request := tokenized.request) is None:
+        if tokenized.request is None:
             tell({"refused": tokenized.refused})
-            return
-        token_ids, tiers = request.prompt_token_ids, self._tiers
-        prefix = self._prefixes.make(request, token_ids)
-        in_ram = {entry.root: entry.namespace for entry in tiers.catalog.entries()}
-        others = self._prefixes.elsewhere(prefix, token_ids, {**roots, **in_ram})
+        else:
+            self._slices.begin(self._look_up(tokenized.request, roots, tell))
+
+    def _look_up(
+        self, request: EngineRequest, roots: Mapping[BlockHash, bytes], tell: Tell
+    ) -> Pieces[None]:
+        """Ask the disk for the blocks of a prompt, and report once it has answered."""
+        token_ids, tiers, all_roots = request.prompt_token_ids, self._tiers, dict(roots)
+        prefix = yield from self._prefixes.making(request, token_ids)
+        for entries in cut(tiers.catalog.entries(), SCANNED_BLOCKS):
+            all_roots.update((entry.root, entry.namespace) for entry in entries)
+            yield
+        others = yield from self._prefixes.elsewhere(prefix, token_ids, all_roots)
         asked = _Asked(prefix, len(token_ids), others, tell)
         hashes = [*prefix.hashes, *others]
         if tiers.store is None or not hashes:
-            self._report(asked, {})
+            yield from self._report(asked, {})
         else:
             self._asked[tiers.store.lookup(hashes)] = asked
 
     def _take(self, event: LookupDone) -> None:
         if (asked := self._asked.pop(event.job, None)) is not None:
-            self._report(asked, event.found)
+            self._slices.begin(self._report(asked, event.found))
 
-    def _report(self, asked: _Asked, on_disk: Mapping[bytes, bytes]) -> None:
+    def _report(self, asked: _Asked, on_disk: Mapping[bytes, bytes]) -> Pieces[None]:
         tiers, hashes, now = self._tiers, asked.prefix.hashes, self._tiers.clock.now()
 
         def source(block_hash: BlockHash) -> Source:
@@ -96,19 +107,26 @@ class PromptInspections:
             found = source(block_hash)
             return found if tiers.can_load or found is Tier.DEVICE else None
 
-        def why_missed(index: int) -> str:
+        def why_missed(index: int) -> Pieces[str]:
             if source(hashes[index]):
                 return "loads_off"
             reason = tiers.catalog.why_departed(hashes[index], now)
-            if index or reason != "never_seen":
-                return reason
-            found = (kind for block_hash, kind in asked.others.items() if source(block_hash))
-            return next(found, reason)
+            if not index and reason == "never_seen":
+                for some in cut(asked.others.items(), PIECE_BLOCKS):
+                    for block_hash, kind in some:
+                        if source(block_hash):
+                            return kind
+                    yield
+            return reason
 
-        made = report(
+        sources = list[Source]()
+        for some in cut(hashes, PIECE_BLOCKS):
+            sources += map(usable, some)
+            yield
+        made = yield from report(
             asked.num_tokens,
             tiers.block_size,
-            [*map(usable, hashes)],
+            sources,
             why_missed,
             lambda: self._cache.promoter.planner(0.0, time.monotonic()),
             asked.prefix.read_ends,

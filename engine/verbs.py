@@ -6,32 +6,35 @@ worker's part.
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import cast
 
 import msgspec
-from msgspec.structs import replace
 
 from tieredkv.cache.catalog import Entry
+from tieredkv.cache.chain_search import ChainSearch, named
+from tieredkv.cache.evictions import IsWanted
+from tieredkv.cache.pieces import PIECE_BLOCKS, Pieces, emptying, whole
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.block_lists import BlockLists, TellPart
+from tieredkv.engine.block_lists import list_blocks
 from tieredkv.engine.prompt_inspections import PromptInspections
+from tieredkv.engine.slices import Answer, Slices, TellPart, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.storage.chain_blocks import in_order
 from tieredkv.storage.known_models import KnownModel
 from tieredkv.storage.results import BlockInfo, named_blocks
-from tieredkv.types import BlockHash, Tier
+from tieredkv.storage.worker_messages import ControlRequest
+from tieredkv.types import BlockHash, BlockRecord, Tier
 
 EVERYTHING = EvictFilter(all=True)
 
 
 class Verbs:
-    """Carries out an operator's requests; called by the engine's thread.
+    """Carries out an operator's requests, in slices; called by the engine's thread.
 
     Attributes:
         prompts: reports on prompts.
-        lists: tells of all blocks.
+        slices: the work that is not done yet.
         on_evict: called with each filter of blocks that the store's worker has passed on.
     """
 
@@ -41,8 +44,9 @@ class Verbs:
         tier_stats: TierStats,
         prompts: PromptInspections,
         model: KnownModel,
+        slices: Slices,
     ) -> None:
-        self.prompts, self.lists = prompts, BlockLists(cache.tiers)
+        self.prompts, self.slices = prompts, slices
         self._cache, self._tiers, self._tier_stats = cache, cache.tiers, tier_stats
         self._model = model
         self.on_evict: Callable[[EvictFilter], None] = lambda _: None
@@ -52,99 +56,77 @@ class Verbs:
         algo = self._model.hash_algo
         self._tiers.give_shares({tenant_digest(t, algo=algo): it for t, it in shares.items()})
 
-    def evict(
-        self,
-        wanted: EvictFilter = EVERYTHING,
-        following: Collection[BlockHash] = (),
-        before: Collection[BlockHash] = (),
-    ) -> int:
-        """Drop blocks from VRAM and host memory; return how many copies.
-
-        Args:
-            wanted: which blocks to drop; a dry run only counts them.
-            following: further blocks that `wanted` names; see `Catalog.chains`.
-            before: further blocks that precede the named ones.
-        """
-        is_wanted = self._filter(wanted, following, before)
-        entries = [entry for entry in self._tiers.catalog.entries() if is_wanted(entry)]
-        pools = {tier: it for tier, it in self._tiers.pools.items() if wanted.concerns(tier)}
-        copies = [
-            (tier, entry.block_hash)
-            for tier, pool in pools.items()
-            for entry in entries
-            if pool.lookup(entry.block_hash)
-        ]
-        if wanted.dry_run:
-            return len(copies)
-        if wanted.tiers:
-            for tier, block_hash in copies:
-                self._tiers.drop_copy(tier, block_hash, "admin")
-            self._cache.demoter.note_change()
-        else:
-            self._cache.evict(is_wanted)
-        return len(copies)
-
-    def _filter(
-        self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
-    ) -> Callable[[Entry], bool]:
-        """Return which entries an eviction is about; for the arguments see `evict`."""
-        now = self._tiers.clock.now()
-        chains = self._tiers.catalog.chains(wanted.ids, following, before)
-
-        def is_wanted(entry: Entry) -> bool:
-            is_of_chains = not wanted.ids or entry.block_hash in chains
-            return is_of_chains and wanted.matches(entry.namespace, entry.last_used, now)
-
-        return is_wanted
+    def evict(self, wanted: EvictFilter = EVERYTHING) -> int:
+        """Drop blocks from VRAM and host memory at once; return how many copies."""
+        return int(whole(self._evict(wanted))["evicted_blocks"])
 
     def operate(self, call: Call, tell: TellPart) -> None:
         """Carry out a verb where there is no disk tier; `tell` is called with its answer.
 
-        That of `Ls` begins with the time and the model, which the parts of the list follow.
+        That of `Ls` begins with the time and the model, which the parts of the list follow. That
+        of `Inspect` has blocks in all its parts.
         """
-        if isinstance(call, Ls):
-            now = self._tiers.clock.now()
-            tell({"now": now, "model": msgspec.to_builtins(self._model)}, True)
-            self.lists.begin(tell)
-        elif isinstance(call, Inspect) and call.prompt is not None:
+        if isinstance(call, Inspect) and call.prompt is not None:
             self.prompts.begin(call, {}, lambda body: tell(body, False))
         else:
-            tell(self._answer_alone(call), False)
+            self.slices.begin(telling(self._answer_alone(call), tell))
 
-    def _answer_alone(self, call: Call) -> dict[str, Any]:
-        answer = self.answer(call)
+    def answer_control(self) -> None:
+        """Begin what the store's worker has passed on, and go on with all work for a while."""
+        while self._cache.control_requests:
+            event = self._cache.control_requests.popleft()
+            assert self._tiers.store is not None
+            tell = partial(self._tiers.store.reply_control, event.id)
+            if isinstance(event.call, Inspect) and event.call.prompt is not None:
+                roots = cast(Mapping[BlockHash, bytes], event.roots)
+                self.prompts.begin(event.call, roots, tell)
+            else:
+                self.slices.begin(telling(self._answer_worker(event), tell))
+        self.slices.go_on()
+
+    def _answer_alone(self, call: Call) -> Answer:
+        if isinstance(call, Ls):
+            yield {"now": self._tiers.clock.now(), "model": msgspec.to_builtins(self._model)}
+        answer = yield from self._answer(call)
         match call:
             case Df():
                 return {**answer, "writer_pid": None}
-            case Inspect():
-                if not (blocks := answer["blocks"]) and not call.following:
-                    return self._answer_alone(replace(call, following=True))
-                known = msgspec.convert(blocks, list[BlockInfo])
-                return {call.listed_as: msgspec.to_builtins(in_order(known))}
             case EvictFilter():
                 return {**answer, "disk": None}
         return answer
 
-    def answer(
+    def _answer_worker(self, event: ControlRequest) -> Answer:
+        call, following, before = event.call, event.following, event.before
+        hashes = cast(tuple[list[BlockHash], list[BlockHash]], (following, before))
+        answer = yield from self._answer(call, *hashes)
+        if isinstance(call, EvictFilter):
+            self.on_evict(call)
+            if call == EVERYTHING:
+                yield from self._tiers.catalog.noting_empty_disk()
+        return answer
+
+    def _answer(
         self, call: Call, following: Collection[BlockHash] = (), before: Collection[BlockHash] = ()
-    ) -> dict[str, Any]:
-        """Carry out the part of a verb that concerns VRAM and host memory; return its answer.
+    ) -> Answer:
+        """Carry out the part of a verb that concerns VRAM and host memory.
 
         Args:
-            call: the verb, but for a list; one that needs the disk is the worker's alone.
+            call: the verb; one that needs the disk is the worker's alone.
             following: further blocks that the call names, since the disk has them.
-            before: see `evict`.
+            before: further blocks that precede the named ones; see `ChainSearch`.
         """
         match call:
             case Df():
                 return self._tier_stats.read()
+            case Ls():
+                return (yield from list_blocks(self._tiers))
             case Inspect():
-                return {"blocks": msgspec.to_builtins(self._inspect(call, following))}
+                return (yield from self._inspect(call, following))
             case EvictFilter():
-                return self._answer_evict(call, following, before)
+                return (yield from self._evict(call, following, before))
         raise AssertionError(f"`{call.verb}` does not concern the engine")
 
-    def _inspect(self, call: Inspect, told: Collection[BlockHash]) -> list[BlockInfo]:
+    def _inspect(self, call: Inspect, told: Collection[BlockHash]) -> Answer:
         """Describe the blocks of a chain in VRAM and host memory, from named ones to the first.
 
         Args:
@@ -153,17 +135,25 @@ class Verbs:
         """
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         first, last = named_blocks(call.id) or ("", "")
-        waiting = [*told, *catalog.named(last or first)]
+        waiting = [*told, *(yield from named(catalog, last or first))]
         if call.following:
-            waiting += catalog.chains((call.id,), told)
-        found = dict[BlockHash, BlockInfo]()
+            search = ChainSearch(catalog, (call.id,), told)
+            yield from search.find()
+            waiting += search.blocks
+            yield from search.forget()
+        found = set[BlockHash]()
         while waiting:
-            entry = catalog.get(waiting.pop())
-            if entry is None or entry.block_hash in found or catalog.is_expired(entry, now):
-                continue
-            found[entry.block_hash] = self._described(entry)
-            waiting.append(entry.parent_hash)
-        return list(found.values())
+            infos = list[BlockInfo]()
+            for _ in range(min(len(waiting), PIECE_BLOCKS)):
+                entry = catalog.get(waiting.pop())
+                if entry is None or entry.block_hash in found or catalog.is_expired(entry, now):
+                    continue
+                found.add(entry.block_hash)
+                infos.append(self._described(entry))
+                waiting.append(entry.parent_hash)
+            yield {"blocks": msgspec.to_builtins(infos)} if infos else None
+        yield from emptying(found)
+        return {"blocks": []}
 
     def _described(self, entry: Entry) -> BlockInfo:
         """Describe a block, without its copy on disk, which the store's worker knows."""
@@ -174,58 +164,62 @@ class Verbs:
         ready = [tier for tier, copy in copies.items() if copy is not None and copy.is_ready]
         return BlockInfo.of(record, ready)
 
-    def _send_down(
-        self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
-    ) -> tuple[int, int]:
+    def _evict(
+        self,
+        wanted: EvictFilter,
+        following: Collection[BlockHash] = (),
+        before: Collection[BlockHash] = (),
+    ) -> Answer:
+        """Drop copies, or begin to move blocks down; a dry run only counts them."""
+        tiers, now = self._tiers, self._tiers.clock.now()
+        search = ChainSearch(tiers.catalog, wanted.ids, following, before)
+        if wanted.ids:
+            yield from search.find()
+
+        def is_wanted(block: Entry | BlockRecord) -> bool:
+            is_of_chains = not wanted.ids or block.block_hash in search
+            return is_of_chains and wanted.matches(block.namespace, block.last_used, now)
+
+        only = [tier for tier in tiers.pools if wanted.concerns(tier)] if wanted.tiers else None
+        refused = {}
+        if wanted.to != "drop":
+            num_blocks, num_refused = yield from self._send_down(wanted, is_wanted)
+            refused = {"refused_blocks": num_refused}
+        elif wanted.dry_run:
+            num_blocks = yield from self._count(is_wanted, tiers.pools if only is None else only)
+        else:
+            num_blocks = yield from self._cache.evictions.evict(is_wanted, only)
+        yield from search.forget()
+        freed = {"freed_bytes": num_blocks * tiers.block_bytes, "unknown_ids": search.unknown_ids}
+        return {"evicted_blocks": num_blocks, **refused, **freed}
+
+    def _count(self, is_wanted: IsWanted, in_tiers: Collection[Tier]) -> Pieces[int]:
+        """Count the copies that some tiers have."""
+        num_copies, pools = 0, [self._tiers.pools[tier] for tier in in_tiers]
+        for entries in self._tiers.catalog.sweep():
+            for entry in filter(is_wanted, entries):
+                num_copies += sum(pool.lookup(entry.block_hash) is not None for pool in pools)
+            yield
+        return num_copies
+
+    def _send_down(self, wanted: EvictFilter, is_wanted: IsWanted) -> Pieces[tuple[int, int]]:
         """Begin to move blocks to a slower tier.
 
         Returns:
             How many are moved, and how many are not, as no claim on them allows the disk.
         """
         tiers, to, now = self._tiers, Tier(wanted.to), self._tiers.clock.now()
-        is_wanted = self._filter(wanted, following, before)
-        entries = [entry for entry in tiers.catalog.entries() if is_wanted(entry)]
-        if to is Tier.HOST:
-            going = [entry for entry in entries if tiers.device.lookup(entry.block_hash)]
-            refused = 0
-        else:
-            going = [it for it in entries if it.is_on_disk or tiers.catalog.disk_deadline(it, now)]
-            refused = len(entries) - len(going)
-        if not wanted.dry_run:
-            self._cache.departures.send([entry.block_hash for entry in going], to)
-        return len(going), refused
-
-    def _answer_evict(
-        self, wanted: EvictFilter, following: Collection[BlockHash], before: Collection[BlockHash]
-    ) -> dict[str, Any]:
-        unknown_ids = self._tiers.catalog.unknown_ids(wanted.ids)
-        if wanted.to != "drop":
-            moved, refused = self._send_down(wanted, following, before)
-            freed = {"freed_bytes": moved * self._tiers.block_bytes, "unknown_ids": unknown_ids}
-            return {"evicted_blocks": moved, "refused_blocks": refused, **freed}
-        evicted = self.evict(wanted, following, before)
-        freed_bytes = evicted * self._tiers.block_bytes
-        sums = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
-        return {**sums, "unknown_ids": unknown_ids}
-
-    def answer_control(self) -> None:
-        """Answer the requests that the store's worker has passed on, and go on with lists."""
-        while self._cache.control_requests:
-            event = self._cache.control_requests.popleft()
-            assert self._tiers.store is not None
-            tell = partial(self._tiers.store.reply_control, event.id)
-            if isinstance(event.call, Ls):
-                self.lists.begin(tell)
-                continue
-            if isinstance(event.call, Inspect) and event.call.prompt is not None:
-                roots = {BlockHash(root): namespace for root, namespace in event.roots.items()}
-                self.prompts.begin(event.call, roots, tell)
-                continue
-            blocks = (map(BlockHash, each) for each in (event.following, event.before))
-            answer = self.answer(event.call, *map(set, blocks))
-            if isinstance(event.call, EvictFilter):
-                self.on_evict(event.call)
-                if event.call == EVERYTHING:
-                    self._tiers.catalog.note_empty_disk()
-            tell(answer)
-        self.lists.go_on()
+        num_going = num_refused = 0
+        for some in tiers.catalog.sweep():
+            entries = [*filter(is_wanted, some)]
+            if to is Tier.HOST:
+                going = [it for it in entries if tiers.device.lookup(it.block_hash)]
+            else:
+                catalog = tiers.catalog
+                going = [it for it in entries if it.is_on_disk or catalog.disk_deadline(it, now)]
+                num_refused += len(entries) - len(going)
+            num_going += len(going)
+            if not wanted.dry_run:
+                self._cache.departures.send([entry.block_hash for entry in going], to)
+            yield
+        return num_going, num_refused

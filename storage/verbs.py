@@ -247,10 +247,11 @@ class Verbs:
             chain_blocks.add(known, on_disk)
             told.update(bytes.fromhex(info.block_hash) for info in on_disk)
             lacking = chain_blocks.missing_parents(known)
-            answer = _only(self._ask(call, caller, [*told, *lacking]))
-            if "engine" in answer:
-                raise _silent_engine()
-            in_ram = msgspec.convert(answer.get("blocks", []), list[BlockInfo])
+            in_ram = list[BlockInfo]()
+            for part in self._ask(call, caller, [*told, *lacking]):
+                if "engine" in part:
+                    raise _silent_engine()
+                in_ram += msgspec.convert(part.get("blocks", []), list[BlockInfo])
             names = self.store.names
             chain_blocks.add(known, in_ram if names is None else names.hide_infos(in_ram))
             wanted = {*map(bytes.fromhex, known), *chain_blocks.missing_parents(known)}
@@ -430,6 +431,8 @@ class Verbs:
     ) -> Iterator[dict[str, Any]]:
         """Ask the engine, if there is one, and wait for each part of its answer, but not for ever.
 
+        A part may be empty, to tell that the engine is still at it.
+
         A silent engine is taken to say `NO_ANSWER`.
         """
         if self.ask_engine is None:
@@ -534,7 +537,7 @@ class Verbs:
 
 
 def _only(answer: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the engine says in one part; nothing where there is none."""
+    """Return what the engine says in its last part; nothing where there is no engine."""
     return [{}, *answer][-1]
 
 

@@ -13,6 +13,7 @@ from tests.prompts import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
 from tieredkv.cache.catalog import NUM_DEPARTED, Catalog
+from tieredkv.cache.pieces import whole
 from tieredkv.engine.answer import Answer
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
@@ -137,7 +138,7 @@ def test_the_reasons_of_the_blocks_that_left_last_are_remembered() -> None:
     assert catalog.why_departed(first, 0) == "never_seen"
     catalog.note_departed(first, "evicted_disk", until=10)
     assert [catalog.why_departed(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
-    catalog.note_empty_disk()
+    whole(catalog.noting_empty_disk())
     assert catalog.why_departed(first, 99) == "admin"
     for block_hash in others[:-1]:
         catalog.note_departed(block_hash, "corrupt")

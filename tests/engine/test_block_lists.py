@@ -6,41 +6,39 @@ import pytest
 
 from tests.fake_store import Rig, chain_of
 from tieredkv.engine import block_lists
-from tieredkv.engine.block_lists import BlockLists
+from tieredkv.engine.block_lists import list_blocks
+from tieredkv.engine.slices import Slices, telling
 from tieredkv.storage.block_table import TIER_BITS
 from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.types import Tier
 
 
-def told(lists: BlockLists) -> tuple[list[dict[str, Any]], int]:
-    """Return the parts of a list, and between how many steps they were made."""
-    parts, ends, turns = list[dict[str, Any]](), list[bool](), 0
+def told(rig: Rig) -> list[dict[str, Any]]:
+    """Return the parts of a list."""
+    slices, parts, ends = Slices(), list[dict[str, Any]](), list[bool]()
 
     def take(part: dict[str, Any], has_more: bool) -> None:
         parts.append(part)
         ends.append(not has_more)
 
-    lists.begin(take)
-    while lists.has_more:
-        lists.go_on()
-        turns += 1
+    slices.begin(telling(list_blocks(rig.tiers), take))
+    while slices.has_more:
+        slices.go_on()
     assert ends == [False] * (len(ends) - 1) + [True]
-    return parts, turns
+    return parts
 
 
 def test_all_blocks_are_told_with_their_tiers_and_deadlines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_lists, "PART_BLOCKS", 2)
-    monkeypatch.setattr(block_lists, "SLICE_S", 0.0)  # for one part at a time
     rig = Rig()
     rig.run("a", 3)
     rig.run("b", 2, "in_memory")
     rig.cache.departures.send(chain_of("a", 3), Tier.HOST)
     rig.turn(5)
-    lists = BlockLists(rig.tiers)
-    parts, turns = told(lists)
-    assert (len(parts), turns) == (4, 4)
+    parts = told(rig)
+    assert [part.get("num_blocks", 0) for part in parts] == [2, 2, 1, 0]
     found = RamBlocks.of(parts)
     rows = dict(zip(found.hashes, found.table.blocks, strict=True))
     for name, length, tier, retention in (
@@ -59,6 +57,6 @@ def test_all_blocks_are_told_with_their_tiers_and_deadlines(
 
 
 def test_an_engine_without_blocks_tells_of_none() -> None:
-    parts, _ = told(BlockLists(Rig().tiers))
+    parts = told(Rig())
     assert parts == [{}]
     assert len(RamBlocks.of(parts).table.blocks) == 0

@@ -37,10 +37,10 @@ from tieredkv.errors import (
     StoreBusyError,
     StoreUnreachableError,
 )
-from tieredkv.storage.calls import EvictFilter, Ls, Prune
+from tieredkv.storage.calls import EvictFilter, Inspect, Ls, Prune
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl, document
-from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.results import BlockInfo, ChainInfo
 from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
@@ -49,12 +49,11 @@ from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 @contextmanager
 def engine_that_says(
     client: StoreClient,
-    body: dict[str, Any],
-    *,
+    *parts: dict[str, Any],
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> Iterator[list[ControlRequest]]:
-    """Answer the worker's requests with `body`, and yield them.
+    """Answer the worker's requests with `parts`, and yield them.
 
     Each answer comes after a call of `before`, and before one of `after`.
     """
@@ -67,7 +66,8 @@ def engine_that_says(
                 if isinstance(event, ControlRequest):
                     asked.append(event)
                     before()
-                    client.reply_control(event.id, body)
+                    for number, part in enumerate(parts, 1):
+                        client.reply_control(event.id, part, number < len(parts))
                     after()
             time.sleep(0.005)
 
@@ -97,6 +97,21 @@ def test_df_on_a_live_store_has_every_tier(harness: Harness) -> None:
     assert df["disk"]["bytes_files"] >= df["disk"]["bytes_live"]
     assert df["disk"]["bytes_budget"] == 64 << 20
     json.dumps(df)
+
+
+def test_the_parts_of_the_engines_answer_are_put_together(harness: Harness) -> None:
+    client, chain = harness.open(), make_chain("a", 4)
+    Mailbox(client).store(chain[:1])
+    control = StoreControl(harness.folder)
+    infos = [msgspec.to_builtins(BlockInfo.of(each, [Tier.DEVICE])) for each in chain[1:]]
+    parts = {}, {"blocks": infos[:2]}, {}, {"blocks": infos[2:]}, {"blocks": []}
+    with engine_that_says(client, *parts):
+        pages = control.pages(Inspect(id=chain[-1].block_hash.hex()))
+        blocks = [block for page in pages for block in page]
+    assert [block.block_hash for block in blocks] == [each.block_hash.hex() for each in chain]
+    assert [block.tiers for block in blocks] == [[Tier.DISK], *[[Tier.DEVICE]] * 3]
+    with engine_that_says(client, {}, {}, {"evicted_blocks": 2, "freed_bytes": 100}):
+        assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 1 + 2
 
 
 def test_df_on_a_stopped_store_has_the_disk_and_its_last_budget(harness: Harness) -> None:

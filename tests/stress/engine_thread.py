@@ -11,8 +11,12 @@ work on hashes, blocks and tables is measured. A prompt is measured in each stat
 
 Then a shorter prompt is looked up in VRAM beside more and more other blocks. This gives the time of
 a lookup per block hash.
+
+Last, an operator asks for every verb while VRAM has many blocks, in few long chains and in many
+chains of one block. This gives how long the longest slice of work between two steps takes.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -34,22 +38,34 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
-from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.config import Settings
+from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
+from tieredkv.engine.prefixes import Prefixes
+from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
+from tieredkv.engine.slices import Slices
+from tieredkv.engine.step_timer import StepTimer
+from tieredkv.engine.tier_stats import TierStats
+from tieredkv.engine.verbs import Verbs
 from tieredkv.errors import TieredKVError
+from tieredkv.garbage import look_seldom
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
-from tieredkv.types import BlockHash, Progress, Tier, tracked
+from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.storage.known_models import KnownModel
+from tieredkv.storage.results import chain_id
+from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
 BLOCK_BYTES = 8
 VOCAB_SIZE = 128_256
 FILLED_PROMPT_BLOCKS = 2048
 ROOT = BlockHash(b"engine thread".ljust(32, b"\0"))
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+INSPECTED_TOKENS = 131_072
 PARTS = ("hash_ms", "lookup_ms", "load_ms", "complete_ms", "release_ms")
 
 Row = dict[str, Any]
@@ -61,16 +77,19 @@ def run(
     prompt_tokens: int,
     block_sizes: list[int],
     cached_blocks: list[int],
+    verb_blocks: int,
     repeats: int,
 ) -> Row:
-    """Measure every state at each block size, and a hit beside each number of cached blocks."""
-    sizes, rows = block_sizes, list[Row]()
+    """Measure every state at each block size, hits beside cached blocks, and operators' verbs."""
+    sizes, rows, verbs = block_sizes, list[Row](), list[Row]()
     cases = [(size, 0) for size in sizes] + [(sizes[0], count) for count in cached_blocks]
     for block_size, count in tracked(progress, "measuring", cases):
         if count:
             rows.append(_measure_filled(count, block_size, repeats))
         else:
             rows += _measure_states(prompt_tokens, block_size, repeats)
+    for chain_blocks in tracked(progress, "asking", [FILLED_PROMPT_BLOCKS, 1]):
+        verbs += _measure_verbs(verb_blocks, chain_blocks, sizes[0])
     problems = [
         f"{row['state']}, blocks of {row['block_size']}: the tokens came from {row['by_tier']}"
         for row in rows
@@ -79,7 +98,7 @@ def run(
     data = bytes(16 << 20)
     hash_s = raw.median_s(lambda: hashlib.sha256(data).digest(), repeats=5)
     limits = {"sha256_GBps": round(len(data) / hash_s / 1e9, 3)}
-    return {"raw": limits, "rows": rows, "problems": problems}
+    return {"raw": limits, "rows": rows, "verbs": verbs, "problems": problems}
 
 
 def _expected(state: str, num_tokens: int) -> dict[str, int]:
@@ -121,10 +140,50 @@ class _Host:
         )
         self.block_size = block_size
         self.random = random.Random(0)
+        known = KnownModel(
+            name="", fingerprint="00", dtype="bfloat16", block_size=block_size, hash_algo="sha256"
+        )
+        spec = KVSpec(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", block_size=block_size
+        )
+        stats = TierStats(
+            self.tiers,
+            self.scheduler,
+            StepTimer(self.tiers.compute_rate, torch.device("cpu")),
+            VOCAB_SIZE,
+        )
+        slices, prefixes = Slices(), Prefixes(Settings(), spec, b"", self.tiers.clock)
+        prompts = PromptInspections(self.cache, prefixes, slices)
+        self.verbs = Verbs(self.cache, stats, prompts, known, slices)
+        prompts.on_prompt = self._tokenize
 
     def prompt(self, num_tokens: int) -> list[int]:
         """Return new random tokens."""
         return self.random.choices(range(VOCAB_SIZE), k=num_tokens)
+
+    def _tokenize(self, asked: Tokenize) -> None:
+        """Have a prompt be inspected that fills the pool, but of 131k tokens at most."""
+        num_tokens = min(INSPECTED_TOKENS, self.tiers.device.num_blocks * self.block_size)
+        tokens = self.prompt(num_tokens)
+        request = EngineRequest(request_id="p", prompt_token_ids=tokens, params=PARAMS)
+        self.verbs.prompts.go_on(Tokenized(asked.id, request))
+
+    def ask(self, call: Call) -> Row:
+        """Carry out a verb; return how many slices it took, and how long the longest one took."""
+        done = list[bool]()
+        self.verbs.operate(call, lambda _, has_more: done.append(not has_more))
+        slices = list[tuple[float, float]]()
+        while not any(done):
+            begun = time.perf_counter(), time.thread_time()
+            self.verbs.answer_control()
+            slices.append((time.perf_counter() - begun[0], time.thread_time() - begun[1]))
+        wall_s, cpu_s = zip(*slices, strict=True)
+        return {
+            "slices": len(slices),
+            "longest_slice_ms": 1e3 * max(wall_s),
+            "longest_slice_cpu_ms": 1e3 * max(cpu_s),
+            "all_ms": 1e3 * sum(wall_s),
+        }
 
     def serve(self, token_ids: list[int]) -> Row:
         """Serve a prompt to its first token; return the ms of each part, and its tokens by tier."""
@@ -195,6 +254,41 @@ def _measure_filled(num_blocks: int, block_size: int, repeats: int) -> Row:
     }
 
 
+def _measure_verbs(num_blocks: int, chain_blocks: int, block_size: int) -> list[Row]:
+    """Measure the slices of every verb while VRAM has so many blocks, in chains of equal length."""
+    num_chains = num_blocks // chain_blocks
+    num_tokens = chain_blocks * block_size
+    host = _Host(num_chains * chain_blocks + 2, block_size, num_tokens + block_size)
+    for _ in range(num_chains):
+        host.serve(host.prompt(num_tokens))
+    entries = host.tiers.catalog.entries()
+    lasts = [entry.block_hash for entry in entries if entry.position == chain_blocks - 1]
+    ids = tuple(chain_id(each, each) for each in lasts)
+    namespace = entries[0].namespace.hex()
+    calls: dict[str, Call] = {
+        "df": Df(),
+        "ls": Ls(),
+        "inspect ID": Inspect(id=ids[0]),
+        "inspect ID, following": Inspect(id=entries[0].block_hash.hex(), following=True),
+        "inspect --prompt-file": Inspect(prompt="text"),
+        "evict --dry-run ID": EvictFilter(ids=ids[:1], dry_run=True),
+        "evict --dry-run --filter": EvictFilter(ids=ids, dry_run=True),
+        "evict --dry-run --all": EvictFilter(all=True, dry_run=True),
+        "evict --tier host": EvictFilter(tiers=(Tier.HOST,)),
+        "evict --to host": EvictFilter(all=True, to="host"),
+        "evict ID": EvictFilter(ids=ids[:1]),
+        "evict --ns": EvictFilter(namespace_prefix=namespace, ids=ids[: num_chains // 3]),
+        "evict --older-than": EvictFilter(older_than_s=0.0, ids=ids[: num_chains // 2]),
+        "evict --filter": EvictFilter(ids=ids[: 3 * num_chains // 4]),
+        "evict --all": EvictFilter(all=True),
+    }
+    del entries, lasts
+    shape = {"blocks": num_chains * chain_blocks, "chain_blocks": chain_blocks}
+    with contextlib.ExitStack() as stack:
+        stack.callback(look_seldom())  # as the engine does
+        return [shape | {"verb": name} | host.ask(call) for name, call in calls.items()]
+
+
 def _row(state: str, num_tokens: int, block_size: int, runs: list[Row]) -> Row:
     """Return the medians; `by_tier` is that of a run which does not fit the state, if any."""
     expected = _expected(state, num_tokens)
@@ -221,6 +315,9 @@ def _counts(_context: object, _option: object, text: str) -> list[int]:
     callback=_counts,
     show_default=True,
     help="Numbers of cached blocks beside which a hit is measured.",
+)
+@click.option(
+    "--verb-blocks", default=100_000, show_default=True, help="Cached blocks that verbs are about."
 )
 @click.option("--repeats", default=5, show_default=True, help="Runs per figure (the median).")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")

@@ -9,7 +9,9 @@ from tieredkv.types import ignore_progress
 def test_each_prompt_is_found_where_its_state_says() -> None:
     sizes, filled = [16, 64], [100, 5000]
     options = {"block_sizes": sizes, "cached_blocks": filled}
-    report = engine_thread.run(ignore_progress, prompt_tokens=1000, repeats=2, **options)
+    report = engine_thread.run(
+        ignore_progress, prompt_tokens=1000, verb_blocks=4096, repeats=2, **options
+    )
     assert not report["problems"]
     *states, few, many = report["rows"]
     assert [(row["state"], row["block_size"], row["prompt_tokens"]) for row in states] == [
@@ -28,3 +30,8 @@ def test_each_prompt_is_found_where_its_state_says() -> None:
         assert (row["state"], row["cached_blocks"]) == ("device", cached)
         assert row["prompt_tokens"] == looked_up * 16
         assert row["us_per_hash"] == pytest.approx(row["lookup_ms"] * 1e3 / looked_up)
+    assert {(row["blocks"], row["chain_blocks"]) for row in report["verbs"]} == {
+        (4096, 2048),
+        (4096, 1),
+    }
+    assert all(0 < row["longest_slice_ms"] <= row["all_ms"] for row in report["verbs"])

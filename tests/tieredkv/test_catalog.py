@@ -1,13 +1,10 @@
 """The catalog knows what the RAM tiers hold and until when."""
 
-import hashlib
-
 import pytest
 
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.results import chain_id, short_id
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 NOW = 1_000_000.0
@@ -190,57 +187,3 @@ def test_check_finds_an_entry_under_another_key() -> None:
     entry.block_hash = make_entry(2).block_hash
     with pytest.raises(IntegrityError, match="another key"):
         catalog.check()
-
-
-def test_a_block_names_the_chains_through_it_less_what_others_share() -> None:
-    catalog = make_catalog()
-    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # two chains, to 3 and to 5, share 0-1-2
-    for number in range(6):
-        entry = make_entry(number)
-        entry.position = number
-        if number in parents:
-            entry.parent_hash = BlockHash(b"%032d" % parents[number])
-        catalog.add(entry)
-
-    def chain(number: int) -> set[int]:
-        name = (b"%032d" % number).hex()
-        assert catalog.unknown_ids([name, "ff" * 4]) == ["ff" * 4]
-        return {int(block_hash) for block_hash in catalog.chains([name])}
-
-    assert chain(3) == {3}
-    assert chain(4) == {4, 5}
-    assert chain(5) == {4, 5}
-    assert chain(1) == {0, 1, 2, 3, 4, 5}
-    assert catalog.chains([]) == set()
-    unknown, head = ["ff" * 4], [BlockHash(b"%032d" % number) for number in (0, 1, 2)]
-    assert catalog.chains(unknown, before=head) == set(), "shared by two chains"
-    assert catalog.chains(unknown, following=head[2:]) == {
-        BlockHash(b"%032d" % number) for number in range(6)
-    }
-    assert catalog.chains(unknown, following=[BlockHash(b"%032d" % 4)]) == {
-        BlockHash(b"%032d" % number) for number in (4, 5)
-    }
-    for number in (3, 4, 5):
-        catalog.forget(BlockHash(b"%032d" % number), "evicted_host")
-    assert catalog.chains(unknown, before=head) == set(head)
-
-
-def test_an_id_names_a_chain_by_its_last_block_or_by_its_first_where_that_is_gone() -> None:
-    catalog = make_catalog()
-    hashes = [BlockHash(hashlib.sha256(b"%d" % number).digest()) for number in range(6)]
-    for number, parent in ((1, 0), (2, 1), (3, 2), (4, 1), (5, 4)):  # block 0 is on disk only
-        entry = make_entry(number)
-        entry.block_hash, entry.parent_hash, entry.position = hashes[number], hashes[parent], number
-        catalog.add(entry)
-    chain = chain_id(hashes[1], hashes[3])
-    assert catalog.chains([chain]) == {hashes[2], hashes[3]}, "another one has come from block 1 on"
-    assert catalog.chains([short_id(chain, 8)]) == {hashes[2], hashes[3]}
-    assert catalog.chains([chain], following=[hashes[3]]) == {hashes[2], hashes[3]}
-    assert catalog.chains([short_id(chain, 7)]) == set() == catalog.chains(["x" * 8, "-", ""])
-    catalog.forget(hashes[3], "evicted_host")
-    assert catalog.chains([chain], following=[hashes[3]]) == set(), "the disk has told what to drop"
-    assert catalog.chains([chain]) == set(hashes[1:3]) | set(hashes[4:])
-    for number in (1, 4):
-        catalog.forget(hashes[number], "expired")
-    assert catalog.unknown_ids([chain]) == [chain]
-    assert catalog.chains([chain], following=[hashes[1]]) == {hashes[2]}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tieredkv.cache.pieces import Pieces, whole
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.prompt_report import PromptReport, Source, report
 from tieredkv.types import Tier
@@ -18,10 +19,15 @@ def planner(num_links: int = 2) -> Planner:
     )
 
 
+def missed(index: int) -> Pieces[str]:
+    yield
+    return f"missed {index}"
+
+
 def told(
     num_tokens: int, sources: Sequence[Source], ends: Sequence[int] | None = None
 ) -> PromptReport:
-    return report(num_tokens, SIZE, sources, "missed {}".format, planner, ends)
+    return whole(report(num_tokens, SIZE, sources, missed, planner, ends))
 
 
 def test_each_block_counts_in_one_tier_and_the_first_hole_is_where_it_diverges() -> None:
@@ -57,7 +63,7 @@ def test_the_predictions_are_the_planners() -> None:
 
 def test_what_is_not_known_is_not_predicted() -> None:
     def report_with(make_planner: object) -> dict[str, float | None]:
-        made = report(1000, SIZE, [DISK] * 60, str, make_planner)  # type: ignore[arg-type]
+        made = whole(report(1000, SIZE, [DISK] * 60, missed, make_planner))  # type: ignore[arg-type]
         return made.predicted_ttft_ms
 
     assert set(report_with(lambda: None).values()) == {None}

@@ -7,17 +7,17 @@ Called by the engine's thread only.
 
 import heapq
 import sys
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.results import TouchItem, named_blocks
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 _NEVER, _SOON = sys.maxsize, -1
@@ -93,6 +93,7 @@ class Catalog:
         owed: blocks that a policy lets onto the disk and that the disk does not have, oldest first.
             One whose claim on the disk has just ended may still be among them.
         given_up: the same, of blocks that may be evicted without a copy; a stop tries them again.
+        num_added: how many entries have come so far; one that comes again counts again.
         is_behind: whether the last call of `due` left entries unexamined that were due.
     """
 
@@ -109,6 +110,7 @@ class Catalog:
         self._soon: list[tuple[float, BlockHash]] = []  # a heap: not yet due when examined
         self._held_by_disk: set[BlockHash] = set()  # queued by the disk's deadline
         self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
+        self.num_added = 0
         self.is_behind = False
 
     @property
@@ -124,6 +126,29 @@ class Catalog:
         """Return all entries, oldest insertion first."""
         return list(self._entries.values())
 
+    def added_after(self, num_added: int) -> list[Entry]:
+        """Return the entries that have come since `num_added` was so many, oldest insertion first.
+
+        If some of them have left again, older ones may be in their places.
+        """
+        newest = islice(reversed(self._entries.values()), self.num_added - num_added)
+        return list(newest)[::-1]
+
+    def sweep(self) -> Iterator[list[Entry]]:
+        """Yield all entries, some at a time, newest insertion first.
+
+        Entries that leave meanwhile are passed over. Of those that come meanwhile, the ones that
+        the disk has are yielded too: they may have been yielded before, have left, and been loaded
+        again.
+        """
+        num_seen, entries = self.num_added, self.entries()
+        while entries:
+            while entries:  # which gives up what has left little by little, as that takes time too
+                some = [entries.pop() for _ in range(min(len(entries), PIECE_BLOCKS))]
+                yield [entry for entry in some if self._entries.get(entry.block_hash) is entry]
+            entries = [entry for entry in self.added_after(num_seen) if entry.is_on_disk]
+            num_seen = self.num_added
+
     def add(self, entry: Entry) -> Entry:
         """Insert an entry, or add its claims to the entry that the block already has.
 
@@ -135,6 +160,7 @@ class Catalog:
     def add_all(self, entries: Sequence[Entry]) -> list[Entry]:
         """Insert entries as `add` does; entries with equal deadlines are queued together."""
         added: list[Entry] = []
+        num_before = len(self._entries)
         for entry in entries:
             known = self._entries.setdefault(entry.block_hash, entry)
             if known is not entry:
@@ -144,6 +170,7 @@ class Catalog:
                 known.pinned_until = max(known.pinned_until, entry.pinned_until)
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
+        self.num_added += len(self._entries) - num_before
         self._queue(added)
         self._note_owed(added)
         return added
@@ -321,11 +348,13 @@ class Catalog:
         reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
         return "expired" if reason == "evicted_disk" and until <= now else reason
 
-    def note_empty_disk(self) -> None:
-        """Note that an operator has emptied the disk."""
-        for block_hash, (reason, _) in self._departed.items():
-            if reason == "evicted_disk":
-                self._departed[block_hash] = "admin", 0.0
+    def noting_empty_disk(self) -> Pieces[None]:
+        """Note, in pieces, that an operator has emptied the disk."""
+        for some in cut(list(self._departed), SCANNED_BLOCKS):
+            for block_hash in some:
+                if self._departed.get(block_hash, ("", 0.0))[0] == "evicted_disk":
+                    self._departed[block_hash] = "admin", 0.0
+            yield
 
     def deadline(self, entry: Entry) -> float:
         """Return when the entry becomes unreachable."""
@@ -390,66 +419,6 @@ class Catalog:
             use = entry.last_used, *claim, entry.pinned_until, entry.hits
             items.append(TouchItem(entry.block_hash, *use))
         return items
-
-    def chains(
-        self,
-        ids: Sequence[str],
-        following: Collection[BlockHash] = (),
-        before: Collection[BlockHash] = (),
-    ) -> set[BlockHash]:
-        """Return the blocks that only the chains of these ids use.
-
-        These are the blocks that an id names, all blocks that follow them, and the blocks before
-        them that no other chain in the RAM tiers uses.
-
-        Args:
-            ids: see `ChainInfo`.
-            following: further blocks that count as named, since the disk has them.
-            before: further blocks that belong to these chains if no other chain uses them.
-        """
-        below = {each for named in self._named(ids, following) for each in named}.union(following)
-        by_position = sorted(self._entries.values(), key=lambda entry: entry.position)
-        for entry in by_position:
-            if entry.parent_hash in below:
-                below.add(entry.block_hash)
-        found: set[BlockHash] = set()
-        wanted, shared = below.union(before), set[BlockHash]()
-        for entry in reversed(by_position):  # tails first
-            if entry.block_hash in wanted and entry.block_hash not in shared:
-                found.add(entry.block_hash)
-                wanted.add(entry.parent_hash)
-            else:
-                shared.add(entry.parent_hash)
-        return found
-
-    def named(self, digits: str) -> list[BlockHash]:
-        """Return the blocks whose hash starts with these hex digits."""
-        start = bytes.fromhex(digits[: len(digits) // 2 * 2])
-        some = [each for each in self._entries if each.startswith(start)]
-        return [each for each in some if each.hex().startswith(digits)]
-
-    def unknown_ids(self, ids: Sequence[str]) -> list[str]:
-        """Return the ids that name no block of the RAM tiers."""
-        return [id_ for id_, named in zip(ids, self._named(ids), strict=True) if not named]
-
-    def _named(
-        self, ids: Sequence[str], on_disk: Collection[BlockHash] = ()
-    ) -> list[list[BlockHash]]:
-        """Return the blocks that each id names, except blocks that precede the id's last block."""
-        digits = sorted(block_hash.hex() for block_hash in self._entries) if ids else []
-        digits_on_disk = sorted(block_hash.hex() for block_hash in on_disk) if ids else []
-        found = []
-        for first, last in (named_blocks(id_) or ("", "") for id_ in ids):
-            lasts, above = _starting_with(digits, last), set[BlockHash]()
-            for block_hash in lasts:
-                entry = self._entries.get(block_hash)
-                while entry is not None and entry.block_hash not in above:
-                    above.add(entry.block_hash)
-                    entry = self._entries.get(entry.parent_hash)
-            # If the disk has the last block, the caller already knows the chain from the disk.
-            firsts = () if _starting_with(digits_on_disk, last) else _starting_with(digits, first)
-            found.append([*lasts, *(each for each in firsts if each not in above)])
-        return found
 
     def due(self, now: float, at_most: int = sys.maxsize) -> list[Entry]:
         """Return entries that have expired, and entries whose pin has just ended.
@@ -535,10 +504,3 @@ class Catalog:
                 raise IntegrityError(f"block {block_hash.hex()[:12]} is not owed to the disk")
             if owed.is_droppable == (block_hash in self.owed):
                 raise IntegrityError(f"block {block_hash.hex()[:12]} is owed and given up")
-
-
-def _starting_with(hashes: Sequence[str], digits: str) -> list[BlockHash]:
-    """Return the hashes, of a sorted list in hex, that start with `digits`; none if it is empty."""
-    start = bisect_left(hashes, digits) if digits else len(hashes)
-    same = takewhile(lambda at: hashes[at].startswith(digits), range(start, len(hashes)))
-    return [BlockHash(bytes.fromhex(hashes[at])) for at in same]

@@ -34,7 +34,7 @@ from tieredkv.cache.stretches import joined, stretches
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record
-from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, PageId, Tier
+from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -382,12 +382,11 @@ class Promoter:
         tiers.device.release(block for _, block in reversed(copies))
         tiers.host.release(page for page, _ in reversed(copies))
 
-    def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
+    def evict(self, is_wanted: Callable[[Entry | BlockRecord], bool]) -> None:
         """Drop the pages of blocks that are being read and that the filter wants evicted."""
-        tiers = self._tiers
         for read in self._disk_link.reads:
-            if read.page.block_hash and is_wanted(tiers.catalog.entry_of(read.record)):
-                tiers.host.drop(BlockHash(read.record.block_hash))
+            if read.page.block_hash and is_wanted(read.record):
+                self._tiers.host.drop(BlockHash(read.record.block_hash))
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""

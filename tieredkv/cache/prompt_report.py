@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tieredkv.cache.pieces import Pieces
 from tieredkv.cache.plan import Demand, LinkLoad, Planner
 from tieredkv.cache.stretches import stretches
 from tieredkv.types import Tier
@@ -48,22 +49,24 @@ def report(
     num_tokens: int,
     block_size: int,
     sources: Sequence[Source],
-    why_missed: Callable[[int], str],
+    why_missed: Callable[[int], Pieces[str]],
     make_planner: MakePlanner,
     read_ends: Sequence[int] | None = None,
-) -> PromptReport:
+) -> Pieces[PromptReport]:
     """Report what is cached of a prompt.
 
     Args:
         num_tokens: of the prompt.
         block_size: tokens a block.
         sources: for each full block that may be cached the fastest tier that has it.
-        why_missed: returns why a block is in no tier.
+        why_missed: finds out why a block is in no tier.
         make_planner: see `MakePlanner`.
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
     """
     num_found = sources.index(None) if None in sources else len(sources)
-    diverges, reason = num_found, None if num_found == len(sources) else why_missed(num_found)
+    diverges, reason = num_found, None
+    if num_found < len(sources):
+        reason = yield from why_missed(num_found)
     if read_ends is not None:
         diverges = max((end for end in read_ends if end <= num_found), default=0)
         sources = [*sources[:diverges], *[None] * (len(sources) - diverges)]
@@ -71,19 +74,20 @@ def report(
     counts = {tier: block_size * list(sources).count(tier) for tier in Tier}
     if sources and sources[-1] is not None and num_tokens == block_size * len(sources):
         counts[sources[-1]] -= 1
+    predicted_ttft_ms = yield from _predict(num_tokens, sources, make_planner)
     return PromptReport(
         prompt_tokens=num_tokens,
         by_tier=counts,
         diverges_at=None if reason is None else block_size * diverges,
         reason=reason,
-        predicted_ttft_ms=_predicted(num_tokens, sources, make_planner),
+        predicted_ttft_ms=predicted_ttft_ms,
     )
 
 
-def _predicted(
+def _predict(
     num_tokens: int, sources: Sequence[Source], make_planner: MakePlanner
-) -> dict[str, float | None]:
-    """Return the time to the first token from each tier, in ms."""
+) -> Pieces[dict[str, float | None]]:
+    """Predict the time to the first token from each tier, in ms."""
     cached = [index for index, source in enumerate(sources) if source is not None]
     of = {tier: [i for i in cached if sources[i] is tier] for tier in Tier}
     demand = Demand(0, num_tokens)
@@ -97,7 +101,11 @@ def _predicted(
             loads=[LinkLoad(HOST, of[Tier.HOST]), LinkLoad(DISK, of[Tier.DISK])],
         ),
     }
-    return {name: _ttft_ms(make_planner(), case) for name, case in cases.items()}
+    predicted = dict[str, float | None]()
+    for name, case in cases.items():
+        predicted[name] = _ttft_ms(make_planner(), case)
+        yield
+    return predicted
 
 
 def _ttft_ms(planner: Planner | None, demand: Demand) -> float | None:

@@ -27,8 +27,10 @@ from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
+from tieredkv.cache.evictions import Evictions, IsWanted
 from tieredkv.cache.forecasts import Forecasts
 from tieredkv.cache.lookups import Lookups
+from tieredkv.cache.pieces import whole
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
@@ -62,6 +64,7 @@ class TieredCache:
     Attributes:
         lookups: asks the disk which blocks it has.
         departures: blocks that an operator sends to a slower tier.
+        evictions: drops the blocks that an operator evicts.
         drainer: empties VRAM and host memory.
         forecasts: tells when requests are expected to get their first token.
         touches: refreshes the chains that requests have used.
@@ -77,6 +80,7 @@ class TieredCache:
         self.demoter = Demoter(tiers)
         self.forecasts = Forecasts()
         self.departures = Departures(tiers, self.demoter)
+        self.evictions = Evictions(tiers, self.promoter, self.demoter)
         self.touches = Touches(tiers, self.demoter)
         self.drainer = Drainer(tiers, self.demoter, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
@@ -430,18 +434,9 @@ class TieredCache:
         self.tiers.drop(entry.block_hash, "ttl")
         self.tiers.counters.expired_blocks += 1
 
-    def evict(self, is_wanted: Callable[[Entry], bool]) -> int:
-        """Make the blocks that the filter wants unreachable in VRAM and host memory; count them.
-
-        A wanted block that is being read from disk does not become ready. A wanted block that is
-        being written to disk is deleted there after the write.
-        """
-        wanted = [entry for entry in self.tiers.catalog.entries() if is_wanted(entry)]
-        for entry in wanted:
-            self.tiers.drop(entry.block_hash, "admin")
-        self.promoter.evict(is_wanted)
-        self.demoter.note_change()
-        return len(wanted)
+    def evict(self, is_wanted: IsWanted) -> int:
+        """Evict blocks from VRAM and host memory at once; return how many copies."""
+        return whole(self.evictions.evict(is_wanted))
 
     @property
     def has_more(self) -> bool:

@@ -198,21 +198,31 @@ class Tiers:
         if block.block_hash is not None:
             self.host.end_duplicate(block.block_hash)
 
-    def drop(self, block_hash: BlockHash, reason: str) -> None:
-        """Make a block unreachable now; requests that hold it keep its memory until they end."""
+    def drop(self, block_hash: BlockHash, reason: str) -> int:
+        """Make a block unreachable now; return how many copies it had.
+
+        Requests that hold it keep its memory until they end.
+        """
+        num_copies = 0
         for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
+                num_copies += 1
         self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
+        return num_copies
 
-    def drop_copy(self, tier: Tier, block_hash: BlockHash, reason: str) -> None:
-        """Make the copy in one tier unreachable now; forget the block if it was the last in RAM."""
+    def drop_copy(self, tier: Tier, block_hash: BlockHash, reason: str) -> bool:
+        """Make the copy in one tier unreachable now; return whether there was one.
+
+        The block is forgotten if that was its last copy in RAM.
+        """
         if self.pools[tier].drop(block_hash) is None:
-            return
+            return False
         self.counters.evictions[f"{tier},{reason}"] += 1
         self._note_left(tier, block_hash)
         if not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, reason)
+        return True
 
     def _note_left(self, tier: Tier, block_hash: BlockHash) -> None:
         """Note that a copy has gone, in the pool of the other tier."""

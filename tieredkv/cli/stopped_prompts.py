@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tieredkv.cache.disk_link import READ_LATENCY_S
+from tieredkv.cache.pieces import Pieces, whole
 from tieredkv.cache.plan import LinkState, Planner
 from tieredkv.cache.prompt_report import HOST, MakePlanner, report
 from tieredkv.cache.rate_file import Machine, disk_name, read_rates
@@ -56,14 +57,15 @@ def inspect(
     prefixes = Prefixes(settings, spec, fingerprint, Clock(settings.clock_offset_file))
     prefix = prefixes.make(request, request.prompt_token_ids)
     stored, roots = _look_up(store, prefix.hashes)
-    others = prefixes.elsewhere(prefix, request.prompt_token_ids, roots)
+    others = whole(prefixes.elsewhere(prefix, request.prompt_token_ids, roots))
     elsewhere = _look_up(store, [*others])[0] if others else set[BlockHash]()
 
-    def why_missed(index: int) -> str:
+    def why_missed(index: int) -> Pieces[str]:
+        yield
         kinds = [] if index else [others[block_hash] for block_hash in elsewhere]
         return next(iter(kinds), "not_stored")
 
-    made = report(
+    reporting = report(
         len(request.prompt_token_ids),
         spec.block_size,
         [Tier.DISK if block_hash in stored else None for block_hash in prefix.hashes],
@@ -71,7 +73,7 @@ def inspect(
         _planners(settings, found, spec, fingerprint),
         prefix.read_ends,
     )
-    return dict(msgspec.to_builtins(made))
+    return dict(msgspec.to_builtins(whole(reporting)))
 
 
 def _look_up(

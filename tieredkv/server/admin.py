@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tieredkv.config import Settings
@@ -15,13 +16,14 @@ from tieredkv.errors import ConfigError, RequestError, TieredKVError, UnknownIdE
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect, Ls
+from tieredkv.storage.chain_blocks import in_order
 from tieredkv.storage.chain_columns import ChainColumns
 from tieredkv.storage.chain_list import listing
 from tieredkv.storage.chains import Chains
 from tieredkv.storage.control import Asking, Page, StoreControl, document
 from tieredkv.storage.known_models import KnownModel, KnownModels
 from tieredkv.storage.ram_blocks import RamBlocks
-from tieredkv.storage.results import NOTHING_EVICTED, ChainInfo
+from tieredkv.storage.results import NOTHING_EVICTED, BlockInfo, ChainInfo
 
 _VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}
 Forget = Callable[[EvictFilter], Json]
@@ -82,12 +84,31 @@ async def _respond_without_disk(call: Call, engine: EngineClient, forgotten: Jso
         call = await asyncio.to_thread(call.of_listed, pages)
         if not call.ids:
             return JSONResponse({**NOTHING_EVICTED, **forgotten})
-    [answer] = await engine.operate(call)
+    if isinstance(call, Inspect) and call.prompt is None:
+        return JSONResponse({call.listed_as: await _inspect(call, engine)})
+    *_, answer = await engine.operate(call)
     if "refused" in answer:
         raise _refused(ConfigError(answer["refused"]))
-    if isinstance(call, Inspect) and call.id and not answer[call.listed_as]:
-        raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
     return JSONResponse({**answer, **forgotten})
+
+
+async def _inspect(call: Inspect, engine: EngineClient) -> list[Json]:
+    """Describe a chain in VRAM and host memory block by block."""
+    parts = await engine.operate(call)
+
+    def made() -> list[Json]:
+        blocks = [block for part in parts for block in part.get("blocks", ())]
+        ordered: list[Json] = msgspec.to_builtins(
+            in_order(msgspec.convert(blocks, list[BlockInfo]))
+        )
+        return ordered
+
+    chain = await asyncio.to_thread(made)
+    if chain or not call.id:
+        return chain
+    if call.following:
+        raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
+    return await _inspect(replace(call, following=True), engine)
 
 
 async def _list(call: Ls, engine: EngineClient) -> Iterator[list[ChainInfo]]:

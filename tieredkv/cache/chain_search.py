@@ -1,0 +1,164 @@
+"""Finds the blocks in VRAM and host memory that only the chains of some ids use.
+
+These are the blocks that an id names, all blocks that follow them, and the blocks before them that
+no other chain uses. This module knows neither pools nor what becomes of the blocks.
+
+Called by the engine's thread only.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying
+from tieredkv.storage.results import named_blocks
+from tieredkv.types import BlockHash
+
+
+def named(catalog: Catalog, digits: str) -> Pieces[list[BlockHash]]:
+    """Find the blocks whose hash starts with these hex digits; none if there are no digits."""
+    start, found = bytes.fromhex(digits[: len(digits) // 2 * 2]), list[BlockHash]()
+    for entries in cut(catalog.entries() if digits else (), SCANNED_BLOCKS):
+        some = [each.block_hash for each in entries if each.block_hash.startswith(start)]
+        found += [each for each in some if each.hex().startswith(digits)]
+        yield
+    return found
+
+
+class ChainSearch:
+    """One search, which goes on in pieces while blocks come and go.
+
+    Args:
+        catalog: knows the blocks.
+        ids: see `storage.results.ChainInfo`.
+        following: further blocks that count as named, since the disk has them.
+        before: further blocks that belong to these chains if no other chain uses them.
+
+    Attributes:
+        blocks: what was found; some of them may have left the tiers since.
+        unknown_ids: the ids that name no block of the RAM tiers.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ids: Sequence[str],
+        following: Collection[BlockHash] = (),
+        before: Collection[BlockHash] = (),
+    ) -> None:
+        self.blocks = set[BlockHash]()
+        self.unknown_ids = list[str]()
+        self._catalog, self._ids = catalog, ids
+        self._following, self._before = following, before
+        self._below = set[BlockHash]()
+        self._levels = defaultdict[int, list[Entry]](list)
+        self._num_added = catalog.num_added
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Return whether a block belongs to the chains, as they are now."""
+        if self._num_added != self._catalog.num_added:
+            self._look_again()
+        return block_hash in self.blocks
+
+    def find(self) -> Pieces[None]:
+        """Find the blocks that were there when the search was made."""
+        yield from self._find_named()
+        levels, positions = self._levels, sorted(self._levels)
+        heads_first = (entry for position in positions for entry in levels[position])
+        for some in cut(heads_first, SCANNED_BLOCKS):
+            for entry in some:
+                if entry.parent_hash in self._below:
+                    self._below.add(entry.block_hash)
+            yield
+        wanted, shared = set[BlockHash](), set[BlockHash]()
+        for hashes in cut(self._before, SCANNED_BLOCKS):
+            wanted.update(hashes)
+            yield
+        tails_first = (entry for each in reversed(positions) for entry in levels.pop(each))
+        for some in cut(tails_first, SCANNED_BLOCKS):
+            for entry in some:
+                block_hash, parent_hash = entry.block_hash, entry.parent_hash
+                is_wanted = block_hash in self._below or block_hash in wanted
+                if is_wanted and block_hash not in shared:
+                    self.blocks.add(block_hash)
+                    wanted.add(parent_hash)
+                else:
+                    shared.add(parent_hash)
+            yield
+        yield from emptying(shared)
+        yield from emptying(wanted)
+
+    def forget(self) -> Pieces[None]:
+        """Forget what was found."""
+        yield from emptying(self._below)
+        yield from emptying(self.blocks)
+
+    def _look_again(self) -> None:
+        """Take in the blocks that have come since the last look.
+
+        Those behind the chains' named blocks belong to them. Others share what is before them.
+        """
+        entries = self._catalog.added_after(self._num_added)
+        self._num_added = self._catalog.num_added
+        for entry in entries:
+            if entry.parent_hash in self._below:
+                self._below.add(entry.block_hash)
+            if entry.block_hash in self._below:
+                self.blocks.add(entry.block_hash)
+            if entry.block_hash in self.blocks:
+                continue
+            before: Entry | None = entry
+            while before is not None and before.parent_hash not in self._below:
+                if before.parent_hash not in self.blocks:
+                    break
+                self.blocks.discard(before.parent_hash)
+                before = self._catalog.get(before.parent_hash)
+
+    def _find_named(self) -> Pieces[None]:
+        """Find the blocks that the ids name, and note all blocks by their positions."""
+        asked, digits = list[tuple[str, str]](), dict[str, list[BlockHash]]()
+        for ids in cut(self._ids, PIECE_BLOCKS):
+            asked += [named_blocks(each) or ("", "") for each in ids]
+            digits.update((part, []) for pair in asked[-len(ids) :] for part in pair if part)
+            yield
+        lengths, on_disk = {len(each) for each in digits}, set[str]()
+        most = max(1, SCANNED_BLOCKS // max(1, len(lengths)))
+        for some in cut(self._catalog.entries(), most):
+            for entry in some:
+                self._levels[entry.position].append(entry)
+                text = entry.block_hash.hex()
+                for length in lengths:
+                    if (named := digits.get(text[:length])) is not None:
+                        named.append(entry.block_hash)
+            yield
+        for hashes in cut(self._following, most):
+            self._below.update(hashes)
+            starts = {each.hex()[:length] for each in hashes for length in lengths}
+            on_disk |= starts & digits.keys()
+            yield
+        for id_, (first, last) in zip(self._ids, asked, strict=True):
+            firsts, lasts = digits.get(first, []), digits.get(last, [])
+            if not firsts and not lasts:
+                self.unknown_ids.append(id_)
+            self._below.update(lasts)
+            # If the disk has the last block, the caller already knows the chain from the disk.
+            if firsts and last not in on_disk:
+                above = yield from self._above(lasts, firsts)
+                self._below.update(each for each in firsts if each not in above)
+            yield
+        yield from emptying(digits)
+
+    def _above(
+        self, lasts: Sequence[BlockHash], firsts: Sequence[BlockHash]
+    ) -> Pieces[set[BlockHash]]:
+        """Return the last blocks of a chain and those before them, as far as its first ones."""
+        entries = [entry for entry in map(self._catalog.get, firsts) if entry is not None]
+        least = min((entry.position for entry in entries), default=0)
+        above = set[BlockHash]()
+        for entry in map(self._catalog.get, lasts):
+            while entry is not None and entry.block_hash not in above and entry.position >= least:
+                above.add(entry.block_hash)
+                entry = self._catalog.get(entry.parent_hash)
+                if not len(above) % SCANNED_BLOCKS:
+                    yield
+        return above
