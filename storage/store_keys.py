@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tieredkv.config import default_key_dir
+from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import master_key
 from tieredkv.storage.filesystem import flush_folder

@@ -15,6 +15,8 @@ gc.disable()  # imports leave hardly any garbage; it is enabled again after the 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 STATE = tempfile.mkdtemp(prefix="tieredkv-test-state-")  # the keys of stores that tests make
 os.environ["XDG_STATE_HOME"] = STATE
+for name in ("NO_PROXY", "no_proxy"):  # servers of tests are asked directly
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost,127.0.0.1,::1"]))
 if not torch.cuda.is_available():  # Triton reads this variable when it is imported later
     os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis.settings.register_profile(  # no test may fail because the machine is slow

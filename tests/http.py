@@ -1,4 +1,7 @@
-"""httpx's functions with a longer timeout, because five seconds are too few on a busy machine."""
+"""httpx's functions for servers on this machine: without proxies, and with a longer timeout.
+
+Five seconds are too few on a busy machine.
+"""
 
 from functools import partial
 
@@ -6,6 +9,6 @@ import httpx
 
 from tests.waiting import HANG_S
 
-request = partial(httpx.request, timeout=HANG_S)
+request = partial(httpx.request, timeout=HANG_S, trust_env=False)
 get, head, post = (partial(request, method) for method in ("GET", "HEAD", "POST"))
-stream = partial(httpx.stream, timeout=HANG_S)
+stream = partial(httpx.stream, timeout=HANG_S, trust_env=False)

@@ -1,8 +1,8 @@
 """Settings: what they are, what they may be, and where each value came from.
 
 An argument takes precedence over the environment (`TIEREDKV_*`), then the TOML file, then the
-default. This is the only module that reads the environment. A settings object never changes once it
-is made. Values found at run time, such as the number of blocks, are kept elsewhere.
+default. No other module reads settings from the environment. A settings object never changes once
+it is made. Values found at run time, such as the number of blocks, are kept elsewhere.
 """
 
 import difflib
@@ -236,7 +236,9 @@ class Settings:
         (), "Key that clients must present. Each key is a tenant of its own.", is_secret=True
     )
     max_body_size: Bytes | None = _server(
-        None, "Longest body of a request. By default 1 MiB and 32 bytes for each token of context."
+        None,
+        "Longest body of a request, to which the data of its pictures and files may add 64 MiB. By "
+        "default 1 MiB and 32 bytes for each token of context.",
     )
     canonical_tools: Switch = _server(
         "off", "Whether the keys of each tool's JSON are sorted, so that equal tools share blocks."
@@ -410,20 +412,6 @@ _KNOWN: dict[str, Any] = {it.name: it for it in fields(Settings) if it.metadata[
 _SECRET_VARIABLES = {
     ENVIRONMENT_PREFIX + name.upper() for name, it in _KNOWN.items() if it.metadata["is_secret"]
 }
-
-
-def default_key_dir() -> str:
-    """Return the folder of the disk tier's keys where no setting names one.
-
-    Raises:
-        ConfigError: this user has no home folder.
-    """
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # the XDG specification has such a path ignored
-        state = os.path.expanduser("~/.local/state")
-    if not os.path.isabs(state):
-        raise ConfigError("there is no home folder for the keys of the store; set `disk_key_dir`")
-    return os.path.join(state, "tieredkv", "keys")
 
 
 def child_environment() -> dict[str, str]:

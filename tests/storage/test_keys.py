@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
-from tieredkv.config import default_key_dir
+from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage import master_key
 from tieredkv.storage.key_table import KeyTable

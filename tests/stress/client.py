@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from tieredkv.http_clients import http_client
+
 Prompt = list[int]
 NUM_TOPS = 5  # likeliest tokens of each place, of which a server is asked to tell
 
@@ -39,7 +41,8 @@ def serving(model: str, *flags: str) -> Iterator[str]:
 def served_by(url: str, key: str = "") -> str:
     """Return the name of the model that a server serves."""
     headers = {"x-api-key": key} if key else {}
-    name: str = httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"]
+    with http_client(url, headers=headers) as http:
+        name: str = http.get("/v1/models").json()["data"][0]["id"]
     return name
 
 

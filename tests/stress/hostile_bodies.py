@@ -41,8 +41,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests import http
 from tests.serving import Server, running
 from tieredkv.bench import raw
+from tieredkv.http_clients import async_http_client
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPLIT = (
@@ -305,7 +307,7 @@ class Asker:
         self.statuses: Counter[str] = Counter()
 
     async def ask(self) -> None:
-        async with httpx.AsyncClient(base_url=self._root, timeout=120, headers=OTHER) as client:
+        async with async_http_client(self._root, timeout=120, headers=OTHER) as client:
             while True:
                 begin, status = time.perf_counter(), "none"
                 with contextlib.suppress(httpx.HTTPError):
@@ -367,7 +369,7 @@ async def attack(
     other = Asker(server, "POST", COMPLETE, json.dumps(prompt).encode())
     asking = [asyncio.create_task(asker.ask()) for asker in (health, other)]
     limits: dict[str, Any] = {"limits": httpx.Limits(max_connections=clients), "timeout": 300}
-    async with httpx.AsyncClient(base_url=server.root, headers=HOSTILE, **limits) as client:
+    async with async_http_client(server.root, headers=HOSTILE, **limits) as client:
         await asyncio.sleep(1.0)
         health.take(), other.take()
         await asyncio.sleep(10 * seconds)
@@ -424,7 +426,7 @@ async def attack(
 
 async def drained(server: Server, model: str, names: list[str], size: int, clients: int) -> float:
     """Tell the server to stop amid bodies, and return the seconds until it began."""
-    async with httpx.AsyncClient(base_url=server.root, timeout=300, headers=HOSTILE) as client:
+    async with async_http_client(server.root, timeout=300, headers=HOSTILE) as client:
 
         async def send(name: str) -> None:
             path, body = body_of(name, size, model)
@@ -460,7 +462,7 @@ def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **tol
         save_model(model, told["vocab_size"], told["max_model_len"])
         with running(Path(folder), "--device-size", "256MiB", *KEYS, model=str(model)) as server:
             path, body = body_of("prose", 20_000, str(model))
-            httpx.post(server.root + path, content=body, timeout=300, headers=HOSTILE)
+            http.post(server.root + path, content=body, timeout=300, headers=HOSTILE)
             before = resident_bytes(server.pids["server"])
             cost = asyncio.run(
                 attack(server, str(model), names, size, told["clients"], told["seconds"])

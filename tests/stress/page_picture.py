@@ -18,6 +18,7 @@ import httpx
 
 from tests.browser import headless, sign_in
 from tests.stress.client import serving
+from tieredkv.http_clients import async_http_client
 
 OPERATOR = "sk-operator"
 CLIENTS = {"support-agents": (2, "24h"), "research": (1, "24h"), "batch": (1, "in_memory")}
@@ -71,7 +72,7 @@ async def converse(
 
 async def use(url: str, until: float) -> None:
     """Have all clients converse until a moment."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+    async with async_http_client(url, timeout=TIMEOUT_S) as http:
         clients = [
             converse(http, tenant, retention, seed, until)
             for tenant, (num_clients, retention) in CLIENTS.items()

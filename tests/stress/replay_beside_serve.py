@@ -39,6 +39,7 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.bench.sessions import Script, Shape, write_script
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.http_clients import async_http_client
 from tieredkv.sizing import replay as replaying
 from tieredkv.sizing.estimate import COLD, SOURCES, ttft_ms
 from tieredkv.storage.calls import EvictFilter
@@ -96,7 +97,7 @@ class Crowd:
         """Warm the server up, empty its tiers, and hold all conversations."""
         options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
         told = [(at_s, self._bodies(each)) for at_s, each in self._workload.conversations()]
-        async with httpx.AsyncClient(base_url=self._url, **options) as http:
+        async with async_http_client(self._url, **options) as http:
             shape, vocab_size = self._workload.shape, self._workload.vocab_size
             for number in range(WARM_UPS):
                 for _, body in self._bodies(write_script(-1, number, shape, vocab_size)):

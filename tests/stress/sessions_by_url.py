@@ -28,6 +28,7 @@ from tests.stress.client import served_by
 from tieredkv.bench import crowd, crowd_figures, raw
 from tieredkv.bench.sessions import MAX_PROMPT_TOKENS, Script, Shape, make_scripts
 from tieredkv.cli.bench_options import SESSIONS, with_options
+from tieredkv.http_clients import async_http_client
 
 ANSWER_TIMEOUT_S = 300.0
 
@@ -105,7 +106,7 @@ async def run(
             took_s = perf_counter() - start
 
     options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
-    async with httpx.AsyncClient(base_url=url, **options) as http:
+    async with async_http_client(url, **options) as http:
         tasks = [asyncio.create_task(hold(session)) for session in range(len(scripts))]
         when = asyncio.FIRST_COMPLETED if until == "first" else asyncio.FIRST_EXCEPTION
         done, others = await asyncio.wait(tasks, return_when=when)

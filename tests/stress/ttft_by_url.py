@@ -25,10 +25,10 @@ from time import perf_counter
 from typing import Any
 
 import click
-import httpx
 
 from tests.stress.client import Prompt, prompts_of, served_by
 from tieredkv.bench import raw
+from tieredkv.http_clients import http_client
 
 SUFFIX_TOKENS = 64
 ARMS = ("cold", "device", "host")
@@ -38,7 +38,7 @@ class Server:
     """A running server, asked for one token at a time over one connection."""
 
     def __init__(self, url: str, vocab_size: int) -> None:
-        self._client = httpx.Client(base_url=url, timeout=300.0)
+        self._client = http_client(url, timeout=300.0)
         self._model = served_by(url)
         self._vocab_size = vocab_size
         self._seeds = itertools.count()

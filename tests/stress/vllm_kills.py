@@ -39,6 +39,7 @@ from tests.stress.client import difference, gap, served_by
 from tests.stress.vllm_server import Server, Setup, with_setup, worker_of
 from tieredkv.bench import raw
 from tieredkv.bench.sessions import Shape, Turn, write_script
+from tieredkv.http_clients import async_http_client
 
 TIMEOUT_S = 300.0
 AT_ONCE = 12  # whose prompts the second server has to keep while it goes on behind ties
@@ -94,7 +95,7 @@ class Comparison:
     async def run(self, url: str, answers: Answers) -> None:
         """Compare answers until None follows them."""
         model = served_by(url)
-        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+        async with async_http_client(url, timeout=TIMEOUT_S) as http:
             await asyncio.gather(*(self._take(http, model, answers) for _ in range(AT_ONCE)))
 
     async def _take(self, http: httpx.AsyncClient, model: str, answers: Answers) -> None:
@@ -155,7 +156,7 @@ class Crowd:
     async def _run(self, sessions: int, minutes: float) -> None:
         until = time.monotonic() + 60 * minutes
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, limits=limits) as http:
+        async with async_http_client(self._url, timeout=TIMEOUT_S, limits=limits) as http:
             for seed in itertools.count():
                 if time.monotonic() >= until:
                     return

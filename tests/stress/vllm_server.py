@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import click
 import httpx
 
+from tests import http
 from tieredkv.cli.bench_options import with_options
 from tieredkv.errors import TieredKVError
 from tieredkv.storage.control import StoreControl
@@ -82,7 +83,7 @@ class Server:
         params = {"reset_external": str(memory).lower()}
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            answer = httpx.post(f"{self.url}/reset_prefix_cache", params=params, timeout=60)
+            answer = http.post(f"{self.url}/reset_prefix_cache", params=params, timeout=60)
             answer.raise_for_status()
             # vLLM 0.26 answers without a body.
             if not answer.content or answer.json().get("success", True):
@@ -93,7 +94,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Return the sums of the metrics of vLLM's memory and of its tiers, by name."""
         sums: dict[str, float] = {}
-        for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
+        for line in http.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             if line.startswith("#") or not line.strip():
                 continue
             name, _, value = line.rpartition(" ")
@@ -317,7 +318,7 @@ def _wait_until_ready(server: Server, log: Path) -> None:
         if server.process.poll() is not None:
             break
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+            if http.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
     end = log.read_text(errors="replace")[-2000:]

@@ -41,7 +41,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import click
-import httpx
 
 from tests.stress.client import NUM_TOPS, Prompt, difference, prompts_of, served_by
 from tests.stress.vllm_server import (
@@ -54,6 +53,7 @@ from tests.stress.vllm_server import (
 )
 from tieredkv.bench import raw
 from tieredkv.cli.bench_options import several
+from tieredkv.http_clients import http_client
 
 ARMS = ("cold", "device", "host", "disk", "restart")
 DISK_ARMS = ("disk", "restart")
@@ -84,7 +84,7 @@ def ask(server: Server, model: str, prompt: Prompt) -> Answer:
     tokens, tops, usage = list[str](), list[dict[str, float]](), dict[str, Any]()
     start, first_ms = perf_counter(), 0.0
     with (
-        httpx.Client(base_url=server.url, timeout=300) as http,
+        http_client(server.url, timeout=300) as http,
         http.stream("POST", "/v1/completions", content=data, headers=headers) as response,
     ):
         response.raise_for_status()

@@ -25,6 +25,7 @@ import numpy as np
 
 from tieredkv.bench import raw
 from tieredkv.errors import ConfigError, ServerUnreachableError
+from tieredkv.http_clients import async_http_client
 from tieredkv.types import Progress, Tier, tracked
 
 ANSWER_TIMEOUT_S = 300.0
@@ -106,9 +107,7 @@ class Client:
             what = f"`{self._http.base_url}` refuses: status {error.response.status_code}"
             raise ConfigError(f"{what}\nhint: give --api-key, if the server needs one") from None
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            what = f"`{self._http.base_url}` does not answer"
-            hint = "hint: start a server, and give its URL without /v1"
-            raise ServerUnreachableError(f"{what}: {error!r}\n{hint}") from None
+            raise _unreachable(str(self._http.base_url), error) from None
         self._chars_a_token = CALIBRATION_CHARS / counted
 
     async def measure(self, rate: float, retention: str) -> Row:
@@ -184,17 +183,25 @@ def run(
         options["headers"] = {"Authorization": f"Bearer {api_key}"}
 
     async def measure() -> tuple[str, list[Row]]:
-        async with httpx.AsyncClient(base_url=url, **options) as http:
+        async with async_http_client(url, **options) as http:
             client = Client(http, asked)
             await client.begin()
             done = [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
             return client.model, done
 
-    model, rows = asyncio.run(measure())
+    try:
+        model, rows = asyncio.run(measure())
+    except httpx.InvalidURL as error:
+        raise _unreachable(url, error) from None
     errors = [(row["retention"], row["rate"], row.pop("error")) for row in rows]
     problems = [f"{retention} at {rate}/s: {error}" for retention, rate, error in errors if error]
     facts = {"model": model, "workload": asked._asdict()}
     return {**facts, "raw": {}, "rows": rows, "problems": problems}
+
+
+def _unreachable(url: str, error: Exception) -> ServerUnreachableError:
+    hint = "hint: start a server, and give its URL without /v1"
+    return ServerUnreachableError(f"`{url}` does not answer: {error!r}\n{hint}")
 
 
 def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:

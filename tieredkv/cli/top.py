@@ -25,6 +25,7 @@ from tieredkv.cli.top_figures import Picture, Reading, picture_of
 from tieredkv.cli.top_picture import draw
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.errors import ConfigError, ServerUnreachableError, StoreUnreachableError
+from tieredkv.http_clients import http_client
 from tieredkv.storage.folder import has_engine
 from tieredkv.units import parse_duration
 
@@ -66,7 +67,7 @@ class ServerSource:
         self.name = url
         headers = {b"Authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
-            http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+            http = http_client(url, headers=headers, timeout=TIMEOUT_S)
         except httpx.InvalidURL as error:
             raise unreachable(url, error) from None
         self._http = click.get_current_context().with_resource(http)

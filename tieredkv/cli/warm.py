@@ -13,6 +13,7 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.http_answers import reason_of, unreachable
 from tieredkv.cli.output import Answer, answering, usage_error
 from tieredkv.errors import ConfigError, RequestError
+from tieredkv.http_clients import async_http_client
 from tieredkv.types import Progress
 
 TIMEOUT_S = 600.0
@@ -198,7 +199,7 @@ async def _connected(url: str, api_key: str | None) -> AsyncIterator[tuple[httpx
     headers = {b"Authorization": b"Bearer " + api_key.encode()} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     try:
-        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, limits=limits)
+        http = async_http_client(url, headers=headers, timeout=TIMEOUT_S, limits=limits)
     except httpx.InvalidURL as error:
         raise unreachable(url, error) from None
     async with http:
