@@ -34,9 +34,11 @@ from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.client import StoreClient
+from tieredkv.storage.folder import check_unused
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.known_models import KnownModel, note_model
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.worker_messages import BUSY_PATIENCE_S
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 
@@ -94,6 +96,8 @@ def build_parts(
         ModelError: the model cannot be loaded or is not supported.
         StorageError: the disk tier's folder is not usable; nothing in it was changed.
     """
+    if settings.disk_dir is not None:
+        check_unused(settings.disk_dir, patience_s=BUSY_PATIENCE_S)
     found = find_model(
         settings.model,
         dtype=settings.dtype,

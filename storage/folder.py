@@ -31,6 +31,7 @@ SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
 _DRAFT, _COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
+_BUSY_POLL_S = 0.1
 _FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT, _COMPLETE)
 
 
@@ -353,6 +354,53 @@ def _open_private(path: str, flags: int = 0) -> int:
     return fd
 
 
+def check_unused(path: str, *, patience_s: float) -> None:
+    """Refuse a store that another process writes to. Nothing is made or changed.
+
+    This is for those who take much memory before they open the store, which then looks again. What
+    else may be wrong with the folder is said when it is opened.
+
+    Args:
+        path: the store's folder, which need not exist.
+        patience_s: for so long another writer is given time to go.
+
+    Raises:
+        StoreBusyError: it is still there.
+    """
+    path, give_up_at = os.path.abspath(path), time.monotonic() + patience_s
+    try:
+        fd = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        while _is_locked(fd):
+            if time.monotonic() >= give_up_at:
+                raise _in_use(path, fd)
+            time.sleep(_BUSY_POLL_S)
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    """Return whether another process has the lock for itself."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # this is said when the store is opened
+        return False
+    return False
+
+
+def _in_use(path: str, lock_fd: int) -> StoreBusyError:
+    """Return the error that another process has the lock."""
+    pid = _read_writer(lock_fd).get("pid")
+    who = "another process" if pid is None else f"process {pid}"
+    return StoreBusyError(
+        f"the store at `{path}` is in use by {who}; stop it or choose another folder"
+    )
+
+
 def _take_lock(path: str) -> int:
     lock = os.path.join(path, LOCK)
     try:
@@ -362,11 +410,9 @@ def _take_lock(path: str) -> int:
     try:
         _lock_exclusively(fd)
     except BlockingIOError:
-        pid = _read_writer(fd).get("pid")
+        busy = _in_use(path, fd)
         os.close(fd)
-        who = "another process" if pid is None else f"process {pid}"
-        what = f"the store at `{path}` is in use by {who}; stop it or choose another folder"
-        raise StoreBusyError(what) from None
+        raise busy from None
     except OSError as error:
         os.close(fd)
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error

@@ -14,6 +14,8 @@ from tieredkv.storage.results import BlockInfo, ChainInfo, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import Refused
 
+BUSY_PATIENCE_S = 5.0
+
 # --- Nouns -----------------------------------------------------------------------------------
 
 
@@ -61,7 +63,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_writers: int = 8
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
-    busy_patience_s: float = 5.0
+    busy_patience_s: float = BUSY_PATIENCE_S
     tells_gone: bool = False
 
     def writers(self, *, is_encrypted: bool) -> int:

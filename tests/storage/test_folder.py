@@ -14,7 +14,7 @@ import pytest
 
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
-from tieredkv.storage.folder import MARKER, StoreFolder
+from tieredkv.storage.folder import MARKER, StoreFolder, check_unused
 
 RECORD = make_record()
 
@@ -364,3 +364,30 @@ def test_a_file_that_an_engine_renames_meanwhile_is_no_fault_of_the_store(stored
         over.set()
         engine.join()
         folder.release()
+
+
+# --- a look before memory is taken --------------------------------------------------------------
+
+
+def test_a_look_at_a_store_in_use_names_who_uses_it_and_changes_nothing(stored: Path) -> None:
+    folder = StoreFolder.claim(str(stored), create=False)
+    before = tree(stored.parent)
+    with pytest.raises(StoreBusyError) as error:
+        check_unused(str(stored), patience_s=0.0)
+    assert str(stored) in str(error.value) and f"process {os.getpid()}" in str(error.value)
+    assert tree(stored.parent) == before
+    folder.release()
+    check_unused(str(stored), patience_s=0.0)
+
+
+def test_a_look_waits_for_a_writer_that_is_about_to_go(stored: Path) -> None:
+    folder = StoreFolder.claim(str(stored), create=False)
+    threading.Timer(0.05, folder.release).start()
+    check_unused(str(stored), patience_s=60.0)
+
+
+def test_a_look_leaves_it_to_the_opening_to_refuse_what_is_no_store(tmp_path: Path) -> None:
+    for name in ("missing", "empty"):
+        check_unused(str(tmp_path / name), patience_s=0.0)
+        (tmp_path / "empty").mkdir(exist_ok=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["empty"]

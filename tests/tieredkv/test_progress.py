@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tieredkv import LLM
 from tieredkv.bench import progress
 
 
@@ -31,6 +32,52 @@ def test_a_server_without_a_terminal_logs_it(
         progress.terminal_progress()("loading", 1, 2)
     assert caplog.messages == ["loading: 1 of 2"]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "done", "total", "line"),
+    [
+        ("taking host memory", 384 << 20, 1 << 30, "taking host memory: 384 MiB of 1 GiB"),
+        ("pinning host memory", 1 << 30, 64 << 30, "pinning host memory: 1 GiB of 64 GiB"),
+        ("writing to disk", 12, 300, "writing to disk: 12 of 300 blocks"),
+        ("planning attention", 30, 100, "planning attention: 30 of 100 percent"),
+        ("loading weights", 0, 1, "loading weights"),
+    ],
+)
+def test_a_servers_log_tells_progress_with_units_and_names_no_bench(
+    stage: str,
+    done: int,
+    total: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        progress.terminal_progress()(stage, done, total)
+    assert caplog.record_tuples == [("tieredkv", logging.INFO, line)]
+
+
+def test_each_stage_of_a_start_has_a_unit_or_is_one_step() -> None:
+    told = dict[str, set[int]]()
+
+    def note(stage: str, _done: int, total: int) -> None:
+        told.setdefault(stage, set()).add(total)
+
+    with LLM("tiny-random", device_size="1MiB", host_size="1MiB", progress=note):
+        pass
+    assert {"taking host memory", "drawing weights", "warming up"} <= told.keys()
+    assert {stage for stage, totals in told.items() if totals != {1}} <= progress.UNITS.keys()
+
+
+def test_a_terminal_shows_sizes_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.ending_progress():
+        progress.terminal_progress()("taking host memory", 384 << 20, 1 << 30)
+    assert "384 MiB of 1 GiB" in terminal.getvalue()
 
 
 def test_bars_that_do_not_reach_their_total_leave_a_terminal_as_it_was(

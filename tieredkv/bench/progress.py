@@ -8,14 +8,30 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 from tieredkv.types import Progress, ignore_progress
+from tieredkv.units import format_bytes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tieredkv")  # of a server as of a bench
 
 LOG_INTERVAL_S = 2.0
+
+UNITS = {
+    "capturing CUDA graphs": "graphs",
+    "fingerprinting weights": "pieces",
+    "loading kernels": "batch sizes",
+    "pinning host memory": "bytes",
+    "planning attention": "percent",
+    "replaying": "requests",
+    "taking host memory": "bytes",
+    "verifying": "blocks",
+    "warming": "prompts",
+    "warming up": "batch sizes",
+    "writing to disk": "blocks",
+}
+"""What is counted in each stage; stages of benches name what they count."""
 
 is_quiet = ContextVar("is_quiet", default=False)
 """Whether no progress is shown."""
@@ -33,6 +49,16 @@ def ending_progress() -> Iterator[None]:
             _shown.pop().stop()
 
 
+def counted(stage: str, done: int, total: int) -> str:
+    """Return how far a stage has come, with a unit; nothing of a stage that is one step."""
+    unit = UNITS.get(stage, "")
+    if unit == "bytes":
+        return f"{format_bytes(done)} of {format_bytes(total)}"
+    if total == 1:
+        return ""
+    return f"{done} of {total or '?'} {unit}".rstrip()
+
+
 def bench_progress() -> Progress:
     """Return a function that draws one bar per stage on stderr, or writes lines to it."""
     return terminal_progress(lambda line: print(line, file=sys.stderr, flush=True))
@@ -42,17 +68,19 @@ def terminal_progress(log_line: Callable[[str], object] = logger.info) -> Progre
     """Return a function that draws one bar per stage on stderr, or logs if that is no terminal."""
     if is_quiet.get():
         return ignore_progress
-    parts = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    counts = TextColumn("{task.fields[counts]}")
+    parts = "{task.description}", BarColumn(), counts, TimeElapsedColumn()
     screen = RichProgress(*parts, console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
     told_at: dict[str, float] = {}
 
     def draw(stage: str, done: int, total: int) -> None:
+        counts = counted(stage, done, total)
         if stage not in tasks:
-            tasks[stage] = screen.add_task(stage, total=total or None)
+            tasks[stage] = screen.add_task(stage, total=total or None, counts=counts)
             screen.start()
             _shown.append(screen)
-        screen.update(tasks[stage], completed=done, total=total or None)
+        screen.update(tasks[stage], completed=done, total=total or None, counts=counts)
         if total and done >= total:
             screen.remove_task(tasks.pop(stage))
             if not tasks:
@@ -62,6 +90,6 @@ def terminal_progress(log_line: Callable[[str], object] = logger.info) -> Progre
         now = time.monotonic()
         if now - told_at.setdefault(stage, now) >= LOG_INTERVAL_S:
             told_at[stage] = now
-            log_line(f"{stage}: {done} of {total or '?'}")
+            log_line(f"{stage}: {counts}" if (counts := counted(stage, done, total)) else stage)
 
     return draw if sys.stderr.isatty() else log
