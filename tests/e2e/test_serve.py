@@ -237,7 +237,8 @@ def test_requests_that_cannot_be_served_have_their_status(
     missing = http.post(f"{server.url}/chat/completions", content=b"{", headers=headers)
     assert missing.status_code == 400
     assert missing.json()["error"]["message"].startswith("We could not parse the JSON body")
-    huge = http.post(f"{server.url}/completions", content=b" " * (33 << 20), headers=headers)
+    body = {"model": "tiny-random", "prompt": "a" * (33 << 20)}
+    huge = http.post(f"{server.url}/completions", json=body, headers=headers)
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "request_too_large")
 
 

@@ -481,4 +481,4 @@ def test_a_refusal_does_not_hold_on_to_the_body(tokenization: Tokenization) -> N
             api._read(ANSWERED["/v1/completions"], {"tenant": "", "path": ""}, content, Stop())
         assert caught.value.__context__ is None
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-        assert frames[-1] == "_read"
+        assert frames[-1] == "_letting_go"

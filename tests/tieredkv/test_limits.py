@@ -126,6 +126,50 @@ def test_a_tenant_that_takes_every_place_costs_others_none(port: int) -> None:
     wait_until(lambda: ask("a") == 200, "the places are not free again")
 
 
+def test_a_tenant_that_holds_nearly_all_bytes_leaves_room_for_large_bodies_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 1000)
+    statuses = list[int]()
+
+    async def run() -> None:
+        wait = asyncio.Event()
+
+        async def hold(scope: Any, receive: Any, send: Any) -> None:
+            for size in map(int, scope["query_string"].split(b",")):
+                scope["hold"](size)
+            await JSONResponse("held")(scope, receive, send)
+            await wait.wait()
+
+        async def note(message: Any) -> None:
+            statuses.append(message["status"]) if "status" in message else None
+
+        limited = Limits(hold, 99, refuse, lambda headers: headers["x-api-key"])
+        tasks = list[Any]()
+
+        async def ask(key: str, sizes: str) -> int:
+            headers = [(b"x-api-key", key.encode())]
+            scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+            scope["query_string"] = sizes.encode()
+            tasks.append(asyncio.create_task(limited(scope, None, note)))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return statuses[-1]
+
+        for sizes in ("900,90", "990"):
+            assert await ask("a", sizes) == (200 if sizes == "900,90" else 429)
+        for i in range(20):
+            assert await ask(f"small {i}", "1") == 200
+        assert await ask("large", "60") == 200
+        assert await ask("large, then short", "60,-50") == 200
+        assert await ask("a", "1") == 429
+        wait.set()
+        await asyncio.gather(*tasks)
+        assert await ask("a", "1000") == 200
+
+    asyncio.run(run())
+
+
 def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}

@@ -45,11 +45,19 @@ from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.grammar_checker import GrammarChecker
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import ID_HEADERS, Limits, check_size, default_body_size, read_body
+from tieredkv.server.limits import (
+    ID_HEADERS,
+    MAX_PICTURES_BYTES,
+    Limits,
+    check_size,
+    default_body_size,
+    read_body,
+)
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.page import OperatorPage
+from tieredkv.server.pictures import without_pictures
 from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
 from tieredkv.server.response_items import listed
@@ -238,12 +246,21 @@ class Api:
         """
 
         async def route(request: Request) -> Response:
-            body = await read_body(request)
+            body = await read_body(request, MAX_PICTURES_BYTES)
             with contextlib.ExitStack() as ending:
                 gone = asyncio.create_task(_wait_until_gone(request))
                 ending.callback(gone.cancel)
-                read = functools.partial(self._read, kind, request.scope, body)
                 size = len(body)
+                if size > self.max_body_bytes:
+                    max_values = MAX_VALUES + self._engine.info.max_model_len
+                    lighten = functools.partial(
+                        _letting_go, without_pictures, body, max_values, self.max_body_bytes
+                    )
+                    body = await self._run(request, gone, size, lighten)
+                    del lighten  # with it, the pictures go
+                    request.scope["hold"](len(body) - size)
+                    size = len(body)
+                read = functools.partial(self._read, kind, request.scope, body)
                 if issubclass(kind, ResponsesRequest):
                     # A short one may continue a long conversation.
                     size += self._responses.num_bytes(request.scope["tenant"])
@@ -261,15 +278,9 @@ class Api:
     ) -> "Response | Prepared":
         """Return what a body asks for, or the answer if no engine is needed for it.
 
-        All work that grows with the body is done here: decoding, checks, rendering, encoding. A
-        refusal keeps no reference to the decoded body, so that the body is freed in this thread.
+        All work that grows with the body is done here: decoding, checks, rendering, encoding.
         """
-        try:
-            return self._read_whole(kind, scope, content, stop)
-        except RequestError as error:
-            refusal = error
-        refusal.__cause__ = refusal.__context__ = None
-        raise refusal.with_traceback(None)
+        return _letting_go(self._read_whole, kind, scope, content, stop)
 
     def _read_whole(
         self, kind: type[ApiRequest], scope: Scope, content: bytes, stop: Stop
@@ -499,6 +510,19 @@ def build_app(api: Api) -> ASGIApp:
         await (crossed if is_api else limited)(scope, receive, send)
 
     return split
+
+
+def _letting_go(work: Callable[..., Result], *given: Any) -> Result:
+    """Return what `work` returns for these arguments.
+
+    A refusal keeps no reference to a decoded body, so that the body is freed in this thread.
+    """
+    try:
+        return work(*given)
+    except RequestError as error:
+        refusal = error
+    refusal.__cause__ = refusal.__context__ = None
+    raise refusal.with_traceback(None)
 
 
 async def _wait_until_gone(request: Request) -> None:

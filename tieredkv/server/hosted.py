@@ -56,10 +56,10 @@ BlockType = Literal[
 
 _UNREADABLE = names_of("""
     acknowledged_safety_checks approval_request_id cache_control call_id caller citations
-    container_id encrypted_content encrypted_index encrypted_stdout file_id fingerprint id image_url
-    logprobs pending_safety_checks signature tool_use_id
+    container_id encrypted_content encrypted_index encrypted_stdout file_data file_id fingerprint id
+    image_url input_audio logprobs pending_safety_checks signature tool_use_id
 """)
-"""Names of fields that tell a model nothing: ids, pictures, and what is encrypted."""
+"""Names of fields that tell a model nothing: ids, pictures and files, and what is encrypted."""
 
 _BASE64 = {"image_generation_call": "result", "base64": "data"}
 """Fields that hold data instead of text, by the types of objects."""

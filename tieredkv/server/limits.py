@@ -22,6 +22,8 @@ BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 32
 """How long a body may be where no setting says so: a prompt that fills the context fits, however
 its JSON is written."""
+MAX_PICTURES_BYTES = 64 << 20
+"""How much longer a body may be for the data of its pictures, files and recordings."""
 MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
 
@@ -37,10 +39,13 @@ class Limits:
 
     It stores `arrived_at`, `request_id` and `tenant` in the scope of each request, and sends the id
     with the answer. `app` stores `is_answered` in the scope of each request that it did not refuse,
-    and calls `hold` in the scope for bytes that a request needs as if they came with its body.
+    and calls `hold` in the scope for bytes that a request needs as if they came with its body, and
+    with a negative number for bytes of its body that it has dropped.
 
-    Tenants below their equal share of a bound are always admitted, so at most twice the bound is
-    held. Requests to `/admin` are not counted.
+    Beyond a bound, only those tenants are refused that hold so much that the bound would not be
+    kept if each of the others held at most as much. So a tenant that takes all cannot keep out
+    others, whose share is what it would be if it took no more than they. Requests to `/admin` are
+    not counted.
 
     Attributes:
         app: the application that gets the admitted requests.
@@ -48,7 +53,7 @@ class Limits:
         refuse: makes the answer to a refused request.
         tenant_of: returns the tenant by the request's headers.
         check_head: raises a `RequestError` if path and headers alone are a reason to refuse.
-        max_body_bytes: the bound on one body; `read_body` finds it in the scope.
+        max_body_bytes: the bound on one body without pictures; `read_body` finds it in the scope.
     """
 
     app: ASGIApp
@@ -76,8 +81,7 @@ class Limits:
         def hold(size: int) -> None:
             held[tenant] += size
             self._bytes[tenant] += size
-            check_size(held[tenant], self.max_body_bytes)
-            if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
+            if size > 0 and _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
                 raise self._too_much("holds too many bytes of unfinished requests", tenant)
 
         async def receive_counted() -> Message:
@@ -112,19 +116,30 @@ class Limits:
         return error.retry_in(self._took_s / max(1, self._requests[tenant]))
 
 
-async def read_body(request: Request) -> bytes:
-    """Return a request's body.
+async def read_body(request: Request, max_pictures_bytes: int = 0) -> bytes:
+    """Return a request's body; the request does not keep it.
+
+    Args:
+        request: whose body was not read yet.
+        max_pictures_bytes: how many bytes more it may have for the data of pictures.
 
     Raises:
         RequestError: the body, or the length that its header names, is above the limit, or the body
             takes too long to arrive.
     """
-    check_size(int(request.headers.get("content-length", "0")), request.scope["max_body_bytes"])
+    most = request.scope["max_body_bytes"]
+    size, chunks = int(request.headers.get("content-length", "0")), list[bytes]()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.body()
+            _check_whole(size, most, max_pictures_bytes)
+            size = 0
+            async for chunk in request.stream():
+                size += len(chunk)
+                _check_whole(size, most, max_pictures_bytes)
+                chunks.append(chunk)
     except TimeoutError:
         raise _refused(408, "The request body did not arrive in time.") from None
+    return b"".join(chunks)
 
 
 def default_body_size(max_model_len: int) -> int:
@@ -143,8 +158,31 @@ def check_size(num_bytes: int, most: int, what: str = "The request body") -> Non
         raise _refused(413, text)
 
 
+def check_rest(num_bytes: int, most: int) -> None:
+    """Refuse a body that is too long even without the data of its pictures and files.
+
+    Raises:
+        RequestError: there are more bytes than allowed.
+    """
+    if num_bytes > most:
+        text = f"Without its pictures and files, the request body is longer than {most} bytes"
+        more = f"only pictures and files may have {MAX_PICTURES_BYTES} bytes more"
+        raise _refused(413, f"{text}, the server's `max_body_size`; {more}.")
+
+
+def _check_whole(num_bytes: int, most: int, max_pictures_bytes: int) -> None:
+    if not max_pictures_bytes:
+        check_size(num_bytes, most)
+    elif num_bytes > most + max_pictures_bytes:
+        text = f"The request body is longer than {most + max_pictures_bytes} bytes: {most}"
+        more = f"{max_pictures_bytes} for pictures and files"
+        raise _refused(413, f"{text}, the server's `max_body_size`, and {more}.")
+
+
 def _is_too_much(held: Counter[str], tenant: str, most: int) -> bool:
-    return held.total() > most and held[tenant] > most // len(+held)
+    if held.total() <= most:
+        return False
+    return sum(min(each, held[tenant]) for each in held.values()) > most
 
 
 def _refused(status: int, text: str) -> RequestError:
