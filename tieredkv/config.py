@@ -21,8 +21,10 @@ from tieredkv.kinds import (
     Bytes,
     Seconds,
     TemplateArguments,
+    TemplateDate,
     kind_of,
     parse_template_arguments,
+    parse_template_date,
     plain,
 )
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
@@ -235,6 +237,11 @@ class Settings:
     api_keys: tuple[str, ...] = _server(
         (), "Key that clients must present. Each key is a tenant of its own.", is_secret=True
     )
+    idle_timeout: Seconds = _server(
+        75.0,
+        "A connection without a request is closed after this time. A proxy in front of the server "
+        "must close its own sooner, or it answers 502 now and then.",
+    )
     max_body_size: Bytes | None = _server(
         None,
         "Longest body of a request, to which the data of its pictures and files may add 64 MiB. By "
@@ -252,6 +259,11 @@ class Settings:
         "{}",
         "Arguments for the chat template in every conversation, such as `enable_thinking`. A "
         "request's own `chat_template_kwargs` take precedence.",
+    )
+    template_date: TemplateDate | None = _server(
+        None,
+        "Date that the chat template is told while the server runs: a day such as 2025-06-30, or "
+        "`start` for the day of the start. By default that of each request.",
     )
     tool_parser: str = _server(
         "auto",
@@ -373,6 +385,7 @@ class Settings:
             what = "at least 0 each and at most 1 in all"
             raise ConfigError(f"`tenant_shares` = {shares} must be {what}")
         parse_template_arguments(self.chat_template_kwargs)
+        parse_template_date(self.template_date or "")
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from datetime import date
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,8 @@ from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_dur
 Bytes = Annotated[int, "bytes"]
 Seconds = Annotated[float, "seconds"]
 TemplateArguments = Annotated[str, "arguments of a chat template, as a JSON object"]
+TemplateDate = Annotated[str, "a date such as 2025-06-30, or `start`"]
+AT_START = "start"
 
 
 def plain(kind: Any, what: str) -> Callable[[Any], Any]:
@@ -55,6 +58,19 @@ def parse_template_arguments(value: object) -> str:
     return json.dumps(table, ensure_ascii=False)
 
 
+def parse_template_date(value: object) -> str | None:
+    """Return a date for chat templates as a text: a day, `start`, or None for an empty one."""
+    text = value.strip() if isinstance(value, str) else str(value)
+    if text in (AT_START, ""):
+        return text or None
+    try:
+        if date.fromisoformat(text).isoformat() == text:
+            return text
+    except ValueError:
+        pass
+    raise ConfigError(f"`{value}` is neither a day such as 2025-06-30 nor `{AT_START}`")
+
+
 class Kind(NamedTuple):
     """How values of a setting are read, and how they are shown and described to people."""
 
@@ -69,6 +85,7 @@ _TEXT = Kind(plain(str, "a text"), str, "TEXT")
 _INTEGER = Kind(plain(int, "a whole number"), str, "NUMBER")
 _KINDS = {
     TemplateArguments: Kind(parse_template_arguments, str, "JSON", '{"enable_thinking": false}'),
+    TemplateDate | None: Kind(parse_template_date, str, "DATE"),
     Bytes: _SIZE,
     Bytes | None: _SIZE,
     Seconds: Kind(parse_duration, format_duration, "DURATION", "2m"),

@@ -20,8 +20,9 @@ from tieredkv.config import Settings
 from tieredkv.server import connections
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.connections import Connections, max_connections
+from tieredkv.server.connections import max_connections
 from tieredkv.server.keys import Keys
+from tieredkv.server.run import http_config
 
 MAX_OPEN = 8
 KEY = "sk-test"
@@ -39,11 +40,7 @@ def listening(tokenization: Tokenization, **settings: Any) -> Iterator[tuple[int
     asked = Settings(api_keys=(KEY,), **settings)
     keys = Keys(settings=asked, is_strict=False, is_local=True)
     app = build_app(Api(asked, cast(Any, Engine(0.0, answered)), tokenization, keys))
-    config = uvicorn.Config(
-        app, http=cast(Any, Connections(MAX_OPEN)), ws="none", lifespan="off", log_config=None
-    )
-    config.h11_max_incomplete_event_size = connections.MAX_HEADER_BYTES
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(http_config(app, asked, MAX_OPEN))
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -86,6 +83,13 @@ def head_of(answer: bytes) -> tuple[int, dict[str, str]]:
     """Return the status and headers of the first answer."""
     status, *lines = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")
     return int(status.split()[1]), dict(line.split(": ", 1) for line in lines)
+
+
+def test_an_idle_connection_is_closed_after_the_setting(tokenization: Tokenization) -> None:
+    assert Settings().idle_timeout == 75  # proxies keep connections for 60 seconds
+    with listening(tokenization, idle_timeout=0.2) as (port, _), connect(port) as sock:
+        sock.sendall(HEALTH)
+        assert head_of(read_all(sock))[0] == 200
 
 
 def is_up(port: int) -> bool:

@@ -96,6 +96,33 @@ def test_a_line_near_the_top_is_named_where_no_hit_may_end_before_it() -> None:
     assert Diagnosis(old, [old]).miss(usage)["detail"] is None
 
 
+def test_what_the_template_was_given_explains_a_miss_in_front_of_a_change() -> None:
+    def told(new: Seen, *earlier: Seen, miss_token: int = 16) -> tuple[str, str | None]:
+        usage = RequestUsage(prompt_tokens=100, miss_reason="never_seen", miss_token=miss_token)
+        found = Diagnosis(new, earlier).miss(usage)
+        return found["reason"], found["detail"]
+
+    def given(at: Seen, **template: int) -> Seen:
+        return at._replace(template=template)
+
+    day, other_day = {"time": 1, "arguments": 1}, {"time": 2, "arguments": 1}
+    new = given(seen(LONG, "Look"), **other_day)
+    reason, detail = told(new, given(seen(LONG, "Look"), **day))
+    assert reason == "template_changed" and detail is not None and "date or time" in detail
+    reason, detail = told(new, given(seen(LONG, "Look"), time=2, arguments=9))
+    assert reason == "template_changed" and detail is not None and "arguments" in detail
+    # A request of the same day has the same blocks, so that the template is not the reason.
+    for both in (0, 1):
+        earlier = [given(seen(LONG, "Look"), **each) for each in (day, other_day)]
+        assert told(new, *earlier[both:], *earlier[:both]) == ("never_seen", None)
+    # Behind a change of the conversation, the template need not be the reason.
+    old = given(seen(LONG + "!", "Look"), **day)
+    assert told(new, old, miss_token=99)[0] == "never_seen"
+    assert told(new, given(seen("You help.", "No"), **day)) == ("never_seen", None)
+    other_model = given(seen(LONG, "Look"), **day)._replace(settings={"model": 1})
+    assert told(new, other_model)[0] == "other_model"
+
+
 def test_a_request_with_another_text_is_compared_with_nothing() -> None:
     assert detail(seen(LONG), seen(LONG[: len(LONG) // 2] + "other" * 40)) is None
     assert detail(seen("You help."), seen("You translate.")) is None

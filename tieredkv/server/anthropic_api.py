@@ -527,6 +527,7 @@ class MessagesRequest(Conversation):
             shape=MessageShape(self.model, self.max_tokens, self._left_out),
             stream=self.stream,
             parts=encoded.parts,
+            template=encoded.template,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
             reading=reading,

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol, Self
@@ -218,6 +218,7 @@ class Asked:
         labels: labels that metrics may give to the request.
         parts: the parts of the prompt.
         settings: other fields whose change can explain a miss.
+        template: what the chat template was given beside messages and tools, by what it is.
         compared_id: the id of an earlier answer to compare this request with.
         reading: how the answers are read as messages; None for plain texts.
         continues_text: whether the answers go on with the text of the last message.
@@ -233,6 +234,7 @@ class Asked:
     labels: dict[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
     settings: Json = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
     compared_id: str | None = None
     reading: Reading | None = None
     continues_text: bool = False
@@ -243,7 +245,8 @@ class Asked:
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
         settings = {**self.settings, "namespace": (salt, key)}
-        return Seen.of(self.parts, sum(map(len, self.prompts)), settings)
+        size = sum(map(len, self.prompts))
+        return Seen.of(self.parts, size, settings, self.template)
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return one engine request for each answer.

@@ -39,6 +39,7 @@ from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
 from tieredkv.server.remembered import Memory, Place, Writing
 from tieredkv.server.reply import Reading
 from tieredkv.server.signs import Signs, fencing, guarding, mapped, with_sign, with_signs
+from tieredkv.server.template_clock import TALKS, Moment, Render, TemplateClock, tell_if_printed
 from tieredkv.server.threads import Stop
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Encoded(NamedTuple):
     Attributes:
         parts: the tools and messages that were rendered.
         text: the text of the conversation.
+        template: what the chat template was given beside messages and tools: its arguments, and
+            what it was told of the time.
         place: where the answer begins; None if it cannot be remembered.
     """
 
@@ -84,6 +87,7 @@ class Encoded(NamedTuple):
     parts: Sequence[Part] = ()
     text: str = ""
     place: Place | None = None
+    template: Mapping[str, Any] = MappingProxyType({})
 
 
 class Tokenization:
@@ -96,6 +100,7 @@ class Tokenization:
         max_model_len: the longest prompt; encoding stops as soon as a prompt is known to be longer.
         family: how the model writes messages; None if that is not known.
         template_arguments: for the chat template, where a conversation brings none of that name.
+        clock: tells the chat template the time.
 
     Attributes:
         tokenizer, family: as given.
@@ -110,6 +115,7 @@ class Tokenization:
         max_model_len: int | None = None,
         family: Family | None = None,
         template_arguments: Arguments = MappingProxyType({}),
+        clock: TemplateClock = TemplateClock(),  # noqa: B008
     ) -> None:
         self.tokenizer = tokenizer
         self._template_arguments = template_arguments
@@ -130,7 +136,8 @@ class Tokenization:
         )
         self._around = _around(tokenizer)
         self._namespace: object = ""
-        self._stop = Stop()
+        self._stop, self._clock = Stop(), clock
+        self._moment = Moment(clock.now())
         self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
         self._form_of = functools.lru_cache(4)(self._find_form)
 
@@ -147,6 +154,7 @@ class Tokenization:
         """
         made = copy.copy(self)
         made._namespace, made._stop = namespace, stop or Stop()
+        made._moment = Moment(self._clock.now())
         # A client that may write special tokens can make one message look like another.
         made._memory = None if self._allows_special else memory
         return made
@@ -234,7 +242,10 @@ class Tokenization:
             raise too_long(field, num_tokens, limit) from None
         ends = encoding.ends(map(rendered.end, marks))
         parts = parts_of(arguments.get("tools") or (), PLAIN.contents(given))
-        return Encoded(encoding.ids, ends, parts, text, None if continues_last else place)
+        template = {name: value for name, value in arguments.items() if name != "tools"}
+        template = {"arguments": template, "time": dict(self._moment.told)}
+        place = None if continues_last else place
+        return Encoded(encoding.ids, ends, parts, text, place, template)
 
     def reading(self, encoded: Encoded, tools: Tools) -> Reading | None:
         """Return how answers to a conversation are read and remembered; None if neither is done.
@@ -389,7 +400,9 @@ class Tokenization:
                 spans.follow((TOOLS, i), tool)
                 if "function" in tool:
                     spans.follow((TOOLS, i), tool["function"])
-        return template.render(self._stop, MAX_ROUNDS, spans, messages=contents, **variables)
+        return template.render(
+            self._stop, self._moment, MAX_ROUNDS, spans, messages=contents, **variables
+        )
 
     def _printed(self, arguments: Arguments) -> Arguments:
         if not (self._has_canonical_tools and arguments.get("tools")):
@@ -403,7 +416,8 @@ class Tokenization:
             logger.warning("the chat template does not read `%s` of `chat_template_kwargs`", name)
 
         def render(messages: list[dict[str, Any]]) -> str:
-            return template.render(Stop(), MAX_TRIAL_ROUNDS, messages=messages, **variables)
+            rounds = MAX_TRIAL_ROUNDS
+            return template.render(Stop(), self._moment, rounds, messages=messages, **variables)
 
         form = find_form(render, template.names, self.family)
         if form != PLAIN:
@@ -418,12 +432,26 @@ class Tokenization:
     def try_template(self) -> None:
         """Find out in which form the chat template takes conversations, with tools and without.
 
-        A template that cannot be used is told to whoever sends a conversation.
+        The log says if it prints the date or the time. A template that cannot be used is told to
+        whoever sends a conversation.
         """
-        if self.tokenizer.chat_template:
-            for tools in (None, [TOOL]):
-                with contextlib.suppress(RequestError):
-                    self.form({"tools": tools})
+        if not self.tokenizer.chat_template:
+            return
+        renders, variables = list[Render](), set[str]()
+        for tools in (None, [TOOL]):
+            with contextlib.suppress(RequestError):
+                self.form({"tools": tools})
+                variables |= self._template({"tools": tools}).variables
+                renders += (functools.partial(self._try, talk, tools) for talk in TALKS)
+        if self._clock.fixed is None:
+            tell_if_printed(renders, self._clock.now(), variables)
+
+    def _try(self, messages: Messages, tools: Any, moment: Moment, given: Arguments) -> str:
+        """Render a small conversation at a moment."""
+        arguments = {**self._template_arguments, "tools": tools, **given}
+        made = copy.copy(self)
+        made._moment = moment
+        return made._render(self.form(arguments).shaped(messages, (), self.family)[0], arguments)
 
     def form(self, arguments: Arguments) -> Form:
         """Return the form in which the chat template takes conversations.

@@ -8,6 +8,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 import jinja2
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tieredkv.errors import RequestError
+from tieredkv.server.template_clock import Moment
 from tieredkv.server.threads import Stop
 
 MAX_ROUNDS = 1_000_000
@@ -101,7 +103,7 @@ class Spans:
 
 
 class _Spent(threading.local):
-    """The rounds that the rendering in this thread has used so far, and its `Stop`.
+    """The rounds that the rendering in this thread has used so far, its `Stop` and its time.
 
     Attributes:
         length: of the output so far.
@@ -110,6 +112,7 @@ class _Spent(threading.local):
 
     num_rounds = 0
     stop = Stop()
+    moment = Moment(datetime.min)
     length = 0
     spans: Spans | None = None
 
@@ -133,6 +136,10 @@ def _begin_round(loop: int, value: Any) -> None:
 def _end_loop(loop: int) -> None:
     if _spent.spans is not None:
         _spent.spans.end(loop, _spent.length)
+
+
+def _strftime_now(format: str) -> str:
+    return _spent.moment.strftime(format)
 
 
 def _check_length(length: int) -> None:
@@ -217,6 +224,7 @@ class ChatTemplate:
         environment.count_round = _count_round
         environment.begin_round, environment.end_loop = _begin_round, _end_loop
         environment.concat_checked = _concat
+        environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
         tree = environment.parse(source)
         self.looked_for = frozenset(_looked_for(tree))
@@ -226,6 +234,7 @@ class ChatTemplate:
     def render(
         self,
         stop: Stop,
+        moment: Moment,
         max_rounds: int = MAX_ROUNDS,
         spans: Spans | None = None,
         /,
@@ -235,6 +244,7 @@ class ChatTemplate:
 
         Args:
             stop: is set once the text is no longer wanted.
+            moment: the time that the template is told if it asks for it.
             max_rounds: how many rounds of loops it may take, up to `MAX_ROUNDS`.
             spans: notes where the objects that it follows are in the text.
             variables: for the template.
@@ -244,7 +254,7 @@ class ChatTemplate:
             StoppedError: the text is no longer wanted.
         """
         _spent.num_rounds, _spent.stop = MAX_ROUNDS - max_rounds, stop
-        _spent.length, _spent.spans = 0, spans
+        _spent.moment, _spent.length, _spent.spans = moment, 0, spans
         texts = list[str]()
         try:
             for text in self._template.generate(**variables):

@@ -32,7 +32,7 @@ WRITE_TIMEOUT_S = 60.0
 LINGER_S = 3.0
 """How long a connection that is being closed is still read from."""
 
-MAX_LINGER_BYTES = 32 << 20
+MAX_LINGER_BYTES = 128 << 20
 MAX_FRAMING_BYTES = 1 << 20
 """How many bytes the headers and the chunk sizes of one request may take, beside its body."""
 

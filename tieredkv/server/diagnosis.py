@@ -28,6 +28,13 @@ _OF_OTHERS = ("never_seen", "behind_lookback")
 """The reasons that a change since an earlier request may explain: its blocks are others, so that a
 hit would have to end before the change, where none may if that is too far back."""
 
+_OF_SETTINGS = {"model": "other_model", "prompt_cache_key": "other_namespace"}
+_OF_TEMPLATES = {
+    "time": "the date or time that the chat template prints is another one",
+    "arguments": "the chat template was given other arguments",
+}
+"""Reasons and texts for differences that are no parts of a prompt."""
+
 _KINDS = ("tools", "system", "messages", "input")
 
 
@@ -106,6 +113,7 @@ class Seen(NamedTuple):
             the salt and cache key that separate its blocks from others of the same tenant.
         tails: the digests from `tails_of`.
         tools: the digests of its tools with JSON keys sorted.
+        template: digests of what the chat template was given beside messages and tools, by name.
     """
 
     segments: Sequence[Segment] = ()
@@ -113,10 +121,17 @@ class Seen(NamedTuple):
     settings: Mapping[str, int] = MappingProxyType({})
     tails: frozenset[bytes] = frozenset()
     tools: frozenset[int] = frozenset()
+    template: Mapping[str, int] = MappingProxyType({})
 
     @classmethod
-    def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
-        """Return the digests of a prompt's parts and of its settings.
+    def of(
+        cls,
+        parts: Sequence[Part],
+        num_tokens: int,
+        settings: Mapping[str, Any],
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> "Seen":
+        """Return the digests of a prompt's parts, of its settings and for its template.
 
         All parts after the first `MAX_SEGMENTS` are kept as one segment.
         """
@@ -124,9 +139,12 @@ class Seen(NamedTuple):
         segments = [Segment.of(*part) for part in first]
         if rest:
             segments.append(Segment.of(first[-1][0], rest, "a later part"))
-        digests = {name: digest(str(value)) for name, value in settings.items()}
+        digests, given = (
+            {name: digest(str(value)) for name, value in each.items()}
+            for each in (settings, template)
+        )
         tools = frozenset(each.canonical for each in segments if each.kind == "tools")
-        return cls(segments, num_tokens, digests, tails_of(parts), tools)
+        return cls(segments, num_tokens, digests, tails_of(parts), tools, given)
 
     def change_from(self, other: "Seen", index: int) -> tuple[str, bool]:
         """Return what changed at a segment, and whether the rest is nearly the same."""
@@ -148,6 +166,10 @@ class Seen(NamedTuple):
         if is_first and is_alike:
             return f"{now.name} changed: only something near its start differs", True
         return f"{now.name} changed", False
+
+    def changed_for(self, other: "Seen") -> frozenset[str]:
+        """Return what their chat template was given that differs, by its name."""
+        return frozenset(dict(self.template.items() ^ other.template.items()))
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments from the top are the same in both requests."""
@@ -204,13 +226,16 @@ class Diagnosis(NamedTuple):
         """
         reason, detail = usage.miss_reason, None
         is_new = reason in _OF_OTHERS
-        if is_new and (like := max(self.earlier, key=self._rank, default=None)):
-            found = change(like, self.seen) if self._likeness(like) else None
+        like = max(self.earlier, key=self._rank, default=None) if is_new else None
+        if like is not None and self._likeness(like):
+            found = change(like, self.seen)
             detail = found and found.detail
-            if found and not detail and reason == "never_seen":
-                place = like.tokens_before(like.num_common(self.seen))
-                names = {"model": "other_model", "prompt_cache_key": "other_namespace"}
-                reason = names[found.kind] if place > usage.miss_token else reason
+            is_same = like.tokens_before(like.num_common(self.seen)) > usage.miss_token
+            if is_same and reason == "never_seen":  # though messages and tools are the same so far
+                if found and not detail:
+                    reason = _OF_SETTINGS[found.kind]
+                elif others := [it for it in _OF_TEMPLATES if it in like.changed_for(self.seen)]:
+                    reason, detail = "template_changed", _OF_TEMPLATES[others[0]]
         return {"reason": reason, "at_token": usage.miss_token, "detail": detail}
 
     def compare(self, usage: RequestUsage) -> Change | None:
@@ -239,10 +264,11 @@ class Diagnosis(NamedTuple):
             return index
         return index + self.seen.change_from(other, index)[1] / 2
 
-    def _rank(self, other: Seen) -> tuple[float, bool]:
-        """Return a sort key for earlier requests: similarity first, then an equal namespace."""
+    def _rank(self, other: Seen) -> tuple[float, bool, bool]:
+        """Return a sort key for earlier requests: similarity, equal namespace, equal template."""
         namespaces = [each.settings.get("namespace") for each in (self.seen, other)]
-        return self._likeness(other), namespaces[0] == namespaces[1]
+        is_same = self.seen.template == other.template
+        return self._likeness(other), namespaces[0] == namespaces[1], is_same
 
 
 NONE = Diagnosis()

@@ -378,6 +378,7 @@ class ConversationRequest(OpenAIRequest):
         plan = self.plan(rules, encoded.ends)
         plan = msgspec.structs.replace(plan, grammar=structure.grammar(reading))
         how |= {"reading": reading, "continues_text": continues_text}
+        how["template"] = encoded.template
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
@@ -36,7 +37,6 @@ from tieredkv.types import Progress
 logger = logging.getLogger(__name__)
 
 STREAMS_END_S = 5
-KEEP_ALIVE_S = 30
 EXIT_INTERRUPTED = 130
 SWITCH_INTERVAL_S = 0.001
 """A thread that reads a long request gives way to the event loop after this time."""
@@ -77,6 +77,24 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
 def is_local(address: tuple[object, ...]) -> bool:
     """Return whether only this machine can reach a socket's address."""
     return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+
+
+def http_config(app: ASGIApp, settings: Settings, max_open: int) -> uvicorn.Config:
+    """Return how uvicorn serves an application, with at most so many connections."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=cast(Any, Connections(max_open)),
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=cast(int, settings.idle_timeout),  # uvicorn takes fractions, too
+        timeout_graceful_shutdown=STREAMS_END_S,
+    )
 
 
 class _HttpServer(uvicorn.Server):
@@ -222,20 +240,7 @@ class Server:
 
     async def _serve(self, sock: socket.socket, api: Api, engine: EngineClient) -> None:
         """Answer requests until a signal comes."""
-        config = uvicorn.Config(
-            build_app(api),
-            loop="asyncio",
-            http=cast(Any, Connections(max_connections(api.max_requests))),
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=STREAMS_END_S,
-        )
+        config = http_config(build_app(api), self.settings, max_connections(api.max_requests))
         host, port = sock.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         http = _HttpServer(config)

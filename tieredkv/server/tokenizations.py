@@ -10,6 +10,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.chat_template import RESERVED
 from tieredkv.server.message_parser import Family, choose
+from tieredkv.server.template_clock import clock_of
 
 
 def make_tokenization(
@@ -33,6 +34,7 @@ def make_tokenization(
         allows_special=settings.allow_special_in_content == "on",
         max_model_len=max_model_len,
         template_arguments=template_arguments(settings),
+        clock=clock_of(settings),
     )
 
 
