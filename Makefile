@@ -60,11 +60,11 @@ checks: lint
 	@$(MAKE) --no-print-directory --jobs 2 types cpu-tests
 
 cpu-tests: setup
-	@$(PYTEST) -m "$(NOT_HERE)" $(UNIT_TESTS)
+	@$(PYTEST) -m "not e2e and $(NOT_HERE)" $(UNIT_TESTS)
 
 test-e2e: setup
 	@$(BIN)/python -m tests.timed "make test-e2e" $(E2E_LIMITS) -- \
-		$(PYTEST) -m "$(NOT_HERE)" tests/e2e
+		$(PYTEST) -m "e2e and $(NOT_HERE)"
 
 test-full: lint types browser
 	@$(BIN)/pytest -q -rs -m "not gpu and not clients"

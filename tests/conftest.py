@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,6 +14,10 @@ from tests import golden
 
 gc.disable()  # imports leave hardly any garbage; it is enabled again after the collection
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+TESTS = Path(__file__).parent
+STORE_WORKER = "harness"
+"""The fixture of the tests that start the worker of a store."""
+
 STATE = tempfile.mkdtemp(prefix="tieredkv-test-state-")  # the keys of stores that tests make
 os.environ["XDG_STATE_HOME"] = STATE
 for name in ("NO_PROXY", "no_proxy"):  # servers of tests are asked directly
@@ -47,8 +52,13 @@ def pytest_sessionfinish() -> None:
         golden.write()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is no GPU."""
+    """Mark the tests of the whole, and skip those marked `gpu` where there is no GPU."""
+    for item in items:
+        is_of_the_whole = item.path.relative_to(TESTS).parts[0] in ("e2e", "stress")
+        if is_of_the_whole or STORE_WORKER in getattr(item, "fixturenames", ()):
+            item.add_marker("e2e")
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")

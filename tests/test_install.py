@@ -17,6 +17,8 @@ import pytest
 
 from tests.serving import running
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ("tieredkv", "engine", "kernels", "storage", "configs")  # with the links between them
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")

@@ -53,6 +53,7 @@ def readme() -> str:
     return README.read_text()
 
 
+@pytest.mark.e2e
 def test_the_python_block_prints_the_text_below_it(readme: str, tmp_path: Path) -> None:
     match = re.search(r"```python\n(.*?)```\s+```text\n(.*?)```", readme, re.DOTALL)
     assert match is not None

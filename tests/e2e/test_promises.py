@@ -232,7 +232,6 @@ def test_after_24_hours_a_prompt_is_a_miss_and_its_bytes_are_gone(tmp_path: Path
         assert server.stop() == 0
 
 
-@pytest.mark.slow
 def test_a_clock_set_back_lengthens_no_life(tmp_path: Path) -> None:
     offset = tmp_path / "offset"
     offset.write_text(str(10 * HOUR_S))
@@ -263,7 +262,6 @@ def test_a_clock_set_back_lengthens_no_life(tmp_path: Path) -> None:
 # --- tenants, and the operator --------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_api_keys_share_nothing_on_disk_either(tmp_path: Path) -> None:
     keys = ("--api-key", "sk-a", "--api-key", "sk-b")
     with running(tmp_path, *keys) as server:

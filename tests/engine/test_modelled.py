@@ -178,7 +178,15 @@ def make_rig() -> Iterator[MakeRig]:
 @EACH_LENGTH
 @pytest.mark.parametrize(
     ("GBps", "limit_GBps"),
-    [(0.5, None), (1.0, None), (2.0, None), (3.0, None), (3.0, 0.5), (3.0, 1.0)],
+    [
+        (0.5, None),
+        (3.0, None),
+        (3.0, 0.5),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1.0, None), (2.0, None), (3.0, 1.0))
+        ),
+    ],
 )
 def test_a_plan_is_no_slower_than_computing_or_loading_and_near_the_ideal(
     make_rig: MakeRig, GBps: float, length: int, limit_GBps: float | None
@@ -236,7 +244,9 @@ def check_any_machine(make_rig: MakeRig, seed: int, longest: int) -> None:
     assert took_s["auto"] <= most * min(took_s["compute"], took_s["load"]), facts
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
+)
 def test_on_no_machine_is_a_plan_slower_than_computing_or_loading(
     make_rig: MakeRig, seed: int
 ) -> None:
@@ -426,7 +436,7 @@ def test_step_times_that_were_learnt_wrong_delay_few_requests(
 
 
 @EACH_LENGTH
-@pytest.mark.parametrize("factor", [2.0, 3.0, 10.0])
+@pytest.mark.parametrize("factor", [2.0, pytest.param(3.0, marks=pytest.mark.slow), 10.0])
 def test_a_device_that_becomes_slow_and_fast_again_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:

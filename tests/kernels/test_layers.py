@@ -177,7 +177,8 @@ def rotations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "norm", "num_heads", "num_kv_heads", "head_dim", "num_tokens"), rotations()
+    ("backend", "dtype", "norm", "num_heads", "num_kv_heads", "head_dim", "num_tokens"),
+    [*rotations()],
 )
 def test_heads_are_rotated_and_stored_where_they_belong(
     device: str,

@@ -106,7 +106,9 @@ def test_chunks_and_single_queries_equal_their_definition(
     assert relative_error(case.attend(backend), case.oracle()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("num_multiprocessors", [1, 2, 5, 40])
+@pytest.mark.parametrize(
+    "num_multiprocessors", [1, *(pytest.param(it, marks=pytest.mark.slow) for it in (2, 40)), 5]
+)
 @pytest.mark.parametrize("spans", [[(1, 700), (1, 5)], [(20, 420), (6, 6), (1, 300), (1, 299)]])
 def test_any_number_of_programs_gives_the_same_answer(
     make_case: MakeCase,

@@ -50,8 +50,13 @@ makes a difference where a request takes a fifth of a tier, as here.
 """
 
 
+SEEDS = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
+
+
 @pytest.mark.parametrize("idle_s", [60.0, 1e5])
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@SEEDS
 @pytest.mark.parametrize(
     ("room", "near"),
     [
@@ -71,7 +76,7 @@ def test_as_much_is_found(
     check_near(ours, theirs, near)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("room", "near"),
     [

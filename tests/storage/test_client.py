@@ -25,8 +25,9 @@ from tests.storage.conftest import (
     payload_of,
     wait_until,
 )
+from tests.waiting import HANG_S
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
-from tieredkv.storage.client import StoreClient
+from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
@@ -514,13 +515,12 @@ def test_closing_finishes_the_stores_in_hand(harness: Harness) -> None:
 def test_wake_is_called_for_news(harness: Harness) -> None:
     woken = threading.Event()
     client = StoreClient(harness.options(), harness.arena, wake=woken.set)
-    client.lookup([b"x" * 32])
-    news: list[object] = []
-    while not news:  # it is also called when the worker is up, of which no news tells
-        assert woken.wait(10)
+    job, events = client.lookup([b"x" * 32]), list[Event]()
+    while not events:
+        assert woken.wait(HANG_S)
         woken.clear()
-        news += client.poll()
-    assert news == [LookupDone(1, {})]
+        events = client.poll()
+    assert events == [LookupDone(job, {})]
     client.close()
 
 

@@ -337,7 +337,17 @@ def test_a_truncated_index_under_a_live_worker_is_evidence_and_no_block_is_lost(
 # --- causes outside the index -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EIO, errno.EMFILE, errno.ESTALE, errno.EROFS])
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.EIO,
+        errno.EMFILE,
+        *(
+            pytest.param(code, marks=pytest.mark.slow)
+            for code in (errno.EPERM, errno.ESTALE, errno.EROFS)
+        ),
+    ],
+)
 def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone(
     stored: Harness, break_worker: Break, code: int
 ) -> None:

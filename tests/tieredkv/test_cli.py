@@ -201,6 +201,7 @@ def test_doctor_says_what_the_disk_can_do(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.e2e
 def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
     stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

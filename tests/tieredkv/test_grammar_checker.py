@@ -12,6 +12,8 @@ from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import RequestError
 from tieredkv.server.grammar_checker import GrammarChecker
 
+pytestmark = pytest.mark.e2e  # each starts a process that compiles
+
 INFO = EngineInfo(
     model="m",
     max_model_len=64,
