@@ -69,6 +69,7 @@ class Machine(NamedTuple):
 
     Attributes:
         up_GBps, down_GBps: of copies from and to host memory.
+        first_copy_s: for how much longer the first copy takes, which loads what copies need.
         read_GBps: of the disk, which reads and writes share.
         read_s: latency of a read.
         lookup_s: time until the disk has answered a lookup.
@@ -85,6 +86,7 @@ class Machine(NamedTuple):
     decode_s: float = 3.3e-8
     up_GBps: float = 50.0
     down_GBps: float = 50.0
+    first_copy_s: float = 0.12
     read_GBps: float = 2.7
     read_s: float = 0.001
     lookup_s: float = 0.001
@@ -242,6 +244,7 @@ class _Link(DeviceLink[Any]):
         copier = SimpleNamespace(device=torch.device("cpu"), block_bytes=block_bytes)
         super().__init__(cast(BlockCopier, copier), early_bytes=early_bytes)
         self._device, self._step_ends = device, [0.0]
+        self._first_copy_s = device.machine.first_copy_s
         self._early_share = early_bytes / block_bytes
 
     @property
@@ -268,7 +271,8 @@ class _Link(DeviceLink[Any]):
         moment, num_bytes = self._device.moment, count * self._copier.block_bytes
         before = cast(Any, copies[-1].event).at if copies else 0.0
         began = max(self._device.time.now, before, self._step_ends[after])
-        seconds = num_bytes / (GBps * 1e9)
+        seconds = num_bytes / (GBps * 1e9) + self._first_copy_s
+        self._first_copy_s = 0.0
         is_split = copies is self._promotions and num_bytes >= MIN_SPLIT_BYTES
         early = moment(began + self._early_share * seconds) if is_split else None
         ended = moment(began + seconds)

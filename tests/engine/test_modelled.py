@@ -34,6 +34,8 @@ BLOCK_SIZE = 64
 NUM_NEW = 16
 """Tokens of a prompt behind those that the disk has."""
 
+RAM_ONLY: dict[str, object] = {"disk_dir": None, "default_retention": "in_memory"}
+
 MOST_BAD = 4
 """Requests that a rate that is wrong may delay."""
 
@@ -306,6 +308,22 @@ def test_a_head_in_host_memory_is_loaded_where_the_disk_has_the_rest(
     assert by_tier[Tier.DEVICE] + by_tier[Tier.HOST] >= 0.75 * head
 
 
+@pytest.mark.parametrize("length", [2_048, 4_992, 20_480])
+def test_the_first_hit_after_a_flood_takes_no_longer_than_those_after_it(
+    make_rig: MakeRig, length: int
+) -> None:
+    """What is known of PCIe then was learnt at the start."""
+    rig = make_rig(device_size="6GiB", host_size="24GiB", block_size=16, **RAM_ONLY)
+    prompts = [rig.random.choices(range(128_000), k=length + NUM_NEW) for _ in range(3)]
+    for prompt in prompts:
+        rig.serve(prompt)
+    for _ in range(3):
+        rig.serve(rig.random.choices(range(128_000), k=20_000))
+    hits = [rig.serve(prompt) for prompt in prompts]
+    assert [it.usage.cached_tokens_by_tier[Tier.HOST] for it in hits] == [length] * 3
+    assert hits[0].ttft_s <= 1.05 * hits[2].ttft_s
+
+
 @EACH_LENGTH
 def test_pcie_that_becomes_busy_and_free_again_delays_few_requests(
     make_rig: MakeRig, length: int
@@ -532,7 +550,6 @@ def test_a_logged_plan_can_be_made_again(
     assert num_divided > 10
 
 
-RAM_ONLY: dict[str, object] = {"disk_dir": None, "default_retention": "in_memory"}
 SMALL_RAM = {"device_size": "2GiB", "host_size": "1GiB", "block_size": 16}
 """For sessions scaled to an eighth: VRAM and host memory together do not hold all of them."""
 
