@@ -57,6 +57,8 @@ class _PlanLog(logging.Handler):
         rows = list[Row]()
         for at, text in self.texts:
             logged = msgspec.json.decode(text, type=LoggedPlan)
+            if not logged.demands:
+                continue
             link, split, demand = logged.links[0], logged.splits[0], logged.demands[0]
             rows.append(
                 {
