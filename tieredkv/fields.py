@@ -4,8 +4,10 @@ This module knows types and ranges, not what any field is for. A field that is `
 absent.
 """
 
+import contextlib
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -271,12 +273,37 @@ def parse_body(
             if held > most:
                 raise RequestError(f"{what} has {held} {of_what}; at most {most} are allowed.")
     try:
-        parsed = msgspec.json.decode(body)
+        parsed = decode_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError(f"We could not parse {what[0].lower()}{what[1:]}.") from None
     if not isinstance(parsed, dict):
         raise RequestError(_wrong_type("body", "an object", parsed), code="invalid_type")
     return parsed
+
+
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape in JSON: two halves of a surrogate pair, one half alone, or any other."""
+
+
+def decode_json(text: bytes | str) -> Any:
+    """Return a JSON value; half of a surrogate pair becomes U+FFFD.
+
+    Clients that cut texts to a length in UTF-16 leave such halves, and send them again with each
+    turn of a session.
+
+    Raises:
+        msgspec.DecodeError, UnicodeError, RecursionError: the text is no JSON.
+    """
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+        return msgspec.json.decode(text)
+    whole = text if isinstance(text, str) else text.decode("utf-8", "surrogatepass")
+    whole = whole.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    repaired = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], whole.encode())
+    return msgspec.json.decode(repaired)
 
 
 def is_too_deep(value: Any) -> bool:

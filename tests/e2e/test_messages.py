@@ -237,11 +237,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": [text("", "5m")]}, "system.0: cache_control cannot be set for empty text blocks"),
     ({"stream": True, "max_tokens": 0}, "max_tokens: 0 is not allowed with stream"),
     ({"max_tokens": None}, "max_tokens: Field required"),
-    (
-        {"messages": [user({"type": "audio", "source": {}})]},
-        "messages.0.content.0.type: Invalid value: 'audio'. Supported values are: 'text', 'image', "
-        "'tool_use', 'tool_result', 'document', 'thinking' and 'redacted_thinking'.",
-    ),
     ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text: Field required"),
     ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
     (

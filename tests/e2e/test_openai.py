@@ -13,8 +13,6 @@ from pydantic import TypeAdapter
 from tests import http
 from tests.serving import Server, running
 from tests.waiting import HANG_S
-from tieredkv.server import hosted
-from tieredkv.server.response_tools import ClientRun
 
 MODEL = "tiny-random"
 TEXT = "A prefix that is worth to be kept. " * 8
@@ -267,11 +265,6 @@ def test_written_tokens_are_told_by_the_lifetime_of_their_prefix(server: Server)
 INPUT = {"input": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TEXT_PART = {"type": "text", "text": "a"}
-ITEM_TYPES = ["message", "function_call", "function_call_output", "custom_tool_call"]
-ITEM_TYPES += ["custom_tool_call_output"]
-ITEM_TYPES += [f"{it}_call{end}" for it in get_args(ClientRun) for end in ("", "_output")]
-ITEM_TYPES += ["reasoning", "item_reference", "additional_tools"]
-ITEM_TYPES += get_args(hosted.ItemType)
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {}, "Missing required parameter: 'input'.", "input"),
     (
@@ -282,23 +275,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "responses",
-        {"input": [{"type": "tool_call", "id": "x"}]},
-        "Invalid value: 'tool_call'. Supported values are: "
-        f"{', '.join(map(repr, ITEM_TYPES[:-1]))} and {ITEM_TYPES[-1]!r}.",
-        "input[0].type",
-    ),
-    (
-        "responses",
         {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
         "Missing required parameter: 'input[0].call_id'.",
         "input[0].call_id",
-    ),
-    (
-        "responses",
-        {"input": [{"role": "user", "content": [{"type": "video"}]}]},
-        "Invalid value: 'video'. Supported values are: 'input_text', 'output_text', 'refusal', "
-        "'input_image', 'input_file' and 'input_audio'.",
-        "input[0].content[0].type",
     ),
     (
         "responses",
@@ -323,12 +302,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "Invalid schema for text.format 'a': 'b' is not valid under any of the given schemas at "
         "['type']",
         "text.format",
-    ),
-    (
-        "responses",
-        {**INPUT, "tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
-        "Invalid value: 'mcp'. Supported values are: 'function' and 'custom'.",
-        "tools[0].tools[0].type",
     ),
     (
         "responses",
@@ -381,16 +354,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "chat/completions",
-        {**CHAT, "reasoning_effort": "bogus"},
-        "Invalid value: 'bogus'. Supported values are: 'none', 'minimal', 'low', 'medium', "
-        "'high', 'xhigh' and 'max'.",
-        "reasoning_effort",
-    ),
-    (
-        "chat/completions",
-        {**CHAT, "service_tier": "x"},
-        "Invalid value: 'x'. Supported values are: 'auto', 'default', 'flex', 'scale', "
-        "'priority', 'fast' and 'ultrafast'.",
+        {**CHAT, "service_tier": 5},
+        "Invalid type for 'service_tier': expected a string, but got an integer instead.",
         "service_tier",
     ),
     (

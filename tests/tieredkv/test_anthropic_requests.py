@@ -251,9 +251,6 @@ def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "All of it."}
     asked = ask(tokenization, block("document", "5m", source=source, title="Book"), text("Why?"))
     assert head(tokenization, asked, asked.plan.claims[0].end_token).endswith("Book\nAll of it.")
-    source = {"type": "binary", "data": "eA=="}
-    with pytest.raises(RequestError, match=r"Invalid value: 'binary'\. Supported values are: "):
-        ask(tokenization, block("document", source=source))
     with pytest.raises(RequestError, match=r"^Missing .*: 'messages\[0\]\.content\[0\]\.source'"):
         ask(tokenization, block("document"))
 

@@ -13,6 +13,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read, shape_of
 from tieredkv.server.asked import Rules
 from tieredkv.server.openai_api import ChatRequest
+from tieredkv.server.openai_messages import UNREAD
 
 USER = {"role": "user", "content": "hi"}
 
@@ -84,12 +85,16 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
 def test_arguments_of_calls_are_counted_before_they_are_decoded() -> None:
     called = {"name": "f", "arguments": "[" + "[]," * 5000 + "1]"}
     call = {"id": "1", "type": "function", "function": called}
-    with pytest.raises(RequestError, match="at most 4096 arrays and objects"):
-        chat({"role": "assistant", "content": "", "tool_calls": [call]})
+    asked = chat({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert asked.messages[1].tool_calls[0].function.arguments == {UNREAD: called["arguments"]}
 
 
 def test_a_refusal_shortens_a_long_key_or_value() -> None:
-    for fields in ({"k" * 10**6: 1}, {"service_tier": "v" * 10**6}, {"metadata": {"k": {"v": 1}}}):
+    for fields in (
+        {"k" * 10**6: 1},
+        {"prompt_cache_retention": "v" * 10**6},
+        {"metadata": {"k": {"v": 1}}},
+    ):
         with pytest.raises(RequestError) as caught:
             chat(is_strict=True, **fields)
         assert len(str(caught.value)) < 600

@@ -61,7 +61,7 @@ def text_for(path: str, num_tokens: int) -> str:
     if path == "/v1/completions":
         return "a" * (num_tokens - len(TOKENIZER.encode("")))
     asked = {"messages": [{"role": "user", "content": "a"}]}
-    told = ask("/v1/messages/count_tokens", asked).json()
+    told: dict[str, int] = ask("/v1/messages/count_tokens", asked).json()
     return "a" * (num_tokens - told["input_tokens"] + 1)
 
 

@@ -249,9 +249,8 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages",
     ),
     (
-        {"messages": [{"role": "wizard", "content": "hi"}]},
-        "Invalid value: 'wizard'. Supported values are: 'system', 'developer', 'user', "
-        "'assistant' and 'tool'.",
+        {"messages": [{"role": 5, "content": "hi"}]},
+        "Invalid type for 'messages[0].role': expected a string, but got an integer instead.",
         "messages[0].role",
     ),
     (
@@ -260,9 +259,9 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].content",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": {}}]}]},
-        "Invalid value: 'video'. Supported values are: 'text', 'refusal', 'image_url', 'file' and "
-        "'input_audio'.",
+        {"messages": [{"role": "user", "content": [{"type": 5}]}]},
+        "Invalid type for 'messages[0].content[0].type': expected a string, but got an integer "
+        "instead.",
         "messages[0].content[0].type",
     ),
     (
@@ -302,7 +301,7 @@ def test_a_bad_conversation_is_refused_and_the_place_is_named(
     assert (str(caught.value), caught.value.param) == (message, param)
 
 
-BROKEN_BODIES = [b"", b"{", b"\xff", b'{"a": "\\ud800"}', b"{1:2}", b"NaN"]
+BROKEN_BODIES = [b"", b"{", b"\xff", b"{1:2}", b"NaN"]
 
 
 @pytest.mark.parametrize("body", BROKEN_BODIES, ids=range(len(BROKEN_BODIES)))

@@ -30,16 +30,15 @@ class MessageShape(Shape):
 
     def __init__(self, model: str, max_tokens: int, left_out: Sequence[str] = ()) -> None:
         super().__init__()
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
-        told = {"tieredkv": {"left_out_tools": left_out}} if left_out else {}
-        self._head: Json = {**head, **told}
+        self._head: Json = {"id": self.id, "type": "message", "role": "assistant", "model": model}
+        self.left_out = left_out
         self._max_tokens = max_tokens
 
     def whole(self, answers: Sequence[Reply]) -> Json:
         """Return the message with its blocks."""
         content = [_block(part) for part in answers[0].parts]
         body = {"content": content, **self._ending(answers[0]), "usage": self._usage(answers[0])}
-        return {**self._head, **self._diagnostics(answers[0]), **body}
+        return {**self._head, **self._diagnostics(answers[0]), **body, **self.not_done}
 
     def waiting(self) -> Sequence[Json]:
         """Return an event that says nothing."""
@@ -51,6 +50,7 @@ class MessageShape(Shape):
         """Yield the start of the message, its blocks in pieces, and how the message ended."""
         message: Json = {**self._head, "content": [], "usage": self._usage(answers[0])}
         message |= {"stop_reason": None, "stop_sequence": None, **self._diagnostics(answers[0])}
+        message |= self.not_done
         yield {"type": "message_start", "message": message}
         num_blocks, last = 0, None
         async for piece in pieces:
@@ -72,8 +72,8 @@ class MessageShape(Shape):
         for event in _block_end(last, num_blocks - 1):
             yield event
         ending, usage = self._ending(answers[0]), self._usage(answers[0])
-        yield {"type": "message_delta", "delta": ending, "usage": usage}
-        yield {"type": "message_stop"}
+        yield {"type": "message_delta", "delta": ending, "usage": usage, **self.not_done}
+        yield {"type": "message_stop", **self.not_done}
 
     def failure(self, error: RequestError) -> Sequence[Json]:
         """Return the event that ends a stream that failed."""

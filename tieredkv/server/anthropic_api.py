@@ -7,22 +7,19 @@ chat messages, so that equal conversations from both APIs share blocks.
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr
 
 from tieredkv.cache_fields import CONTROL, Lifetime, seconds_of
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import PARTS, names_of
-from tieredkv.server import hosted
+from tieredkv.fields import names_of
 from tieredkv.server.anthropic_answers import MessageShape
+from tieredkv.server.anthropic_blocks import Block, Texts, Turn, ignored_in
 from tieredkv.server.anthropic_tools import CustomTool, Known, Marked, Tool, read_tool
 from tieredkv.server.asked import (
-    DOCUMENT_NOTE,
-    ERROR_NOTE,
-    IMAGE_NOTE,
     TOOL_NAME,
     WHOLE,
     ApiRequest,
@@ -34,9 +31,10 @@ from tieredkv.server.asked import (
     tell_left_out,
 )
 from tieredkv.server.chat import Encoded, Tokenization
-from tieredkv.server.chat_template import Effort, thinking_arguments
+from tieredkv.server.chat_template import EFFORTS, thinking_arguments
 from tieredkv.server.histories import TOOLS, Mark
-from tieredkv.server.known_fields import BLOCK, COUNT_TOKENS, MESSAGES, TOOL_RESULT_PART
+from tieredkv.server.ignored import nearest, unknown
+from tieredkv.server.known_fields import COUNT_TOKENS, MESSAGES
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import Structure, json_format
 
@@ -48,131 +46,6 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 _THOUGHTS = ("thinking", "redacted_thinking")
 _RUNS = ("tool_use", "tool_result")
 """Several blocks of one of these types in a row count as one position."""
-
-
-class Source(Known):
-    """Where an image or a document comes from; only the text of a document is read."""
-
-    known_besides = Known.known_besides | names_of("media_type url file_id")
-    needed = ("text.data", "content.content")
-
-    type: Literal["text", "content", "base64", "url", "file"]
-    data: str = ""
-    content: Annotated[list["ResultPart"], FailFast(), PARTS] = Field(default_factory=list)
-
-
-class ResultPart(Marked):
-    """A part of a tool result or a document; a breakpoint on it counts as one of the whole.
-
-    As in Anthropic's API, a strict server refuses such a breakpoint.
-    """
-
-    needed: ClassVar[tuple[str, ...]] = ("text.text", "document.source")
-    refused = TOOL_RESULT_PART
-
-    type: Literal["text", "image", "document"]
-    text: str = ""
-    source: Source | None = None
-    title: str = ""
-    context: str = ""
-
-    _tell = model_validator(mode="before")(hosted.told_in_text)
-
-    @property
-    def inner(self) -> "Sequence[ResultPart]":
-        """The parts that it is made of."""
-        return self.source.content if self.source else ()
-
-    @property
-    def ttl(self) -> str:
-        """How long the prompt up to here is kept; empty without a breakpoint."""
-        return super().ttl or next(filter(None, (part.ttl for part in reversed(self.inner))), "")
-
-    @property
-    def is_picture(self) -> bool:
-        """Whether it is an image, or a document that is no text."""
-        return self.type == "image" or (
-            self.source is not None and self.source.type in ("base64", "url", "file")
-        )
-
-    def __str__(self) -> str:
-        if self.type == "image":
-            return IMAGE_NOTE
-        if self.source is None:
-            return self.text
-        parts = [DOCUMENT_NOTE] if self.is_picture else [self.source.data, *self.source.content]
-        return "\n".join(filter(None, (self.title, self.context, *map(str, parts))))
-
-
-class Block(ResultPart):
-    """A part of a turn; its type decides which fields are required."""
-
-    needed = (
-        *("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id"),
-        "document.source",
-    )
-    refused = BLOCK
-
-    type: Literal[  # type: ignore[assignment]
-        "text", "image", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"
-    ]
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: Json = Field(default_factory=dict)
-    tool_use_id: str = ""
-    is_error: bool = False
-    content: Annotated[list[ResultPart], FailFast(), PARTS] = Field(default_factory=list)
-
-    @property
-    def inner(self) -> Sequence[ResultPart]:
-        """The parts that it is made of."""
-        return [*super().inner, *self.content]
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts of the block in the prompt; thoughts are left out."""
-        if self.type in ("text", "image", "document"):
-            return [str(self)]
-        note = [ERROR_NOTE] if self.type == "tool_result" and self.is_error else []
-        return [*note, *map(str, self.content)]
-
-    @property
-    def has_picture(self) -> bool:
-        """Whether the block or a part of it is an image, or a document that is no text."""
-        return any(part.is_picture for part in (self, *self.content))
-
-
-class TextBlock(Block):
-    """A block that must be a text."""
-
-    type: Literal["text"]
-
-
-Blocks = Annotated[list[Block], FailFast(), Field(min_length=1), PARTS]
-Texts = Annotated[list[TextBlock], FailFast(), PARTS]
-
-
-class Turn(Known):
-    """One turn of a conversation: the blocks of one role.
-
-    A `system` turn may be empty. Clients send such a turn with an `output_config` for later turns.
-    So may one of the assistant, since a model may answer nothing.
-    """
-
-    needed = ("user.content", "assistant.content")
-
-    role: Literal["user", "assistant", "system"]
-    content: Blocks = Field(default_factory=list)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_no_content(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("content") != []:
-            return value
-        if value.get("role") == "system":
-            return {name: each for name, each in value.items() if name != "content"}
-        return {**value, "content": ""} if value.get("role") == "assistant" else value
 
 
 class ToolChoice(Known):
@@ -199,13 +72,21 @@ class OutputConfig(Known):
     """The wanted form of the answer, and how much the model is to think."""
 
     format: OutputFormat | None = None
-    effort: Effort | None = None
+    effort: Text | None = None
+
+
+_THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 
 
 class Thinking(Known):
-    """Whether the model is to think before it answers."""
+    """Whether the model is to think before it answers; an unknown type leaves it to the model."""
 
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    type: Text
+
+    @property
+    def is_wanted(self) -> bool | None:
+        """Whether the model is to think; None if the model chooses."""
+        return self.type != "disabled" if self.type in _THINKING else None
 
 
 class Place(NamedTuple):
@@ -297,7 +178,7 @@ class Conversation(ApiRequest, Marked):
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
         turns: list[tuple[str, str, Sequence[Block]]] = [("system", "system", self.system)]
         for i, turn in enumerate(self.messages):
-            turns.append((f"messages.{i}.content", turn.role, turn.content))
+            turns.append((f"messages.{i}.content", turn.template_role, turn.content))
         for path, role, blocks in turns:
             for j, block in enumerate(blocks):
                 is_result = block.type == "tool_result"
@@ -362,6 +243,16 @@ class Conversation(ApiRequest, Marked):
                 )
         return marked
 
+    @property
+    def ignored(self) -> list[str]:
+        """How an answer names the values of the request that this server does not know."""
+        told = ignored_in("system", self.system)
+        for i, turn in enumerate(self.messages):
+            told += turn.ignored(f"messages[{i}]")
+        told += unknown("thinking.type", self.thinking.type if self.thinking else None, _THINKING)
+        effort = self.output_config.effort if self.output_config else None
+        return told + unknown("output_config.effort", effort, EFFORTS)
+
     def check(self, rules: Rules) -> None:
         """Refuse tools, breakpoints and images that break a rule or that are not supported."""
         if len({tool["function"]["name"] for tool in self.functions}) < len(self.functions):
@@ -383,8 +274,8 @@ class Conversation(ApiRequest, Marked):
         self, tokenization: Tokenization, marks: Sequence[Mark] = (), *, is_bounded: bool = True
     ) -> Encoded:
         """Return the prompt's token ids, and the number of tokens up to each mark."""
-        effort = self.output_config.effort if self.output_config else None
-        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        effort = nearest(self.output_config.effort if self.output_config else None, EFFORTS)
+        thinks = self.thinking.is_wanted if self.thinking else None
         arguments = {"tools": self.functions or None, **thinking_arguments(effort, thinks)}
         return tokenization.encode_chat(
             self.layout[0],
@@ -398,7 +289,7 @@ class Conversation(ApiRequest, Marked):
     def prefill(self) -> str:
         """The text at the end that the answer continues; empty if it begins a turn of its own."""
         last = self.messages[-1].content[-1:]
-        is_text = self.messages[-1].role == "assistant" and last[0].type == "text"
+        is_text = self.messages[-1].role == "assistant" and last[0].is_text
         return last[0].text if is_text and last[0].text.strip() else ""
 
     @cached_property

@@ -43,6 +43,7 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.grammar_checker import GrammarChecker
+from tieredkv.server.ignored import MAX_TOLD, IgnoredLog
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import (
@@ -137,6 +138,7 @@ class Api:
         self._threads = FairThreads()
         self._grammars = GrammarChecker(settings.model, info, settings.grammar_timeout)
         self._told = set[str]()  # Ignored fields that the log has named.
+        self._ignored_log = IgnoredLog()
         self.tenant_of, self.check_head = self._keys.tenant, self._keys.check_host
         self.cors_origins = settings.cors_origins
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
@@ -292,7 +294,10 @@ class Api:
         if (model := read(ApiRequest, parsed).model) != info.model:
             raise unknown_model(model)
         rules = self._keys.rules(tenant)
-        body = read(kind, parsed, rules.refuses).cleaned(rules)
+        given_body = read(kind, parsed, rules.refuses)
+        ignored = given_body.ignored[:MAX_TOLD]
+        self._ignored_log.add(ignored)
+        body = given_body.cleaned(rules)
         stop.check()
         num_earlier_bytes = 0
         if isinstance(body, ResponsesRequest):
@@ -322,16 +327,18 @@ class Api:
         memory = self._memory((tenant, salt, key))
         tokenization = self._tokenization.of((tenant, salt, key), stop, memory)
         if isinstance(body, PlainRequest):
-            return Response(
-                msgspec.json.encode(body.tell(tokenization, info)), media_type="application/json"
-            )
+            told = body.tell(tokenization, info)
+            told |= {"tieredkv": {"ignored": ignored}} if ignored else {}
+            return Response(msgspec.json.encode(told), media_type="application/json")
         try:
             asked = body.ask(tokenization, rules)
             requests = asked.engine_requests(info, tenant, rules)
         except PromptTooLongError as error:
             if (shape := body.refused_stream) is None:
                 raise
+            shape.ignored = ignored
             return event_stream.failed_stream(shape, error)
+        asked.shape.ignored = ignored
         return Prepared(asked, requests, num_earlier_bytes)
 
     async def _plan(self, call: Inspect) -> EngineRequest:

@@ -27,6 +27,7 @@ from tieredkv.retention import RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
 from tieredkv.server.generation import Piece
+from tieredkv.server.ignored import printable
 from tieredkv.server.reply import Reading, Reply
 from tieredkv.server.stored_responses import Turn
 from tieredkv.types import Tier
@@ -129,7 +130,7 @@ def tell_left_out(kinds: Iterable[str]) -> None:
     for kind in set(kinds) - _left_out:
         if len(_left_out) == MAX_LEFT_OUT:
             return
-        logger.info("tools of the type `%s` are not offered by this server", kind)
+        logger.info("tools of the type `%s` are not offered by this server", printable(kind))
         _left_out.add(kind)
 
 
@@ -148,6 +149,8 @@ class Shape(Protocol):
         diagnosis: the comparison of the request with earlier ones.
         request_id: the id in the header of the answer.
         keep: takes the body of a finished answer, before its end is sent; None if nobody wants it.
+        left_out: the types of the tools that the model was not told of.
+        ignored: the values of the request that this server does not know.
         names_events: whether an `event:` line with its type precedes each event of a stream; if
             so, the stream does not end with `[DONE]`.
     """
@@ -159,6 +162,8 @@ class Shape(Protocol):
     diagnosis: Diagnosis = NONE
     request_id: str | None = None
     keep: Callable[[Json], None] | None = None
+    left_out: Sequence[str] = ()
+    ignored: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
@@ -168,6 +173,13 @@ class Shape(Protocol):
 
     def events(self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]) -> AsyncIterator[Json]:
         """Yield the events of a stream, at least one for every piece."""
+
+    @property
+    def not_done(self) -> Json:
+        """The field of an answer that names what of the request had no effect; {} without any."""
+        told = {"left_out_tools": [*self.left_out], "ignored": [*self.ignored]}
+        told = {name: each for name, each in told.items() if each}
+        return {"tieredkv": told} if told else {}
 
     def waiting(self) -> Sequence[Json]:
         """Return the events that keep a stream alive before its first piece, if the API has any."""
@@ -315,6 +327,11 @@ class ApiRequest(Object):
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render and encode the prompts of a checked body."""
         raise NotImplementedError
+
+    @property
+    def ignored(self) -> list[str]:
+        """How an answer names the values of the request that this server does not know."""
+        return []
 
     @property
     def refused_stream(self) -> Shape | None:

@@ -34,6 +34,7 @@ from tieredkv.server.chat_template import MAX_ROUNDS, ChatTemplate, Spans, templ
 from tieredkv.server.diagnosis import Part, parts_of
 from tieredkv.server.encoding import Encoding
 from tieredkv.server.histories import TOOL, TOOLS, Form, Mark, Messages, find_form
+from tieredkv.server.hosted import Note
 from tieredkv.server.message_parser import Family, Tools
 from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
 from tieredkv.server.remembered import Memory, Place, Writing
@@ -133,6 +134,10 @@ class Tokenization:
         special = () if allows_special else self._encoder.special
         self._special_but = functools.lru_cache(4)(
             lambda looked_for: Trie(it for it in special if it not in looked_for)
+        )
+        self._special = Trie(self._encoder.special)
+        self._trie_of = functools.lru_cache(4)(
+            lambda searched: Trie(it for it in searched if len(it) > 1)
         )
         self._around = _around(tokenizer)
         self._namespace: object = ""
@@ -367,9 +372,14 @@ class Tokenization:
         """Return messages and arguments with a guard in each special token that a text spells.
 
         A token that the template itself looks for, such as `</think>`, gets no guard in messages of
-        the assistant, because the template has to find it there.
+        the assistant, because the template has to find it there. It must not find it in a note.
         """
-        looked_for = self._template(arguments).looked_for & {*self._encoder.special}
+        searched = self._template(arguments).looked_for
+        looked_for = searched & {*self._encoder.special}
+
+        of_special, of_searched = (
+            guarding(trie, signs.guard) for trie in (self._special, self._trie_of(searched))
+        )
         of_clients, of_answers = (
             functools.partial(mapped, guarding(self._special_but(but), signs.guard))
             for but in (frozenset[str](), looked_for)
@@ -379,6 +389,12 @@ class Tokenization:
             self._stop.check()
             guard = of_answers if message["role"] == "assistant" else of_clients
             texts = {name: guard(each) for name, each in message.items() if name != "role"}
+            if any(isinstance(part, Note) for part in message["content"]):
+                parts = zip(message["content"], texts["content"], strict=True)
+                texts["content"] = [
+                    of_searched(of_special(it)) if isinstance(it, Note) else guarded_part
+                    for it, guarded_part in parts
+                ]
             guarded.append({"role": message["role"], **texts})
         return guarded, {name: of_clients(each) for name, each in arguments.items()}
 

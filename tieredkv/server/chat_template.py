@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jinja2
 import jinja2.meta
@@ -49,6 +49,7 @@ RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).para
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """What templates are told for the efforts that they do not know."""
 

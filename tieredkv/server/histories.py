@@ -156,9 +156,8 @@ class _Made(NamedTuple):
 
 
 def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments") or {}
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**function, "arguments": text}
+    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**function, "arguments": arguments}
 
 
 def _joined_in_rows(made: Sequence[_Made], roles: Collection[str]) -> list[_Made]:

@@ -1,8 +1,9 @@
-"""What stands in a prompt for a part of a conversation that only a provider's servers can serve.
+"""What stands in a prompt for a part of a conversation that has no other form for the model.
 
 A conversation that began elsewhere brings searches, runs of code and calls of MCP servers, with
 what came of them. A model here is told of each in a short text: its type, and as JSON whatever of
 it a model can read. The same part always becomes the same text, so that it is found in the cache.
+So does a part of a type that this server does not know.
 """
 
 from typing import Any, Literal, get_args
@@ -54,15 +55,28 @@ BlockType = Literal[
 ]
 """Types of blocks of Anthropic's Messages."""
 
+ITEM_TYPES = frozenset(get_args(ItemType))
+BLOCK_TYPES = frozenset({*get_args(BlockType), "search_result"})
+
 _UNREADABLE = names_of("""
     acknowledged_safety_checks approval_request_id cache_control call_id caller citations
     container_id encrypted_content encrypted_index encrypted_stdout file_data file_id fingerprint id
-    image_url input_audio logprobs pending_safety_checks signature tool_use_id
+    image_url input_audio logprobs pending_safety_checks prompt_cache_breakpoint signature
+    tool_use_id
 """)
 """Names of fields that tell a model nothing: ids, pictures and files, and what is encrypted."""
 
+MAX_UNKNOWN_BYTES = 4096
+"""The longest note of a part whose type is not known."""
+
 _BASE64 = {"image_generation_call": "result", "base64": "data"}
 """Fields that hold data instead of text, by the types of objects."""
+
+
+class Note(str):
+    """A text that stands for a part of a conversation; special tokens in it are always text."""
+
+    __slots__ = ()
 
 
 def readable(value: Any) -> str:
@@ -70,25 +84,26 @@ def readable(value: Any) -> str:
     return msgspec.json.encode(_readable(value)).decode()
 
 
-def note(part: dict[str, Any]) -> str:
-    """Return the text that stands in the prompt for an item or a block."""
+def note(part: dict[str, Any]) -> Note:
+    """Return the text that stands in the prompt for an item or a block.
+
+    Where its type is not known, the keys of its JSON are sorted, and the text is cut.
+    """
     kind = part["type"]
     told = _readable({key: value for key, value in part.items() if key != "type"}, kind)
-    return f"[{kind}] {msgspec.json.encode(told).decode()}" if told else f"[{kind}]"
+    is_known = kind in ITEM_TYPES or kind in BLOCK_TYPES
+    written = msgspec.json.encode(told, order=None if is_known else "sorted").decode()
+    text = f"[{kind}] {written}" if told else f"[{kind}]"
+    return Note(text if is_known else text.encode()[:MAX_UNKNOWN_BYTES].decode(errors="ignore"))
 
 
-def told_in_text(value: Any) -> Any:
-    """Return a block of Anthropic's as a text if it is a search result, or of its own servers."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "search_result" and isinstance(value.get("content"), list):
-        texts = [each.get("text") for each in value["content"] if isinstance(each, dict)]
-        told = [value.get("title"), value.get("source"), *texts]
-        text = "\n".join(each for each in told if isinstance(each, str))
-    elif kind in get_args(BlockType):
-        text = note(value)
-    else:
-        return value
-    return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
+def block_note(block: dict[str, Any]) -> Note:
+    """Return the text that stands for a block of Anthropic's that is none of the client's own."""
+    if block["type"] == "search_result" and isinstance(block.get("content"), list):
+        texts = [each.get("text") for each in block["content"] if isinstance(each, dict)]
+        told = [block.get("title"), block.get("source"), *texts]
+        return Note("\n".join(each for each in told if isinstance(each, str)))
+    return note(block)
 
 
 def _readable(value: Any, kind: object = None) -> Any:

@@ -64,7 +64,8 @@ class CompletionShape(Shape):
         for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
             logprobs = self._logprobs(i, answer.logprobs)
             choices.append(self.choice(i, echo, answer, logprobs))
-        return {**self._head, "choices": choices, "usage": self._usage(answers, num_tokens)}
+        usage = self._usage(answers, num_tokens)
+        return {**self._head, "choices": choices, "usage": usage, **self.not_done}
 
     async def events(
         self, answers: Sequence[Reply], pieces: AsyncIterator[Piece]
@@ -86,9 +87,11 @@ class CompletionShape(Shape):
             num_tokens[piece.index] = piece.num_tokens
             logprobs = self._logprobs(piece.index, piece.logprobs)
             for choice in self.delta(answers[piece.index], piece, logprobs):
-                yield {**head, "choices": [choice], **usage()}
+                told = self.not_done if choice["finish_reason"] else {}
+                yield {**head, "choices": [choice], **usage(), **told}
         if self._usage_in != "none":
-            yield {**head, "choices": [], "usage": self._usage(answers, sum(num_tokens))}
+            told = {"usage": self._usage(answers, sum(num_tokens)), **self.not_done}
+            yield {**head, "choices": [], **told}
 
     def failure(self, error: RequestError) -> Sequence[Json]:
         """Return the event that ends a stream that failed."""
@@ -173,7 +176,7 @@ class ChatShape(CompletionShape):
         **form: Any,
     ) -> None:
         super().__init__(model, tokenization, **form)
-        self._head |= {"tieredkv": {"left_out_tools": [*left_out]}} if left_out else {}
+        self.left_out = [*left_out]
         self._custom, self._has_functions = custom, has_functions
         self._num_calls = Counter[int]()  # of each answer, so far
 

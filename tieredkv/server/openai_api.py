@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import pydantic
@@ -22,8 +22,9 @@ from tieredkv.errors import RequestError, invalid_value
 from tieredkv.fields import Object, TextOr, list_of, out_of_bounds, read
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text, tell_left_out
 from tieredkv.server.chat import Prompt, Tokenization
-from tieredkv.server.chat_template import RESERVED, Effort, thinking_arguments
+from tieredkv.server.chat_template import EFFORTS, RESERVED, thinking_arguments
 from tieredkv.server.histories import TOOLS, Mark
+from tieredkv.server.ignored import nearest, unknown
 from tieredkv.server.known_fields import CHAT, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
 from tieredkv.server.openai_messages import (
@@ -34,6 +35,7 @@ from tieredkv.server.openai_messages import (
     Tools,
     custom_names,
     for_template,
+    ignored_messages,
     left_out,
     lifetimes,
     offered,
@@ -59,15 +61,14 @@ TokenIds = Annotated[list[int], FAIL_FAST]
 Stop = Annotated[tuple[str, ...], TextOr(several)]
 Label = Annotated[str, Field(max_length=64)]
 
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+VERBOSITIES = ("low", "medium", "high")
 
 
-def thinking_of(effort: Effort | None) -> Json:
+def thinking_of(given: str | None) -> Json:
     """Return the arguments by which a chat template knows the effort that a client wants."""
+    effort = nearest(given, EFFORTS)
     return thinking_arguments(effort, None if effort is None else effort != "none")
-
-
-Verbosity = Literal["low", "medium", "high"]
 
 
 class StreamOptions(Object):
@@ -122,7 +123,7 @@ class OpenAIRequest(CacheFields, ApiRequest):
     safety_identifier: str | None = None
     metadata: dict[Label, Any] = Field({}, max_length=16)
     store: bool = False
-    service_tier: ServiceTier | None = None
+    service_tier: Text | None = None
 
     temperature: float | None = None
     top_p: float | None = Field(None, ge=0, le=1)
@@ -193,6 +194,11 @@ class OpenAIRequest(CacheFields, ApiRequest):
                 if part.is_picture:
                     rules.check_image(f"{path}[{j}]")
         self.plan(rules, [0] * len(self.marks))  # raises for what no policy covers
+
+    @property
+    def ignored(self) -> list[str]:
+        """How an answer names the values of the request that this server does not know."""
+        return unknown("service_tier", self.service_tier, SERVICE_TIERS)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -435,8 +441,8 @@ class ChatRequest(ConversationRequest):
     tools: Tools = Field([])
     functions: Functions = Field([])
     function_call: Any = None
-    reasoning_effort: Effort | None = None
-    verbosity: Verbosity | None = None
+    reasoning_effort: Text | None = None
+    verbosity: Text | None = None
 
     @cached_property
     def turns(self) -> Sequence[tuple[str, Message]]:
@@ -444,6 +450,16 @@ class ChatRequest(ConversationRequest):
         return whole_turns(
             [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
         )
+
+    @property
+    def ignored(self) -> list[str]:
+        """How an answer names the values of the request that this server does not know."""
+        return [
+            *ignored_messages(self.messages),
+            *unknown("reasoning_effort", self.reasoning_effort, EFFORTS),
+            *unknown("verbosity", self.verbosity, VERBOSITIES),
+            *super().ignored,
+        ]
 
     @property
     def tool_names(self) -> Sequence[str]:

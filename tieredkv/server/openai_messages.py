@@ -6,7 +6,7 @@ They have the form that the API gives them; `for_template` returns the one that 
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -24,15 +24,22 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tieredkv.cache_fields import CONTROL, Controlled, Lifetime, Marked
-from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, names_of, shape_of
+from tieredkv.fields import PARTS, Object, decode_json, is_too_deep, names_of, shape_of
 from tieredkv.server.asked import AUDIO_NOTE, DOCUMENT_NOTE, IMAGE_NOTE, Text
+from tieredkv.server.hosted import Note, note
+from tieredkv.server.ignored import unknown
 from tieredkv.server.known_fields import CHAT_MESSAGE, UNMARKED
 
 MAX_ARGUMENT_CONTAINERS = 4096
+"""Arguments with more arrays and objects are shown as text."""
+
 MAX_TOOLS = 1024
 FAIL_FAST = FailFast()
 CUSTOM_INPUT = "input"
 """The one parameter of the function that a custom tool becomes."""
+
+UNREAD = "arguments"
+"""The one parameter of a call whose arguments are no JSON object."""
 
 _NOTES = {
     "image_url": IMAGE_NOTE,
@@ -42,6 +49,9 @@ _NOTES = {
     "input_audio": AUDIO_NOTE,
 }
 """What stands in the prompt for the types of parts that are no text."""
+
+
+_CHAT_PARTS = ("text", "refusal", "image_url", "file", "input_audio")
 
 
 class ContentPart(Marked):
@@ -63,6 +73,57 @@ class ContentPart(Marked):
         return _NOTES.get(self.type) or (self.refusal if self.type == "refusal" else self.text)
 
 
+class NotePart(ContentPart):
+    """A text that stands for another part or item."""
+
+    def __str__(self) -> str:
+        return Note(self.text)
+
+
+class UnknownPart(ContentPart):
+    """A part of a type that this server does not know, for which a text stands."""
+
+    model_config = ConfigDict(extra="allow")
+    takes_any = True
+    needed: ClassVar[tuple[str, ...]] = ()
+
+    type: Text  # type: ignore[assignment]
+    text: Any = ""
+    refusal: Any = ""
+
+    def __str__(self) -> str:
+        return note(self.model_dump(exclude_unset=True, warnings=False))
+
+
+def part_reader(
+    known: Container[str], unknown: type[UnknownPart]
+) -> Callable[[Any, ValidationInfo], Any]:
+    """Return what reads a part as one of an unknown type, if it is none of the known ones."""
+
+    def read_part(value: Any, info: ValidationInfo) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind in known or not kind:
+            return value
+        return unknown.model_validate(value, context=info.context)
+
+    return read_part
+
+
+def unknown_parts(path: str, parts: Sequence[ContentPart]) -> list[str]:
+    """Return how an answer names the parts whose types are not known.
+
+    Args:
+        path: of the list of parts in the body.
+        parts: as the client sent them.
+    """
+    return [
+        told
+        for i, part in enumerate(parts)
+        if isinstance(part, UnknownPart)
+        for told in unknown(f"{path}[{i}].type", part.type, ())
+    ]
+
+
 class Function(Controlled):
     """A function that may be called."""
 
@@ -72,27 +133,37 @@ class Function(Controlled):
     strict: bool | None = None
 
 
+def as_object(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as the object whose members chat templates print.
+
+    Clients send them as JSON text. What is no JSON object, because the answer was cut or for
+    another reason, and what is too large to be decoded becomes the one member of an object.
+    """
+    value = arguments
+    if isinstance(arguments, str):
+        if _has_few_containers(arguments):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+                value = decode_json(arguments)
+        if is_too_deep([value]):
+            value = arguments
+    if value is None or value == "":
+        return {}
+    return value if isinstance(value, dict) else {UNREAD: value}
+
+
+def _has_few_containers(text: str) -> bool:
+    if sum(map(text.count, "[{")) <= MAX_ARGUMENT_CONTAINERS:
+        return True
+    return shape_of(text.encode("utf-8", "replace")).num_containers <= MAX_ARGUMENT_CONTAINERS
+
+
 class CalledFunction(Object):
     """The name of a function, and the arguments that the model called it with."""
 
     name: Text
     arguments: Any = Field(default_factory=dict)
 
-    @field_validator("arguments")
-    @classmethod
-    def _parse(cls, arguments: Any) -> Any:
-        # Clients send the arguments as JSON text, but templates print an object in their own way.
-        if isinstance(arguments, str):
-            if sum(map(arguments.count, "[{")) > MAX_ARGUMENT_CONTAINERS:
-                num = shape_of(arguments.encode("utf-8", "replace")).num_containers
-                if num > MAX_ARGUMENT_CONTAINERS:
-                    what = f"at most {MAX_ARGUMENT_CONTAINERS} arrays and objects"
-                    raise PydanticCustomError("containers", "{what}", {"what": what})
-            with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
-                arguments = msgspec.json.decode(arguments)
-            if is_too_deep([arguments]):
-                raise PydanticCustomError("depth", f"at most {MAX_DEPTH} levels of nesting")
-        return arguments or {}
+    _parse = field_validator("arguments")(as_object)
 
 
 class ToolCall(Object):
@@ -112,6 +183,27 @@ class ToolCall(Object):
         return {"id": value.get("id"), "function": function}
 
 
+class UnknownCall(ToolCall):
+    """A call of a type that this server does not know, for which a text stands."""
+
+    model_config = ConfigDict(extra="allow")
+    takes_any = True
+
+    id: Any = None
+    type: Text  # type: ignore[assignment]
+    function: Any = None
+
+    def __str__(self) -> str:
+        return note(self.model_dump(exclude_unset=True))
+
+
+def _read_call(value: Any, info: ValidationInfo) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind in ("function", "custom", ""):
+        return value
+    return UnknownCall.model_validate(value, context=info.context)
+
+
 class Message(Controlled):
     """One message of a conversation."""
 
@@ -119,9 +211,18 @@ class Message(Controlled):
     refused = CHAT_MESSAGE
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field([])
-    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
+    roles: ClassVar[Container[str]] = ("system", "developer", "user", "assistant", "tool")
+    """The roles that are known; a message of another one is the user's."""
+
+    role: Text
+    content: Annotated[
+        list[Annotated[ContentPart, BeforeValidator(part_reader(_CHAT_PARTS, UnknownPart))]],
+        FAIL_FAST,
+        PARTS,
+    ] = Field([])
+    tool_calls: Annotated[list[Annotated[ToolCall, BeforeValidator(_read_call)]], FAIL_FAST] = (
+        Field([])
+    )
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
@@ -158,14 +259,35 @@ class Message(Controlled):
         given = (self.reasoning_content, self.reasoning)
         return next((it for it in given if isinstance(it, str)), "")
 
+    def ignored(self, path: str) -> list[str]:
+        """Return how an answer names what of the message is not known.
+
+        Args:
+            path: of the message in the body.
+        """
+        calls = [(i, it) for i, it in enumerate(self.tool_calls) if isinstance(it, UnknownCall)]
+        return [
+            *unknown(f"{path}.role", self.role, self.roles),
+            *unknown_parts(f"{path}.content", self.content),
+            *(
+                told
+                for i, it in calls
+                for told in unknown(f"{path}.tool_calls[{i}].type", it.type, ())
+            ),
+        ]
+
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates know."""
-        role = "system" if self.role == "developer" else self.role
+        role = self.role if self.role in self.roles else "user"
+        role = "system" if role == "developer" else role
         message: dict[str, Any] = {"role": role, "content": list(map(str, self.content))}
         if self.thoughts and role == "assistant":
             message["reasoning_content"] = self.thoughts
         if self.tool_calls and role == "assistant":
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            calls = [it for it in self.tool_calls if not isinstance(it, UnknownCall)]
+            message["content"] += [str(it) for it in self.tool_calls if isinstance(it, UnknownCall)]
+            if calls:
+                message["tool_calls"] = [call.model_dump() for call in calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
@@ -178,8 +300,17 @@ class ChatMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _as_result(cls, value: Any) -> Any:
-        """Return what a function gave as the result of a tool of its name."""
-        if not isinstance(value, dict) or value.get("role") != "function":
+        """Return what a function gave as the result of a tool of its name.
+
+        A message of an unknown role that has no content becomes a text, as a part does.
+        """
+        role = value.get("role") if isinstance(value, dict) else None
+        if role in cls.roles or not isinstance(role, str):
+            return value
+        if role != "function":
+            if value.get("content") is None:
+                rest = {name: each for name, each in value.items() if name != "role"}
+                return {"role": role, "content": note({**rest, "type": role})}
             return value
         if (name := value.get("name")) is None:
             raise PydanticCustomError("missing", "nothing", {"name": "name"})
@@ -202,6 +333,11 @@ class ChatMessage(Message):
 
 
 Messages = Annotated[list[ChatMessage], FAIL_FAST, Field(max_length=16_384)]
+
+
+def ignored_messages(messages: Sequence[Message]) -> list[str]:
+    """Return how an answer names what of `messages` is not known."""
+    return [told for i, it in enumerate(messages) for told in it.ignored(f"messages[{i}]")]
 
 
 def whole_turns(turns: Sequence[tuple[str, Message]]) -> Sequence[tuple[str, Message]]:

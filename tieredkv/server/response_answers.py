@@ -55,13 +55,22 @@ class ResponseShape(Shape):
         echo: fields that repeat those of the request; several events of a stream have them.
         offered: the tools that the model was told of, by the names that it knows them by.
         is_prewarm: whether no answer is wanted.
+        left_out: the types of the tools that the model was not told of.
     """
 
     id_prefix = RESPONSE_ID
     names_events = True
 
-    def __init__(self, echo: Json, offered: Mapping[str, Offered], *, is_prewarm: bool) -> None:
+    def __init__(
+        self,
+        echo: Json,
+        offered: Mapping[str, Offered],
+        *,
+        is_prewarm: bool,
+        left_out: Sequence[str] = (),
+    ) -> None:
         super().__init__()
+        self.left_out = left_out
         self._echo, self._offered, self._is_prewarm = echo, offered, is_prewarm
         self._numbers = itertools.count()
         self._is_created = False  # whether the stream has told so
@@ -232,7 +241,7 @@ class ResponseShape(Shape):
         nothing = dict.fromkeys(("error", "incomplete_details", "usage"))
         head = {"id": self.id, "object": "response", "created_at": self.created}
         how = {"status": status, "output": output, "background": False}
-        return {**head, **self._echo, **nothing, **how}
+        return {**head, **self._echo, **nothing, **how, **self.not_done}
 
     def _diagnostics(self, usage: RequestUsage) -> Json:
         if (found := self.diagnosis.compare(usage)) is None:

@@ -6,7 +6,7 @@ messages is told by `responses_api`.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 from pydantic import (
@@ -22,6 +22,7 @@ from tieredkv.cache_fields import Controlled
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.server import hosted
 from tieredkv.server.asked import Json, Text
+from tieredkv.server.ignored import unknown
 from tieredkv.server.known_fields import RESPONSE_PART, UNMARKED
 from tieredkv.server.openai_messages import (
     CUSTOM_INPUT,
@@ -29,6 +30,10 @@ from tieredkv.server.openai_messages import (
     CalledFunction,
     ContentPart,
     Message,
+    UnknownPart,
+    as_object,
+    part_reader,
+    unknown_parts,
 )
 from tieredkv.server.response_tools import (
     SEARCH,
@@ -57,18 +62,21 @@ class _Known(Controlled):
     """)
 
 
+_PartType = Literal[
+    "input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"
+]
+
+
 class InputPart(ContentPart, _Known):
     """One part of an item: a text, or a picture or the like, for which a note stands."""
 
     known_besides = _Known.known_besides | names_of(
         "image_url file_id detail file_data file_url filename input_audio"
     )
-    needed = ("input_text.text", "output_text.text", "refusal.refusal")
+    needed: ClassVar[tuple[str, ...]] = ("input_text.text", "output_text.text", "refusal.refusal")
     refused = RESPONSE_PART
 
-    type: Literal[
-        "input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"
-    ]  # type: ignore[assignment]
+    type: Literal[_PartType]  # type: ignore[assignment]
 
     @model_validator(mode="before")
     @classmethod
@@ -84,16 +92,27 @@ class InputPart(ContentPart, _Known):
         }
 
 
+class UnknownInputPart(UnknownPart, InputPart):
+    """A part of a type that this server does not know, for which a text stands."""
+
+    needed = UnknownPart.needed
+
+    type: Text  # type: ignore[assignment]
+
+
 Texts = Annotated[
-    list[InputPart], FAIL_FAST, list_of(lambda text: {"type": "input_text", "text": text})
+    list[Annotated[InputPart, BeforeValidator(part_reader(get_args(_PartType), UnknownInputPart))]],
+    FAIL_FAST,
+    list_of(lambda text: {"type": "input_text", "text": text}),
 ]
 
 
 class InputMessage(_Known, Message):
     """A message."""
 
+    roles = ("system", "developer", "user", "assistant")
+
     type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
     content: Texts = Field(default_factory=list)  # type: ignore[assignment]
 
 
@@ -131,6 +150,9 @@ class CustomCall(_Known):
         return CalledFunction.model_construct(name=name, arguments={CUSTOM_INPUT: self.input})
 
 
+Arguments = Annotated[Json, BeforeValidator(as_object)]
+
+
 class ClientCall(_Known):
     """A call of a tool that the API knows by its type, and that the client runs."""
 
@@ -138,8 +160,8 @@ class ClientCall(_Known):
 
     type: Literal["apply_patch_call", "local_shell_call", "shell_call"]
     call_id: Text
-    action: Json = Field(default_factory=dict)
-    operation: Json = Field(default_factory=dict)
+    action: Arguments = Field(default_factory=dict)
+    operation: Arguments = Field(default_factory=dict)
 
     @property
     def function(self) -> CalledFunction:
@@ -200,13 +222,13 @@ def _texts_of(parts: Any) -> Iterator[str]:
 
 
 class HostedItem(Controlled):
-    """What a provider's servers have done, or what only they could do."""
+    """What a provider's servers have done or only they could do, or an item of an unknown type."""
 
     model_config = ConfigDict(extra="allow")
     takes_any = True
     refused = UNMARKED
 
-    type: hosted.ItemType
+    type: Text
 
     def __str__(self) -> str:
         return hosted.note(self.model_dump())
@@ -218,7 +240,7 @@ class SearchCall(_Known):
     type: Literal["tool_search_call"]
     execution: Literal["client"]
     call_id: Text
-    arguments: Json = Field({})
+    arguments: Arguments = Field({})
 
     @property
     def function(self) -> CalledFunction:
@@ -254,7 +276,7 @@ class AdditionalTools(_Known):
     """Tools that may be called beside those of the request."""
 
     type: Literal["additional_tools"]
-    role: Literal["developer"] = "developer"
+    role: Text = "developer"
     tools: list[Annotated[Tool, BeforeValidator(read_tool)]] = Field(max_length=1024)
 
 
@@ -268,23 +290,7 @@ class Reference(Object):
 class _Typed(Object):
     """The type of an input item, which decides how the item is read."""
 
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "shell_call",
-        "shell_call_output",
-        "reasoning",
-        "item_reference",
-        "additional_tools",
-        hosted.ItemType,
-    ] = "message"
+    type: Text = "message"
 
 
 Item = (
@@ -329,6 +335,23 @@ def _read_item(value: Any, info: ValidationInfo) -> Item:
         kind = Reference
     item: Item = kind.model_validate(value, context=info.context)
     return item
+
+
+def ignored_items(items: Sequence[Item]) -> list[str]:
+    """Return how an answer names what of the items of `input` is not known."""
+    told = list[str]()
+    for i, item in enumerate(items):
+        path = f"input[{i}]"
+        match item:
+            case HostedItem():
+                told += unknown(f"{path}.type", item.type, hosted.ITEM_TYPES)
+            case InputMessage():
+                told += item.ignored(path)
+            case FunctionOutput():
+                told += unknown_parts(f"{path}.output", item.output)
+            case AdditionalTools():
+                told += unknown(f"{path}.role", item.role, ("developer",))
+    return told
 
 
 Input = Annotated[

@@ -73,16 +73,19 @@ class TextTool(_Known):
     format: Json = Field({"type": "text"})
 
 
-class _InnerTyped(Object):
-    """The type of a tool in a namespace, which decides how the tool is read."""
+class _Typed(Object):
+    """The type of a tool, which decides how the tool is read."""
 
-    type: Literal["function", "custom"]
+    type: Text
 
 
-def _read_inner(value: Any, info: ValidationInfo) -> FunctionTool | TextTool:
-    is_custom = _InnerTyped.model_validate(value).type == "custom"
-    kind: type[Any] = TextTool if is_custom else FunctionTool
-    tool: FunctionTool | TextTool = kind.model_validate(value, context=info.context)
+InnerTool = FunctionTool | TextTool | HostedTool
+_INNER_KINDS: dict[str, type[Any]] = {"function": FunctionTool, "custom": TextTool}
+
+
+def _read_inner(value: Any, info: ValidationInfo) -> InnerTool:
+    kind = _INNER_KINDS.get(_Typed.model_validate(value).type, HostedTool)
+    tool: InnerTool = kind.model_validate(value, context=info.context)
     return tool
 
 
@@ -92,9 +95,7 @@ class NamespaceTool(_Known):
     type: Literal["namespace"]
     name: Text
     description: str = ""
-    tools: list[Annotated[FunctionTool | TextTool, BeforeValidator(_read_inner)]] = Field(
-        max_length=1024
-    )
+    tools: list[Annotated[InnerTool, BeforeValidator(_read_inner)]] = Field(max_length=1024)
 
 
 class ClientTool(Controlled):
@@ -118,12 +119,6 @@ class SearchTool(Controlled):
 
 
 Tool = FunctionTool | TextTool | NamespaceTool | ClientTool | SearchTool | HostedTool
-
-
-class _Typed(Object):
-    """The type of a tool, which decides how the tool is read."""
-
-    type: Text
 
 
 _KINDS: dict[str, type[Any]] = {
@@ -214,10 +209,11 @@ def for_template(tools: Mapping[str, Offered]) -> list[Json]:
 
 def left_out(tools: Sequence[Tool]) -> list[str]:
     """Return the types of the tools that the model is not told of."""
-    return sorted({tool.type for tool in tools if _is_hosted(tool)})
+    inner = (it for tool in tools if isinstance(tool, NamespaceTool) for it in tool.tools)
+    return sorted({tool.type for tool in (*tools, *inner) if _is_hosted(tool)})
 
 
-def _is_hosted(tool: Tool) -> bool:
+def _is_hosted(tool: Tool | InnerTool) -> bool:
     is_elsewhere = isinstance(tool, ClientTool) and tool.environment.get("type") != "local"
     return is_elsewhere or isinstance(tool, HostedTool)
 

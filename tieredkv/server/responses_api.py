@@ -21,9 +21,10 @@ from tieredkv.retention import ALIASES
 from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, PlainRequest, Rules, Text, tell_left_out
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.chat_template import Effort
+from tieredkv.server.chat_template import EFFORTS
+from tieredkv.server.ignored import unknown
 from tieredkv.server.known_fields import RESPONSES
-from tieredkv.server.openai_messages import ContentPart, Message, ToolCall, whole_turns
+from tieredkv.server.openai_messages import ContentPart, Message, NotePart, ToolCall, whole_turns
 from tieredkv.server.response_answers import ResponseShape
 from tieredkv.server.response_items import (
     MAX_ITEMS,
@@ -42,6 +43,7 @@ from tieredkv.server.response_items import (
     SearchCall,
     SearchOutput,
     Thoughts,
+    ignored_items,
 )
 from tieredkv.server.response_tools import (
     HOSTED_CHOICES,
@@ -64,7 +66,7 @@ class TextOptions(Object):
     """The form of the answer's text."""
 
     format: Annotated[Json, TEXT_FORMAT] = Field(default={"type": "text"})
-    verbosity: openai.Verbosity | None = None
+    verbosity: Text | None = None
 
 
 class Reasoning(Object):
@@ -72,7 +74,7 @@ class Reasoning(Object):
 
     known_besides = names_of("context mode")
 
-    effort: Effort | None = None
+    effort: Text | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -104,7 +106,7 @@ class ResponsesRequest(openai.ConversationRequest):
     reasoning: Reasoning | None = None
 
     # These are checked and have no effect.
-    truncation: Literal["auto", "disabled"] = "disabled"
+    truncation: Text = "disabled"
     include: list[str] = Field([])
     max_tool_calls: int | None = None
 
@@ -153,7 +155,9 @@ class ResponsesRequest(openai.ConversationRequest):
 
     def turn(self) -> Turn:
         """Return the conversation with the items of this request."""
-        items = [item.model_dump(mode="json", exclude_unset=True) for item in self.input]
+        # Fields of unknown parts may have other types than those of parts that are known.
+        how: Json = {"mode": "json", "exclude_unset": True, "warnings": False}
+        items = [item.model_dump(**how) for item in self.input]
         return Turn(joined(items), self._before)
 
     @property
@@ -198,7 +202,7 @@ class ResponsesRequest(openai.ConversationRequest):
                 case InputMessage():
                     turns.append((f"{path}.content", _with(item, thoughts)))
                 case HostedItem():
-                    part = ContentPart(type="text", text=str(item))
+                    part = NotePart(type="text", text=str(item))
                     message = Message(role="assistant", content=[part], tool_calls=[])
                     message = message.model_copy(update={"cache_control": item.cache_control})
                     turns.append((path, _with(message, thoughts)))
@@ -269,6 +273,18 @@ class ResponsesRequest(openai.ConversationRequest):
         items = (it for it in self.items if isinstance(it, AdditionalTools))
         return [*self.tools, *itertools.chain.from_iterable(it.tools for it in items)]
 
+    @property
+    def ignored(self) -> list[str]:
+        """How an answer names the values of the request that this server does not know."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return [
+            *ignored_items(self.input),
+            *unknown("reasoning.effort", effort, EFFORTS),
+            *unknown("text.verbosity", self.text.verbosity, openai.VERBOSITIES),
+            *unknown("truncation", self.truncation, ("auto", "disabled")),
+            *super().ignored,
+        ]
+
     def check(self, rules: Rules) -> None:
         """Refuse fields that contradict each other or that this server does not support."""
         if rules.is_strict and (kinds := self.left_out_tools):
@@ -292,7 +308,6 @@ class ResponsesRequest(openai.ConversationRequest):
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         is_stored = self.store and rules.settings.stored_responses_size > 0
-        echo = {**self.echo(), "store": is_stored}
         known = {**self.offered, **self.found}
         return self.render(
             tokenization,
@@ -300,15 +315,18 @@ class ResponsesRequest(openai.ConversationRequest):
             self.arguments,
             found_tools=for_template(self.found),
             compared_id=compared_id,
-            shape=ResponseShape(echo, known, is_prewarm=self.is_prewarm),
+            shape=self._shape(known, is_stored=is_stored),
             turn=self.turn() if is_stored else None,
         )
 
     @property
     def refused_stream(self) -> ResponseShape | None:
         """What writes the stream that refuses a prompt that is too long; None for an error."""
-        echo = {**self.echo(), "store": False}
-        return ResponseShape(echo, {}, is_prewarm=False) if self.stream else None
+        return self._shape({}, is_stored=False) if self.stream else None
+
+    def _shape(self, known: Mapping[str, Offered], *, is_stored: bool) -> ResponseShape:
+        echo, left_out = {**self.echo(), "store": is_stored}, self.left_out_tools
+        return ResponseShape(echo, known, is_prewarm=self.is_prewarm, left_out=left_out)
 
     def echo(self) -> Json:
         """Return the fields of the answer that repeat those of the request."""
@@ -320,8 +338,6 @@ class ResponsesRequest(openai.ConversationRequest):
         told = self.model_dump(mode="json", include=set(names.split()), exclude=without)
         kept = self.prompt_cache_retention
         told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
-        if kinds := self.left_out_tools:
-            told["tieredkv"] = {"left_out_tools": kinds}
         return {**told, "tool_choice": self.tool_choice or "auto"}
 
 

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, names_of
+from tieredkv.fields import Object, decode_json, names_of
 from tieredkv.server.asked import Json, Text
 from tieredkv.server.message_parser import Tools
 from tieredkv.server.patterns import looks_around
@@ -131,7 +131,7 @@ def _schema_of(given: Any, field: str) -> Any:
     if not isinstance(given, str):
         return enforceable(given, field)
     try:
-        return enforceable(msgspec.json.decode(given), field)
+        return enforceable(decode_json(given), field)
     except (msgspec.DecodeError, RecursionError) as error:
         text = f"Invalid schema for '{field}': it is no JSON: {error}."
         raise RequestError(text, param=field, code="invalid_json_schema") from None

@@ -17,6 +17,7 @@ from tieredkv.server.openai_messages import (
     Messages,
     Tools,
     for_template,
+    ignored_messages,
     offered,
     whole_turns,
 )
@@ -36,6 +37,11 @@ class TokenizeRequest(PlainRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     return_token_strs: bool = False
+
+    @property
+    def ignored(self) -> list[str]:
+        """How an answer names the values of the request that this server does not know."""
+        return ignored_messages(self.messages)
 
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the token ids and, if wanted, the tokens as the vocabulary spells them."""
