@@ -135,7 +135,7 @@ class EngineCore:
         """What senders of requests are told; it changes when the store's worker does."""
         store = self.tiers.store
         return EngineInfo(
-            model=self.settings.served_model_name or self.model.name,
+            model=next(iter(self.settings.served_names), self.model.name),
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
             eos_token_ids=sorted(self.model.eos_token_ids),

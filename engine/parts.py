@@ -173,7 +173,7 @@ def build_parts(
 def known_model(settings: Settings, model: LoadedModel, spec: KVSpec) -> KnownModel:
     """Return what lists of chains need to know of the model that runs."""
     return KnownModel(
-        name=settings.served_model_name or model.name,
+        name=next(iter(settings.served_names), model.name),
         fingerprint=model.fingerprint.hex(),
         dtype=spec.dtype,
         block_size=spec.block_size,

@@ -43,6 +43,7 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Images = Literal["note", "refuse"]
+AccessLog = Literal["off", "json"]
 Restore = Literal["auto", "load", "compute"]
 Switch = Literal["off", "on"]
 MetricsKey = Literal["auto", "always", "never"]
@@ -117,7 +118,9 @@ class Settings:
         "generation_config.json (`auto`) or tieredkv's own (`none`).",
     )
     served_model_name: str | None = _model(
-        None, "Name of the model in the API. By default the model as it was given."
+        None,
+        "Name of the model in the API. By default the model as it was given. Several names are "
+        "separated by commas; the first one stands in metrics and in the store.",
     )
     seed: int = _model(0, "Seed for requests that name none.")
 
@@ -298,6 +301,11 @@ class Settings:
         "Whether an image in a conversation becomes a short note in the prompt (`note`), so that "
         "one screenshot does not end a session, or is refused (`refuse`). No image is read.",
     )
+    access_log: AccessLog = _server(
+        "off",
+        "Whether a line of JSON is written to stdout for each request: its id, tenant, endpoint, "
+        "status, tokens, where cached tokens came from, and times, but no text.",
+    )
     anthropic_implicit: Switch = _server(
         "on", "Whether `/v1/messages` also caches prompts without `cache_control`."
     )
@@ -376,6 +384,9 @@ class Settings:
             for value in getattr(self, name):
                 if value != "*" and not form.fullmatch(value):
                     raise ConfigError(f"`{name}`: `{value}` is not {what}")
+        if "" in self.served_names:
+            told = f"`served_model_name` = `{self.served_model_name}`"
+            raise ConfigError(f"{told} holds an empty name; separate names by single commas")
         for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             if (value := getattr(self, name)) is not None and not _EVENTS.fullmatch(value):
                 what = "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv-events"
@@ -392,6 +403,12 @@ class Settings:
                 raise ConfigError(f"`policies`: two policies are called `{name}`; rename one")
         _check_one_of("default_retention", self.default_retention, names)
         _check_one_of("max_retention", self.max_retention, (None, *names))
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names by which requests may name the model; () for the model as it was given."""
+        names = self.served_model_name.split(",") if self.served_model_name else ()
+        return tuple(dict.fromkeys(name.strip() for name in names))
 
     def retention_policies(self) -> RetentionPolicies:
         """Return the policies that requests may choose among."""

@@ -63,6 +63,19 @@ _OF_BOUNDS = {
 """Error code, fault and expected value for each bound of pydantic; `{}` is the kind of value."""
 
 
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a field that may be left out, and may be null, too."""
+    told = {name: each for name, each in schema.items() if (name, each) != ("default", None)}
+    if not ({"type", "enum", "const", "$ref", "anyOf"} & told.keys()):  # any value
+        return told
+    if {"type": "null"} in told.get("anyOf", ()):
+        return told
+    about: dict[str, Any] = {
+        name: told.pop(name) for name in ("default", "title", "description") if name in told
+    }
+    return {"anyOf": [*told.pop("anyOf", [told] if told else []), {"type": "null"}], **about}
+
+
 def names_of(text: str) -> frozenset[str]:
     """Return the words of a text as names."""
     return frozenset(text.split())
@@ -116,6 +129,28 @@ class Object(BaseModel):
     refused: ClassVar[Mapping[str, Refusal]] = {}
     needed: ClassVar[tuple[str, ...]] = ()
     takes_any: ClassVar[bool] = False
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, describe: Any) -> Any:
+        """Describe what `read` takes: nulls, what a type needs, and nothing that is refused."""
+        described = describe(schema)
+        own = describe.resolve_ref_schema(described)
+        required, properties = own.get("required", []), own.get("properties", {})
+        for name, told in [*properties.items()]:
+            if name in cls.refused and not cls.refused[name].is_lenient:
+                del properties[name]
+            elif name not in required:
+                properties[name] = nullable(told)
+        key = "role" if "role" in properties else "type"
+        if rules := [each.split(".") for each in cls.needed]:
+            own["allOf"] = [
+                {
+                    "if": {"properties": {key: {"const": value}}, "required": [key]},
+                    "then": {"required": [name], "properties": {name: {"not": {"type": "null"}}}},
+                }
+                for value, name in rules
+            ]
+        return described
 
     @model_validator(mode="before")
     @classmethod
@@ -366,7 +401,8 @@ def _wrong_type(path: str, expected: str, value: object) -> str:
 def in_openai_words(errors: ValidationError, at: Sequence[str | int] = ()) -> RequestError:
     """Return the first of pydantic's errors in OpenAI's words, naming the field."""
     error: Any = errors.errors(include_url=False)[0]
-    fault, value, facts = error["type"], error["input"], error.get("ctx", {})
+    fault, facts = error["type"], error.get("ctx", {})
+    value = facts.get("value", error["input"])
     keys = (*at, *error["loc"], *([facts["name"]] if "name" in facts else ()))
     keys = tuple(key[:MAX_TOLD_CHARACTERS] if isinstance(key, str) else key for key in keys)
     if "name" in facts:

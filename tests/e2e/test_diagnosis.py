@@ -42,9 +42,7 @@ def post(server: Server, path: str, key: dict[str, str] = ALICE, **fields: Any) 
 
 
 def miss_of(answer: Any) -> tuple[str | None, int, str | None]:
-    usage = answer["usage"]
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
-    miss = details["tieredkv"].get("miss")
+    miss = answer["usage"]["tieredkv"].get("miss")
     return tuple(miss.values()) if miss else (None, 0, None)
 
 
@@ -101,7 +99,7 @@ def test_completions_and_streams_report_a_miss_too(server: Server) -> None:
             stream_options={"include_usage": True},
         )
         usage: Any = list(chunks)[-1].usage
-    miss = usage.prompt_tokens_details.model_dump()["tieredkv"]["miss"]
+    miss = usage.model_dump()["tieredkv"]["miss"]
     assert (miss["reason"], miss["at_token"]) == ("never_seen", 0)
 
 

@@ -96,7 +96,7 @@ def test_a_response_has_every_field_and_says_what_was_asked(server: Server) -> N
     assert details["cached_tokens"] == 0
     assert details["cache_write_tokens"] == written
     assert details["cache_write_tokens_details"] == {"ttl_30m_tokens": 0, "ttl_12h_tokens": written}
-    ours = details["tieredkv"]
+    ours = usage.model_dump()["tieredkv"]
     assert ours.pop("miss") == {"reason": "never_seen", "at_token": 0, "detail": None}
     assert ours == {"device": 0, "host": 0, "disk": 0, "recomputed": 0}
 

@@ -24,8 +24,9 @@ from tieredkv.engine.engine_messages import (
 from tieredkv.errors import RequestError
 from tieredkv.server import event_stream
 from tieredkv.server.admin import respond
-from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
+from tieredkv.server.app import SHORT_BYTES, Api, build_app
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.description import ANSWERED, describe
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
 from tieredkv.server.threads import Stop

@@ -111,6 +111,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "fingerprint": "sample",
         "generation_config": "none",
         "served_model_name": "name",
+        "access_log": "json",
         "seed": 5,
         "block_size": 64,
         "device_size": 1 << 20,
@@ -202,6 +203,17 @@ def test_sizes_and_durations_are_read_as_people_write_them() -> None:
 
 def test_a_path_may_be_handed_over_as_such(tmp_path: Path) -> None:
     assert from_arguments(disk_dir=tmp_path, model=tmp_path).disk_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("names", [",", "a,", "a,,b", " "])
+def test_an_empty_name_of_the_model_is_refused(names: str) -> None:
+    with pytest.raises(ConfigError, match="served_model_name"):
+        Settings(served_model_name=names)
+
+
+def test_several_names_of_the_model_are_separated_by_commas() -> None:
+    assert Settings(served_model_name="a, b,a").served_names == ("a", "b")
+    assert Settings(model="x,y").served_names == ()
 
 
 def test_an_empty_text_takes_back_what_a_file_has_set(write_toml: WriteToml) -> None:

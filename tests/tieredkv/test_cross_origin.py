@@ -8,8 +8,9 @@ import pytest
 
 from tests.tieredkv.test_app import PATHS, Engine, answered
 from tieredkv.config import Settings
-from tieredkv.server.app import ANSWERED, Api, build_app
+from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.description import ANSWERED
 from tieredkv.server.keys import Keys
 
 PAGE = "https://chat.example.com"

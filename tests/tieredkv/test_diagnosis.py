@@ -119,8 +119,8 @@ def test_what_the_template_was_given_explains_a_miss_in_front_of_a_change() -> N
     old = given(seen(LONG + "!", "Look"), **day)
     assert told(new, old, miss_token=99)[0] == "never_seen"
     assert told(new, given(seen("You help.", "No"), **day)) == ("never_seen", None)
-    other_model = given(seen(LONG, "Look"), **day)._replace(settings={"model": 1})
-    assert told(new, other_model)[0] == "other_model"
+    other_namespace = given(seen(LONG, "Look"), **day)._replace(settings={"namespace": 1})
+    assert told(new, other_namespace)[0] == "other_namespace"
 
 
 def test_a_request_with_another_text_is_compared_with_nothing() -> None:

@@ -23,6 +23,7 @@ from tieredkv.server.app import Api
 from tieredkv.server.asked import AUDIO_NOTE, Rules
 from tieredkv.server.openai_api import ChatRequest
 from tieredkv.server.responses_api import ResponsesRequest
+from tieredkv.server.structure_fields import choose_tools
 
 
 class Served:
@@ -184,6 +185,28 @@ def test_a_tool_of_a_newer_type_is_left_out_unless_the_server_is_strict(served: 
     assert refused.status_code == 400
     with pytest.raises(RequestError, match="'web_search_2030_01_01' tools are not supported"):
         read(ResponsesRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
+
+
+@pytest.mark.parametrize(
+    ("choice", "same"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "required"}, "required"),
+        ({"type": "any"}, "required"),
+        ("any", "required"),
+        ({"type": "tool", "name": "get_weather"}, {"type": "function", "name": "get_weather"}),
+    ],
+)
+def test_a_choice_in_the_form_of_anthropic_is_taken(choice: Any, same: Any) -> None:
+    def structure(given: Any) -> Any:
+        body = {"model": "m", "messages": [of_openai.user("a")], "tools": [of_openai.OF_CHAT]}
+        asked = read(ChatRequest, {**body, "tool_choice": given})
+        asked.check(Rules(Settings()))
+        how: Any = {"is_parallel": True, "text": None}
+        return choose_tools(asked.chosen_tool, (of_openai.OF_CHAT,), asked.tool_names, **how)
+
+    assert structure(choice) == structure(same)
 
 
 def test_a_choice_of_what_is_neither_there_nor_left_out_is_refused(served: Served) -> None:

@@ -277,17 +277,27 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     *(
         (
             {"messages": [USER], "chat_template_kwargs": {name: value}},
-            f"Unknown parameter: 'chat_template_kwargs.{name}'.",
+            f"'chat_template_kwargs.{name}' is not supported. Only variables of the model's own "
+            "template can be set.",
             f"chat_template_kwargs.{name}",
         )
         for name, value in (
             ("chat_template", "{{ 1 }}"),
             ("messages", "a"),
             ("tools", "a"),
+            ("documents", [1]),
             ("add_generation_prompt", False),
             ("return_assistant_tokens_mask", True),
-            ("a", [1]),
         )
+    ),
+    *(
+        (
+            {"messages": [USER], "chat_template_kwargs": {"a": value}},
+            "Invalid type for 'chat_template_kwargs.a': expected a string, a number or a boolean, "
+            f"but got {got} instead.",
+            "chat_template_kwargs.a",
+        )
+        for value, got in (([1], "an array"), ({"b": 1}, "an object"))
     ),
 ]
 
@@ -308,6 +318,51 @@ BROKEN_BODIES = [b"", b"{", b"\xff", b"{1:2}", b"NaN"]
 def test_a_body_that_is_no_json_is_refused_in_one_sentence(body: bytes) -> None:
     with pytest.raises(RequestError, match=r"^We could not parse the JSON body of your request\.$"):
         parse_body(body)
+
+
+SURROGATES = [
+    (rb'{"a": "\ud83d"}', "\ufffd"),
+    (rb'{"a": "\uD83D\uDE42"}', "\U0001f642"),
+    (rb'{"a": "x\udc00y\ud83d\ud83d\ude42"}', "x\ufffdy\ufffd\U0001f642"),
+    (rb'{"a": "\\ud83d\ud83d"}', "\\ud83d\ufffd"),
+    (b'{"a": "\xed\xa0\xbd"}', "\ufffd"),
+    (b'{"a": "\xed\xa0\xbd\xed\xb9\x82"}', "\U0001f642"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), SURROGATES, ids=range(len(SURROGATES)))
+def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_pair_is_kept(
+    body: bytes, text: str
+) -> None:
+    assert parse_body(body) == {"a": text}
+    key = body.replace(b'{"a": ', b"{").replace(b"}", b": 1}")
+    assert parse_body(key) == {text: 1}
+
+
+def test_a_variable_of_the_template_that_is_null_is_not_there() -> None:
+    asked = chat(USER, chat_template_kwargs={"enable_thinking": None, "tools": None, "mood": "a"})
+    assert asked.chat_template_kwargs == {"mood": "a"}
+
+
+GUIDED: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_regex": 5}, "guided_regex", "invalid_type"),
+    ({"guided_regex": "(?!a)b"}, "guided_regex", "invalid_value"),
+    ({"guided_choice": []}, "guided_choice", "empty_array"),
+    ({"guided_choice": ["a", 5]}, "guided_choice", "invalid_type"),
+    ({"guided_grammar": "root"}, "guided_grammar", "invalid_value"),
+    ({"guided_json": {"type": "nothing"}}, "guided_json", "invalid_json_schema"),
+    ({"guided_json": "{"}, "guided_json", "invalid_json_schema"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), GUIDED)
+def test_a_wrong_guided_field_is_named_as_the_client_named_it(
+    fields: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        _ = chat(USER, **fields).text_format
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert param in str(caught.value)
 
 
 def test_every_form_of_prompt_becomes_a_list_of_prompts() -> None:
@@ -671,15 +726,15 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
             "cached_tokens": 48,
             "cache_write_tokens": 8,
             "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
-            "tieredkv": {
-                "device": 16,
-                "host": 16,
-                "disk": 16,
-                "recomputed": 4,
-                "plan": {"split_token": 16, "predicted_ms": 250.0, "actual_ms": 300.0},
-            },
         },
         "completion_tokens_details": {"reasoning_tokens": 0},
+        "tieredkv": {
+            "device": 16,
+            "host": 16,
+            "disk": 16,
+            "recomputed": 4,
+            "plan": {"split_token": 16, "predicted_ms": 250.0, "actual_ms": 300.0},
+        },
     }
 
 

@@ -10,7 +10,14 @@ import click
 
 import tieredkv
 from tieredkv.bench.progress import ending_progress, terminal_progress
-from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
+from tieredkv.cli.output import (
+    as_text,
+    json_option,
+    log_lines_to_stdout,
+    print_json,
+    set_up_logging,
+    usage_error,
+)
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
 
@@ -57,6 +64,8 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
     if not loaded.settings.model:
         raise usage_error("Missing argument 'MODEL'.")
     set_up_logging(log_level)
+    if loaded.settings.access_log == "json":
+        log_lines_to_stdout("tieredkv.access")
     if loaded.settings.clock_offset_file:
         turned = f"`{loaded.settings.clock_offset_file}` shifts the clock, which is for tests only"
         click.echo(f"WARNING: {CLOCK_OFFSET_VARIABLE} is set: {turned}", err=True)

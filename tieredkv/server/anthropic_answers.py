@@ -107,7 +107,7 @@ class MessageShape(Shape):
             },
             "output_tokens": len(answer.token_ids),
             "output_tokens_details": {"thinking_tokens": answer.num_thought_tokens},
-            "tieredkv": self.caching([usage])["tieredkv"],
+            "tieredkv": self.receipt([usage]),
         }
 
     def _diagnostics(self, answer: Reply) -> Json:

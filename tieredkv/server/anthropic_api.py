@@ -361,9 +361,9 @@ class MessagesRequest(Conversation):
     """The body of `POST /v1/messages`; `max_tokens` of 0 only fills the cache with the prompt."""
 
     max_tokens: int = Field(ge=0)
-    temperature: float = Field(1.0, ge=0, le=1)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
     stop_sequences: list[Text] = Field([], max_length=MAX_STOP_STRINGS)
     stream: bool = False
     diagnostics: DiagnosticsOptions | None = None
@@ -419,7 +419,6 @@ class MessagesRequest(Conversation):
             stream=self.stream,
             parts=encoded.parts,
             template=encoded.template,
-            settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
             reading=reading,
             continues_text=bool(self.prefill),

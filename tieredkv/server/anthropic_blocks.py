@@ -11,7 +11,7 @@ from tieredkv.server.anthropic_tools import Known, Marked
 from tieredkv.server.asked import DOCUMENT_NOTE, ERROR_NOTE, IMAGE_NOTE, Json, Text
 from tieredkv.server.ignored import unknown
 from tieredkv.server.known_fields import BLOCK, TOOL_RESULT_PART
-from tieredkv.server.openai_messages import as_object
+from tieredkv.server.openai_messages import Arguments
 
 _SOURCES = ("text", "content", "base64", "url", "file")
 _BlockType = Literal[
@@ -32,6 +32,9 @@ def _read_part(value: Any, info: ValidationInfo) -> Any:
 _BLOCK_TYPES = get_args(_BlockType)
 
 
+_AS_PART = BeforeValidator(_read_part, json_schema_input_type=Json)
+
+
 class Source(Known):
     """Where an image or a document comes from; only the text of a document is read."""
 
@@ -40,9 +43,9 @@ class Source(Known):
 
     type: Text
     data: str = ""
-    content: Annotated[
-        list[Annotated["ResultPart", BeforeValidator(_read_part)]], FailFast(), PARTS
-    ] = Field([])
+    content: Annotated[list[Annotated["ResultPart", _AS_PART]], FailFast(), PARTS] = Field(
+        default_factory=list
+    )
 
 
 class ResultPart(Marked):
@@ -115,12 +118,12 @@ class Block(ResultPart):
     thinking: str = ""
     id: str = ""
     name: str = ""
-    input: Annotated[Json, BeforeValidator(as_object)] = Field({})
+    input: Arguments = Field(default_factory=dict)
     tool_use_id: str = ""
     is_error: bool = False
-    content: Annotated[
-        list[Annotated[ResultPart, BeforeValidator(_read_part)]], FailFast(), PARTS
-    ] = Field([])
+    content: Annotated[list[Annotated[ResultPart, _AS_PART]], FailFast(), PARTS] = Field(
+        default_factory=list
+    )
 
     @property
     def inner(self) -> Sequence[ResultPart]:
@@ -167,6 +170,14 @@ class NoteBlock(TextBlock):
 
     type: Text  # type: ignore[assignment]
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, describe: Any) -> Any:
+        """Describe a block of any type; only its breakpoint has a fixed form."""
+        described = super().__get_pydantic_json_schema__(schema, describe)
+        own = describe.resolve_ref_schema(described)
+        own["properties"] = {name: own["properties"][name] for name in ("type", "cache_control")}
+        return described
+
     @property
     def is_text(self) -> bool:
         """Whether it is a text, or a text stands for it."""
@@ -185,10 +196,12 @@ class NoteBlock(TextBlock):
         return hosted.Note(self.text)
 
 
-Blocks = Annotated[
-    list[Annotated[Block, BeforeValidator(_read_part)]], FailFast(), Field(min_length=1), PARTS
+_AnyBlock = Annotated[Block, BeforeValidator(_read_part, json_schema_input_type=Block | NoteBlock)]
+_AnyText = Annotated[
+    TextBlock, BeforeValidator(_read_part, json_schema_input_type=TextBlock | NoteBlock)
 ]
-Texts = Annotated[list[Annotated[TextBlock, BeforeValidator(_read_part)]], FailFast(), PARTS]
+Blocks = Annotated[list[_AnyBlock], FailFast(), Field(min_length=1), PARTS]
+Texts = Annotated[list[_AnyText], FailFast(), PARTS]
 
 
 _ROLES = ("user", "assistant", "system")
@@ -204,7 +217,7 @@ class Turn(Known):
     needed = ("user.content", "assistant.content")
 
     role: Text
-    content: Blocks = Field([])
+    content: Blocks = Field(default_factory=list)
 
     @property
     def template_role(self) -> str:

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,14 +33,15 @@ from tieredkv.engine.prefixes import namespace_of
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import PromptTooLongError, RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
-from tieredkv.server import anthropic_api as anthropic
 from tieredkv.server import event_stream
+from tieredkv.server.access_log import Answering, write
 from tieredkv.server.admin import respond
-from tieredkv.server.anthropic_answers import STATUS, anthropic_body
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.description import ANSWERED, description
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
+from tieredkv.server.error_responses import GONE, refuse, unknown_model
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.grammar_checker import GrammarChecker
 from tieredkv.server.ignored import MAX_TOLD, IgnoredLog
@@ -55,37 +56,21 @@ from tieredkv.server.limits import (
     read_body,
 )
 from tieredkv.server.metrics import Metrics, Observer
-from tieredkv.server.openai_answers import openai_body
-from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.page import OperatorPage
 from tieredkv.server.pictures import without_pictures
 from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import Memory, Namespace, RememberedAnswers
 from tieredkv.server.response_items import listed
-from tieredkv.server.responses_api import InputTokensRequest, Page, ResponsesRequest, joined
+from tieredkv.server.responses_api import Page, ResponsesRequest, joined
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
-from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from tieredkv.storage.calls import EvictFilter, Inspect
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499
-GONE = (ClientDisconnect, ClientGoneError)
+JSON = "application/json"
 SHORT_BYTES = 4096
 """Shorter bodies are read on the event loop, as a switch to a thread would take about as long."""
-
-ANSWERED: dict[str, type[ApiRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/responses/input_tokens": InputTokensRequest,
-    "/v1/messages": anthropic.MessagesRequest,
-    "/v1/messages/count_tokens": anthropic.CountTokensRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-"""The type of the body that each path takes by `POST`."""
 
 CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", "/version"}
 """Paths outside of `/v1/` that pages of `cors_origins` may call.
@@ -93,10 +78,6 @@ CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", 
 Never add `/admin`, `/metrics` or `/ui`.
 """
 
-_HTTP_ERRORS = {
-    404: ("Unknown request URL: {} {}.", "unknown_url"),
-    405: ("Not allowed to {} on {}.", "method_not_supported"),
-}
 Endpoint = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
 
@@ -143,6 +124,7 @@ class Api:
         self.cors_origins = settings.cors_origins
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self.max_body_bytes = settings.max_body_size or default_body_size(info.max_model_len)
+        self._names = settings.served_names or (info.model,)
         self._created = int(time.time())
 
     def close(self) -> None:
@@ -151,6 +133,11 @@ class Api:
         self._grammars.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
+
+    def log_request(self, scope: Scope, status: int) -> None:
+        """Write the line of a request that has ended to the logs that want it."""
+        tenant = self._keys.name_of(scope["tenant"]) if "tenant" in scope else None
+        write(scope, status, tenant, is_json=self._settings.access_log == "json")
 
     # Routes
 
@@ -181,16 +168,17 @@ class Api:
         return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        """List the only model of this server."""
+        """List the model of this server, once for each of its names."""
         self._keys.tenant(request.headers)
-        return JSONResponse({"object": "list", "data": [self._model_body()], "has_more": False})
+        models = [self._model_body(name) for name in self._names]
+        return JSONResponse({"object": "list", "data": models, "has_more": False})
 
     async def model(self, request: Request) -> Response:
         """Describe a model by its name."""
         self._keys.tenant(request.headers)
-        if (name := request.path_params["name"]) != self._engine.info.model:
-            raise unknown_model(name)
-        return JSONResponse(self._model_body())
+        if (name := request.path_params["name"]) not in self._names:
+            raise unknown_model(name, self._names)
+        return JSONResponse(self._model_body(name))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Return the special tokens and the chat template.
@@ -224,7 +212,7 @@ class Api:
             text = "'stream' is not supported. A stored response is returned as a whole."
             raise RequestError(text, param="stream", code="unsupported_parameter")
         stored = self._responses.get(tenant, id)
-        return Response(stored.body, media_type="application/json")
+        return Response(stored.body, media_type=JSON)
 
     async def input_items(self, request: Request) -> Response:
         """Return a page of the items that a stored response answers, the latest first."""
@@ -291,8 +279,8 @@ class Api:
         parsed = parse_body(content, MAX_VALUES + info.max_model_len)
         if parsed.get("model") is None and not kind.model_fields["model"].is_required():
             parsed["model"] = info.model
-        if (model := read(ApiRequest, parsed).model) != info.model:
-            raise unknown_model(model)
+        if (model := read(ApiRequest, parsed).model) not in self._names:
+            raise unknown_model(model, self._names)
         rules = self._keys.rules(tenant)
         given_body = read(kind, parsed, rules.refuses)
         ignored = given_body.ignored[:MAX_TOLD]
@@ -329,7 +317,7 @@ class Api:
         if isinstance(body, PlainRequest):
             told = body.tell(tokenization, info)
             told |= {"tieredkv": {"ignored": ignored}} if ignored else {}
-            return Response(msgspec.json.encode(told), media_type="application/json")
+            return Response(msgspec.json.encode(told), media_type=JSON)
         try:
             asked = body.ask(tokenization, rules)
             requests = asked.engine_requests(info, tenant, rules)
@@ -447,6 +435,7 @@ class Api:
             asked.reading,
             continues_text=asked.continues_text,
         )
+        scope["answering"] = Answering(generation.answers, asked.n, observer)
         ending.callback(generation.close)
         gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
         # The engine already works on the requests while the digests are made.
@@ -462,14 +451,14 @@ class Api:
             pass
         return JSONResponse(shape.whole(generation.answers))
 
-    def _model_body(self) -> dict[str, Any]:
-        """Return the description of the model.
+    def _model_body(self, name: str) -> dict[str, Any]:
+        """Return the description of the model by one of its names.
 
         OpenAI's and Anthropic's clients use the same path, so it has the fields of both.
         """
         info, date = self._engine.info, time.strftime("%FT%TZ", time.gmtime(self._created))
-        model = {"id": info.model, "object": "model", "created": self._created, "created_at": date}
-        model |= {"type": "model", "display_name": info.model, "lifecycle": "active"}
+        model = {"id": name, "object": "model", "created": self._created, "created_at": date}
+        model |= {"type": "model", "display_name": name, "lifecycle": "active"}
         model |= {"owned_by": "tieredkv", "max_model_len": info.max_model_len}
         family = self._tokenization.family
         return {**model, "tool_parser": family.name if family and family.call else None}
@@ -477,14 +466,13 @@ class Api:
 
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error handlers."""
-    description = _description()
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
             Route("/", api.version),  # GET and HEAD, with which agents look for a server
             Route("/health", api.health),
             Route("/metrics", api.metrics),
-            Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
+            Route("/openapi.json", lambda _: Response(description(), media_type=JSON)),
             Route("/v1/responses/{id}", api.response, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}/input_items", api.input_items),
             Route("/v1/responses/{id}/cancel", api.cancel, methods=["POST"]),
@@ -499,7 +487,13 @@ def build_app(api: Api) -> ASGIApp:
     )
     app.router.redirect_slashes = False  # The target of a redirect would come from the Host header.
     limited = Limits(
-        app, api.max_requests, refuse, api.tenant_of, api.check_head, api.max_body_bytes
+        app,
+        api.max_requests,
+        refuse,
+        api.tenant_of,
+        api.check_head,
+        api.max_body_bytes,
+        api.log_request,
     )
     if not api.cors_origins:
         return limited
@@ -536,59 +530,3 @@ async def _wait_until_gone(request: Request) -> None:
     """Return once the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-@functools.cache
-def _description() -> bytes:
-    """Return the OpenAPI document as JSON; it is the same for every server."""
-    return msgspec.json.encode(describe())
-
-
-def describe() -> Json:
-    """Return the OpenAPI document of the `POST` routes, made from their request types."""
-    schemas: Json = {}
-    paths: Json = {}
-    for path, kind in ANSWERED.items():
-        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas |= schema.pop("$defs", {})
-        content = {"application/json": {"schema": schema}}
-        answers = {"200": {"description": "the answer"}, "4XX": {"description": "why not"}}
-        operation = {"requestBody": {"required": True, "content": content}}
-        paths[path] = {"post": {**operation, "responses": answers}}
-    about = {"title": "tieredkv", "version": __version__}
-    about["description"] = "A field that is `null` is the same as one that is not there."
-    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
-
-
-async def refuse(request: Request, error: Exception) -> Response:
-    """Return an error in the form of the API that the request's path belongs to.
-
-    The client is not told the details of an unexpected error; its traceback is in the log.
-    """
-    headers: Mapping[str, str] | None = None
-    match error:
-        case ClientDisconnect() | ClientGoneError():
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        case RequestError(status=401):
-            headers = {"WWW-Authenticate": "Bearer"}
-        case RequestError(status=429 | 503):
-            headers = {"Retry-After": str(error.retry_after_s)}
-        case RequestError():
-            pass
-        case HTTPException(status_code=status, headers=headers):
-            text, code = _HTTP_ERRORS.get(status, (str(error.detail), None))
-            text = text.format(request.method, request.scope["path"])
-            error = RequestError(text, code=code, status=status)
-        case _:
-            text = "The server had an error while processing your request."
-            error = RequestError(text, status=500)
-    if not request.scope["path"].startswith("/v1/messages"):
-        return JSONResponse(openai_body(error), error.status, headers)
-    body = anthropic_body(error, request.scope["request_id"])
-    return JSONResponse(body, STATUS.get(error.status, error.status), headers)
-
-
-def unknown_model(name: str) -> RequestError:
-    """Return the error for a model that is not served."""
-    text = f"The model `{name[:200]}` does not exist or you do not have access to it."
-    return RequestError(text, param="model", code="model_not_found", status=404)

@@ -195,13 +195,27 @@ class Shape(Protocol):
         return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
 
     def caching(self, prompts: Sequence[RequestUsage]) -> Json:
-        """Return the fields of `usage` about cached tokens.
+        """Return the details of the prompts' tokens in `usage`.
 
-        `cached_tokens_by_tier` and `tieredkv` are extensions of this server. `miss` describes the
-        first prompt that has a miss reason, and `plan` the first of which a part was loaded.
+        `cached_tokens_by_tier` is an extension of this server.
         """
-        by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompts) for t in Tier}
-        ours: Json = {**by_tier, "recomputed": sum(usage.recomputed_tokens for usage in prompts)}
+        by_tier = cached_by_tier(prompts)
+        return {
+            "cached_tokens": sum(by_tier.values()),
+            "cache_write_tokens": sum(usage.written_tokens for usage in prompts),
+            "cached_tokens_by_tier": by_tier,
+        }
+
+    def receipt(self, prompts: Sequence[RequestUsage]) -> Json:
+        """Return the extension `tieredkv` of `usage`.
+
+        `miss` describes the first prompt that has a miss reason, and `plan` the first of which a
+        part was loaded.
+        """
+        ours: Json = {
+            **cached_by_tier(prompts),
+            "recomputed": sum(usage.recomputed_tokens for usage in prompts),
+        }
         if missed := [usage for usage in prompts if usage.miss_reason is not None]:
             ours["miss"] = self.diagnosis.miss(missed[0])
         if split := [usage for usage in prompts if usage.split_token is not None]:
@@ -210,12 +224,7 @@ class Shape(Protocol):
                 "predicted_ms": _ms(split[0].predicted_s),
                 "actual_ms": _ms(split[0].actual_s),
             }
-        return {
-            "cached_tokens": sum(by_tier.values()),
-            "cache_write_tokens": sum(usage.written_tokens for usage in prompts),
-            "cached_tokens_by_tier": by_tier,
-            "tieredkv": ours,
-        }
+        return ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +356,11 @@ class PlainRequest(ApiRequest):
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""
         raise NotImplementedError
+
+
+def cached_by_tier(prompts: Sequence[RequestUsage]) -> dict[str, int]:
+    """Return how many tokens of the prompts each tier had."""
+    return {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompts) for t in Tier}
 
 
 def _ms(seconds: float | None) -> float | None:

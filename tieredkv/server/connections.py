@@ -7,18 +7,18 @@ import asyncio
 import logging
 import sys
 import time
-import uuid
 from collections import OrderedDict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import h11
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tieredkv.errors import RequestError
-from tieredkv.server.limits import ID_HEADERS
+from tieredkv.server.limits import ID_HEADERS, request_id_of
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.storage.limits import raise_file_limit
 
@@ -219,7 +219,9 @@ class TimedConnection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = RequestError(text, code=_CODES.get(status), status=status)
             body = msgspec.json.encode(openai_body(error))
-            headers = dict.fromkeys(ID_HEADERS, f"req_{uuid.uuid4().hex}")
+            is_begun = self.cycle is not None and not self.cycle.response_complete
+            own = Headers(scope=cast(Scope, self.scope)) if is_begun else {}
+            headers = dict.fromkeys(ID_HEADERS, request_id_of(own))
             headers |= {"content-type": "application/json", "content-length": str(len(body))}
             headers |= {"connection": "close"}
             reason = STATUS_PHRASES[status]

@@ -28,7 +28,6 @@ _OF_OTHERS = ("never_seen", "behind_lookback")
 """The reasons that a change since an earlier request may explain: its blocks are others, so that a
 hit would have to end before the change, where none may if that is too far back."""
 
-_OF_SETTINGS = {"model": "other_model", "prompt_cache_key": "other_namespace"}
 _OF_TEMPLATES = {
     "time": "the date or time that the chat template prints is another one",
     "arguments": "the chat template was given other arguments",
@@ -192,9 +191,8 @@ class Change(NamedTuple):
 
 def change(old: Seen, new: Seen) -> Change | None:
     """Return the first change between two requests, or None if one prompt continues the other."""
-    for name, kind in (("model", "model"), ("namespace", "prompt_cache_key")):
-        if old.settings.get(name) != new.settings.get(name):
-            return Change(kind, 0)
+    if old.settings.get("namespace") != new.settings.get("namespace"):
+        return Change("prompt_cache_key", 0)
     index = old.num_common(new)
     if index == min(len(old.segments), len(new.segments)):
         return None
@@ -233,7 +231,7 @@ class Diagnosis(NamedTuple):
             is_same = like.tokens_before(like.num_common(self.seen)) > usage.miss_token
             if is_same and reason == "never_seen":  # though messages and tools are the same so far
                 if found and not detail:
-                    reason = _OF_SETTINGS[found.kind]
+                    reason = "other_namespace"
                 elif others := [it for it in _OF_TEMPLATES if it in like.changed_for(self.seen)]:
                     reason, detail = "template_changed", _OF_TEMPLATES[others[0]]
         return {"reason": reason, "at_token": usage.miss_token, "detail": detail}

@@ -5,6 +5,7 @@ in `connections`.
 """
 
 import asyncio
+import re
 import time
 import uuid
 from collections import Counter
@@ -30,6 +31,10 @@ BODY_TIMEOUT_S = 60.0
 ID_HEADERS = ("x-request-id", "request-id")
 """The headers with a request's id that OpenAI's and Anthropic's clients look for in an answer."""
 
+CLIENT_CLOSED_REQUEST = 499
+_CLIENTS_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
+"""An id that a client may choose: printable, so that no line of a log can be forged with it."""
+
 _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full"}
 
 
@@ -54,6 +59,7 @@ class Limits:
         tenant_of: returns the tenant by the request's headers.
         check_head: raises a `RequestError` if path and headers alone are a reason to refuse.
         max_body_bytes: the bound on one body without pictures; `read_body` finds it in the scope.
+        on_end: called with the scope and the status of each request that has ended.
     """
 
     app: ASGIApp
@@ -62,6 +68,7 @@ class Limits:
     tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
     check_head: Callable[[str, Mapping[str, str]], None] = lambda _path, _headers: None
     max_body_bytes: int = BODY_BYTES
+    on_end: Callable[[Scope, int], None] = lambda _scope, _status: None
     _requests: Counter[str] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
     _took_s: float = 0.0  # for the last request that was answered
@@ -69,12 +76,14 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on, or refuse it."""
         scope["arrived_at"] = time.perf_counter()
-        request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
+        request_id = scope["request_id"] = request_id_of(Headers(scope=scope))
         scope["max_body_bytes"] = self.max_body_bytes
-        tenant, held = "", Counter[str]()
+        tenant, held, status = "", Counter[str](), CLIENT_CLOSED_REQUEST
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, request_id))
             await send(message)
 
@@ -109,11 +118,18 @@ class Limits:
         finally:
             self._requests -= counted
             self._bytes -= held
+            self.on_end(scope, status)
 
     def _too_much(self, why: str, tenant: str) -> RequestError:
         """Return a refusal that says when one of the tenant's requests will probably have ended."""
         error = _refused(429, f"The server {why}; retry later.")
         return error.retry_in(self._took_s / max(1, self._requests[tenant]))
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """Return the id that a client gave its request, or a new one for none that can be kept."""
+    given = headers.get(ID_HEADERS[0], "")
+    return given if _CLIENTS_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
 
 async def read_body(request: Request, max_pictures_bytes: int = 0) -> bytes:

@@ -103,6 +103,7 @@ class Observer:
 
     Attributes:
         diagnosis: how the request differs from earlier ones; nothing until its digests are made.
+        ttft_s: the time to the first token of the first answer; None before it.
 
     Args:
         tenant: the tenant of the request.
@@ -126,6 +127,7 @@ class Observer:
         self._arrived_at, self._submitted_at = arrived_at, time.perf_counter()
         self._spans: dict[str, list[float]] = {}  # times of the first and the newest token
         self._itl = self._families["tieredkv_itl_seconds"]
+        self.ttft_s: float | None = None
 
     def on_output(self, output: TokenOutput) -> None:
         """Measure the output of one engine step for one answer."""
@@ -141,6 +143,7 @@ class Observer:
         by_tier = usage.cached_tokens_by_tier
         source = next((str(tier) for tier in reversed(Tier) if by_tier[tier]), "cold")
         ttft_s = now - self._arrived_at
+        self.ttft_s = ttft_s if self.ttft_s is None else self.ttft_s
         prefill_s = max(0.0, now - self._submitted_at - usage.queue_s)
         self._families["tieredkv_ttft_seconds"].labels(source).observe(ttft_s)
         self._history.note_first_token(

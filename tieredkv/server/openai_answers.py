@@ -148,6 +148,7 @@ class CompletionShape(Shape):
             "total_tokens": num_prompt_tokens + num_tokens,
             "prompt_tokens_details": self.caching(prompts),
             "completion_tokens_details": {"reasoning_tokens": num_thoughts},
+            "tieredkv": self.receipt(prompts),
         }
 
 

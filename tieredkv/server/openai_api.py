@@ -148,7 +148,7 @@ class OpenAIRequest(CacheFields, ApiRequest):
     @property
     def settings(self) -> dict[str, Any]:
         """The fields other than the prompt whose change can explain a cache miss."""
-        names = "model prompt_cache_key service_tier reasoning_effort verbosity"
+        names = "prompt_cache_key service_tier reasoning_effort verbosity"
         return {name: getattr(self, name, None) for name in names.split()}
 
     @cached_property
@@ -163,7 +163,10 @@ class OpenAIRequest(CacheFields, ApiRequest):
             formats.append(wanted.json_schema.format_at("response_format", wanted.type))
         names = ("json", "regex", "choice", "grammar")
         guided = {name: getattr(self, f"guided_{name}") for name in names}
-        formats += read(StructuredOutputs, guided).formats("guided", "_")
+        try:
+            formats += read(StructuredOutputs, guided).formats("guided", "_")
+        except RequestError as error:
+            raise _of_guided(error) from None
         return only_one(formats)
 
     @cached_property
@@ -388,12 +391,25 @@ class ConversationRequest(OpenAIRequest):
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
+def _of_guided(error: RequestError) -> RequestError:
+    """Return an error of `StructuredOutputs` for the field `guided_…` that it is about."""
+    param, text = error.param or "", str(error)
+    if not param.startswith("guided_"):
+        text = text.replace(f"'{param}", f"'guided_{param}")
+        param = f"guided_{param}"
+    return RequestError(text, param=param, code=error.code)
+
+
 def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    for name, value in arguments.items():
-        is_plain = isinstance(value, str | int | float | bool)
-        if name in RESERVED or not is_plain:
-            raise PydanticCustomError("unknown", "nothing", {"name": name})
-    return arguments
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
+        if name in RESERVED:
+            way_out = " Only variables of the model's own template can be set."
+            raise PydanticCustomError("unsupported", "nothing", {"name": name, "way_out": way_out})
+        if not isinstance(value, str | int | float | bool):
+            what = "a string, a number or a boolean"
+            raise PydanticCustomError("template_variable", what, {"name": name, "value": value})
+    return given
 
 
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]

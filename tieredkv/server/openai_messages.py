@@ -96,9 +96,15 @@ class UnknownPart(ContentPart):
 
 
 def part_reader(
-    known: Container[str], unknown: type[UnknownPart]
-) -> Callable[[Any, ValidationInfo], Any]:
-    """Return what reads a part as one of an unknown type, if it is none of the known ones."""
+    kind: type[ContentPart], known: Container[str], unknown: type[UnknownPart]
+) -> BeforeValidator:
+    """Return what reads a part as one of an unknown type, if it is none of the known ones.
+
+    Args:
+        kind: of the parts whose types are known.
+        known: these types.
+        unknown: the class of other parts.
+    """
 
     def read_part(value: Any, info: ValidationInfo) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -106,7 +112,10 @@ def part_reader(
             return value
         return unknown.model_validate(value, context=info.context)
 
-    return read_part
+    return BeforeValidator(read_part, json_schema_input_type=kind | unknown)
+
+
+Part = Annotated[ContentPart, part_reader(ContentPart, _CHAT_PARTS, UnknownPart)]
 
 
 def unknown_parts(path: str, parts: Sequence[ContentPart]) -> list[str]:
@@ -149,6 +158,9 @@ def as_object(arguments: Any) -> dict[str, Any]:
     if value is None or value == "":
         return {}
     return value if isinstance(value, dict) else {UNREAD: value}
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(as_object, json_schema_input_type=Any)]
 
 
 def _has_few_containers(text: str) -> bool:
@@ -204,6 +216,11 @@ def _read_call(value: Any, info: ValidationInfo) -> Any:
     return UnknownCall.model_validate(value, context=info.context)
 
 
+Call = Annotated[
+    ToolCall, BeforeValidator(_read_call, json_schema_input_type=ToolCall | UnknownCall)
+]
+
+
 class Message(Controlled):
     """One message of a conversation."""
 
@@ -215,14 +232,8 @@ class Message(Controlled):
     """The roles that are known; a message of another one is the user's."""
 
     role: Text
-    content: Annotated[
-        list[Annotated[ContentPart, BeforeValidator(part_reader(_CHAT_PARTS, UnknownPart))]],
-        FAIL_FAST,
-        PARTS,
-    ] = Field([])
-    tool_calls: Annotated[list[Annotated[ToolCall, BeforeValidator(_read_call)]], FAIL_FAST] = (
-        Field([])
-    )
+    content: Annotated[list[Part], FAIL_FAST, PARTS] = Field(default_factory=list)
+    tool_calls: Annotated[list[Call], FAIL_FAST] = Field(default_factory=list)
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None

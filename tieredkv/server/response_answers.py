@@ -265,6 +265,7 @@ class ResponseShape(Shape):
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
             "total_tokens": usage.prompt_tokens + num_output,
+            "tieredkv": self.receipt([usage]),
         }
 
 

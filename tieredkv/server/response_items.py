@@ -27,11 +27,11 @@ from tieredkv.server.known_fields import RESPONSE_PART, UNMARKED
 from tieredkv.server.openai_messages import (
     CUSTOM_INPUT,
     FAIL_FAST,
+    Arguments,
     CalledFunction,
     ContentPart,
     Message,
     UnknownPart,
-    as_object,
     part_reader,
     unknown_parts,
 )
@@ -101,7 +101,7 @@ class UnknownInputPart(UnknownPart, InputPart):
 
 
 Texts = Annotated[
-    list[Annotated[InputPart, BeforeValidator(part_reader(get_args(_PartType), UnknownInputPart))]],
+    list[Annotated[InputPart, part_reader(InputPart, get_args(_PartType), UnknownInputPart)]],
     FAIL_FAST,
     list_of(lambda text: {"type": "input_text", "text": text}),
 ]
@@ -148,9 +148,6 @@ class CustomCall(_Known):
         """The call as the model wrote it."""
         name = name_for_model(self.name, self.namespace)
         return CalledFunction.model_construct(name=name, arguments={CUSTOM_INPUT: self.input})
-
-
-Arguments = Annotated[Json, BeforeValidator(as_object)]
 
 
 class ClientCall(_Known):
@@ -240,7 +237,7 @@ class SearchCall(_Known):
     type: Literal["tool_search_call"]
     execution: Literal["client"]
     call_id: Text
-    arguments: Arguments = Field({})
+    arguments: Arguments = Field(default_factory=dict)
 
     @property
     def function(self) -> CalledFunction:

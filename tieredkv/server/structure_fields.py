@@ -151,6 +151,9 @@ def only_one(formats: Sequence[Format | None]) -> Format | None:
     return asked[0] if asked else None
 
 
+_MODES = ("auto", "any", "none", "required")
+
+
 def choose_tools(
     tool_choice: Any,
     tools: Tools,
@@ -176,6 +179,8 @@ def choose_tools(
     Raises:
         RequestError: the choice names no tool that is there, or demands one that is left out.
     """
+    if isinstance(tool_choice, dict) and tool_choice.get("type") in _MODES:
+        tool_choice = tool_choice["type"]  # as Anthropic's API writes it
     how: Json = {"tools": tools, "is_parallel": is_parallel, "text": text}
     by_name = dict(zip(reversed(names), reversed(tools), strict=True))  # the first of a name wins
     match tool_choice:
@@ -183,9 +188,9 @@ def choose_tools(
             return Structure(**how)
         case "none":
             return Structure(**how, choice="none")
-        case "required" if not tools and left_out:
+        case "required" | "any" if not tools and left_out:
             return Structure(**how)
-        case "required":
+        case "required" | "any":
             if not tools:
                 what = "'tool_choice' is only allowed when 'tools' are specified."
                 raise RequestError(what, param="tool_choice", code="invalid_value")
@@ -207,7 +212,7 @@ def choose_tools(
                 return Structure(**how, choice="none")
             how["tools"] = [by_name[it] for it in dict.fromkeys(_name(it, by_name) for it in here)]
             return Structure(**how, choice=mode, is_limited=True)
-        case {"type": "function" | "custom"}:
+        case {"type": "function" | "custom" | "tool"}:
             how |= {"tools": [by_name[_name(tool_choice, by_name)]], "is_parallel": False}
             return Structure(**how, choice="required")
         case {"type": str() as kind} if kind in by_name:  # a tool that the API knows by its type
