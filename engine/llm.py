@@ -13,6 +13,7 @@ from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import BlocksLostError, RequestError
+from tieredkv.fields import whole_characters
 from tieredkv.types import Progress, Tier, ignore_progress
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,10 @@ class LLM:
             params: how to choose tokens, and when to stop.
             asked: further fields of `EngineRequest`.
         """
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(whole_characters(prompt))
+        else:
+            token_ids = list(prompt)
         name = f"llm-{next(self._ids)}"
         return EngineRequest(request_id=name, prompt_token_ids=token_ids, params=params, **asked)
 

@@ -335,10 +335,16 @@ def decode_json(text: bytes | str) -> Any:
     """
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         return msgspec.json.decode(text)
-    whole = text if isinstance(text, str) else text.decode("utf-8", "surrogatepass")
-    whole = whole.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    whole = whole_characters(
+        text if isinstance(text, str) else text.decode("utf-8", "surrogatepass")
+    )
     repaired = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], whole.encode())
     return msgspec.json.decode(repaired)
+
+
+def whole_characters(text: str) -> str:
+    """Return a text that UTF-8 can hold: half of a surrogate pair becomes U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def is_too_deep(value: Any) -> bool:

@@ -114,6 +114,16 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(generate: Run) -> N
     assert "your prompt resulted in 200 tokens" in message
 
 
+def test_half_of_a_surrogate_pair_in_a_prompt_is_replaced(generate: Run) -> None:
+    said = []
+    for prompt in ("a\ud83d", "a\N{REPLACEMENT CHARACTER}"):
+        exit_code, output, _ = generate("--json", prompt=prompt)
+        assert exit_code == 0
+        said.append(json.loads(output)["outputs"][0])
+    assert said[0]["token_ids"] == said[1]["token_ids"]
+    assert said[0]["usage"]["prompt_tokens"] == said[1]["usage"]["prompt_tokens"]
+
+
 def test_an_empty_prompt_is_refused(generate: Run) -> None:
     assert refusal(generate(prompt=""), 2) == (
         "Invalid 'prompt': the prompt is empty. At least one token is needed."

@@ -1,7 +1,7 @@
 """`tieredkv inspect`: a chain block by block, or what the tiers have of a prompt."""
 
+import contextlib
 import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -111,11 +111,11 @@ def inspect(
 
 def read_prompt(text: str) -> Any:
     """Return the JSON list or object in a text; any other text is itself the prompt."""
+    from tieredkv.fields import decode_json
+
     if text.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(text)
-        except ValueError:
-            pass
+        with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+            return decode_json(text)
     return text
 
 

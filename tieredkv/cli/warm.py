@@ -118,6 +118,7 @@ def read_prompts(file: Iterable[bytes], retention: str | None) -> Iterable[Promp
     Raises:
         ConfigError: a line is no prompt, or cannot have the retention; names the line.
     """
+    from tieredkv.fields import decode_json
     from tieredkv.server.anthropic_api import MessagesRequest
     from tieredkv.server.inspected import as_request
     from tieredkv.server.openai_api import ChatRequest, CompletionRequest
@@ -126,7 +127,7 @@ def read_prompts(file: Iterable[bytes], retention: str | None) -> Iterable[Promp
         if not line.strip():
             continue
         try:
-            kind, body = as_request(msgspec.json.decode(line))
+            kind, body = as_request(decode_json(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RequestError) as error:
             raise ConfigError(f"line {number}: {error}") from None
         few: Json = {"stream": False}
