@@ -1,6 +1,6 @@
 """Popular client libraries against a real server on the small model.
 
-`make test` runs the clients of its own environment. `make test-clients` runs litellm,
+`make test-e2e` runs the clients of its own environment. `make test-clients` runs litellm,
 langchain-openai and an older openai, which cannot be installed beside the newer one.
 """
 
