@@ -56,8 +56,10 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the whole, and skip those marked `gpu` where there is no GPU."""
     for item in items:
-        is_of_the_whole = item.path.relative_to(TESTS).parts[0] in ("e2e", "stress")
-        if is_of_the_whole or STORE_WORKER in getattr(item, "fixturenames", ()):
+        folder = item.path.parent.relative_to(TESTS).as_posix()
+        if folder in ("stress", "e2e/programs"):
+            item.add_marker("slow")
+        elif folder == "e2e" or STORE_WORKER in getattr(item, "fixturenames", ()):
             item.add_marker("e2e")
     if torch.cuda.is_available():
         return

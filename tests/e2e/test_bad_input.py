@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from transformers import MistralConfig
 
+from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.cli.main import main
 from tieredkv.errors import BlocksLostError
@@ -297,7 +298,7 @@ def noise_behind_the_meta_pages(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("healer", ["verify", "the next server"])
-@pytest.mark.parametrize("damage", [garbage, half, noise_behind_the_meta_pages])
+@pytest.mark.parametrize("damage", few([garbage, half, noise_behind_the_meta_pages]))
 def test_a_damaged_index_is_made_again_and_costs_no_request(
     damage: Callable[[bytes], bytes], healer: str, store: Path, generate: Run, run: Run
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.levels import few
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources
@@ -448,6 +449,7 @@ def test_bench_sessions_does_the_same_turns_in_all_arms(
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
+@pytest.mark.slow
 def test_bench_sessions_goes_on_from_the_runs_that_a_file_has(
     tmp_path: Path, run_bench: Bench, tieredkv: CommandLine, in_this_process: None
 ) -> None:
@@ -506,7 +508,7 @@ def test_bench_sessions_replays_a_trace(tmp_path: Path, run_bench: Bench) -> Non
     assert row["by_tier"]["device"] > 0.4 * row["prompt_tokens"]
 
 
-@pytest.mark.parametrize("bench", [pytest.param("returns", marks=pytest.mark.slow), "sessions"])
+@pytest.mark.parametrize("bench", few(["sessions", "returns"]))
 def test_ctrl_c_leaves_nothing_of_a_crowd_behind(bench: str, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", bench, "--model", "tiny-random"]
     sizes = {
@@ -632,6 +634,7 @@ def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path, run_bench
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
+@pytest.mark.slow
 def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -669,6 +672,7 @@ def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
     assert "load: the bytes are not those that were stored" in found
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "disk", "--dir", str(tmp_path)]
     words = [*command, *DISK, "--repeats", "1000"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests import http
+from tests.levels import few
 from tests.serving import Server, ask_store, running
 from tests.waiting import wait_until
 from tieredkv.storage.verbs import SUMMED
@@ -71,7 +72,7 @@ def test_chains_are_listed_and_evicted_without_a_disk(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("encryption", ["on", "off"])
+@pytest.mark.parametrize("encryption", few(["on", "off"]))
 def test_chains_of_all_tiers_are_listed_once(tmp_path: Path, encryption: str) -> None:
     flags = ("--disk-write", "write_behind", "--disk-encryption", encryption)
     with running(tmp_path, *flags) as server:

@@ -262,6 +262,7 @@ def test_a_server_publishes_and_counts(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_server_whose_address_is_taken_does_not_start(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     taken = context.socket(zmq.PUB)

@@ -147,6 +147,7 @@ LIMITS = settings(
 )
 
 
+@pytest.mark.slow
 def test_no_mishaps_in_any_order_change_a_token_or_leave_a_block_held(tmp_path: Path) -> None:
     limits = settings(LIMITS, max_examples=6, stateful_step_count=5, derandomize=True)
     run(tmp_path, limits)

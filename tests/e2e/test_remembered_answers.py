@@ -4,6 +4,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import http
 from tests.serving import Server, ask_store, running
 
@@ -56,6 +58,7 @@ def test_each_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path) ->
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_without_a_bound_the_answer_s_blocks_are_not_found(tmp_path: Path) -> None:
     with running(tmp_path, "--remembered-answers-size", "0") as server:
         assert min(num_computed(talk(server, 4))) > 16

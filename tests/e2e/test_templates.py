@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import http
 from tests.engine.conftest import write_checkpoint
 from tests.serving import Server, running
@@ -58,6 +60,7 @@ def test_templates_of_a_checkpoint_are_used_and_told(tmp_path: Path) -> None:
         assert own == "wild asked"
 
 
+@pytest.mark.slow
 def test_a_response_template_of_no_use_is_told_and_hurts_nothing(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", "x")
     with running(tmp_path, model=model) as server:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests.levels import few
 from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
 from tieredkv.bench import crowd, sessions
 from tieredkv.cache.plan_log import replay
@@ -180,15 +181,7 @@ def make_rig() -> Iterator[MakeRig]:
 @EACH_LENGTH
 @pytest.mark.parametrize(
     ("GBps", "limit_GBps"),
-    [
-        (0.5, None),
-        (3.0, None),
-        (3.0, 0.5),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((1.0, None), (2.0, None), (3.0, 1.0))
-        ),
-    ],
+    few([(0.5, None), (3.0, None), (3.0, 0.5), (1.0, None), (2.0, None), (3.0, 1.0)], 3),
 )
 def test_a_plan_is_no_slower_than_computing_or_loading_and_near_the_ideal(
     make_rig: MakeRig, GBps: float, length: int, limit_GBps: float | None
@@ -246,9 +239,7 @@ def check_any_machine(make_rig: MakeRig, seed: int, longest: int) -> None:
     assert took_s["auto"] <= most * min(took_s["compute"], took_s["load"]), facts
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
-)
+@pytest.mark.parametrize("seed", few(range(12), 4))
 def test_on_no_machine_is_a_plan_slower_than_computing_or_loading(
     make_rig: MakeRig, seed: int
 ) -> None:
@@ -454,7 +445,7 @@ def test_step_times_that_were_learnt_wrong_delay_few_requests(
 
 
 @EACH_LENGTH
-@pytest.mark.parametrize("factor", [2.0, pytest.param(3.0, marks=pytest.mark.slow), 10.0])
+@pytest.mark.parametrize("factor", few([2.0, 10.0, 3.0], 2))
 def test_a_device_that_becomes_slow_and_fast_again_delays_few_requests(
     make_rig: MakeRig, factor: float, length: int
 ) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.integrations.engines import HAS_VLLM, RealEngine, key_of
+from tests.levels import few
 
 IS_NEW = HAS_VLLM and not RealEngine.is_older
 needs_vllm = pytest.mark.skipif(not IS_NEW, reason="vLLM 0.33 is not here")
 CAPACITY = 8
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(4, 40))]
 
 
 @pytest.mark.skipif(IS_NEW, reason="vLLM 0.33 is here")
@@ -195,7 +195,7 @@ def test_a_store_that_fails_and_a_reset_leave_nothing_behind(clock: Clock) -> No
 
 @needs_vllm
 @pytest.mark.parametrize("has_pins", [False, True], ids=["without", "with"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", few(range(40), 4))
 def test_random_requests(seed: int, has_pins: bool, clock: Clock) -> None:
     """Without pins, each step evicts what vLLM's own policy evicts.
 

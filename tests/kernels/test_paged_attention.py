@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.levels import few
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, launch, partition, prefill_dense
 from tieredkv.kernels.checks import LayerCache
@@ -106,9 +107,7 @@ def test_chunks_and_single_queries_equal_their_definition(
     assert relative_error(case.attend(backend), case.oracle()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    "num_multiprocessors", [1, *(pytest.param(it, marks=pytest.mark.slow) for it in (2, 40)), 5]
-)
+@pytest.mark.parametrize("num_multiprocessors", few([1, 5, 2, 40], 2))
 @pytest.mark.parametrize("spans", [[(1, 700), (1, 5)], [(20, 420), (6, 6), (1, 300), (1, 299)]])
 def test_any_number_of_programs_gives_the_same_answer(
     make_case: MakeCase,

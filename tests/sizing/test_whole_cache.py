@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.levels import few
 from tests.sizing.traces import random_lines, write
 from tests.sizing.whole_cache import WholeCache
 from tieredkv.retention import RetentionPolicies, RetentionPolicy
@@ -50,9 +51,7 @@ makes a difference where a request takes a fifth of a tier, as here.
 """
 
 
-SEEDS = pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+SEEDS = pytest.mark.parametrize("seed", few(range(3)))
 
 
 @pytest.mark.parametrize("idle_s", [60.0, 1e5])

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from tests.fakes import FakeClock
+from tests.levels import few
 from tests.storage.blocks import (
     chains,
     choose,
@@ -263,7 +264,7 @@ def test_a_database_of_another_kind_is_damage_and_costs_no_block(harness: Harnes
     assert (harness.folder / "index.bad").exists()
 
 
-@pytest.mark.parametrize("size", [0, 4096, 8192, 16384])
+@pytest.mark.parametrize("size", few([0, 8192, 4096, 16384], 2))
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "stopped"])
 def test_a_truncated_index_costs_no_block(harness: Harness, size: int, is_live: bool) -> None:
     client, records = harness.open(), make_chain("a", 40)

@@ -16,6 +16,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from tests.levels import few
 from tests.storage.conftest import CheckedClient, Harness, Mailbox, make_chain, wait_until
 from tests.storage.test_faults import plain_index
 from tieredkv.errors import (
@@ -304,7 +305,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
         mail.assert_right(done)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
+@pytest.mark.parametrize("number", few([signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT]))
 def test_a_crash_signal_while_the_index_is_idle_condemns_nothing(
     stored: Harness, number: signal.Signals
 ) -> None:
@@ -338,15 +339,7 @@ def test_a_truncated_index_under_a_live_worker_is_evidence_and_no_block_is_lost(
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        errno.EIO,
-        errno.EMFILE,
-        *(
-            pytest.param(code, marks=pytest.mark.slow)
-            for code in (errno.EPERM, errno.ESTALE, errno.EROFS)
-        ),
-    ],
+    "code", few([errno.EIO, errno.EMFILE, errno.EPERM, errno.ESTALE, errno.EROFS], 2)
 )
 def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone(
     stored: Harness, break_worker: Break, code: int
@@ -427,7 +420,7 @@ def test_an_outside_process_that_fills_its_table_of_readers_holds_up_no_store(
         outsider.communicate()
 
 
-@pytest.mark.parametrize("version", [0, 2, 3, 999])
+@pytest.mark.parametrize("version", few([2, 999, 0, 3], 2))
 def test_an_index_of_another_lmdb_is_refused_and_left_untouched(
     stored: Harness, version: int
 ) -> None:

@@ -6,7 +6,6 @@ from tests.stress.parser_cost import KINDS, measure
 from tieredkv.server.message_parser import Family, families
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [it for it in families().values() if it.call], ids=lambda it: it.name
 )
