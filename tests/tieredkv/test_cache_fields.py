@@ -106,7 +106,7 @@ def test_messages_take_the_policy_that_a_duration_names_or_the_shortest_that_cov
 def test_the_requests_own_policy_counts_where_it_lasts_long_enough(
     tokenization: Tokenization,
 ) -> None:
-    part = {"messages": [{**USER, "content": [text("a")]}]}
+    part: Json = {"messages": [{**USER, "content": [text("a")]}]}
     for retention, expected in (("24h", "24h"), ("in_memory", "in_memory"), (None, "in_memory")):
         asked = ask(ChatRequest, tokenization, prompt_cache_retention=retention, **part)
         assert claims(asked) == [(expected, 300.0)]
@@ -318,6 +318,35 @@ TOOLS: dict[str, tuple[type[ApiRequest], Json]] = {
         {
             "tools": [
                 {"type": "function", **FUNCTIONS[0], **control("1h")},
+                {"type": "function", **FUNCTIONS[1]},
+            ]
+        },
+    ),
+    "responses, in a namespace": (
+        ResponsesRequest,
+        {
+            "tools": [
+                {
+                    "type": "namespace",
+                    "name": "files",
+                    "tools": [
+                        {"type": "function", **FUNCTIONS[0], **control("1h")},
+                        {"type": "function", **FUNCTIONS[1]},
+                    ],
+                }
+            ]
+        },
+    ),
+    "responses, of a namespace": (
+        ResponsesRequest,
+        {
+            "tools": [
+                {
+                    "type": "namespace",
+                    "name": "files",
+                    "tools": [{"type": "function", **FUNCTIONS[0]}],
+                    **control("1h"),
+                },
                 {"type": "function", **FUNCTIONS[1]},
             ]
         },

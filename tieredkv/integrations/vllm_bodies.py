@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tieredkv import cache_fields
-from tieredkv.cache_fields import BREAKPOINT, CONTROL, OPTIONS_TTL, CacheFields, breakpoints_of
+from tieredkv.cache_fields import (
+    BREAKPOINT,
+    CONTROL,
+    OPTIONS_TTL,
+    CacheFields,
+    Lifetime,
+    breakpoints_of,
+)
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.prefixes import namespace_of
@@ -165,8 +172,10 @@ def _asked(body: Body, endpoint: Endpoint, rules: Rules) -> tuple[str | None, fl
     if fields.of_options.ttl != OPTIONS_TTL:
         rest = {name: it for name, it in _value(body[OPTIONS]).items() if name != "ttl"}
         body[OPTIONS] = Raw(json.dumps(rest).encode())
-    marks = [at if at.ttl else fields.of_options for at in breakpoints_of(held)]
-    claims = [allowed.claim(at, own) for at in (*marks, *fields.of_whole)]
+    first_with = dict[str | None, Lifetime]()
+    for at in breakpoints_of(held):
+        first_with.setdefault(at.ttl, at if at.ttl else fields.of_options)
+    claims = [allowed.claim(at, own) for at in (*first_with.values(), *fields.of_whole)]
     if not claims:
         if fields.is_explicit:  # Nothing of it is to be kept.
             return allowed.briefest.name, 0.0

@@ -6,7 +6,7 @@ name single items of stored responses by their ids.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
@@ -242,13 +242,10 @@ class ResponsesRequest(openai.ConversationRequest):
     @property
     def marked_tools(self) -> Iterable[tuple[int, Lifetime]]:
         """The breakpoints of tools, each with the index of its tool for the chat template."""
-        if not any(tool.cache_control for tool in self.all_tools):
-            return
         index = -1  # a tool that is left out has its breakpoint at the end of the one before it
-        for i, tool in enumerate(self.all_tools):
-            index += len(offered([tool]))
-            at = tool.lifetime(f"tools[{i}]" if i < len(self.tools) else "input")
-            if at and index >= 0:
+        for place, tool in _each(self.all_tools, "tools", len(self.tools)):
+            index += not (isinstance(tool, NamespaceTool) or left_out([tool]))
+            if index >= 0 and (at := tool.lifetime(place)):
                 yield index, at
 
     @cached_property
@@ -362,6 +359,21 @@ class InputTokensRequest(ResponsesRequest, PlainRequest):
         how: Json = {"is_bounded": False, "field": self.prompt_field}
         encoded = tokenization.encode_chat(messages, self.arguments, **how)
         return {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
+
+
+def _each(tools: Sequence[Tool], path: str, num: int) -> Iterator[tuple[str, Tool]]:
+    """Yield tools, and those of a namespace before it, with their paths in the body.
+
+    Args:
+        tools: of the request, then those that its items bring.
+        path: of the list of tools.
+        num: how many are the request's.
+    """
+    for i, tool in enumerate(tools):
+        place = f"{path}[{i}]" if i < num else "input"
+        if isinstance(tool, NamespaceTool):
+            yield from _each(tool.tools, f"{place}.tools", len(tool.tools))
+        yield place, tool
 
 
 def joined(items: Sequence[Json]) -> bytes:
