@@ -5,7 +5,6 @@ runs on the thread that calls `step`; only `wake` may be called from others.
 """
 
 import contextlib
-import gc
 import logging
 import random
 import threading
@@ -34,7 +33,6 @@ from tieredkv.engine.slices import Slices
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.errors import BlocksLostError, RequestError
-from tieredkv.garbage import look_seldom
 from tieredkv.types import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
@@ -125,10 +123,6 @@ class EngineCore:
             self._grammars = Grammars(self._make_compiler, self.wake)
             stack.callback(self._grammars.close)
             self._stack = stack.pop_all()
-        # Objects that live as long as the engine are no longer searched for garbage. There are
-        # hundreds of thousands of them, and a search would delay every stream.
-        gc.collect()
-        self._stack.callback(look_seldom())
 
     @property
     def info(self) -> EngineInfo:

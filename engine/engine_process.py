@@ -6,6 +6,7 @@ written to disk, and the process ends.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -23,6 +25,7 @@ from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import BlocksLostError, RequestError, StorageError, TieredKVError
+from tieredkv.garbage import look_seldom
 from tieredkv.wire.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 from tieredkv.wire.process import Refused
 
@@ -46,10 +49,16 @@ class EngineProcess:
     The main thread steps the core and sends; a second thread receives, so that an abort is seen
     while a step runs, and tells the server each second that the process runs and how long the step
     has lasted. They share `_inbox`, the channel and `_stepped_at`, which the main thread sets.
+
+    Args:
+        channel: to the server.
+        on_start: called once the core has started.
     """
 
-    def __init__(self, channel: FrameChannel[ToEngine]) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: FrameChannel[ToEngine], on_start: Callable[[], object] = lambda: None
+    ) -> None:
+        self._channel, self._on_start = channel, on_start
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._core: EngineCore | None = None
         self._is_stopping = False
@@ -70,6 +79,7 @@ class EngineProcess:
             self._channel.send(Refused(type(error).__name__, str(error)))
             exit_code = EXIT_START_FAILED
         else:
+            self._on_start()
             core.verbs.prompts.on_prompt = self._channel.send
             core.verbs.on_evict = lambda wanted: self._channel.send(messages.EvictToo(wanted))
             signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
@@ -170,6 +180,15 @@ class EngineProcess:
             self._channel.send(messages.ProgressReport(stage, done, total))
 
 
+def leave_out_what_stays() -> None:
+    """Search the objects that live as long as the engine for garbage no longer.
+
+    There are hundreds of thousands of them, and a search would delay every stream.
+    """
+    gc.collect()
+    look_seldom()
+
+
 def main() -> NoReturn:
     """Run the engine on the inherited descriptor named by the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +197,7 @@ def main() -> NoReturn:
     exit_code = EXIT_FAILED
     with contextlib.closing(channel):
         try:
-            exit_code = EngineProcess(channel).run()
+            exit_code = EngineProcess(channel, leave_out_what_stays).run()
         except Exception:
             logger.exception("the engine failed")
     # At once: no thread may keep a failed engine alive, as the server sees its end by the closed

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.garbage import no_search_for_garbage as no_search_for_garbage
 from tests.waiting import HANG_S
 from tieredkv.cache import demotion, lookups, room
 

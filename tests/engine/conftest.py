@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.garbage import no_search_for_garbage as no_search_for_garbage
 from tieredkv.engine import loader
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 

@@ -1,5 +1,6 @@
 """The order in which the engine issues steps and collects their outputs."""
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,17 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.storage.worker_messages import LentPage
+
+
+def test_the_python_api_leaves_the_callers_garbage_collector_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    for name in ("freeze", "unfreeze", "set_threshold", "disable", "enable"):
+        monkeypatch.setattr(gc, name, lambda *_, name=name: called.append(name))
+    with LLM("tiny-random", device_size="4MiB", host_size="4MiB") as llm:
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=2))
+    assert called == []
 
 
 def test_a_quick_request_is_in_the_very_next_step_of_a_flood(

@@ -23,6 +23,7 @@ def test_an_engine_that_was_told_to_stop_waits_for_no_more_requests(
     ours, theirs = socket.socketpair()
     server = FrameChannel(ours, msgspec.msgpack.Decoder(ToServer))
     waits: list[float] = []
+    started: list[Any] = []
 
     class IdleCore:
         """A core without requests, which is told to stop while it waits for one."""
@@ -32,6 +33,7 @@ def test_an_engine_that_was_told_to_stop_waits_for_no_more_requests(
         verbs = SimpleNamespace(prompts=SimpleNamespace())
 
         def __init__(self, *_: Any, **__: Any) -> None:
+            assert not started
             self.woken = threading.Event()
             self.wake = self.woken.set
 
@@ -55,7 +57,8 @@ def test_an_engine_that_was_told_to_stop_waits_for_no_more_requests(
     server.send(Start(settings=Settings(model="m")))
     decoder = msgspec.msgpack.Decoder(ToEngine)
     channel = FrameChannel(theirs, decoder, MAX_ENGINE_FRAME_BYTES)
-    assert engine_process.EngineProcess(channel).run() == 0
+    assert engine_process.EngineProcess(channel, lambda: started.append(True)).run() == 0
+    assert started == [True]
     assert waits == [engine_process.IDLE_WAIT_S]
     server.close()
     for thread in threading.enumerate():

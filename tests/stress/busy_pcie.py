@@ -40,6 +40,7 @@ from tieredkv.bench.ttft import (
     serve_once,
 )
 from tieredkv.engine.llm import LLM
+from tieredkv.garbage import look_seldom
 from tieredkv.types import Tier, tracked
 
 COPY_BYTES = 64 << 20
@@ -183,6 +184,7 @@ def main(
     host_size: str,
     commit: str | None,
 ) -> None:
+    look_seldom()  # as the engine's process does
     lengths, counts = ([int(it) for it in text.split(",")] for text in (prefix_tokens, streams))
     if any(counts) and not torch.cuda.is_available():
         raise click.UsageError("There is no GPU, and so no PCIe to keep busy.")

@@ -30,6 +30,7 @@ from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.grammars import Compiler, Grammars, Matcher
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.garbage import look_seldom
 from tieredkv.server.schemas import enforceable
 from tieredkv.server.structure import as_grammar, json_format
 from tieredkv.types import tracked
@@ -172,6 +173,7 @@ def main(
     device_size: str,
     commit: str | None,
 ) -> None:
+    look_seldom()  # as the engine's process does
     sizes, arms = [int(size) for size in batches.split(",")], order.split(",")
     if sorted(arms) != sorted(ARMS):
         raise click.BadParameter(

@@ -23,6 +23,7 @@ from tieredkv.bench.progress import bench_progress
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.model_runner import MIXED_SIZES
 from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.garbage import look_seldom
 from tieredkv.types import BlockId, PageId, tracked
 
 Row = dict[str, Any]
@@ -81,6 +82,7 @@ def measure(llm: LLM, num_steps: int, most_tokens: int, num_copied: int) -> list
 @click.option("--copied", default=2300, show_default=True, help="Blocks that are copied beside it.")
 @click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(model: str, steps: int, most_tokens: int, copied: int, commit: str | None) -> None:
+    look_seldom()  # as the engine's process does
     if not torch.cuda.is_available():
         raise click.UsageError("There is no GPU.")
     sizes: Row = {"device_size": "12GiB", "host_size": "12GiB", "max_model_len": 32_768}

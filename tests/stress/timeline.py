@@ -31,6 +31,7 @@ from tieredkv.bench.ttft import demote_all, look_up, make_prompt, serve_once, ti
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Restore
 from tieredkv.engine.llm import LLM
+from tieredkv.garbage import look_seldom
 
 Row = dict[str, Any]
 TRAILING_S = 0.001
@@ -171,6 +172,7 @@ def main(
     disk_dir: Path | None,
     commit: str | None,
 ) -> None:
+    look_seldom()  # as the engine's process does
     lengths = [int(length) for length in prefix_tokens.split(",")]
     with tempfile.TemporaryDirectory(prefix="tieredkv-timeline-", dir=disk_dir) as folder:
         settings: Row = {"model": model, "disk_dir": folder}

@@ -35,6 +35,7 @@ from tieredkv.cli.bench_options import (
 from tieredkv.cli.output import as_text, json_option, print_json, print_table
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
+from tieredkv.garbage import look_seldom
 from tieredkv.units import parse_bytes
 
 NOT_FACTS = ("hardware", "commit", "command", "raw", "rows", "runs", "problems")
@@ -44,6 +45,7 @@ NOT_FACTS = ("hardware", "commit", "command", "raw", "rows", "runs", "problems")
 @click.group()
 def bench() -> None:
     """Measure the tiers, the kernels, the engine or a running server."""
+    look_seldom()  # as the engine's process does
 
 
 def measured(
