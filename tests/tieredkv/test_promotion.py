@@ -1,5 +1,6 @@
 """Promotion of blocks: pages on loan, late answers and limits."""
 
+import msgspec
 import pytest
 
 from tests.fake_store import BLOCK_BYTES, DAY_S, Rig, chain_of
@@ -369,3 +370,21 @@ def test_a_read_that_is_copied_to_vram_is_counted_as_used_once() -> None:
     rig.run("a", 6)
     assert counters.promoted_host_blocks > 6 and counters.used_reads == 6
     assert counters.promoted_disk_blocks == len(rig.store.loaded) == 6
+
+
+def test_a_read_names_the_block_of_the_requests_chain_whatever_is_stored_under_its_hash() -> None:
+    rig = Rig()
+    rig.store.put("a", 3)
+    for record, _ in list(rig.store.blocks.values()):
+        damaged = {"root": b"x", "parent_hash": b"y", "position": 9, "size_bytes": 1, "hits": 7}
+        rig.store.put_block(msgspec.structs.replace(record, **damaged))
+    rig.store.is_held = True
+    prefix = rig.queue("a", 3)
+    rig.store.answer(0)
+    rig.turn(2)
+    named = sorted((job.page.record for job in rig.store.jobs), key=lambda each: each.position)
+    assert [record.root for record in named] == [prefix.root] * 3
+    assert [record.parent_hash for record in named] == [prefix.root, *prefix.hashes[:2]]
+    assert [record.position for record in named] == [0, 1, 2]
+    assert [record.size_bytes for record in named] == [BLOCK_BYTES] * 3
+    assert {record.hits for record in named} == {7}

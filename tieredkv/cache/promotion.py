@@ -454,7 +454,14 @@ class Promoter:
             return False
         sealed = prefix.records.get(block_hash)
         assert sealed, block_hash
-        record = decode_record(block_hash, sealed).record
+        # The worker refuses what is stored under this hash if it is another block than this one.
+        record = msgspec.structs.replace(
+            decode_record(block_hash, sealed).record,
+            parent_hash=prefix.hashes[index - 1] if index else prefix.root,
+            root=prefix.root,
+            position=index,
+            size_bytes=self._tiers.block_bytes,
+        )
         tenant = record.namespace[:TENANT_BYTES]
         pages = host.allocate(1, tenant=tenant)
         if pages is None:
