@@ -110,7 +110,8 @@ def test_a_verb_loads_only_the_libraries_that_it_needs() -> None:
     [
         (["nope"], "error: No such command 'nope'."),
         (["serve"], "error: Missing argument 'MODEL'."),
-        (["df"], "error: Missing option '--disk-dir'."),
+        (["df"], "error: Missing option '--disk-dir' or '--url'."),
+        (["prune"], "error: Missing option '--disk-dir'."),
         (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder; give the"),
         (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
         (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
@@ -362,7 +363,7 @@ def test_df_of_a_server_of_an_older_version_says_what_is_not_known(
     answer = StoreControl(path).df()
     for name in ("lifetimes", "encryption"):
         del answer["disk"][name]
-    monkeypatch.setattr(StoreControl, "df", lambda _, *, verbose: answer)
+    monkeypatch.setattr(StoreControl, "answer", lambda _, call: answer)
     shown = tieredkv("df", "--disk-dir", str(path))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert ["disk", "1"] in [line.split()[:2] for line in shown.stdout.splitlines()]

@@ -82,8 +82,11 @@ def measure(
     """
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import bench_progress, ending_progress
+    from tieredkv.cli.http_answers import warn_if_key_is_readable
 
     plots.check(plot)
+    if options.get("api_key"):
+        warn_if_key_is_readable(options["url"], options["api_key"])
     if loaded is not None:
         options["settings"] = loaded.given()
     module = importlib.import_module(f"tieredkv.bench.{name}")

@@ -2,9 +2,11 @@
 
 import contextlib
 
+import click
 import httpx
 
 from tieredkv.errors import ServerUnreachableError
+from tieredkv.http_clients import is_loopback
 
 
 def reason_of(answer: httpx.Response) -> str:
@@ -12,6 +14,24 @@ def reason_of(answer: httpx.Response) -> str:
     with contextlib.suppress(ValueError, LookupError, TypeError):
         return str(answer.json()["error"]["message"])
     return f"status {answer.status_code}"
+
+
+def code_of(answer: httpx.Response) -> str | None:
+    """Return the code of what a server says is wrong; None if it says none."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return str(answer.json()["error"]["code"])
+    return None
+
+
+def warn_if_key_is_readable(url: str, key: str | None) -> None:
+    """Warn of a key that is sent without encryption to another machine."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return
+    if key and parsed.scheme == "http" and not is_loopback(parsed.host):
+        what = f"the key is sent to `{parsed.host}` over plain HTTP, so others may read it"
+        click.echo(f"warning: {what}\nhint: use https, or a tunnel to this machine", err=True)
 
 
 def unreachable(url: str, error: BaseException) -> ServerUnreachableError:

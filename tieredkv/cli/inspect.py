@@ -10,9 +10,10 @@ from typing import Any, TextIO
 import click
 import msgspec
 
+from tieredkv.cli.controls import control_by, control_of, url_option
 from tieredkv.cli.output import Answer, answering, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX, control_of
+from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import NoServerError
 from tieredkv.storage.calls import Inspect
@@ -36,10 +37,14 @@ from tieredkv.units import format_bytes, format_duration
 @click.option("--api-key", help="API key with which the prompt is sent.")
 @click.option("--cache-salt", help="The `cache_salt` of the prompt.")
 @click.option("--prompt-cache-key", help="The `prompt_cache_key` of the prompt.")
-@settings_options("dtype", "fingerprint", "block_size", "hash_algo", "isolate_by", "disk_dir")
+@settings_options(
+    *("dtype", "fingerprint", "block_size", "hash_algo", "isolate_by", "disk_dir", "admin_key")
+)
+@url_option
 @answering
 def inspect(
     loaded: LoadedSettings,
+    url: str | None,
     id: str | None,
     following: bool,
     prompt_file: TextIO | None,
@@ -63,8 +68,9 @@ def inspect(
       tieredkv inspect --disk-dir ./kv 1f9c0a77d2e4-83b0c91e55aa
       tieredkv inspect --disk-dir ./kv 1f9c0a77d2e4 --following
       tieredkv inspect --disk-dir ./kv --prompt-file request.json
+      tieredkv inspect --url http://gpu1:8000 --prompt-file request.json
     """
-    store = control_of(loaded.settings)
+    control = control_by(loaded, url)
     if (id is None) == (prompt_file is None):
         raise usage_error("Give either an ID or --prompt-file.")
     if prompt_file is not None:
@@ -77,18 +83,19 @@ def inspect(
         call = Inspect(prompt=prompt, tenant=tenant, **whose)
         call.check()
         try:
-            found = store.answer(call)
-        except NoServerError:
+            found = control.answer(call)
+        except NoServerError:  # which a server does not say
             if not loaded.settings.model:
                 text = "No server runs that could tokenize the prompt: give --model."
                 raise usage_error(text) from None
             from tieredkv.cli import stopped_prompts
 
+            store = control_of(loaded.settings)
             found = stopped_prompts.inspect(call, loaded.settings, store, api_key)
         return Answer(found, lines=[*_described(found)])
     call = Inspect(id=id or "", following=following)
     call.check()
-    blocks = [block for page in store.pages(call) for block in page]
+    blocks = [block for page in control.pages(call) for block in page]
     now, rows = time.time(), list[dict[str, object]]()
     for label, block in zip(tree_labels(blocks), blocks, strict=True):
         rows.append(

@@ -1,8 +1,6 @@
 """`tieredkv df`, `ls`, `evict`, `verify` and `rotate`, on a running server or a stopped store."""
 
-import errno
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,12 +10,12 @@ from typing import Any
 import click
 
 from tieredkv.bench.progress import terminal_progress
+from tieredkv.cli.controls import Control, control_by, control_of, url_option
 from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.cli.versions import told, untold_text
-from tieredkv.config import LoadedSettings, Settings
-from tieredkv.errors import StorageError
-from tieredkv.storage.calls import EvictFilter, Ls, Prune, Verify
+from tieredkv.config import LoadedSettings
+from tieredkv.storage.calls import Df, EvictFilter, Ls, Prune, Verify
 from tieredkv.storage.control import Asking, StoreControl, document
 from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
 from tieredkv.types import TENANT_BYTES, Tier
@@ -41,37 +39,26 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
     return command
 
 
-def control_of(settings: Settings) -> StoreControl:
-    """Return the control of the store in `--disk-dir`.
+def tier_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
+    """Make a command of a function that gets a store by `--disk-dir` or a server by `--url`."""
 
-    Raises:
-        UsageError: there is no such folder.
-        StorageError: this account may not look into it.
-    """
-    if (folder := settings.disk_dir) is None:
-        raise usage_error("Missing option '--disk-dir'.")
-    if not Path(folder).is_dir():
-        raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
-    if not os.access(folder, os.R_OK | os.X_OK):
-        hint = "hint: use the account that the store belongs to, which its server runs as"
-        raise StorageError(f"`{folder}` cannot be read: {os.strerror(errno.EACCES)}\n{hint}")
-    return StoreControl(
-        folder,
-        clock_offset_file=settings.clock_offset_file,
-        key_dir=settings.disk_key_dir,
-        master_key=settings.disk_master_key,
-        master_key_command=settings.disk_master_key_command,
-    )
+    @functools.wraps(verb)
+    def ask(*, loaded: LoadedSettings, url: str | None, **options: Any) -> Answer | Listing:
+        return verb(control_by(loaded, url), **options)
+
+    settings = settings_options("disk_dir", "admin_key")
+    command: click.Command = click.command()(settings(url_option(answering(ask))))
+    return command
 
 
-@store_verb
+@tier_verb
 @click.option(
     "-v",
     "--verbose",
     is_flag=True,
     help="Also show what each namespace holds on disk. This reads the whole index.",
 )
-def df(store: StoreControl, verbose: bool) -> Answer:
+def df(store: Control, verbose: bool) -> Answer:
     """Show how many blocks and bytes each tier holds, and how long the disk keeps them.
 
     While the server is stopped, only the disk tier holds anything.
@@ -85,14 +72,15 @@ def df(store: StoreControl, verbose: bool) -> Answer:
     Examples:
       tieredkv df --disk-dir ./kv
       tieredkv df --disk-dir ./kv -v
+      tieredkv df --url http://gpu1:8000
     """
-    answer, rows, lines = store.df(verbose=verbose), [], []
+    answer, rows, lines = store.answer(Df(verbose=verbose)), [], []
     for tier in Tier:
         stats = answer.get(tier) or {}
         sizes = {key: stats.get(f"bytes_{key}") for key in SIZES}
         shown = {key: None if size is None else format_bytes(size) for key, size in sizes.items()}
         rows.append({"tier": tier, "blocks": stats.get("blocks"), **shown})
-    disk = answer["disk"]
+    disk = answer["disk"] or {}  # a server may have none
     if disk.get("is_compressing"):
         ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
@@ -104,13 +92,14 @@ def df(store: StoreControl, verbose: bool) -> Answer:
         rest = f"; {disk['num_clear']} blocks of an older store are clear" * bool(disk["num_clear"])
         lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys{rest}")
     writer = answer.get("writer_pid")
-    lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
+    if disk:
+        lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
     lifetimes = told(disk, "lifetimes", Lifetimes)
     if lifetimes is not None and lifetimes.shortfall:
         lines.append(f"warning: the disk tier is too small: {lifetimes.shortfall}")
     parts = {**disk, "lifetimes": lifetimes}
     needed = ("lifetimes", "encryption", "is_compressing")
-    if untold := [name for name in needed if parts.get(name) is None]:
+    if untold := [name for name in needed if disk and parts.get(name) is None]:
         lines.append(untold_text(untold))
     uses = [
         {
@@ -158,7 +147,7 @@ filter_option = click.option(
 )
 
 
-@store_verb
+@tier_verb
 @filter_option
 @click.option(
     "--sort",
@@ -167,7 +156,7 @@ filter_option = click.option(
     "used come first.",
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List at most N chains.")
-def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | None) -> Listing:
+def ls(store: Control, filter: str | None, sort: str | None, limit: int | None) -> Listing:
     """List the chains of blocks, the most recently used first.
 
     A chain is a prompt's blocks up to one that no other block follows. On a running server all
@@ -219,7 +208,7 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
     return Listing(pages(), as_json, as_row, lambda chain: chain.id, nothing, texts=3)
 
 
-@store_verb
+@tier_verb
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--all", is_flag=True, help="Evict every block.")
 @click.option(
@@ -258,7 +247,7 @@ def ls(store: StoreControl, filter: str | None, sort: str | None, limit: int | N
     "disk, or with --tier from there.",
 )
 def evict(
-    store: StoreControl,
+    store: Control,
     yes: bool,
     older_than_s: str | None,
     filter: str | None,

@@ -17,10 +17,10 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from tieredkv.cli.http_answers import reason_of, unreachable
+from tieredkv.cli.controls import control_of, refuse_both
+from tieredkv.cli.http_answers import reason_of, unreachable, warn_if_key_is_readable
 from tieredkv.cli.output import json_option, print_json, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.cli.store import control_of
 from tieredkv.cli.top_figures import Picture, Reading, picture_of
 from tieredkv.cli.top_picture import draw
 from tieredkv.config import LoadedSettings, Settings
@@ -65,6 +65,7 @@ class ServerSource:
 
     def __init__(self, url: str, admin_key: str | None) -> None:
         self.name = url
+        warn_if_key_is_readable(url, admin_key)
         headers = {b"Authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
         try:
             http = http_client(url, headers=headers, timeout=TIMEOUT_S)
@@ -149,7 +150,7 @@ def top(loaded: LoadedSettings, url: str | None, interval: str, once: bool, as_j
     """Show a running server live: tiers, moves, hit rate, time to first token, slow requests.
 
     With --url the server is asked, which needs its admin key if it has one; better set
-    TIEREDKV_ADMIN_KEY than --admin-key, which others can read. With --disk-dir alone its store is
+    TIEREDKV_ADMIN_KEY than --admin-key, which others can read. With --disk-dir instead its store is
     asked, which needs no key, but knows neither hits, nor times, nor requests.
 
     Moves are measured between two pictures. "of the link" is the part that they use of the rate
@@ -172,6 +173,7 @@ def top(loaded: LoadedSettings, url: str | None, interval: str, once: bool, as_j
     interval_s = parse_duration(interval)
     if interval_s < MIN_INTERVAL_S:
         raise usage_error(f"`{interval}` is too short for --interval; it is at least 100ms.")
+    refuse_both(loaded, url)
     settings = loaded.settings
     source: Source
     if url is None and settings.disk_dir is not None:

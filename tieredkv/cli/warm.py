@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.http_answers import reason_of, unreachable
+from tieredkv.cli.http_answers import reason_of, unreachable, warn_if_key_is_readable
 from tieredkv.cli.output import Answer, answering, usage_error
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.http_clients import async_http_client
@@ -96,6 +96,7 @@ def warm(file: BinaryIO, url: str, api_key: str | None, retention: str | None, j
     """
     if not (prompts := list(read_prompts(file, retention))):
         raise usage_error("FILE has no prompt; write one JSON value a line.")
+    warn_if_key_is_readable(url, api_key)
     warmed = Warmed(prompts=len(prompts))
     progress = terminal_progress(lambda line: click.echo(line, err=True))
     is_cut = False

@@ -12,7 +12,13 @@ from msgspec.structs import replace
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tieredkv.config import Settings
-from tieredkv.errors import ConfigError, RequestError, TieredKVError, UnknownIdError
+from tieredkv.errors import (
+    ConfigError,
+    RequestError,
+    StoreUnreachableError,
+    TieredKVError,
+    UnknownIdError,
+)
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect, Ls
@@ -146,5 +152,7 @@ def _refused(error: Exception) -> RequestError:
     """Return what an error of a verb is to a client."""
     if isinstance(error, UnknownIdError):
         return RequestError(str(error), code="unknown_id", status=404)
+    if isinstance(error, StoreUnreachableError):
+        return RequestError(str(error), code="store_unreachable", status=503)
     status = 400 if isinstance(error, ValueError) else 503
     return RequestError(str(error), code="store", status=status)
