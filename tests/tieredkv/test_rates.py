@@ -343,6 +343,31 @@ def test_steps_of_an_earlier_run_predict_until_their_kind_is_measured() -> None:
     assert rate.seconds(65_536, 73_728) == pytest.approx(fresh.seconds(65_536, 73_728))
 
 
+@pytest.mark.parametrize(
+    ("step_s", "token_s", "pair_s"),
+    [(0.006, 2.4e-5, 7.3e-10), (0.002, 4e-5, 6e-8), (0.1, 2e-3, 1e-6), (1e-4, 2e-7, 1e-12)],
+)
+def test_the_times_of_a_device_of_any_speed_are_learnt(
+    step_s: float, token_s: float, pair_s: float
+) -> None:
+    """The first assumption is that of a GPU, and attention takes a CPU 600 times as long."""
+
+    def took_s(begin: int, end: int) -> float:
+        return max(step_s, token_s * (end - begin)) + pair_s * pairs(begin, end)
+
+    rate = ComputeRate(2_048)
+    for begin, end in [(0, 1), (0, 16), (0, 64), (30_000, 30_016)]:
+        rate.learn(end - begin, pairs(begin, end), took_s(begin, end))
+    rate.doubt()
+    for length in (512, 8_192, 2_048):
+        for begin in range(0, length, 2_048):
+            end = min(length, begin + 2_048)
+            rate.learn(end - begin, pairs(begin, end), took_s(begin, end))
+    for length in (512, 2_048, 8_192, 32_768):
+        right_s = sum(took_s(it, min(length, it + 2_048)) for it in range(0, length, 2_048))
+        assert rate.seconds(0, length) == pytest.approx(right_s, rel=0.1), length
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_what_is_measured_outweighs_an_earlier_run(factor: float) -> None:
     rate = ComputeRate(8192)

@@ -264,8 +264,8 @@ class Probes:
 
 
 _PRIOR = np.array([2e-3, 2e-5, 1e-10, 1e-8, 2e-3])
-"""Seconds a step, a token, a pair of tokens and a token read, before any measurement; then the unit
-in which a step with few tokens is fitted.
+"""Seconds a step, a token, a pair of tokens, a token read and a step with few tokens, before any
+measurement.
 """
 
 FEW_TOKENS = 64
@@ -540,18 +540,22 @@ class ComputeRate:
         long = [it for it in known if not it.mean.has_few and it.mean.seconds > least_s]
         kinds = few + long
         steps = [each.mean for each in kinds]
-        # In units of the first assumption, so that the equations are well conditioned.
         sizes = [
             [0.0, 0.0, it.num_pairs, it.num_read, 1.0]
             if it.has_few
             else [1.0, it.num_tokens, it.num_pairs, it.num_read, 0.0]
             for it in steps
         ]
-        rows = np.array(sizes).reshape(-1, 5) * _PRIOR
+        rows = np.array(sizes).reshape(-1, 5)
         rows /= np.array([it.seconds for it in steps]).reshape(-1, 1)
+        # In units of the most that the measurements allow, so that the first assumption counts only
+        # where they say nothing, however slow the device is.
+        most = rows.max(axis=0, initial=0.0)
+        units = np.divide(1.0, most, out=_PRIOR.copy(), where=most > 0)
+        rows *= units
         weights = np.array([*_weights(few), *_weights(long)])
         moments = rows.T @ (rows * weights[:, None]) + np.diag(_TRUST)
-        targets = rows.T @ weights + _TRUST
+        targets = rows.T @ weights + _TRUST * _PRIOR / units
         free = [0, 1, 2, 3, 4] if few else [0, 1, 2, 3]
         while True:  # coefficients cannot be negative: leave out those that would be
             fitted = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
@@ -560,7 +564,7 @@ class ComputeRate:
             free = [each for each, it in zip(free, fitted, strict=True) if it > 0]
         whole = np.zeros(5)
         whole[free] = fitted
-        self._fitted = StepTimes(*(whole * _PRIOR).tolist())
+        self._fitted = StepTimes(*(whole * units).tolist())
         self._least_s = self._fitted.least_s
         return self._fitted
 
