@@ -201,6 +201,7 @@ def make_tiers(
         clock=Clock(settings.clock_offset_file),
         block_bytes=spec.block_bytes,
         block_size=spec.block_size,
+        is_cpu=device_type == "cpu",
         restore=settings.restore,
         compute_rate=ComputeRate(settings.resolve_max_num_alone_tokens(device_type)),
         is_write_behind=settings.disk_write == "write_behind",

@@ -78,6 +78,8 @@ class Machine(NamedTuple):
         issue_token_s: the same for each of its prompt tokens.
         block_s: time for which the thread is kept by a block of a request that comes, and by one of
             a request that is admitted.
+        is_cpu: whether the processor is the device, so that steps and copies keep the thread.
+        arrival_s: time for which the thread is kept by a block that has come from disk.
     """
 
     step_s: float = 0.006
@@ -94,6 +96,13 @@ class Machine(NamedTuple):
     issue_long_s: float = 0.021
     issue_token_s: float = 1e-6
     block_s: float = 2e-6
+    is_cpu: bool = False
+    arrival_s: float = 0.0
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device, as torch calls it."""
+        return "cpu" if self.is_cpu else "cuda"
 
     def num_tokens(self, rows: Sequence[BatchRow]) -> int:
         """Return the number of prompt tokens of a step."""
@@ -118,6 +127,21 @@ class Machine(NamedTuple):
 
 H200_8B = Machine()
 """One H200 with Llama-3.1-8B shapes, roughly as docs/compute-or-load.md measured it."""
+
+TWO_CORES = Machine(
+    step_s=0.002,
+    token_s=4e-5,
+    pair_s=6e-8,
+    up_GBps=2.0,
+    down_GBps=2.0,
+    read_GBps=0.2,
+    issue_s=0.0,
+    issue_long_s=0.0,
+    issue_token_s=0.0,
+    is_cpu=True,
+    arrival_s=2e-4,
+)
+"""Two processor cores with `tiny-random`, roughly."""
 
 
 class VirtualTime:
@@ -199,6 +223,8 @@ class _Device:
         self.time.sleep(self.machine.more_issue_s(rows))
         self.free_at = max(began + seconds, late_at + self._late_share * seconds, self.time.now)
         self.last = self.moment(began), self.moment(self.free_at)
+        if self.machine.is_cpu:
+            self.time.wait_until(self.free_at)
         self.busy_s += seconds
         if any(len(row.token_ids) > 1 for row in rows):
             self.prefill_s += seconds
@@ -277,6 +303,8 @@ class _Link(DeviceLink[Any]):
         early = moment(began + self._early_share * seconds) if is_split else None
         ended = moment(began + seconds)
         copies.append(_Pending(ended, tag, early, num_bytes, moment(began)))
+        if self._device.machine.is_cpu:
+            self._device.time.wait_until(ended.at)
 
     def synchronize(self) -> None:
         for copy in (*self._promotions, *self._demotions):
@@ -449,6 +477,8 @@ class Disk(StoreClient):
         events: list[Event] = []
         while self._events and self._events[0][0] <= self._device.time.now:
             events.append(heapq.heappop(self._events)[-1])
+        num_arrived = sum(isinstance(event, PageLoaded) for event in events)
+        self._device.time.sleep(num_arrived * self._device.machine.arrival_s)
         return events
 
     def stats(self) -> StoreStats:
@@ -522,8 +552,9 @@ class ModelledCore(EngineCore):
             self.disk = Disk(self.device, settings.disk_size // spec.block_bytes)
         link = _Link(self.device, spec.block_bytes, int(early_share * spec.block_bytes))
         num_pages = settings.host_size // spec.page_bytes
-        tiers = make_tiers(settings, spec, link, self.disk, num_blocks, num_pages, "cuda")
-        scheduler = make_scheduler(settings, tiers, "cuda")
+        device_type = self.machine.device_type
+        tiers = make_tiers(settings, spec, link, self.disk, num_blocks, num_pages, device_type)
+        scheduler = make_scheduler(settings, tiers, device_type)
         admit = scheduler.cache.admit
 
         def admit_timed(prefix: Prefix, num_blocks: int, **options: bool) -> bool:
@@ -537,9 +568,9 @@ class ModelledCore(EngineCore):
         time_steps(
             runner,
             timer,
-            most_tokens=settings.resolve_max_num_alone_tokens("cuda"),
+            most_tokens=settings.resolve_max_num_alone_tokens(device_type),
             max_model_len=max_model_len,
-            is_cpu=False,
+            is_cpu=self.machine.is_cpu,
         )
         time_link(tiers)
         return Parts(

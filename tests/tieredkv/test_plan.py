@@ -79,6 +79,25 @@ def test_head_and_tail_arrive_together() -> None:
     assert split.ready_s < 0.6 * seconds(0, 2048 * SIZE)
 
 
+@pytest.mark.parametrize("num_blocks", [16, 128, 512, 2048])
+@pytest.mark.parametrize("GBps", [0.3, 1.0, 2.7, 7.0, 60.0])
+def test_a_processor_that_moves_the_blocks_itself_does_not_count_on_doing_both_at_once(
+    num_blocks: int, GBps: float
+) -> None:
+    link, demand = LinkState(GBps * 1e9), on_disk(num_blocks)._replace(is_begun=True)
+    cpu = Planner([link], seconds, SIZE, BLOCK_BYTES, least_tokens=128, is_cpu=True)
+    split = cpu.split(demand)
+    all_s, rest_s = seconds(0, demand.end), seconds(num_blocks * SIZE, demand.end)
+    block_s = BLOCK_BYTES / (GBps * 1e9)
+    if split.block == num_blocks:
+        assert split.done_s == pytest.approx(all_s)
+    else:
+        both_s = (num_blocks - split.block) * block_s + seconds(0, split.block * SIZE)
+        assert split.done_s == pytest.approx(both_s + rest_s)
+        assert cpu.busy_s == pytest.approx(split.done_s)
+    assert split.done_s <= (1 + 1e-9) * min(all_s, num_blocks * block_s + rest_s)
+
+
 def test_without_anything_to_load_all_is_computed() -> None:
     split = planner(LinkState(2e9)).split(Demand(100, 1000))
     assert split == Split(7, 7, seconds(100, 112), 0.0, seconds(100, 1000))

@@ -142,6 +142,8 @@ class Planner:
         busy_s: seconds for which the device is busy with what it was given.
         least_tokens: a step with fewer tokens costs hardly less, so that none is planned.
         is_shared: whether more than one request needs the device.
+        is_cpu: whether the device is the processor, which also moves the blocks: it computes
+            nothing meanwhile.
     """
 
     links: Sequence[LinkState]
@@ -151,6 +153,7 @@ class Planner:
     busy_s: float = 0.0
     least_tokens: int = 1
     is_shared: bool = False
+    is_cpu: bool = False
     _free_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -255,8 +258,9 @@ class Planner:
         if crossing - first >= self.least_tokens // size:
             heads.append(crossing)
         for head in heads:
-            computed_s = self.busy_s + self._compute_s(demand, begin, head * size)
             steady_s = self._load_s(only, head)
+            computed_s = self._begin_s(self.busy_s, steady_s)
+            computed_s += self._compute_s(demand, begin, head * size)
             loaded = stretches(each for load in steady for each in load.indices if each >= head)
             rest = demand._replace(
                 begin=max(begin, head * size),
@@ -286,7 +290,8 @@ class Planner:
 
         def compute_s(split: int) -> float:
             """Return when the device has computed the tokens before `split`."""
-            return busy_s + self._compute_s(demand, begin, min(split * size, end))
+            begin_s = self._begin_s(busy_s, self._load_s(demand, split))
+            return begin_s + self._compute_s(demand, begin, min(split * size, end))
 
         def done_s(split: int) -> float:
             """Return when the last token is computed; without loads it needs no step of its own."""
@@ -323,6 +328,10 @@ class Planner:
             return 0.0
         compute_s = self._compute_s(demand, self._begin(demand), split * self.block_size)
         return compute_s * num_computed / (split - first)
+
+    def _begin_s(self, busy_s: float, load_s: float) -> float:
+        """Return when the device begins to compute what is not loaded."""
+        return max(busy_s, load_s) if self.is_cpu else busy_s
 
     def _compute_s(self, demand: Demand, begin: int, end: int) -> float:
         """Return how long the device takes for those tokens of a stretch that are not ready."""

@@ -17,7 +17,7 @@ class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All that a plan follows from, and the plan.
 
     Attributes:
-        links: see `Planner`, as are the following ones up to `is_shared`.
+        links: see `Planner`, as are the following ones up to `is_cpu`.
         times: how long steps take.
         chunk: the most tokens of a step.
         num_read: tokens that each step reads for requests that are generating.
@@ -31,6 +31,7 @@ class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float
     least_tokens: int
     is_shared: bool
+    is_cpu: bool = False
     times: StepTimes
     chunk: int
     num_read: float
@@ -50,6 +51,7 @@ def before(planner: Planner, rate: ComputeRate, demands: Sequence[Demand]) -> Lo
         busy_s=planner.busy_s,
         least_tokens=planner.least_tokens,
         is_shared=planner.is_shared,
+        is_cpu=planner.is_cpu,
         times=rate.times,
         chunk=rate.chunk,
         num_read=rate.num_read_beside,
@@ -78,6 +80,7 @@ def replay(text: str) -> tuple[LoggedPlan, list[Split]]:
         busy_s=logged.busy_s,
         least_tokens=logged.least_tokens,
         is_shared=logged.is_shared,
+        is_cpu=logged.is_cpu,
     )
     return logged, [planner.split(demand) for demand in logged.demands]
 

@@ -221,6 +221,7 @@ class Promoter:
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
             is_shared=is_shared,
+            is_cpu=tiers.is_cpu,
         )
 
     # Moves

@@ -58,6 +58,7 @@ class Tiers:
         disk_link: reads and writes between the host pool and the disk tier.
         block_bytes: payload bytes of one block.
         block_size: tokens of one block.
+        is_cpu: whether the device is the processor, which also moves the blocks.
         restore: see the setting; `compute` promotes nothing.
         is_write_behind: write blocks to disk soon after they are computed, not only for room.
         drain_timeout_s: how long a stop may take to write what is owed to the disk.
@@ -82,6 +83,7 @@ class Tiers:
     clock: Clock
     block_bytes: int
     block_size: int = 1
+    is_cpu: bool = False
     restore: Restore = "auto"
     is_write_behind: bool = False
     drain_timeout_s: float = 30.0

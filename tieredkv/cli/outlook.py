@@ -103,6 +103,7 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
                 block_size=spec.block_size,
                 block_bytes=spec.block_bytes,
                 least_tokens=compute.least_tokens,
+                is_cpu=found.device.type == "cpu",
             )
             split, compute_s, load_s = outlook(planner, cached, cached + NEW_TOKENS)
             times = {"compute": compute_s, "load": load_s, "planned": split.done_s}

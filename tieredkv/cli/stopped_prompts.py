@@ -123,6 +123,7 @@ def _planners(
             block_size=spec.block_size,
             block_bytes=spec.block_bytes,
             least_tokens=compute.least_tokens,
+            is_cpu=found.device.type == "cpu",
         )
 
     return make
