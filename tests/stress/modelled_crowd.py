@@ -382,9 +382,9 @@ def crowd_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def with_machine(**options: Any) -> None:
-        rates = {name: options.pop(name) for name in Machine._fields}
+        rates = {name: options.pop(name) for name in RATES}
         try:
-            command(machine=Machine(**rates), **options)
+            command(machine=H200_8B._replace(**rates), **options)
         except ConfigError as error:
             raise click.ClickException(str(error)) from error
 
@@ -396,10 +396,10 @@ def crowd_options(command: Any) -> Any:
             f"--{name.replace('_', '-').lower()}",
             name,
             type=NUMBER,
-            default=value,
-            help=RATES[name],
+            default=getattr(H200_8B, name),
+            help=told,
         )
-        for name, value in H200_8B._asdict().items()
+        for name, told in RATES.items()
     ]
     engine = settings_options("cache", "scheduler", without=SET_BY_ARM)
     return with_options([which, jobs, *rates, commit, engine])(with_machine)
