@@ -85,7 +85,7 @@ class _Queue(Generic[Item]):
     """Items by ascending key; entries that hold no more are skipped, and dropped now and then."""
 
     def __init__(self, holds: Callable[[int, Item], bool]) -> None:
-        self._holds = holds
+        self._holds: Callable[[int, Item], bool] = holds
         self._heap: list[tuple[int, Item]] = []
         self._most = _SLACK
 
