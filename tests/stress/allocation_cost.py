@@ -66,6 +66,12 @@ class Crowd:
         assert blocks is not None
         self.fill(blocks, ASKING)
 
+    def take_kept(self) -> None:
+        """Allocate a block within the floors of others, and fill it."""
+        blocks = self.pool.allocate(1, tenant=ASKING, takes_kept=True)
+        assert blocks is not None
+        self.fill(blocks, ASKING)
+
     def be_refused(self) -> None:
         """Ask for a block while only those within the floors of others are left."""
         assert self.pool.allocate(1, tenant=ASKING) is None
@@ -100,9 +106,7 @@ def from_floors(crowd: Crowd) -> Iterator[Callable[[], None]]:
     """A block out of the floors of others, which give way to a request that is alone."""
     crowd.hold_own()
     for _ in range(NUM_BLOCKS // 2):
-        yield lambda: crowd.fill(
-            crowd.pool.allocate(1, tenant=ASKING, takes_kept=True) or [], ASKING
-        )
+        yield crowd.take_kept
 
 
 CASES = {
