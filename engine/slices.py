@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-SLICE_S = 0.002
-"""For so long pieces of work are done between two steps; the last one may take a millisecond more.
+SLICE_S = 0.001
+"""For so long pieces of work are done between two steps; the last one may take some milliseconds
+more, where a large set or dict grows.
 """
 
 BEAT_S = 1.0

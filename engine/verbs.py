@@ -13,7 +13,7 @@ import msgspec
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain_search import ChainSearch, named
 from tieredkv.cache.evictions import IsWanted
-from tieredkv.cache.pieces import PIECE_BLOCKS, Pieces, emptying, whole
+from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying, whole
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.block_lists import list_blocks
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -139,7 +139,9 @@ class Verbs:
         if call.following:
             search = ChainSearch(catalog, (call.id,), told)
             yield from search.find()
-            waiting += search.blocks
+            for some in cut(search, SCANNED_BLOCKS):
+                waiting += some
+                yield None
             yield from search.forget()
         found = set[BlockHash]()
         while waiting:

@@ -104,7 +104,7 @@ def test_the_parts_of_the_engines_answer_are_put_together(harness: Harness) -> N
     Mailbox(client).store(chain[:1])
     control = StoreControl(harness.folder)
     infos = [msgspec.to_builtins(BlockInfo.of(each, [Tier.DEVICE])) for each in chain[1:]]
-    parts = {}, {"blocks": infos[:2]}, {}, {"blocks": infos[2:]}, {"blocks": []}
+    parts: list[Any] = [{}, {"blocks": infos[:2]}, {}, {"blocks": infos[2:]}, {"blocks": []}]
     with engine_that_says(client, *parts):
         pages = control.pages(Inspect(id=chain[-1].block_hash.hex()))
         blocks = [block for page in pages for block in page]

@@ -14,6 +14,7 @@ import pytest
 from tests.serving import Done, tieredkv
 from tests.tieredkv.test_app import Engine, answered
 from tieredkv.cli import controls, server_control
+from tieredkv.cli.http_answers import warn_if_key_is_readable
 from tieredkv.cli.server_control import read_list
 from tieredkv.config import Settings
 from tieredkv.errors import (
@@ -394,7 +395,7 @@ def test_a_key_over_plain_http_to_another_machine_is_warned_of(
     url: str, is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for key in ("k", None):
-        server_control.warn_if_key_is_readable(url, key)
+        warn_if_key_is_readable(url, key)
         assert capsys.readouterr().err.startswith("warning: ") is bool(is_warned and key)
 
 

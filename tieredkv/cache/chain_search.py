@@ -7,7 +7,8 @@ Called by the engine's thread only.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying
@@ -34,8 +35,9 @@ class ChainSearch:
         following: further blocks that count as named, since the disk has them.
         before: further blocks that belong to these chains if no other chain uses them.
 
+    Iterating yields the blocks; some of them may have left the tiers since, or be on disk only.
+
     Attributes:
-        blocks: what was found; some of them may have left the tiers since.
         unknown_ids: the ids that name no block of the RAM tiers.
     """
 
@@ -46,11 +48,11 @@ class ChainSearch:
         following: Collection[BlockHash] = (),
         before: Collection[BlockHash] = (),
     ) -> None:
-        self.blocks = set[BlockHash]()
         self.unknown_ids = list[str]()
         self._catalog, self._ids = catalog, ids
         self._following, self._before = following, before
-        self._below = set[BlockHash]()
+        self._below = set[BlockHash]()  # the named blocks, and those that follow them
+        self._above = set[BlockHash]()  # the blocks before them that no other chain uses
         self._levels = defaultdict[int, list[Entry]](list)
         self._num_added = catalog.num_added
 
@@ -58,7 +60,10 @@ class ChainSearch:
         """Return whether a block belongs to the chains, as they are now."""
         if self._num_added != self._catalog.num_added:
             self._look_again()
-        return block_hash in self.blocks
+        return block_hash in self._below or block_hash in self._above
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return chain(self._below, self._above)
 
     def find(self) -> Pieces[None]:
         """Find the blocks that were there when the search was made."""
@@ -77,13 +82,14 @@ class ChainSearch:
         tails_first = (entry for each in reversed(positions) for entry in levels.pop(each))
         for some in cut(tails_first, SCANNED_BLOCKS):
             for entry in some:
-                block_hash, parent_hash = entry.block_hash, entry.parent_hash
-                is_wanted = block_hash in self._below or block_hash in wanted
-                if is_wanted and block_hash not in shared:
-                    self.blocks.add(block_hash)
-                    wanted.add(parent_hash)
+                if entry.block_hash in self._below:
+                    if entry.parent_hash not in self._below:
+                        wanted.add(entry.parent_hash)
+                elif entry.block_hash in wanted and entry.block_hash not in shared:
+                    self._above.add(entry.block_hash)
+                    wanted.add(entry.parent_hash)
                 else:
-                    shared.add(parent_hash)
+                    shared.add(entry.parent_hash)
             yield
         yield from emptying(shared)
         yield from emptying(wanted)
@@ -91,7 +97,7 @@ class ChainSearch:
     def forget(self) -> Pieces[None]:
         """Forget what was found."""
         yield from emptying(self._below)
-        yield from emptying(self.blocks)
+        yield from emptying(self._above)
 
     def _look_again(self) -> None:
         """Take in the blocks that have come since the last look.
@@ -103,52 +109,57 @@ class ChainSearch:
         for entry in entries:
             if entry.parent_hash in self._below:
                 self._below.add(entry.block_hash)
-            if entry.block_hash in self._below:
-                self.blocks.add(entry.block_hash)
-            if entry.block_hash in self.blocks:
+            if entry.block_hash in self._below or entry.block_hash in self._above:
                 continue
             before: Entry | None = entry
-            while before is not None and before.parent_hash not in self._below:
-                if before.parent_hash not in self.blocks:
-                    break
-                self.blocks.discard(before.parent_hash)
+            while before is not None and before.parent_hash in self._above:
+                self._above.discard(before.parent_hash)
                 before = self._catalog.get(before.parent_hash)
 
     def _find_named(self) -> Pieces[None]:
         """Find the blocks that the ids name, and note all blocks by their positions."""
-        asked, digits = list[tuple[str, str]](), dict[str, list[BlockHash]]()
+        # Of many ids no list or tuple is kept, since the garbage collector looks through those.
+        firsts, lasts, digits, on_disk = list[str](), list[str](), set[str](), set[str]()
+        lengths, named = set[int](), _ByDigits()
         for ids in cut(self._ids, PIECE_BLOCKS):
-            asked += [named_blocks(each) or ("", "") for each in ids]
-            digits.update((part, []) for pair in asked[-len(ids) :] for part in pair if part)
+            for id_ in ids:
+                first, last = named_blocks(id_) or ("", "")
+                firsts.append(first)
+                lasts.append(last)
+                parts = [each for each in (first, last) if each]
+                digits.update(parts)
+                lengths.update(map(len, parts))
             yield
-        lengths, on_disk = {len(each) for each in digits}, set[str]()
         most = max(1, SCANNED_BLOCKS // max(1, len(lengths)))
         for some in cut(self._catalog.entries(), most):
             for entry in some:
                 self._levels[entry.position].append(entry)
                 text = entry.block_hash.hex()
                 for length in lengths:
-                    if (named := digits.get(text[:length])) is not None:
-                        named.append(entry.block_hash)
+                    if text[:length] in digits:
+                        named.add(text[:length], entry.block_hash)
             yield
         for hashes in cut(self._following, most):
             self._below.update(hashes)
             starts = {each.hex()[:length] for each in hashes for length in lengths}
-            on_disk |= starts & digits.keys()
+            on_disk |= starts & digits
             yield
-        for id_, (first, last) in zip(self._ids, asked, strict=True):
-            firsts, lasts = digits.get(first, []), digits.get(last, [])
-            if not firsts and not lasts:
+        for id_ in reversed(self._ids):
+            first, last = firsts.pop(), lasts.pop()
+            of_first, of_last = named.find(first), named.find(last)
+            if not of_first and not of_last:
                 self.unknown_ids.append(id_)
-            self._below.update(lasts)
+            self._below.update(of_last)
             # If the disk has the last block, the caller already knows the chain from the disk.
-            if firsts and last not in on_disk:
-                above = yield from self._above(lasts, firsts)
-                self._below.update(each for each in firsts if each not in above)
+            if of_first and last not in on_disk:
+                above = yield from self._blocks_above(of_last, of_first)
+                self._below.update(each for each in of_first if each not in above)
             yield
+        self.unknown_ids.reverse()
         yield from emptying(digits)
+        yield from emptying(named.one)
 
-    def _above(
+    def _blocks_above(
         self, lasts: Sequence[BlockHash], firsts: Sequence[BlockHash]
     ) -> Pieces[set[BlockHash]]:
         """Return the last blocks of a chain and those before them, as far as its first ones."""
@@ -162,3 +173,18 @@ class ChainSearch:
                 if not len(above) % SCANNED_BLOCKS:
                     yield
         return above
+
+
+class _ByDigits:
+    """Blocks by the first digits of their hashes in hex; hardly any digits are those of several."""
+
+    def __init__(self) -> None:
+        self.one, self._more = dict[str, BlockHash](), defaultdict[str, list[BlockHash]](list)
+
+    def add(self, digits: str, block_hash: BlockHash) -> None:
+        if self.one.setdefault(digits, block_hash) is not block_hash:
+            self._more[digits].append(block_hash)
+
+    def find(self, digits: str) -> list[BlockHash]:
+        one = self.one.get(digits)
+        return [] if one is None else [one, *self._more.get(digits, ())]
