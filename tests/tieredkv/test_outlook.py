@@ -1,11 +1,16 @@
 """The plans that `tieredkv doctor` tells are those that the engine makes."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
+import torch
 
 from tieredkv.cache.rates import ComputeRate, pairs
 from tieredkv.cli import outlook
 from tieredkv.cli.outlook import Rates, plans
 from tieredkv.config import load_settings
+from tieredkv.engine.loader import find_model
 
 
 def compute_rate(*_: object) -> ComputeRate:
@@ -24,7 +29,13 @@ def test_what_a_fast_host_link_has_is_loaded_in_whole_and_what_a_disk_has_in_par
     monkeypatch.setattr(outlook, "_compute_rate", compute_rate)
     told = {"model": "random:llama-3.1-8b", "device": "cpu", "dtype": "bfloat16"}
     settings = load_settings(arguments=told).settings
-    made = plans(settings, Rates(h2d_GBps=50.0, disk_GBps=2.7, saved=None, findings=[]))
+    rates = Rates(h2d_GBps=50.0, disk_GBps=2.7, saved=None, findings=[])
+    for plan in plans(settings, rates):  # a CPU does one thing at a time
+        assert plan["split_token"] < 512 or plan["split_token"] == plan["prefix_tokens"]
+        assert plan["planned_ms"] <= 1.13 * min(plan["compute_ms"], plan["load_ms"])
+    on_gpu = partial(replace, device=torch.device("cuda"))
+    monkeypatch.setattr(outlook, "find_model", lambda *a, **b: on_gpu(find_model(*a, **b)))
+    made = plans(settings, rates)
     computed = {(it["tier"], it["prefix_tokens"]): it["split_token"] for it in made}
     assert computed["host", 8_192] == 0
     assert 0 < computed["disk", 8_192] < 8_192

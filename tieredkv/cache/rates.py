@@ -549,9 +549,11 @@ class ComputeRate:
         rows = np.array(sizes).reshape(-1, 5)
         rows /= np.array([it.seconds for it in steps]).reshape(-1, 1)
         # In units of the most that the measurements allow, so that the first assumption counts only
-        # where they say nothing, however slow the device is.
+        # where they say nothing, however slow the device is. It counts for the constant part of a
+        # long step, which is small on every device, and which few measurements tell from the rest.
         most = rows.max(axis=0, initial=0.0)
         units = np.divide(1.0, most, out=_PRIOR.copy(), where=most > 0)
+        units[0] = _PRIOR[0]
         rows *= units
         weights = np.array([*_weights(few), *_weights(long)])
         moments = rows.T @ (rows * weights[:, None]) + np.diag(_TRUST)
