@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +23,12 @@ from tieredkv.engine.engine_messages import (
     failed,
 )
 from tieredkv.errors import RequestError
-from tieredkv.server import event_stream
+from tieredkv.server import app, event_stream
 from tieredkv.server.admin import respond
 from tieredkv.server.app import SHORT_BYTES, Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.description import ANSWERED, describe
+from tieredkv.server.grammar_checker import GrammarChecker
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
 from tieredkv.server.threads import Stop
@@ -208,6 +210,47 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     last = bad.text.strip().split("\n\n")[-1]
     assert "The queue is full" in last
     assert (bad.headers["request-id"] in last) == (path == "/v1/messages")
+
+
+class SlowGrammars(GrammarChecker):
+    """Takes half a second for each new grammar, and refuses those with `bad` in them."""
+
+    def _compile(self, grammar: str) -> str:
+        time.sleep(0.5)
+        return "This grammar is bad" if "bad" in grammar else ""
+
+    def close(self) -> None:
+        """Do nothing: there is no process."""
+
+
+FORMED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda regex: {"structured_outputs": {"regex": regex}},
+    "/v1/completions": lambda regex: {"structured_outputs": {"regex": regex}},
+    "/v1/responses": lambda regex: {"structured_outputs": {"regex": regex}},
+    "/v1/messages": lambda regex: {
+        "output_format": {"type": "json_schema", "schema": {"enum": [regex]}}
+    },
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_that_waits_for_its_grammar_is_pinged_and_then_goes_on_or_fails(
+    tokenization: Tokenization, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "PING_S", 0.02)
+    monkeypatch.setattr(app, "GrammarChecker", SlowGrammars)
+    pinged = ask(Engine(0.5, answered), tokenization, path).text.split("\n\n")[:3]
+    body = {"model": "m", "stream": True, **PATHS[path]}
+    good = ask(Engine(0.0, answered), tokenization, path, {**body, **FORMED[path]("good")})
+    kinds = [each.partition("\n")[0] for each in good.text.split("\n\n")[:3]]
+    assert (good.status_code, kinds) == (200, [each.partition("\n")[0] for each in pinged])
+    assert "A" in good.text
+    bad = ask(Engine(0.0, answered), tokenization, path, {**body, **FORMED[path]("bad")})
+    last = bad.text.strip().split("\n\n")[-1]
+    assert bad.status_code == 200 and "This grammar is bad" in last
+    whole = {**body, "stream": False, **FORMED[path]("bad")}
+    refusal = ask(Engine(0.0, answered), tokenization, path, whole)
+    assert (refusal.status_code, refusal.headers["x-request-id"][:4]) == (400, "req_")
 
 
 def test_models_are_told_with_what_anthropics_clients_need_too(tokenization: Tokenization) -> None:

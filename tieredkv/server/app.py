@@ -43,7 +43,7 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient, backlog
 from tieredkv.server.error_responses import GONE, refuse, unknown_model
 from tieredkv.server.generation import ClientGoneError, Generation
-from tieredkv.server.grammar_checker import GrammarChecker
+from tieredkv.server.grammar_checker import GrammarChecker, GrammarQueue
 from tieredkv.server.ignored import MAX_TOLD, IgnoredLog
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
@@ -117,7 +117,8 @@ class Api:
         self.page = OperatorPage(settings, self._keys, self._engine, self.history)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
-        self._grammars = GrammarChecker(settings.model, info, settings.grammar_timeout)
+        checker = GrammarChecker(settings.model, info, settings.grammar_timeout)
+        self._grammars = GrammarQueue(checker)
         self._told = set[str]()  # Ignored fields that the log has named.
         self._ignored_log = IgnoredLog()
         self.tenant_of, self.check_head = self._keys.tenant, self._keys.check_host
@@ -392,16 +393,7 @@ class Api:
         """
         if size < SHORT_BYTES:
             return work(Stop())
-        running = asyncio.ensure_future(self._threads.run(request.scope["tenant"], work))
-        try:
-            await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                raise ClientGoneError
-            return await running
-        except StoppedError:
-            raise ClientGoneError from None
-        finally:
-            running.cancel()
+        return await _unless_gone(self._threads.run(request.scope["tenant"], work), gone)
 
     async def _answer(
         self,
@@ -415,11 +407,40 @@ class Api:
         A refusal that comes before the headers of a stream is answered with its own status. A later
         one becomes the last event of the stream.
         """
+        asked, scope = prepared.asked, request.scope
+        asked.shape.request_id = scope["request_id"]
+        starting = asyncio.ensure_future(
+            self._start(request, prepared, gone, ending.enter_context(contextlib.ExitStack()))
+        )
+        starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        ending.callback(starting.cancel)
+        await event_stream.has_begun(starting, event_stream.PING_S if asked.stream else None)
+        scope["is_answered"] = True
+        if asked.stream:
+            return event_stream.EventStream(starting, asked.shape, on_end=ending.pop_all().close)
+        generation = starting.result()
+        async for _ in generation.pieces():
+            pass
+        return JSONResponse(asked.shape.whole(generation.answers))
+
+    async def _start(
+        self,
+        request: Request,
+        prepared: "Prepared",
+        gone: "asyncio.Task[None]",
+        ending: contextlib.ExitStack,
+    ) -> Generation:
+        """Have the engine begin with an answer, once its grammar is known to be usable.
+
+        Raises:
+            RequestError: the grammar cannot be used.
+            ClientGoneError: the client had gone before that was known.
+        """
         asked, tenant, scope = prepared.asked, request.scope["tenant"], request.scope
         if (grammar := asked.plan.grammar) is not None:
-            check = functools.partial(self._grammars.check, grammar)
-            await self._run(request, gone, SHORT_BYTES, lambda _stop: check())
-        shape, shape.request_id = asked.shape, scope["request_id"]
+            checking = self._grammars.check(tenant, grammar, scope["request_id"])
+            await _unless_gone(checking, gone)
+        shape = asked.shape
         if asked.turn is not None:
             namespace = namespace_of(replace(asked.plan, tenant=tenant), self._settings)
             shape.keep = functools.partial(self._store, tenant, namespace, asked.turn)
@@ -443,13 +464,7 @@ class Api:
         seen = await self._run(request, gone, size, lambda _stop: asked.seen(isolate_by))
         diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
         shape.diagnosis = observer.diagnosis = diagnosis
-        await generation.has_begun(event_stream.PING_S if asked.stream else None)
-        scope["is_answered"] = True
-        if asked.stream:
-            return event_stream.EventStream(generation, shape, on_end=ending.pop_all().close)
-        async for _ in generation.pieces():
-            pass
-        return JSONResponse(shape.whole(generation.answers))
+        return generation
 
     def _model_body(self, name: str) -> dict[str, Any]:
         """Return the description of the model by one of its names.
@@ -524,6 +539,24 @@ def _letting_go(work: Callable[..., Result], *given: Any) -> Result:
         refusal = error
     refusal.__cause__ = refusal.__context__ = None
     raise refusal.with_traceback(None)
+
+
+async def _unless_gone(work: Awaitable[Result], gone: "asyncio.Task[None]") -> Result:
+    """Return the result of some work, which is cancelled if the client goes meanwhile.
+
+    Raises:
+        ClientGoneError: the client had gone before the work was done.
+    """
+    running = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise ClientGoneError
+        return await running
+    except StoppedError:
+        raise ClientGoneError from None
+    finally:
+        running.cancel()
 
 
 async def _wait_until_gone(request: Request) -> None:

@@ -1,9 +1,10 @@
 """Finds out whether grammars can be used, by compiling each in a process that can be killed.
 
 The process is started with the first grammar. One that takes too long is killed, and what was
-found out is remembered, so that nobody waits for the same grammar again.
+found out is remembered, so that nobody waits for the same grammar again, nor behind other grammars.
 """
 
+import asyncio
 import hashlib
 import logging
 import subprocess
@@ -16,6 +17,7 @@ import msgspec
 from tieredkv.engine import grammar_check as messages
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import RequestError, StorageError
+from tieredkv.server.threads import FairThreads
 from tieredkv.units import format_duration
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import bury, describe_exit, start_process
@@ -27,6 +29,9 @@ START_S = 120.0
 """For so long the process may load its tokenizer."""
 
 GRACE_S = 1.0
+TOLD_AFTER_S = 1.0
+"""The log says that a request waits for its grammar once it has waited for so long."""
+
 _decoder = msgspec.msgpack.Decoder(messages.Checked)
 
 
@@ -43,23 +48,42 @@ class GrammarChecker:
         self._begin = messages.Begin(model, info.vocab_size, info.eos_token_ids)
         self._timeout_s = timeout_s
         self._faults = OrderedDict[bytes, str]()  # by the digest of the grammar
-        self._lock = threading.Lock()
+        self._memory_lock = threading.Lock()  # for the faults
+        self._lock = threading.Lock()  # for the process
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: FrameChannel[messages.Checked] | None = None
         self._is_closed = False
 
+    def recall(self, grammar: str) -> bool:
+        """Return at once whether a grammar is known to be usable.
+
+        Raises:
+            RequestError: it is known that it cannot be used.
+        """
+        with self._memory_lock:
+            if (fault := self._faults.get(key := _digest(grammar))) is None:
+                return False
+            self._faults.move_to_end(key)
+        if fault:
+            raise RequestError(fault, code="invalid_grammar")
+        return True
+
     def check(self, grammar: str) -> None:
-        """Wait until a grammar has been compiled.
+        """Wait until a grammar has been compiled, unless it is known.
 
         Raises:
             RequestError: it cannot be used.
         """
-        key = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if self.recall(grammar):
+            return
         with self._lock:
-            fault = self._faults.get(key)
-            if fault is None:
-                fault = self._faults[key] = self._compile(grammar)
-            self._faults.move_to_end(key)
+            if self.recall(grammar):  # Another thread has had it compiled meanwhile.
+                return
+            if self._is_closed:
+                raise _stopping()
+            fault = self._compile(grammar)
+        with self._memory_lock:
+            self._faults[_digest(grammar)] = fault
             while len(self._faults) > MAX_REMEMBERED:
                 self._faults.popitem(last=False)
         if fault:
@@ -132,6 +156,45 @@ class GrammarChecker:
         if at_once:
             process.kill()
         return bury(process, GRACE_S)
+
+
+class GrammarQueue:
+    """Has the grammars of requests checked, one at a time, of tenants in turns; on an event loop.
+
+    It has threads of its own, so that only requests with new grammars wait for new grammars.
+
+    Args:
+        checker: checks them.
+    """
+
+    def __init__(self, checker: GrammarChecker) -> None:
+        self._checker, self._threads = checker, FairThreads(2)
+
+    async def check(self, tenant: str, grammar: str, request_id: str) -> None:
+        """Wait until a grammar has been compiled, unless it is known; the log tells of a wait.
+
+        Raises:
+            RequestError: it cannot be used.
+            StoppedError: the queue was closed.
+        """
+        if self._checker.recall(grammar):
+            return
+        text = "%s waits until its grammar has been compiled, and those before it"
+        loop = asyncio.get_running_loop()
+        telling = loop.call_later(TOLD_AFTER_S, logger.info, text, request_id)
+        try:
+            await self._threads.run(tenant, lambda _stop: self._checker.check(grammar))
+        finally:
+            telling.cancel()
+
+    def close(self) -> None:
+        """End the checks, also the one in progress."""
+        self._threads.close()
+        self._checker.close()
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _stopping() -> RequestError:
