@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredkv.errors import ConfigError
+from tieredkv.server.call_bodies import JsonBody, TagBody
 from tieredkv.server.message_parser import (
     MAX_BEGUN_CHARACTERS,
+    SLICE_CHARACTERS,
     Delta,
     Family,
     MessageParser,
@@ -336,6 +338,212 @@ def test_many_marks_of_an_end_are_read_in_linear_time() -> None:
         text = '<tool_call>{"name": "now", "arguments": {"a": "' + "</tool_call>" * 4000 + behind
         _, said, calls = read("hermes", [text])
         assert (said == text, len(calls)) == (not behind, bool(behind))
+
+
+# --- Calls beside prose about calls, and texts with marks and line feeds
+
+OPENING = {
+    "hermes": ["<tool_call>"],
+    "qwen3-coder": ["<tool_call>", "<function=now>", "<tool_call>\n<function=now>"],
+    "glm": ["<tool_call>", "<tool_call>now"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS] [{"],
+    "gpt-oss": ["<|channel|>", "<|channel|>commentary to=functions.now <|message|>"],
+    "deepseek-v3": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n",
+    ],
+    "deepseek-v3.1": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>"],
+    "kimi-k2": [
+        "<|tool_call_begin|>",
+        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>",
+    ],
+    "minimax-m2": ["<minimax:tool_call>", '<invoke name="now">'],
+    "seed-oss": ["<seed:tool_call>", "<function=now>"],
+    "llama3": ["<|python_tag|>"],
+}
+"""What opens a call in each family, or a part of it, as prose about calls may mention it."""
+
+BEHIND = [" is how a call begins, ", '`, as in "a", ', " {x} or [y", ' {"name": "no', "\n\n"]
+MENTIONS = [
+    (family, opening, behind)
+    for family, openings in OPENING.items()
+    for opening in openings
+    for behind in BEHIND
+]
+
+
+def one_call(family: str) -> str:
+    """Return a call of `get_weather`, as the family writes it where it is the only one."""
+    it = families()[family]
+    written = WRITTEN[family].partition("Let me see.")[2] if family != "llama3" else ""
+    if not written:
+        return '<|python_tag|>{"name": "get_weather", "parameters": ' + JSON + "}"
+    at = written.rindex("now")
+    ends = [*it.call_end, it.next]
+    last = max(written.rfind(end, 0, at) + len(end) for end in ends if end in written[:at])
+    return written[: last - len(it.next)] if it.next else written[:last]
+
+
+@pytest.mark.parametrize(("family", "opening", "behind"), MENTIONS)
+def test_prose_that_mentions_what_opens_a_call_takes_no_call_behind_it(
+    family: str, opening: str, behind: str
+) -> None:
+    prose = f"I write {opening}{behind}and so on: "
+    _, text, calls = whole = read(family, [prose + one_call(family)])
+    assert calls == [("get_weather", GIVEN)]
+    assert text.startswith("I write") and "and so on:" in text
+    assert whole == read(family, list(prose + one_call(family)))
+    twice = read(family, [prose + prose + one_call(family)])
+    assert (twice[1].count("and so on:"), twice[2]) == (2, calls)
+
+
+@pytest.mark.parametrize("family", OPENING)
+@given(places=st.lists(st.integers(0, 600)), order=st.permutations(range(6)))
+def test_prose_about_calls_is_the_same_in_whatever_pieces_it_comes(
+    family: str, places: list[int], order: list[int]
+) -> None:
+    parts = [*(OPENING[family] * 2)[:2], *BEHIND[1:4], one_call(family)]
+    written = " and ".join(parts[i] for i in order)
+    assert read(family, cut(written, places)) == read(family, [written])
+
+
+def test_prose_about_a_call_is_given_out_at_once() -> None:
+    parser = MessageParser(families()["hermes"], "", TOOLS)
+    deltas = [*parser.feed("I write <tool_call> and then"), *parser.feed(" more")]
+    assert "".join(delta.text for delta in deltas) == "I write <tool_call> and then more"
+
+
+@pytest.mark.parametrize("family", [it.name for it in families().values() if it.style == "json"])
+@given(places=st.lists(st.integers(0, 420)))
+def test_line_feeds_and_tabs_that_a_model_forgets_to_escape_are_kept(
+    family: str, places: list[int]
+) -> None:
+    if not families()[family].call:
+        return
+    it, given = families()[family], {"text": "one\ntwo\r\n\tthree", "n": 1}
+    arguments = json.dumps(given).replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
+    call = it.writes.replace("{arguments}", arguments).replace("{name}", "now")
+    if it.call_end and not call.endswith(tuple(it.call_end)):
+        call += it.call_end[0]
+    written = it.around[0] + call + it.around[1]
+    assert read(family, cut(written, places)) == ("", "", [("now", given)])
+
+
+def test_arguments_as_text_and_in_tags_may_hold_line_feeds_in_their_json() -> None:
+    inner = json.dumps('{"a": "b\nc"}')
+    written = f'<tool_call>{{"name": "now", "arguments": {inner}}}</tool_call>'
+    assert read("hermes", [written]) == ("", "", [("now", {"a": "b\nc"})])
+    schema = {"type": "object", "properties": {"list": {"type": "array"}}}
+    for family in TAGGED:
+        assert arguments_read(family, schema, {"list": '["a\nb"]'}) == {"list": ["a\nb"]}
+        assert arguments_read(family, schema, {"list": '"a\nb"'}) == {"list": '"a\nb"'}
+
+
+TAG_MARKS = {
+    "qwen3-coder": ["</function>", "</parameter>", "</tool_call>", "<parameter=x", "<tool_call>"],
+    "seed-oss": ["</function>", "</parameter>", "</seed:tool_call>", "<parameter=x"],
+    "glm": ["</tool_call>", "</arg_value>", "<arg_key>", "<arg_value>", "</arg_key>"],
+    "minimax-m2": ["</invoke>", "</parameter>", "</minimax:tool_call>", "<parameter name="],
+}
+
+
+@pytest.mark.parametrize("family", TAG_MARKS)
+@given(data=st.data())
+def test_a_value_in_tags_may_hold_the_marks_of_its_family(family: str, data: Any) -> None:
+    before, argument, behind = TAGGED[family]
+    words = st.sampled_from([*TAG_MARKS[family], "a", " b ", "c d", '"', "<"])
+    values = data.draw(st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=3))
+    given = {f"k{i}": "a" + " a ".join(value) + "a" for i, value in enumerate(values)}
+    written = before + "".join(argument.format(*it) for it in given.items()) + behind
+    for pieces in ([written], cut(written, data.draw(st.lists(st.integers(0, 300))))):
+        assert read(family, pieces) == ("", "", [("make", given)])
+    both = read(family, [f"See {written}\n{written}"])
+    assert both == ("", "See", [("make", given)] * 2) or both[1:] == ("See", [("make", given)] * 2)
+
+
+@pytest.mark.parametrize("family", TAG_MARKS)
+@given(places=st.lists(st.integers(0, 600)))
+def test_a_value_in_tags_may_hold_a_whole_call(family: str, places: list[int]) -> None:
+    before, argument, behind = TAGGED[family]
+    inner = before + argument.format("x", "1") + argument.format("y", "2") + behind
+    given = {"text": f"Write this:\n{inner}\nand then stop.", "more": "3"}
+    written = before + "".join(argument.format(*it) for it in given.items()) + behind
+    assert read(family, cut(written, places)) == ("", "", [("make", given)])
+    again = read(family, cut(f"{written}\n{written} Done.", places))
+    assert again == ("", "Done.", [("make", given)] * 2)
+
+
+@pytest.mark.parametrize("family", TAG_MARKS.keys() - {"glm"})
+@given(places=st.lists(st.integers(0, 600)))
+def test_a_value_may_hold_the_end_of_a_call_without_what_follows_it(
+    family: str, places: list[int]
+) -> None:
+    before, argument, behind = TAGGED[family]
+    closing = argument.partition("{}")[2].rpartition("{}")[2]
+    end = families()[family].call_end[0]
+    given = {"text": f"It ends with {closing}\n{end}, as I said", "more": "3"}
+    written = before + "".join(argument.format(*it) for it in given.items()) + behind
+    assert read(family, cut(written, places)) == ("", "", [("make", given)])
+    unclosed = before + argument.format("text", "a") + f"\n{end}"
+    plain = written.replace(given["text"], "b")
+    calls = [("make", {"text": "a"}), ("make", {"text": "b", "more": "3"})]
+    assert read(family, cut(f"{unclosed} Then: {plain}", places)) == ("", "Then:", calls)
+    assert read(family, cut(f"{unclosed} Then.", places)) == ("", "Then.", calls[:1])
+
+
+@pytest.mark.parametrize("family", TAG_MARKS)
+@given(places=st.lists(st.integers(0, 600)))
+def test_a_value_may_mention_how_a_call_begins(family: str, places: list[int]) -> None:
+    before, argument, behind = TAGGED[family]
+    given = {"text": f"It begins with {before} and so on", "more": "3"}
+    written = before + "".join(argument.format(*it) for it in given.items()) + behind
+    assert read(family, cut(written, places)) == ("", "", [("make", given)])
+
+
+@pytest.mark.parametrize("family", TAG_MARKS)
+def test_a_call_in_tags_that_is_cut_is_text_and_takes_no_call_in_it(family: str) -> None:
+    before, argument, behind = TAGGED[family]
+    begun = argument.format("text", "So").partition("So")[0]
+    cut_off = f"{before}{begun}So it begins, and "
+    assert read(family, [cut_off]) == read(family, list(cut_off))
+    assert (read(family, [cut_off])[1][-15:], read(family, [cut_off])[2]) == ("it begins, and ", [])
+    none = before + behind
+    _, text, calls = read(family, [cut_off + none])
+    assert calls == [("make", {})] and "it begins, and" in text
+
+
+TIMED = {
+    **{name: opening for name, openings in OPENING.items() for opening in openings},
+    "hermes": '<tool_call>{"a": "',
+    "qwen3-coder": "<function=now><parameter=a>",
+    "seed-oss": "<function=now><parameter=a></parameter>",
+    "glm": "<tool_call>now<arg_key>a</arg_key><arg_value>",
+    "minimax-m2": '<invoke name="now"><parameter name="a"></parameter></invoke',
+}
+
+
+@pytest.mark.parametrize("family", TIMED)
+@pytest.mark.parametrize("end", ["", "x", " </tool_call>", "</function>", '"}'])
+def test_many_openings_are_read_in_linear_time(family: str, end: str) -> None:
+    """Each opening is looked at with the text behind it, but only once or twice."""
+    num_taken = 0
+    taking = {kind: kind.take for kind in (JsonBody, TagBody)}
+
+    def counted(kind: Any) -> Any:
+        def take(self: Any, text: str, **how: bool) -> Any:
+            nonlocal num_taken
+            num_taken += len(text)
+            return taking[kind](self, text, **how)
+
+        return take
+
+    written = TIMED[family] * 500 + end
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in taking:
+            patch.setattr(kind, "take", counted(kind))
+        _, text, calls = read(family, [written])
+    assert text or calls
+    assert num_taken < 6 * len(written) + 500 * SLICE_CHARACTERS
 
 
 def test_both_forms_of_mistral_are_read() -> None:

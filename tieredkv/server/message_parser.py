@@ -1,9 +1,11 @@
 """Turn what a model writes into the parts of a message: text, thoughts and calls of tools.
 
 Families of models write them in different ways, which `response_templates.toml` or a checkpoint's
-own response template describes; the texts are taken apart by transformers' `ResponseParser`. A call
-is given out once it is complete. One that is malformed is text, with all that the model wrote
-around it. This module knows neither APIs nor tokens.
+own response template describes. transformers' `ResponseParser` finds thoughts and where calls open,
+and `call_bodies` where they end. A call is given out once it is complete. What opens a call and is
+followed by something else is text; what follows it is read as any text is, so that it may have
+another call. A call in JSON that is complete, but names no tool, is text as a whole. This module
+knows neither APIs nor tokens.
 """
 
 import contextlib
@@ -12,16 +14,18 @@ import logging
 import re
 import tomllib
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from tieredkv.errors import ConfigError
-from tieredkv.server.response_templates import VALUE, family_of
+from tieredkv.server.call_bodies import Body, End, JsonBody, NoCallError, TagBody
+from tieredkv.server.response_templates import family_of
 from tieredkv.server.schemas import properties_of
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,10 @@ _SAMPLE_ARGUMENTS = {
 }
 """The same arguments in each style."""
 
+_LENIENT = json.JSONDecoder(strict=False)
+"""Reads JSON whose strings may hold line feeds, which models forget to escape."""
+
+SLICE_CHARACTERS = 4096
 Event = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Field = Literal["text", "thoughts", "calls"]
@@ -138,6 +146,16 @@ class Family:
             fields["calls"] = self._calls
         return {"start_anchor": self.start, "fields": fields}
 
+    def around_of(self, opened: str) -> str:
+        """Return what closes the tag that stands before calls; empty if there is none.
+
+        Args:
+            opened: what the model wrote to open a call.
+        """
+        found = re.match(r"\s*<([\w:-]{1,64})>", opened)
+        closing = f"</{found[1]}>" if found else ""
+        return closing if closing in self.skip else ""
+
     @property
     def _calls(self) -> dict[str, Any]:
         name, id = (f"{{{it}}}" if f"(?P<{it}>" in self.call else "" for it in ("name", "id"))
@@ -147,11 +165,7 @@ class Family:
             "content": "text",
             "transform": {"opened": "{opened}", "name": name, "id": id},
         }
-        if self.call_end:
-            field["close"] = list(self.call_end)
-        elif self.next:
-            field["close_pattern"] = f"(?={self.next})"
-        return field
+        return field  # without an end: `MessageParser` finds that by itself
 
 
 @cache
@@ -245,67 +259,13 @@ def _named(field: str, name: str, found: Family | None) -> Family | None:
     return families()[name]
 
 
-@lru_cache(16)
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Return what matches any of several texts, the first that fits."""
-    return re.compile("|".join(map(re.escape, texts)))
+class _Opened(NamedTuple):
+    """A call that has begun: what the model wrote for that, what this tells, and its body."""
 
-
-class _Held:
-    """A call in JSON so far, if marks of its end stand in its texts.
-
-    Args:
-        ends: the marks.
-
-    Attributes:
-        parts: of the call, each with the mark behind it.
-        mark: with which what is read now ends.
-        refused: what was held for a call that is none, and is to be read again.
-        is_off: whether nothing is held.
-    """
-
-    def __init__(self, ends: Sequence[str]) -> None:
-        self.parts: list[str] = []
-        self.refused = ""
-        self.is_off, self._is_in_text = False, False
-        self._ends, self._tail, self.mark = _any_of(ends), "", ""
-        self._lasts = {end[-1] for end in ends}
-        self._num_kept = max(map(len, ends))
-
-    def cut(self, text: str) -> list[tuple[str, str]]:
-        """Return the pieces of a text, and with which mark each ends; the last one has none."""
-        whole, at, pieces = self._tail + text, len(self._tail), list[tuple[str, str]]()
-        self._tail = whole[-self._num_kept :]
-        for found in self._ends.finditer(whole):
-            if found.end() > at:
-                pieces.append((whole[at : found.end()], found[0]))
-                at = found.end()
-        return [*pieces, (whole[at:], "")]
-
-    def passes(self, text: str) -> bool:
-        """Return whether no mark can end in a text, so that it need not be cut."""
-        if not self._lasts.isdisjoint(text):
-            return False
-        self._tail = (self._tail + text)[-self._num_kept :]
-        return True
-
-    def takes(self, body: str, mark: str) -> bool:
-        """Take a part of a call and the mark behind it, if the mark stands in a text of the JSON.
-
-        Args:
-            body: of the call, since the part before it.
-            mark: empty at the end of the message.
-        """
-        num_quotes = re.sub(r"\\.", "", body, flags=re.DOTALL).count('"')
-        self._is_in_text ^= bool(num_quotes % 2)
-        if self.is_off or not mark or not self._is_in_text:
-            return False
-        self.parts.append(body + mark)
-        return True
-
-    def end(self, refused: str) -> None:
-        """Forget the call; `refused` is to be read again."""
-        self.parts, self.refused, self._is_in_text = [], refused, False
+    written: str
+    name: str
+    id: str
+    body: Body
 
 
 class MessageParser:
@@ -321,24 +281,42 @@ class MessageParser:
 
     def __init__(self, family: Family, prompt: str, tools: Tools = ()) -> None:
         self._family, self._tools = family, tools
-        self._template = template = family.template(has_tools=bool(tools))
-        begun = family.begun(prompt).removeprefix(family.start)
-        self._parser = ResponseParser(template, begun)
-        self._body: list[str] = []
-        is_held = bool(family.call_end) and family.body != "tags"
-        self._held = _Held(tuple(family.call_end)) if is_held else None
+        self._template = family.template(has_tools=bool(tools))
+        self._call: _Opened | None = None
+        self._nests, self._can_close = True, True  # as `TagBody` has them
         self._blank = ""  # white space that counts only if something follows
-        self._before = ""  # white space before a call that counts only if the call is malformed
         self._is_beside = False  # whether thoughts or a call stand just before
-        self._num_old = 0  # characters of the prompt that the parser gives out with the answer's
-        if begun:
-            _, held = ResponseParser(template, begun).finalize()
-            self._go_on(self._parser.initial_events, held)
+        self._num_old = 0  # characters of the prompt that are given out with the answer's
+        self._start(family.begun(prompt).removeprefix(family.start))
 
-    def _go_on(self, events: Sequence[Event], held: Sequence[Event]) -> None:
+    def _start(self, begun: str) -> None:
         """Take up what the prompt has of the message.
 
         Text and thoughts in the prompt are no part of the answer; a call that begins there is.
+        """
+        while True:
+            self._parser = ResponseParser(self._template, begun)
+            events = self._parser.initial_events
+            if (at := _place_of_call(events)) is None:
+                held = ResponseParser(self._template, begun).finalize()[1] if begun else []
+                self._go_on(events, held)
+                return
+            self._go_on(events[:at], [])
+            begun = self._open(events[at:])
+            assert self._call is not None, "it has just begun"
+            try:
+                end = self._call.body.take(begun)
+            except NoCallError:
+                self._is_beside = False
+            else:
+                if end is None:
+                    self._num_old = len(self._call.written) + len(begun)
+                    return
+                begun, self._is_beside = end.rest, True
+            self._call = None
+
+    def _go_on(self, events: Sequence[Event], held: Sequence[Event]) -> None:
+        """Take note of what stands at the end of the prompt.
 
         Args:
             events: of the prompt.
@@ -346,47 +324,102 @@ class MessageParser:
         """
         written = ""  # of the text or the thoughts that have begun
         for event in events:
-            match event["field"], event["type"]:
-                case (("text" | "thoughts"), "region_chunk"):
-                    written += event["text"]
-                case "calls", "region_chunk":
-                    self._body.append(event["text"])
-                case (("thoughts" | "calls"), _):
-                    written, self._body, self._is_beside = "", [], True
+            if event["type"] == "region_chunk":
+                written += event["text"]
+            elif event["field"] == "thoughts":
+                written, self._is_beside = "", True
         self._is_beside = self._is_beside and not written.strip()
         self._num_old = sum(len(event.get("text", "")) for event in held)
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text and return what is certain now."""
-        if self._held is None or self._held.passes(text):
-            return [*self._read(self._parser.feed(text))]
-        deltas = list[Delta]()
-        for piece, mark in self._held.cut(text):  # so that no event lies behind the end of a call
-            self._held.mark = mark
-            deltas += self._read(self._parser.feed(piece))
-            if self._held.refused:
-                deltas += self._refused(self._held)
-        return deltas
+        return [*self._take(text)]
 
     def finish(self) -> list[Delta]:
         """End the message and return the rest."""
-        _, events = self._parser.finalize()
-        deltas = [*self._read(events, is_end=True)]
-        if self._held and self._held.refused:
-            return deltas + self._refused(self._held) + self.finish()
+        deltas = [*self._take("", is_end=True)]
         if self._blank and not self._is_beside:
             deltas.append(Delta(self._blank))
         return deltas
 
-    def _read(self, events: Sequence[Event], *, is_end: bool = False) -> Iterator[Delta]:
+    def _take(self, text: str, *, is_end: bool = False) -> Iterator[Delta]:
+        waiting = deque(_slices(text))
+        while True:
+            text = waiting.popleft() if waiting else ""
+            is_last = is_end and not waiting
+            if self._call is None:
+                events = self._parser.feed(text)
+                if is_last:
+                    events += self._parser.finalize()[1]
+                at = _place_of_call(events)
+                yield from self._read(events[:at])
+                if at is not None:
+                    waiting.appendleft(self._open(events[at:]))
+                elif is_last or not waiting:
+                    return
+                continue
+            try:
+                end = self._call.body.take(text, is_end=is_last)
+            except NoCallError:
+                waiting.extendleft(reversed([*_slices("".join(self._call.body.taken))]))
+                yield from self._refuse(self._call)
+            else:
+                if end is None and not waiting:
+                    return
+                if end is not None:
+                    waiting.extendleft(reversed([*_slices(end.rest)]))
+                    yield from self._close(self._call, end)
+
+    def _open(self, events: Sequence[Event]) -> str:
+        """Begin with a call and return what follows its opening.
+
+        Args:
+            events: from the one that opens it on.
+        """
+        rest = "".join(event.get("text", "") for event in events)
+        closed = events[-1] if "value" in events[-1] else self._parser.finalize()[1][-1]
+        value, family = closed["value"], self._family
+        body: Body
+        if family.body == "tags":
+            how = {"nests": self._nests, "can_close": self._can_close}
+            around = family.around_of(value["opened"])
+            body = TagBody(family.tag, family.call_end, family.call, around, **how)
+        else:
+            body = JsonBody(family.call_end, family.next)
+        self._call = _Opened(value["opened"], value["name"].strip(), value["id"], body)
+        return rest
+
+    def _refuse(self, call: _Opened) -> Iterator[Delta]:
+        """Give out what has opened a call as text; what follows it is read again."""
+        if isinstance(call.body, TagBody):
+            self._nests = self._nests and call.body.nests
+            self._can_close = self._can_close and not call.body.is_unclosed
+        self._go_on_with_text()
+        yield from (Delta(each) for each in self._kept(self._new(call.written)))
+
+    def _close(self, call: _Opened, end: End) -> Iterator[Delta]:
+        """Give out a call, or as text what is none."""
+        if isinstance(call.body, TagBody):
+            self._nests = self._nests and call.body.nests
+        self._go_on_with_text()
+        calls = _calls_in(self._family, call.name, end, self._typed)
+        if not calls:
+            text = self._new(call.written + end.written)
+            yield from (Delta(each) for each in self._kept(text))
+            return
+        self._begin()
+        for name, arguments in calls:
+            yield Delta(call=Call(call.id or uuid.uuid4().hex[:24], name, arguments))
+
+    def _go_on_with_text(self) -> None:
+        # Something stands before, so that nothing is taken for the beginning of the message.
+        self._call, self._parser = None, ResponseParser(self._template, "\0")
+
+    def _read(self, events: Sequence[Event]) -> Iterator[Delta]:
         for event in events:
             match event["field"], event["type"]:
-                case ("calls", "region_open") | ("thoughts", "region_open" | "region_close"):
+                case "thoughts", "region_open" | "region_close":
                     self._begin()
-                case "calls", "region_close":
-                    yield from self._close_call(event["value"], is_end)
-                case "calls", "region_chunk":
-                    self._body.append(event["text"])
                 case "thoughts", "region_chunk":
                     new = self._new(event["text"])
                     yield from (Delta(thoughts=text) for text in self._kept(new))
@@ -396,8 +429,7 @@ class MessageParser:
 
     def _begin(self) -> None:
         """Begin a part of the message, or go back to its text."""
-        self._body, self._before, self._blank = [], self._blank, ""
-        self._is_beside, self._num_old = True, 0
+        self._blank, self._is_beside, self._num_old = "", True, 0
 
     def _new(self, text: str) -> str:
         """Return what of a piece of text or thoughts does not stand in the prompt."""
@@ -415,37 +447,6 @@ class MessageParser:
         if kept:
             self._is_beside = False
             yield kept
-
-    def _close_call(self, value: Mapping[str, Any], is_end: bool) -> Iterator[Delta]:
-        body, name, before = "".join(self._body), value["name"].strip(), self._before
-        held = self._held
-        mark = held.mark if held is not None and not is_end else ""
-        if held is not None and held.takes(body, mark):
-            self._parser, self._blank = ResponseParser(self._template, value["opened"]), before
-            return
-        closed = mark or (self._family.call_end[0] if self._family.call_end and not is_end else "")
-        parts = [*held.parts, body] if held is not None else [body]
-        first, rest = parts[0], "".join(parts[1:])
-        calls = _calls_in(self._family, name, first + rest, self._typed)
-        self._begin()
-        if held is not None:
-            held.end(refused=rest + closed if len(parts) > 1 and not calls else "")
-        if calls:
-            for name, arguments in calls:
-                id = value["id"] or uuid.uuid4().hex[:24]
-                yield Delta(call=Call(id, name, arguments))
-            return
-        self._is_beside = False
-        text = before + value["opened"] + first + (closed if len(parts) == 1 else "")
-        yield from (Delta(each) for each in self._kept(text))
-
-    def _refused(self, held: _Held) -> list[Delta]:
-        """Read again what was held for a call that is none, behind the first mark of its end."""
-        text, held.refused, held.is_off = held.refused, "", True
-        self._parser = ResponseParser(self._template, "")
-        deltas = self.feed(text)
-        held.is_off = False
-        return deltas
 
     def _typed(self, name: str, arguments: dict[str, str]) -> dict[str, Any]:
         """Return arguments that stand in tags with the types of the tool's schema.
@@ -465,30 +466,50 @@ class MessageParser:
                 value = coerce(call)["function"]["arguments"][key]
                 is_text = isinstance(value, str) and key in known
                 value = known[key].trimmed(value) if is_text else value
+                if is_text and not {"object", "array"}.isdisjoint(known[key].types):
+                    value = _as_container(value)
                 _dumped(value)
                 typed[key] = value
         return typed
 
 
+def _place_of_call(events: Sequence[Event]) -> int | None:
+    """Return the index of the first event that opens a call."""
+    opening = ("calls", "region_open")
+    return next((i for i, it in enumerate(events) if (it["field"], it["type"]) == opening), None)
+
+
+def _slices(text: str) -> Iterator[str]:
+    """Yield a text in slices, so that a call in a long text does not copy all that follows it."""
+    return (text[at : at + SLICE_CHARACTERS] for at in range(0, len(text), SLICE_CHARACTERS))
+
+
+def _as_container(text: str) -> Any:
+    """Return the JSON object or array that a text is; the text if it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = _LENIENT.decode(text)
+        return value if isinstance(value, dict | list) else text
+    return text
+
+
 def _calls_in(
-    family: Family, name: str, body: str, typed: Callable[[str, dict[str, str]], Any]
+    family: Family, name: str, end: End, typed: Callable[[str, dict[str, str]], Any]
 ) -> list[tuple[str, str]]:
     """Return the names and arguments of the calls between one pair of delimiters.
 
     Args:
         family: how the model writes.
         name: of the tool, if it stands outside.
-        body: what stands between.
+        end: what stands between.
         typed: gives the arguments of a tool their types, if they stand in tags.
 
     Returns:
         Nothing if they are malformed.
     """
-    if family.body == "tags":
-        arguments = _tags_in(family.tag, body)
-        return [(name, _dumped(typed(name, arguments)))] if name and arguments is not None else []
+    if end.arguments is not None:
+        return [(name, _dumped(typed(name, end.arguments)))] if name else []
     try:
-        values = [*_json_values(body)]
+        values = [*_json_values(end.body)]
         if name:
             [arguments] = values or [{}]
             return [(name, _arguments_of(arguments))]
@@ -497,41 +518,15 @@ def _calls_in(
         return []
 
 
-def _tags_in(tag: str, body: str) -> dict[str, str] | None:
-    """Return the keys and values of the tags in a text; None if there is anything else.
-
-    Their closing tag, such as `</function>`, may follow them. This takes linear time: where nothing
-    closes a value, nothing closes a later one either.
-    """
-    opening, closing = _tag_patterns(tag)
-    arguments, rest, at = dict[str, str](), "", 0
-    while (opened := opening.search(body, at)) is not None:
-        closed = closing.search(body, opened.end())
-        if closed is None:
-            return None
-        arguments[opened["key"]] = body[opened.end() : closed.start()]
-        rest += body[at : opened.start()]
-        at = closed.end()
-    rest = (rest + body[at:]).strip()
-    return arguments if not rest or re.fullmatch(r"</[\w-]{1,32}>", rest) else None
-
-
-@lru_cache(64)
-def _tag_patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what opens the value of a tag and what closes it."""
-    opening, closing = tag.split(VALUE)
-    return re.compile(opening, re.DOTALL), re.compile(closing, re.DOTALL)
-
-
 def _json_values(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, of which several are joined or stand in a list.
 
     Raises:
         ValueError: there is something else.
     """
-    decoder, at = json.JSONDecoder(), 0
+    at = 0
     while (at := _past_separators(text, at)) < len(text):
-        value, at = decoder.raw_decode(text, at)
+        value, at = _LENIENT.raw_decode(text, at)
         yield from value if isinstance(value, list) else [value]
 
 
@@ -556,7 +551,7 @@ def _arguments_of(value: Any) -> str:
     if value is None or value == "":
         value = {}  # of a tool that takes none
     if isinstance(value, str):
-        value = json.loads(value)  # some models write them as text
+        value = _LENIENT.decode(value)  # some models write them as text
     if not isinstance(value, dict):
         raise ValueError("arguments are an object")
     return _dumped(value)

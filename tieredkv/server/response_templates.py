@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
+from tieredkv.server.call_bodies import VALUE
+
 MAX_PATTERN_CHARACTERS = 1000
 MAX_SPACE = 16
 """The longest white space in one place, as in `response_templates.toml`."""
 
 MAX_NAME = 128
 MAX_ALTERNATIVES = 16
-VALUE = "(?P<value>.*?)"
 
 _NAMES = {
     "content": "text",
