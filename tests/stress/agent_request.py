@@ -406,7 +406,7 @@ async def measure(
             other = unavoidable(tokenizer, messages, tools)
             assert taken.request.prompt_token_ids == one[2], f"{path}: another prompt"
             if round:
-                rendering, encoding = ((one[i] + other[i]) / 2 for i in (0, 1))
+                rendering, encoding = (one[0] + other[0]) / 2, (one[1] + other[1]) / 2
                 seconds[path].append((taken.seconds, rendering, encoding))
             bytes_of[path], num_tokens = len(encoded), len(one[2])
     api.close()

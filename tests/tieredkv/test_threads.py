@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import functools
 import subprocess
 import sys
 import threading
@@ -43,6 +44,27 @@ def test_tenants_take_turns() -> None:
 
     asyncio.run(run())
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+
+def test_a_single_thread_does_the_work_of_tenants_in_turns() -> None:
+    order: list[str] = []
+
+    async def run() -> None:
+        threads, go = FairThreads(1), threading.Event()
+        stuck = asyncio.create_task(threads.run("a", lambda _: go.wait()))
+        await asyncio.sleep(0)
+        names = ["a1", "a2", "b1", "c1", "b2"]
+        works = [functools.partial(lambda name, _: order.append(name), name) for name in names]
+        tasks = [
+            asyncio.create_task(threads.run(name[0], work))
+            for name, work in zip(names, works, strict=True)
+        ]
+        go.set()
+        await asyncio.gather(stuck, *tasks)
+        threads.close()
+
+    asyncio.run(run())
+    assert order == ["a1", "b1", "c1", "a2", "b2"]
 
 
 def test_work_that_nobody_waits_for_is_told_to_stop_and_frees_its_thread() -> None:

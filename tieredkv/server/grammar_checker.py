@@ -161,14 +161,14 @@ class GrammarChecker:
 class GrammarQueue:
     """Has the grammars of requests checked, one at a time, of tenants in turns; on an event loop.
 
-    It has threads of its own, so that only requests with new grammars wait for new grammars.
+    It has a thread of its own, so that only requests with new grammars wait for new grammars.
 
     Args:
         checker: checks them.
     """
 
     def __init__(self, checker: GrammarChecker) -> None:
-        self._checker, self._threads = checker, FairThreads(2)
+        self._checker, self._threads = checker, FairThreads(1)
 
     async def check(self, tenant: str, grammar: str, request_id: str) -> None:
         """Wait until a grammar has been compiled, unless it is known; the log tells of a wait.

@@ -41,11 +41,11 @@ class Stop(threading.Event):
 class FairThreads:
     """A few threads in which tenants have their work done in turns; used on one event loop.
 
-    Waiting tenants take turns, however much work each of them has. One tenant never holds all
-    threads, so that the work of a second tenant can begin at once.
+    Waiting tenants take turns, however much work each of them has. One tenant never holds all of
+    several threads, so that the work of a second tenant can begin at once.
 
     Args:
-        num_threads: the number of threads, at least 2.
+        num_threads: the number of threads; with 1, the work is done one after the other.
     """
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
@@ -104,7 +104,8 @@ class FairThreads:
 
     def _give_turns(self) -> None:
         while self._running.total() < self._num_threads:
-            may_run = (it for it in self._waiting if self._running[it] < self._num_threads - 1)
+            most = max(1, self._num_threads - 1)
+            may_run = (it for it in self._waiting if self._running[it] < most)
             if (tenant := next(may_run, None)) is None:
                 return
             turns = self._waiting.pop(tenant)
