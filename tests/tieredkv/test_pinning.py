@@ -392,3 +392,26 @@ def test_the_deadline_of_a_pinned_block(
     claims: set[str], used: float, until: float, deadline: float
 ) -> None:
     assert RetentionPolicies().deadline(claims, 0.0, used, until) == deadline
+
+
+def test_a_block_that_was_queued_before_floors_came_is_evicted_when_its_turn_comes() -> None:
+    pool, owed = BlockPool(1), set[BlockHash]()
+    pool.most_pinned = 1
+    pool.can_evict = lambda block: block.block_hash not in owed
+
+    def keep(block_hash: BlockHash) -> None:
+        blocks = pool.allocate(1) or []
+        pool.insert_filled(blocks, [block_hash])
+        pool.release(blocks)
+        pool.dirty(1)
+
+    first, pinned = BlockHash(b"first"), BlockHash(b"pinned")
+    keep(first)
+    owed.add(first)
+    pool.look_again(first)
+    pool.floors = {b"other": 1}
+    owed.clear()
+    pool.pinned = {pinned}
+    keep(pinned)
+    pool.check()
+    assert pool.allocate(1) is not None

@@ -92,7 +92,8 @@ class _Queue(Generic[Item]):
     def push(self, key: int, item: Item) -> None:
         heapq.heappush(self._heap, (key, item))
         if len(self._heap) > self._most:
-            self._heap = sorted(self.entries())
+            self._heap = list(self.entries())
+            heapq.heapify(self._heap)
             self._most = 2 * len(self._heap) + _SLACK
 
     def first(self) -> int | None:
@@ -245,11 +246,6 @@ class EvictionOrder:
             self.num_of[block.tenant] -= 1
             self.num_open_of[block.tenant] -= part.is_open
             self.changed[block.tenant] = None
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether blocks are counted by tenant."""
-        return self._is_counting
 
     def count_tenants(self, is_wanted: bool) -> None:
         """Start counting blocks by tenant, or stop it."""
