@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.levels import few
 from tests.serving import Server, running
 from tests.waiting import HANG_S
 
@@ -73,7 +74,7 @@ def flags(isolate_by: str) -> tuple[str, ...]:
     return (*SMALL, "--api-key", "sk-a", "--api-key", "sk-b", "--isolate-by", isolate_by)
 
 
-@pytest.fixture(scope="module", params=["salt", "none"])
+@pytest.fixture(scope="module", params=few(["salt", "none"]))
 def isolate_by(request: pytest.FixtureRequest) -> str:
     """Return the value of `--isolate-by`; with `none`, tenants share the cache."""
     return str(request.param)

@@ -32,6 +32,8 @@ from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import extents, filesystem
 from tieredkv.types import BlockRecord
 
+pytestmark = pytest.mark.e2e
+
 BUDGET_BYTES = 24 << 20
 NO_ALLOCATING = ["ext4, no extents", "ext3", "ext2", "ext2, 1 KiB blocks"]
 LARGE_PIECES = ["ext4, bigalloc 64 KiB", "xfs, extent size hint of 1 MiB", "tmpfs, huge pages"]

@@ -18,6 +18,8 @@ from tests.waiting import deadline
 from tieredkv.errors import StorageError
 from tieredkv.storage.control import StoreControl
 
+pytestmark = pytest.mark.e2e
+
 SOURCE = Path(__file__).with_name("power_loss.c")
 
 

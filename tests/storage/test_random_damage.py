@@ -31,6 +31,8 @@ from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockRecord
 
+pytestmark = pytest.mark.e2e
+
 START = 1_800_000_000.0
 SIZES_BYTES = (8192, 8100, 4096)
 CHAIN_LENGTH = 16
