@@ -241,7 +241,7 @@ def responses_body(num_turns: int) -> dict[str, Any]:
     for i in range(num_turns):
         arguments = json.dumps({"of one": f"In {i}"})
         call = {"type": "function_call", "call_id": f"t{i}", "name": "one", "arguments": arguments}
-        part = {"type": "input_text", "text": f"Out {i}"}
+        part: dict[str, Any] = {"type": "input_text", "text": f"Out {i}"}
         part |= BREAKPOINT if i >= num_turns - 2 else {}
         items.append(call)
         items.append({"type": "function_call_output", "call_id": f"t{i}", "output": [part]})

@@ -232,8 +232,8 @@ class Message(Controlled):
     """The roles that are known; a message of another one is the user's."""
 
     role: Text
-    content: Annotated[list[Part], FAIL_FAST, PARTS] = Field(default_factory=list)
-    tool_calls: Annotated[list[Call], FAIL_FAST] = Field(default_factory=list)
+    content: Annotated[list[Part], FAIL_FAST, PARTS] = Field([])
+    tool_calls: Annotated[list[Call], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
