@@ -11,7 +11,9 @@ import functools
 import logging
 import random
 import re
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 << 20
 """Compiled grammars that are kept, for each vocabulary."""
+
+KNOWN_BYTES = 256 << 20
+"""Compiled grammars that are found without asking the compiler; most of them are in its cache."""
 
 MAX_VOCABULARIES = 4
 NUM_TRIED, NUM_AVERAGED = 96, 8
@@ -157,6 +162,8 @@ class Compiler:
 class Grammars:
     """Compiles grammars in a thread of its own, so that no step waits for one.
 
+    A grammar that was compiled before does not wait for others that are being compiled.
+
     Args:
         make_compiler: called in that thread, once there is a grammar to compile.
         wake: called whenever a compilation has ended.
@@ -166,12 +173,30 @@ class Grammars:
         self._compiler = functools.cache(make_compiler)
         self._wake = wake
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._lock = threading.Lock()  # for the known ones
+        self._known = OrderedDict[str, Compiled]()  # the one used last comes last
 
     def compile(self, grammar: str) -> "Future[Compiled]":
         """Begin to compile a grammar; the future fails as `Compiler.compile` does."""
-        compiling = self._executor.submit(lambda: self._compiler().compile(grammar))
+        compiling: Future[Compiled]
+        with self._lock:
+            if (known := self._known.get(grammar)) is not None:
+                self._known.move_to_end(grammar)
+        if known is None:
+            compiling = self._executor.submit(self._compile, grammar)
+        else:
+            compiling = Future()
+            compiling.set_result(known)
         compiling.add_done_callback(lambda _: self._wake())
         return compiling
+
+    def _compile(self, grammar: str) -> Compiled:
+        compiled = self._compiler().compile(grammar)
+        with self._lock:
+            self._known[grammar] = compiled
+            while sum(it.memory_size_bytes for it in self._known.values()) > KNOWN_BYTES:
+                self._known.popitem(last=False)
+        return compiled
 
     def close(self) -> None:
         """Compile nothing more; a compilation in progress is not waited for."""

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from tieredkv.engine import grammars
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, stop_token_ids
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest
-from tieredkv.engine.grammars import Compiler, Matcher, allowed_tokens
+from tieredkv.engine.grammars import Compiler, Grammars, Matcher, allowed_tokens
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
@@ -299,3 +300,32 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled(llm: LLM) -> None:
     [output] = outputs_of(llm.core)
     assert output.finish_reason == "abort" and not llm.core.has_work
     llm.core.scheduler.check()
+
+
+def test_a_grammar_that_was_compiled_does_not_wait_for_one_that_is_being_compiled(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, woken = threading.Event(), threading.Semaphore(0)
+
+    class Slow:
+        def compile(self, grammar: str) -> Any:
+            assert grammar != JSON or go.wait(60)
+            return compiler.compile(grammar)
+
+    made = Grammars(lambda: Slow(), woken.release)  # type: ignore[arg-type, return-value]
+    first = made.compile(DIGITS).result(60)
+    slow, new = made.compile(JSON), made.compile(YES_OR_NO)
+    known = made.compile(DIGITS)
+    assert known.done() and known.result() is first
+    assert not slow.done() and not new.done()
+    assert woken.acquire(timeout=60) and woken.acquire(timeout=60), "the engine hears of both"
+    go.set()
+    assert new.result(60) and slow.result(60)
+    monkeypatch.setattr(grammars, "KNOWN_BYTES", 0)
+    made.compile(grammar("regex", pattern="a")).result(60)
+    go.clear()
+    slow, again = made.compile(JSON), made.compile(DIGITS)
+    assert not again.done(), "it is no longer known"
+    go.set()
+    assert slow.result(60) and again.result(60)
+    made.close()
