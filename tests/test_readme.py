@@ -90,7 +90,7 @@ def test_every_command_line_is_accepted(readme: str) -> None:
 
 def test_every_make_target_and_linked_file_is_there(readme: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"\bmake ([a-z-]+)", readme):
+    for target in re.findall(r"\bmake ([a-z0-9-]+)", readme):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", readme):
         assert (ROOT / link).exists(), link
