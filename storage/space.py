@@ -90,15 +90,23 @@ class Space:
     def check_fits(self, extent_bytes: int) -> None:
         """Raise an error if no eviction could make room for an extent of this size.
 
+        What the other files occupy is measured again before a block is refused. Otherwise a store
+        whose index was larger for a moment would never write, and so never measure, again.
+
         Raises:
             StoreFullError: the extent is larger than the budget leaves; names both sizes.
         """
-        most = self.budget_bytes - self.overhead_bytes - self.headroom_bytes
-        most = self.files.filesystem.fitting_bytes(most)
-        if extent_bytes > most:
+        if extent_bytes > self._most_fitting_bytes:
+            self.measure()
+        if extent_bytes > (most := self._most_fitting_bytes):
             needs = f"a block needs {extent_bytes} bytes on disk, but the budget of"
             leaves = f"leaves {max(most, 0)} beside the index; raise `disk_size`"
             raise StoreFullError(f"{needs} {self.budget_bytes} bytes {leaves}")
+
+    @property
+    def _most_fitting_bytes(self) -> int:
+        most = self.budget_bytes - self.overhead_bytes - self.headroom_bytes
+        return self.files.filesystem.fitting_bytes(most)
 
     # --- a full filesystem ------------------------------------------------------------------
 

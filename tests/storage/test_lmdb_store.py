@@ -360,6 +360,18 @@ def test_a_block_larger_than_the_budget_is_refused_with_both_sizes(tmp_path: Pat
         open_store(tmp_path / "t", budget_bytes=10_000)
 
 
+def test_room_that_other_files_of_the_store_give_back_is_used(tmp_path: Path) -> None:
+    """As an index that was larger for a moment after a power loss."""
+    path, records = tmp_path / "s", chain("a", 2)
+    with open_store(path) as store:
+        (path / "large").write_bytes(bytes(BUDGET_BYTES))
+        put(store, records[0])  # sizes are measured after each change
+        with pytest.raises(StoreFullError):
+            put(store, records[1])
+        (path / "large").unlink()
+        assert put(store, records[1]) == [True]
+
+
 def test_a_refused_batch_keeps_no_extent(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=1 << 20) as store:
         with pytest.raises(StoreFullError):
