@@ -34,11 +34,16 @@ SMILE = "\N{GRINNING FACE}"  # four tokens, each a byte: the end of an answer
 
 
 class Script(NamedTuple):
-    """What the model answers in one conversation, step by step; the last answer is repeated."""
+    """What the model answers in one conversation, step by step; the last answer is repeated.
+
+    Attributes:
+        asked_by: words of the user that ask for these answers; by default `script NAME.`.
+    """
 
     name: str
     answers: Sequence[str]
     has_tools: bool = True
+    asked_by: str = ""
 
 
 def call(name: str, /, **arguments: Any) -> str:
@@ -147,7 +152,12 @@ def _tokenizer(scripts: Sequence[Script], pieces: Sequence[str]) -> PreTrainedTo
         clean_up_tokenization_spaces=False,
     )
     told: list[Mapping[str, Any]] = [
-        {"name": it.name, "has_tools": it.has_tools, "cues": _cues(it)} for it in scripts
+        {
+            "asked_by": it.asked_by or f"script {it.name}.",
+            "has_tools": it.has_tools,
+            "cues": _cues(it),
+        }
+        for it in scripts
     ]
     tokenizer.chat_template = TEMPLATE.read_text().replace("SCRIPTS", json.dumps(told))
     return tokenizer
