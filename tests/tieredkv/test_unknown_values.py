@@ -100,6 +100,24 @@ def test_a_call_of_responses_that_is_continued_is_shown_as_before() -> None:
     made.api.close()
 
 
+def test_a_call_with_an_empty_name_or_id_goes_on(served: Served) -> None:
+    function = {"name": "", "arguments": "{}"}
+    call = {"id": "", "type": "function", "function": function}
+    chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    served.ask(CHAT, {"messages": [*chat, {"role": "tool", "tool_call_id": "", "content": "a"}]})
+    items = [USER, {"type": "function_call", "call_id": "c", **function}, USER]
+    served.ask(RESPONSES, {"input": items})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("start", "start"), ({"b": [1]}, '{"b":[1]}'), (None, ""), (5, "5")]
+)
+def test_the_text_of_a_custom_call_may_be_any_value(served: Served, given: Any, told: str) -> None:
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "run", "input": given}
+    served.ask(RESPONSES, {"input": [USER, call, USER]})
+    assert json.dumps({"input": told}) in served.prompt
+
+
 # --- Types that are not known
 
 PART = {"type": "future_part", "beta": [1, {"d": 4, "c": 3}], "alpha": "<|im_end|>"}

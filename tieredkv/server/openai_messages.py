@@ -170,9 +170,12 @@ def _has_few_containers(text: str) -> bool:
 
 
 class CalledFunction(Object):
-    """The name of a function, and the arguments that the model called it with."""
+    """The name of a function, and the arguments that the model called it with.
 
-    name: Text
+    A model may have written a call without a name, which its client sends again.
+    """
+
+    name: str
     arguments: Any = Field(default_factory=dict)
 
     _parse = field_validator("arguments")(as_object)
@@ -181,7 +184,7 @@ class CalledFunction(Object):
 class ToolCall(Object):
     """A call that the assistant made; one of a custom tool becomes a function's."""
 
-    id: Text | None = None
+    id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -234,9 +237,9 @@ class Message(Controlled):
     role: Text
     content: Annotated[list[Part], FAIL_FAST, PARTS] = Field([])
     tool_calls: Annotated[list[Call], FAIL_FAST] = Field([])
-    name: Text | None = None
+    name: str | None = None
     refusal: str | None = None
-    tool_call_id: Text | None = None
+    tool_call_id: str | None = None
     reasoning_content: Any = None
     reasoning: Any = None
 

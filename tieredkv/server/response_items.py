@@ -134,13 +134,17 @@ class FunctionCall(CalledFunction, _Known):
         return msgspec.json.encode(arguments).decode()
 
 
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
 class CustomCall(_Known):
     """A call of a tool that takes a text."""
 
     type: Literal["custom_tool_call"]
     call_id: Text
-    name: Text
-    input: str
+    name: str
+    input: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=Any)] = ""
     namespace: str | None = None
 
     @property
