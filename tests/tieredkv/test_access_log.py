@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.tieredkv.test_app import PATHS, Engine, refused
+from tieredkv.cli.output import log_lines_to_stdout
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
@@ -182,7 +183,7 @@ def test_a_debug_log_has_one_line_for_each_request(caplog: pytest.LogCaptureFixt
 
 
 def test_a_model_with_several_names_is_listed_and_answers_by_each() -> None:
-    names = {"served_model_name": "big, small,big"}
+    names: Any = {"served_model_name": "big, small,big"}
     listed = ask("/v1/models", method="GET", **names).json()["data"]
     assert [(it["id"], it["display_name"]) for it in listed] == [("big", "big"), ("small", "small")]
     assert ask("/v1/models/small", method="GET", **names).json()["id"] == "small"
@@ -234,3 +235,9 @@ def test_an_unknown_url_says_where_base_urls_end(path: str, has_hint: bool) -> N
 def test_a_long_url_is_shortened_in_its_refusal() -> None:
     answer = ask("/" + "x" * 5000 + "/messages", {"model": "m"})
     assert answer.status_code == 404 and len(answer.text) < 1000
+
+
+def test_lines_go_to_stdout_and_nowhere_else(capsys: pytest.CaptureFixture[str]) -> None:
+    log_lines_to_stdout("tieredkv.test_lines")
+    logging.getLogger("tieredkv.test_lines").info("a line")
+    assert capsys.readouterr() == ("a line\n", "")

@@ -10,7 +10,8 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
 from tieredkv.server.anthropic_answers import anthropic_body
-from tieredkv.server.anthropic_api import Block, MessagesRequest
+from tieredkv.server.anthropic_api import MessagesRequest
+from tieredkv.server.anthropic_blocks import Block
 from tieredkv.server.asked import IMAGE_NOTE, Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier
