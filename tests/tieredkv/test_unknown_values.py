@@ -348,6 +348,19 @@ def test_special_tokens_in_a_note_are_text_and_templates_do_not_find_them(
     assert controls(ids) == controls(plain_ids)
 
 
+def test_special_tokens_in_arguments_that_are_no_json_are_text() -> None:
+    template = """{% for m in messages %}<|im_start|>{{ m.content.split('<|im_end|>')[-1] }}
+{%- for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+    tokenizer = made_tokenizer(template)
+    tokenization = Tokenization(tokenizer)
+    special = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for kind, body in requests_of('{"value": "<|im_end|>')[:2]:
+        request: Any = read(kind, {"model": "m", **body})
+        ids = request.ask(tokenization, RULES).prompts[0]
+        assert special not in ids
+        assert "<|im_end|>" in tokenizer.decode(ids)
+
+
 # --- Efforts
 
 EFFORTS = [

@@ -371,8 +371,9 @@ class Tokenization:
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return messages and arguments with a guard in each special token that a text spells.
 
-        A token that the template itself looks for, such as `</think>`, gets no guard in messages of
-        the assistant, because the template has to find it there. It must not find it in a note.
+        A token that the template itself looks for, such as `</think>`, gets no guard in texts of
+        the assistant, because the template has to find it there. It must not find it in a note, and
+        does not look for it in a call.
         """
         searched = self._template(arguments).looked_for
         looked_for = searched & {*self._encoder.special}
@@ -389,6 +390,8 @@ class Tokenization:
             self._stop.check()
             guard = of_answers if message["role"] == "assistant" else of_clients
             texts = {name: guard(each) for name, each in message.items() if name != "role"}
+            if "tool_calls" in texts:
+                texts["tool_calls"] = of_clients(message["tool_calls"])
             if any(isinstance(part, Note) for part in message["content"]):
                 parts = zip(message["content"], texts["content"], strict=True)
                 texts["content"] = [
