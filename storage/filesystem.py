@@ -123,8 +123,9 @@ class Filesystem:
         """
         path = os.path.join(folder, _TRIAL_NAME)
         calls, growth_bytes = [], PAGE_ALIGNMENT_BYTES
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(path, flags, 0o600)  # a trial that a crash has left is emptied
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise StorageError(error.errno, f"`{path}`: {error.strerror}") from error

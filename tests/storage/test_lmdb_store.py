@@ -360,8 +360,16 @@ def test_a_block_larger_than_the_budget_is_refused_with_both_sizes(tmp_path: Pat
         open_store(tmp_path / "t", budget_bytes=10_000)
 
 
+def test_a_trial_file_that_a_power_loss_has_left_takes_no_room(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    open_store(path).close()
+    (path / "trial").write_bytes(bytes(BUDGET_BYTES))
+    with open_store(path) as store:
+        assert put(store, *chain("a", 8)) == [True] * 8
+    assert not (path / "trial").exists()
+
+
 def test_room_that_other_files_of_the_store_give_back_is_used(tmp_path: Path) -> None:
-    """As an index that was larger for a moment after a power loss."""
     path, records = tmp_path / "s", chain("a", 2)
     with open_store(path) as store:
         (path / "large").write_bytes(bytes(BUDGET_BYTES))
