@@ -100,7 +100,7 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
             if file == fast:
                 Tokenizer.from_file(str(file))
         except Exception as cause:  # tokenizers raises nothing narrower
-            return f"`{file}` cannot be read: {_first_line(cause)}"
+            return f"`{file}` cannot be read: {reason_of(cause, str(file))}"
         if "auto_map" in table:
             return f"`{file}` names custom code (`auto_map`), which is never run"
     if not fast.is_file():
@@ -125,7 +125,9 @@ def _drawn_file(name: str) -> Path | None:
     path = SHAPES / f"{shape.lower()}.json"
     if "/" in shape or not path.is_file():
         path = Path(shape).expanduser()
-        path = path / "config.json" if path.is_dir() else path
+        with refusing(name, f"`{shape}` cannot be read"):
+            path = path / "config.json" if path.is_dir() else path
+            path.exists()  # raises where it may not be looked for
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in SHAPES.glob("*.json")))
         what = f"`{shape}` is neither a config.json nor a known shape"
@@ -231,9 +233,14 @@ def find_folder(name: str, more: Sequence[str] = ()) -> Path:
         ModelError: there is no such folder, or the files cannot be fetched.
     """
     folder = Path(name).expanduser()
-    if name.strip() and folder.is_dir():
-        return folder
-    if name.strip() and folder.exists():
+    try:
+        is_there = bool(name.strip()) and folder.exists()
+        if is_there and folder.is_dir():
+            (folder / "config.json").exists()  # raises where the folder may not be searched
+            return folder
+    except OSError as error:
+        raise refused(name, f"`{folder}` cannot be read: {error.strerror}") from error
+    if is_there:
         raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
         raise refused(name, "there is no such folder")
@@ -267,7 +274,20 @@ def refusing(
     try:
         yield
     except Exception as error:
-        raise refused(name, f"{what}: {translate(error) or _first_line(error)}") from error
+        raise refused(name, f"{what}: {translate(error) or reason_of(error, what)}") from error
+
+
+def reason_of(error: BaseException, told: str = "") -> str:
+    """Return why something failed: the system's reason, or the first line of another error.
+
+    Args:
+        error: that was raised.
+        told: what the reader is told already; a file that it names is not named again.
+    """
+    if not (isinstance(error, OSError) and error.strerror and error.errno):
+        return _first_line(error)
+    is_told = error.filename is None or str(error.filename) in told
+    return error.strerror if is_told else f"`{error.filename}`: {error.strerror}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -95,7 +95,8 @@ def files_fingerprint(
     try:
         digests = _digests(files, mode, cache_dir, progress)
     except OSError as error:
-        raise ModelError(f"the weights cannot be read: {error}") from error
+        what = f"`{error.filename}` cannot be read: {error.strerror}"
+        raise ModelError(f"the weights cannot be identified: {what}") from error
     parts = [_FORMAT, _code_version(), mode.encode(), config_digest(config)]
     for path, digest in zip(files, digests, strict=True):
         parts += [path.name.encode(), digest]

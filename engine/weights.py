@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine.attention import ATTENTION_NAME
-from tieredkv.engine.checkpoint import refused, refusing
+from tieredkv.engine.checkpoint import reason_of, refused, refusing
 from tieredkv.engine.suitability import Reasons, check_reasons
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
@@ -123,11 +123,14 @@ def _open_tensors(name: str, files: Sequence[Path], stack: contextlib.ExitStack)
 
 
 def _file_reason(path: Path, error: Exception) -> str | None:
-    """Say what a file is that safetensors cannot read."""
+    """Say what a file is that safetensors cannot read, or why it cannot be opened."""
+    try:  # safetensors says "No such file" of whatever it cannot open
+        with path.open("rb") as file:
+            start = file.read(32)
+    except OSError as cause:
+        return reason_of(cause, str(path))
     if isinstance(error, OSError):
         return None
-    with path.open("rb") as file:
-        start = file.read(32)
     if start.startswith(b"version https://git-lfs"):
         return "it is a pointer of Git LFS; fetch the weights with `git lfs pull`"
     return f"it was cut short, or it is not a safetensors file ({error})"

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import (
     ConfigError,
+    NoStoreError,
     StorageError,
     StoreBusyError,
     StoreUnreachableError,
@@ -325,7 +326,7 @@ def _open_folder(path: str) -> int:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         what = f"there is no store at `{path}`: {os.strerror(error.errno or 0)}"
-        raise StorageError(what) from error
+        raise NoStoreError(what) from error
 
 
 def _connect(folder_fd: int) -> socket.socket:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
+from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
 from tieredkv.storage.codec import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class StoreFolder:
         """
         path = os.path.abspath(path)
         if not _check_folder(path, create=create):
-            _make_folder(path)
+            make_folder(path)
         lock_fd = _take_lock(path)
         try:
             folder = cls(path, lock_fd)
@@ -94,7 +94,7 @@ class StoreFolder:
             folder.drop_draft()
             folder._replace_index()
             _make_index(folder.index_path)
-            _make_folder(folder.segments_path)
+            make_folder(folder.segments_path)
             folder._identity = folder._look()
         except BaseException:
             os.close(lock_fd)
@@ -243,7 +243,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
         info = os.lstat(path)
     except FileNotFoundError:
         if not create:
-            raise StorageError(f"there is no store at `{path}`") from None
+            raise NoStoreError(f"there is no store at `{path}`") from None
         return False
     except OSError as error:
         why = f"cannot be reached: {error.strerror}; choose another folder"
@@ -259,7 +259,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
         strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
         if not create:
             others = f" and contains other files, such as `{min(strangers)}`" if strangers else ""
-            raise StorageError(f"`{path}` is not a tieredkv store: it has no {MARKER}{others}")
+            raise NoStoreError(f"`{path}` is not a tieredkv store: it has no {MARKER}{others}")
         if strangers:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")
@@ -330,10 +330,15 @@ def _write_marker(path: str) -> None:
     os.rename(draft, os.path.join(path, MARKER))
 
 
-def _make_folder(path: str) -> None:
+def make_folder(path: str) -> None:
+    """Make a folder that only this user can use, and those above it that are missing.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
     try:
         if not os.path.isdir(parent := os.path.dirname(path)):
-            _make_folder(parent)
+            make_folder(parent)
         os.makedirs(path, 0o700, exist_ok=True)
         os.chmod(path, 0o700)
     except OSError as error:
@@ -341,8 +346,14 @@ def _make_folder(path: str) -> None:
         raise StorageError(f"`{path}` {why}") from error
 
 
+def make_missing(path: str | None) -> None:
+    """Make a folder as `make_folder` does unless it is there; None names no folder."""
+    if path is not None and not os.path.isdir(path):
+        make_folder(os.path.abspath(path))
+
+
 def _make_index(path: str) -> None:
-    _make_folder(path)
+    make_folder(path)
     for name in INDEX_FILES:
         os.close(_open_private(os.path.join(path, name)))
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from tieredkv.errors import ConfigError
 from tieredkv.kinds import (
     Bytes,
+    FilePath,
     Seconds,
     TemplateArguments,
     TemplateDate,
@@ -136,7 +137,7 @@ class Settings:
         0.9, "Share of GPU memory for weights, activations and blocks together."
     )
     host_size: Bytes = _cache(1 << 30, "Pinned host memory for blocks.")
-    disk_dir: str | None = _cache(
+    disk_dir: FilePath | None = _cache(
         None, "Folder of the disk tier, such as /nvme/kv. Without it there is no disk tier."
     )
     disk_size: Bytes = _cache(20 << 30, "Most bytes that the files of the disk tier may occupy.")
@@ -167,12 +168,12 @@ class Settings:
         "Whether blocks on disk are encrypted, so that what has expired or was deleted cannot be "
         "read in any copy of `disk_dir`. Blocks of an older store are read until they expire.",
     )
-    disk_key_dir: str | None = _cache(
+    disk_key_dir: FilePath | None = _cache(
         None,
         "Folder of the key table, and of the master key if none is given; it must not lie in "
         "`disk_dir`. By default ~/.local/state/tieredkv/keys, or where the keys of the store are.",
     )
-    disk_master_key: str | None = _cache(
+    disk_master_key: FilePath | None = _cache(
         None,
         "File of the master key, 32 bytes that only its owner can read. By default one is made at "
         "the first start, and its path is printed.",
@@ -313,7 +314,7 @@ class Settings:
         0,
         "How many content blocks before a `cache_control` marker a hit may end. 0 means anywhere.",
     )
-    api_keys_file: str | None = _server(
+    api_keys_file: FilePath | None = _server(
         None, "TOML file of API keys, with a table for each. SIGHUP reads it again."
     )
     admin_key: str | None = _server(

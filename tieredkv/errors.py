@@ -10,6 +10,7 @@ TieredKVError
 ├─ IntegrityError             a `check()` found a broken invariant: always a bug
 └─ StorageError(OSError)      path and cause kept
    ├─ StoreFullError          the budget or the disk has no room
+   ├─ NoStoreError            the folder holds no store
    ├─ StoreBusyError          another writer owns the folder
    ├─ StoreUnreachableError   the store's writer does not answer
    ├─ UnknownIdError          an id names no block
@@ -98,6 +99,10 @@ class StorageError(TieredKVError, OSError):
 
 class StoreFullError(StorageError):
     """The byte budget or the filesystem has no room for another block."""
+
+
+class NoStoreError(StorageError):
+    """The folder holds no store, or is not there."""
 
 
 class StoreBusyError(StorageError):

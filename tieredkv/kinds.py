@@ -6,6 +6,7 @@ A kind follows from the type of a field. This module knows no setting by name.
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from datetime import date
 from typing import Annotated, Any, NamedTuple
@@ -17,9 +18,15 @@ from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_dur
 
 Bytes = Annotated[int, "bytes"]
 Seconds = Annotated[float, "seconds"]
+FilePath = Annotated[str, "a path, in which ~ is a home folder"]
 TemplateArguments = Annotated[str, "arguments of a chat template, as a JSON object"]
 TemplateDate = Annotated[str, "a date such as 2025-06-30, or `start`"]
 AT_START = "start"
+
+
+def is_text(text: str) -> bool:
+    """Return whether a text of the command line or the environment was decoded without faults."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def plain(kind: Any, what: str) -> Callable[[Any], Any]:
@@ -28,6 +35,9 @@ def plain(kind: Any, what: str) -> Callable[[Any], Any]:
     def parse(value: object) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         text = value.strip() if isinstance(value, str) else None
+        if text is not None and not is_text(text):
+            shown = os.fsencode(text).decode("utf-8", "replace")
+            raise ConfigError(f"`{shown}` is not {sys.getfilesystemencoding()} text")
         try:
             return msgspec.convert(text or value, kind, strict=text is None)
         except msgspec.ValidationError:
@@ -39,6 +49,15 @@ def plain(kind: Any, what: str) -> Callable[[Any], Any]:
 def _parse_texts(value: object) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     return tuple(part.strip() for part in plain(list[str], "a list of texts")(parts))
+
+
+def parse_path(value: object) -> str | None:
+    """Return a path with the home folder in place of a leading `~`; None for an empty one."""
+    text = plain(str, "a path")(value)
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ConfigError(f"`{value}`: there is no such home folder; give the whole path")
+    return path or None
 
 
 def parse_template_arguments(value: object) -> str:
@@ -85,6 +104,7 @@ _TEXT = Kind(plain(str, "a text"), str, "TEXT")
 _INTEGER = Kind(plain(int, "a whole number"), str, "NUMBER")
 _KINDS = {
     TemplateArguments: Kind(parse_template_arguments, str, "JSON", '{"enable_thinking": false}'),
+    FilePath | None: Kind(parse_path, str, "PATH"),
     TemplateDate | None: Kind(parse_template_date, str, "DATE"),
     Bytes: _SIZE,
     Bytes | None: _SIZE,

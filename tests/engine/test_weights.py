@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from tests.unprivileged import unprivileged
 from tieredkv.engine import loader, weights
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
+from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.errors import ModelError
 
@@ -312,3 +314,44 @@ def test_transformers_prints_no_report_of_its_own_and_keeps_its_settings(
     assert theirs.get_verbosity() == verbosity
     out, err = capfd.readouterr()
     assert "REPORT" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("model.safetensors", "`{}` cannot be read"),
+        ("config.json", "`{}` cannot be read"),
+        ("generation_config.json", "`{}` cannot be read"),
+        ("tokenizer.json", "its tokenizer cannot be loaded: `{}` cannot be read"),
+        ("tokenizer_config.json", "its tokenizer cannot be loaded: `{}` cannot be read"),
+        (".", "`{}` cannot be read"),
+        ("..", "`{}` cannot be read"),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(
+    folder: Path, name: str, what: str
+) -> None:
+    path = folder / name
+    path.resolve().chmod(0)
+    try:
+        with unprivileged(), pytest.raises(ModelError) as caught:
+            find_model(str(folder), device="cpu").load()
+            load_tokenizer(str(folder))
+    finally:
+        path.resolve().chmod(0o755)
+    told = what.format(folder if name == ".." else path)
+    assert str(caught.value) == f"model `{folder}` cannot be served: {told}: Permission denied"
+
+
+def test_weights_that_may_not_be_read_are_not_identified(folder: Path) -> None:
+    weights_file = folder / "model.safetensors"
+    weights_file.chmod(0)
+    with unprivileged(), pytest.raises(ModelError) as caught:
+        find_model(str(folder), device="cpu").find_fingerprint()
+    assert f"`{weights_file}` cannot be read: Permission denied" in str(caught.value)
+
+
+def test_a_name_that_no_folder_can_have_is_refused() -> None:
+    for name in ("a" * 5000, "random:" + "a/" * 3000):
+        with pytest.raises(ModelError, match=r"cannot be served: .*: File name too long$"):
+            find_model(name, device="cpu")

@@ -196,7 +196,8 @@ def run(
     If it is interrupted, the report has the cases that were measured by then.
 
     Raises:
-        ConfigError: `disk_dir` is not a folder, or a prefix is too long for the model.
+        ConfigError: a prefix is too long for the model.
+        StorageError: `disk_dir` is not a folder and cannot be made.
         KeyboardInterrupt: it was interrupted before anything was measured.
         TieredKVError: the process failed.
     """

@@ -29,10 +29,10 @@ import itertools
 import math
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -51,6 +51,7 @@ from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.storage.folder import make_missing
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
 TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk"}
@@ -175,13 +176,13 @@ def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample
 def look_up(settings: Row, *, max_context_len: int | None = None) -> tuple[FoundModel, KVSpec]:
     """Find the model of a bench that keeps a store, and the layout of its blocks.
 
+    If `disk_dir` is not there, it is made, as a server makes it.
+
     Raises:
-        ConfigError: `disk_dir` is not a folder.
+        StorageError: `disk_dir` is not a folder and cannot be made.
         ModelError: the model cannot be found or is not supported.
     """
-    parent = settings.get("disk_dir")
-    if parent and not Path(parent).is_dir():
-        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
+    make_missing(settings.get("disk_dir"))
     told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
     found = find_model(settings["model"], max_context_len=max_context_len, **told)
     return found, found.kv_spec(settings.get("block_size", 16))
@@ -196,13 +197,13 @@ def run(
     it at the end.
 
     Raises:
-        ConfigError: `disk_dir` is not a folder, or a prefix is too long for the model.
+        ConfigError: a prefix is too long for the model.
+        StorageError: `disk_dir` is not a folder and cannot be made.
         TieredKVError: a process failed.
     """
-    parent = settings.get("disk_dir")
     found, kv_spec = look_up(settings)
     sizes = tier_sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
-    with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
+    with TemporaryDirectory(prefix="tieredkv-bench-", dir=settings.get("disk_dir")) as folder:
         path = Path(folder)
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)

@@ -16,7 +16,7 @@ CROWD_ARMS = ("no_disk", "load", "planned")
 
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
 ENGINE = ("model", "cache", "scheduler")
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 PICTURE = click.Path(dir_okay=False, path_type=Path)
 Option = Callable[[Any], Any]
 COMMIT = click.option("--commit", help="Commit to report, where the source has no history.")

@@ -66,10 +66,14 @@ def control_of(settings: Settings) -> StoreControl:
     """
     if (folder := settings.disk_dir) is None:
         raise usage_error("Missing option '--disk-dir'.")
-    if not Path(folder).is_dir():
+    hint = "hint: use the account that the store belongs to, which its server runs as"
+    try:
+        is_folder = Path(folder).is_dir()
+    except OSError as error:
+        raise StorageError(f"`{folder}` cannot be read: {error.strerror}\n{hint}") from error
+    if not is_folder:
         raise usage_error(f"`{folder}` is not a folder; give the folder of the store.")
     if not os.access(folder, os.R_OK | os.X_OK):
-        hint = "hint: use the account that the store belongs to, which its server runs as"
         raise StorageError(f"`{folder}` cannot be read: {os.strerror(errno.EACCES)}\n{hint}")
     return StoreControl(
         folder,

@@ -98,6 +98,9 @@ def _memory(host_size: int) -> Iterator[Finding]:
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
+    if is_missing := not os.path.exists(folder):
+        yield "disk folder", "ok", f"`{folder}` is not there yet; a server will make it"
+        folder = next(it for it in folder.absolute().parents if os.path.exists(it))
     try:
         info = folder.stat()
         with tempfile.TemporaryDirectory(prefix=".tieredkv-doctor-", dir=folder) as probe:
@@ -107,7 +110,9 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield "disk folder", "fail", what
         return
     mode = info.st_mode & 0o7777
-    if info.st_uid != os.getuid():
+    if is_missing:
+        pass  # what lies above the folder may belong to others
+    elif info.st_uid != os.getuid():
         what = f"`{folder}` belongs to uid {info.st_uid}, but this process runs as {os.getuid()}"
         yield "permissions", "fail", f"{what}; `chown` it or choose another folder"
     elif mode & 0o022:

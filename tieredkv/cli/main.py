@@ -7,6 +7,7 @@ each verb and its help start quickly.
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -111,8 +112,10 @@ def run() -> NoReturn:
     The interpreter would take up to a second to take apart what torch has loaded, and some
     extension modules print complaints while it does. SIGTERM cleans up as Ctrl-C does.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _open_closed_streams()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # not ignored, as behind `nohup`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -134,6 +137,8 @@ def _open_closed_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that its encoding lacks are escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,6 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return EXIT_PROBLEM
     except OSError as error:
+        if error.errno in _OF_PATHS and error.filename is not None:
+            _complain(f"`{os.fsdecode(error.filename)}`: {error.strerror}")
+            return EXIT_USAGE
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
             raise
         _drop_output()  # for example of `tieredkv ls > file` and `tieredkv ls >&-`
@@ -169,13 +177,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+"""What the system says of paths that were given and cannot be used."""
+
+
 def _drop_output() -> None:
     """Drop what is still to be written to stdout, where it cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code(error: TieredKVError) -> int:
-    if isinstance(error, errors.ConfigError | errors.RequestError | errors.ModelError):
+    of_usage = errors.ConfigError | errors.RequestError | errors.ModelError | errors.NoStoreError
+    if isinstance(error, of_usage):
         return EXIT_USAGE
     is_silent = isinstance(error, errors.StoreUnreachableError | errors.ServerUnreachableError)
     return EXIT_UNREACHABLE if is_silent else EXIT_PROBLEM

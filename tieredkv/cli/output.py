@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ def answering(verb: Callable[..., Answer | Listing]) -> Any:
 def _print_in_parts(listing: Listing) -> None:
     """Write one JSON document on one line; the line is cut short if reading the list fails."""
     for part in listing.document(listing.pages):
-        click.echo(part, nl=False)
+        click.echo(_escaped(part), nl=False)
     click.echo()
 
 
@@ -137,7 +138,14 @@ def usage_error(message: str) -> click.UsageError:
 
 def print_json(document: object) -> None:
     """Write a document as one line of JSON to stdout."""
-    click.echo(json.dumps(document, ensure_ascii=False))
+    click.echo(_escaped(json.dumps(document, ensure_ascii=False)))
+
+
+def _escaped(part: str) -> str:
+    """Return a part of a JSON document, with escapes for what stdout has no letters for."""
+    if part.isascii() or (sys.stdout.encoding or "").lower().replace("-", "") == "utf8":
+        return part
+    return re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], part)
 
 
 def print_table(rows: Rows, *, texts: int = 99) -> None:

@@ -210,7 +210,8 @@ def _read_file(path: str) -> dict[str, Key]:
                 raise ConfigError(text)
             keys = msgspec.toml.decode(file.read(MAX_FILE_BYTES), type=dict[str, Key])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{path}` cannot be read as a file of keys: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"`{path}` cannot be read as a file of keys: {why}") from error
     if not keys:
         raise ConfigError(f"`{path}` holds no key; add a table with `key` or `key_sha256`")
     if (mode := status.st_mode & 0o777) & 0o077:
