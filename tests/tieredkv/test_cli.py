@@ -299,7 +299,7 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert short_id(chains[0]["id"], 12) in table.stdout
 
     idle = tieredkv("evict", "--disk-dir", str(stored), "--older-than", "1h", "-y")
-    assert (idle.returncode, idle.stdout) == (1, "evicted 0 blocks, 0 B\n")
+    assert (idle.returncode, idle.stdout) == (1, "")
     assert "nothing matches" in idle.stderr
     some = ask(stored, "evict", "--model", "tiny-random", "--filter", "tier=disk", "--dry-run")
     assert some["evicted_blocks"] == 20
@@ -311,11 +311,11 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: There is no terminal to confirm on; give -y")
     unknown = tieredkv("evict", "--disk-dir", str(stored), "abcdef", "-y")
-    assert unknown.returncode == 1
+    assert (unknown.returncode, unknown.stdout) == (1, "")
     assert "no chain has the id `abcdef`" in unknown.stderr
 
     comma = tieredkv("evict", "--disk-dir", str(stored), "--model", "a,tier=disk", "-y")
-    assert (comma.returncode, comma.stdout) == (1, "evicted 0 blocks, 0 B\n")
+    assert (comma.returncode, comma.stdout) == (1, "")
     for empty in ("--ns", "--filter", "--model"):  # as with a variable that was not set
         nothing = tieredkv("evict", "--disk-dir", str(stored), "--older-than", "0", empty, "", "-y")
         assert (nothing.returncode, nothing.stdout) == (2, "")

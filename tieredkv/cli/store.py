@@ -293,7 +293,8 @@ def evict(
         hint = f"an id needs at least {MIN_ID_DIGITS} digits" if is_short else "`ls` lists the ids"
         click.echo(f"error: no chain has the id `{unknown}`\nhint: {hint}", err=True)
     if refused := answer.get("refused_blocks"):
-        what = f"{refused} blocks stay where they are, as no retention lets them onto the disk"
+        stay = "stays where it is" if refused == 1 else "stay where they are"
+        what = f"{_blocks(refused)} {stay}, as no retention lets that onto the disk"
         click.echo(f"error: {what}", err=True)
     if not (answer["evicted_blocks"] or answer["unknown_ids"] or refused):
         click.echo("error: nothing matches, so no block was evicted", err=True)
@@ -302,13 +303,19 @@ def evict(
         done, would = f"sending to {wanted.to}:", f"would send to {wanted.to}:"
     if wanted.dry_run:
         done, answer = would, {**answer, "dry_run": True}
-    lines = [f"{done} {answer['evicted_blocks']} blocks, {format_bytes(answer['freed_bytes'])}"]
+    num_blocks = answer["evicted_blocks"]
+    lines = [f"{done} {_blocks(num_blocks)}, {format_bytes(answer['freed_bytes'])}"]
+    lines = lines if num_blocks else []  # the errors above say why there is none
     disk = answer.get("disk") or {}
     lines += [f"erased key {key}" for key in disk.get("erased_keys", ())]
     kept = {*disk.get("kept_keys", ())} - {*disk.get("erased_keys", ())}
     lines += [f"kept key {key}, which other blocks need" for key in sorted(kept)]
-    is_problem = bool(answer["unknown_ids"] or refused) or not answer["evicted_blocks"]
+    is_problem = bool(answer["unknown_ids"] or refused) or not num_blocks
     return Answer(answer, lines=lines, is_problem=is_problem)
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"
 
 
 def confirm(question: str, what: str) -> None:
@@ -345,7 +352,7 @@ def prune(store: StoreControl, model_name: str | None, yes: bool, dry_run: bool)
         confirm("Drop what nothing can use?", "prune")
     answer = store.answer(Prune(model=model_name or "", dry_run=dry_run))
     verb = "would drop" if dry_run else "dropped"
-    lines = [f"{verb} {answer['pruned_blocks']} blocks, {format_bytes(answer['freed_bytes'])}"]
+    lines = [f"{verb} {_blocks(answer['pruned_blocks'])}, {format_bytes(answer['freed_bytes'])}"]
     lines += [as_text(answer["by_reason"])] if answer["by_reason"] else []
     return Answer({**answer, "dry_run": True} if dry_run else answer, lines=lines)
 

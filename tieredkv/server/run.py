@@ -215,6 +215,7 @@ class Server:
         finally:
             if len(signals) < 2:  # else the engine drains by itself, its server being gone
                 exit_code = await engine.shutdown(self.settings.drain_timeout)
+                logger.info("stopped")
         return 1 if engine.has_died or (exit_code and self._end != engine.kill) else 0
 
     async def _load(self, engine: EngineClient) -> Tokenization:
