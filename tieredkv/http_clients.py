@@ -11,7 +11,7 @@ import re
 import socket
 from importlib.util import find_spec
 from typing import Any
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -71,8 +71,8 @@ def _routing(url: str) -> dict[str, Any]:
 
 def _proxy_for(url: httpx.URL) -> httpx.Proxy | None:
     """Return the proxy that the environment names for a URL, if there is one."""
-    proxies = getproxies_environment()
-    if is_loopback(url.host) or proxy_bypass_environment(url.netloc.decode("ascii"), proxies):
+    proxies = getproxies()
+    if is_loopback(url.host) or proxy_bypass(url.netloc.decode("ascii"), proxies):
         return None
     scheme = url.scheme if proxies.get(url.scheme) else "all"
     return _read(scheme, given) if (given := proxies.get(scheme)) else None

@@ -22,7 +22,7 @@ from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources
 from tieredkv.bench.ttft import Sample, compare, demote_all
-from tieredkv.cli import main
+from tieredkv.cli.main import main
 from tieredkv.storage.codec import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
 

@@ -20,7 +20,6 @@ from tieredkv.cli.output import (
 )
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
-from tieredkv.kinds import is_text
 
 if TYPE_CHECKING:
     from tieredkv.engine.answer import Answer
@@ -129,11 +128,7 @@ def generate(
     if not prompts:
         if sys.stdin.isatty():
             raise usage_error("Give a PROMPT, or pipe one in.")
-        prompts = (sys.stdin.buffer.read().decode("utf-8", "surrogateescape"),)
-    for prompt in prompts:
-        if not is_text(prompt):
-            shown = prompt[:100].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            raise usage_error(f"The prompt `{shown}` is not UTF-8.")
+        prompts = (sys.stdin.buffer.read().decode("utf-8", "replace"),)
     set_up_logging("WARNING")
     cache_salt = options.pop("cache_salt")
     params = tieredkv.SamplingParams(**options)
