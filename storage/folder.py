@@ -336,9 +336,9 @@ def make_folder(path: str) -> None:
     Raises:
         StorageError: it cannot be made.
     """
+    if not os.path.isdir(parent := os.path.dirname(path)):
+        make_folder(parent)
     try:
-        if not os.path.isdir(parent := os.path.dirname(path)):
-            make_folder(parent)
         os.makedirs(path, 0o700, exist_ok=True)
         os.chmod(path, 0o700)
     except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
-from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
+from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
 from tieredkv.storage.folder import MARKER, StoreFolder, check_unused
 
 RECORD = make_record()
@@ -200,9 +200,9 @@ except StorageError:
 
 
 def test_a_store_that_is_not_there_is_not_made_for_whoever_only_looks(tmp_path: Path) -> None:
-    assert "no store" in refusal(tmp_path / "store", create=False)
+    assert "no store" in refusal(tmp_path / "store", NoStoreError, create=False)
     (tmp_path / "store").mkdir(mode=0o700)
-    assert "no store" in refusal(tmp_path / "store", create=False)
+    assert "is not a tieredkv store" in refusal(tmp_path / "store", NoStoreError, create=False)
 
 
 def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_tenant_that_holds_nearly_all_bytes_leaves_room_for_large_bodies_of_ot
 
         async def ask(key: str, sizes: str) -> int:
             headers = [(b"x-api-key", key.encode())]
-            scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+            scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": headers}
             scope["query_string"] = sizes.encode()
             tasks.append(asyncio.create_task(limited(scope, None, note)))  # type: ignore[arg-type]
             await asyncio.sleep(0)

@@ -45,7 +45,7 @@ def app_of(engine: Engine, tokenization: Tokenization, max_body_size: int = MOST
     return build_app(Api(settings, engine, tokenization, keys))  # type: ignore[arg-type]
 
 
-def post(app: Any, path: str, content: bytes) -> httpx.Response:
+def post(app: Any, path: str, content: Any) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -261,7 +261,7 @@ def test_several_pictures_beyond_both_limits_are_refused_with_both_and_nothing_i
             yield content[start : start + 10_000]
 
     for _ in range(3):
-        told = post(app, path, content if is_declared else chunks())  # type: ignore[arg-type]
+        told = post(app, path, content if is_declared else chunks())
         assert (told.status_code, told.json()["error"]["code"]) == (413, "request_too_large")
         message = told.json()["error"]["message"]
         assert f" {MOST}, " in message and f" {MORE} " in message
@@ -302,7 +302,7 @@ def test_pictures_are_not_held_while_the_engine_works_on_the_request(
         await app(scope, receive, send)
         return status[0]
 
-    async def run() -> list[int]:
+    async def run() -> Any:
         app = app_of(Late(), tokenization)
         tracemalloc.start()
         try:

@@ -400,7 +400,7 @@ def plan(settings: Row, tokens: Mapping[Tier, float], longest_tokens: int, hint:
     Raises:
         ConfigError: `disk_dir` has too little space, a setting is out of range,
             or the longest prompt does not fit the model or VRAM.
-        StorageError: `disk_dir` is not a folder and cannot be made.
+        ConfigError: `disk_dir` is not a folder and cannot be made.
     """
     found, spec = look_up(settings, max_context_len=settings.get("max_model_len"))
     least = {Tier.DISK: MIN_DISK_BYTES}

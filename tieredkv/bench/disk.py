@@ -29,7 +29,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.bench import raw
-from tieredkv.bench.temporary_keys import temporary_keys
+from tieredkv.bench.temporary_keys import make_place, temporary_keys
 from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
@@ -37,7 +37,7 @@ from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import CODEC_RAW, Extent, Located, extent_bytes_for, payload_checksum
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
-from tieredkv.storage.folder import INDEX, SEGMENTS, make_missing
+from tieredkv.storage.folder import INDEX, SEGMENTS
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
@@ -86,7 +86,7 @@ def run(
         raise ConfigError(f"`block_bytes` = `{block_bytes}` must be a multiple of 4 KiB")
     if budget < (least := minimum_budget_bytes(size) + 16 * extent_bytes_for(size)):
         raise ConfigError(f"`disk_size` = `{disk_size}` must be at least {format_bytes(least)}")
-    make_missing(str(folder))
+    make_place(str(folder))
     needed = 2 * budget + sum(index_blocks) * INDEX_BYTES
     if needed > (free := shutil.disk_usage(folder).free):
         what = f"`{folder}` has {format_bytes(free)} free, but {format_bytes(needed)} are needed"

@@ -197,7 +197,7 @@ def run(
 
     Raises:
         ConfigError: a prefix is too long for the model.
-        StorageError: `disk_dir` is not a folder and cannot be made.
+        ConfigError: `disk_dir` is not a folder and cannot be made.
         KeyboardInterrupt: it was interrupted before anything was measured.
         TieredKVError: the process failed.
     """

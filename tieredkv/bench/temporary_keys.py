@@ -1,8 +1,22 @@
-"""The keys of a store that a bench makes and removes."""
+"""The place and the keys of a store that a bench makes and removes."""
 
 import os
 
+from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage import master_key
+from tieredkv.storage.folder import make_missing
+
+
+def make_place(folder: str | None) -> None:
+    """Make the folder in which a bench makes its store, as a server makes it; None names none.
+
+    Raises:
+        ConfigError: it is not there and cannot be made.
+    """
+    try:
+        make_missing(folder)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
 
 
 def temporary_keys(key_dir: str) -> dict[str, str]:

@@ -45,13 +45,12 @@ from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
-from tieredkv.bench.temporary_keys import temporary_keys
+from tieredkv.bench.temporary_keys import make_place, temporary_keys
 from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.storage.folder import make_missing
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
 TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk"}
@@ -179,10 +178,10 @@ def look_up(settings: Row, *, max_context_len: int | None = None) -> tuple[Found
     If `disk_dir` is not there, it is made, as a server makes it.
 
     Raises:
-        StorageError: `disk_dir` is not a folder and cannot be made.
+        ConfigError: `disk_dir` is not a folder and cannot be made.
         ModelError: the model cannot be found or is not supported.
     """
-    make_missing(settings.get("disk_dir"))
+    make_place(settings.get("disk_dir"))
     told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
     found = find_model(settings["model"], max_context_len=max_context_len, **told)
     return found, found.kv_spec(settings.get("block_size", 16))
@@ -198,7 +197,7 @@ def run(
 
     Raises:
         ConfigError: a prefix is too long for the model.
-        StorageError: `disk_dir` is not a folder and cannot be made.
+        ConfigError: `disk_dir` is not a folder and cannot be made.
         TieredKVError: a process failed.
     """
     found, kv_spec = look_up(settings)
