@@ -27,7 +27,9 @@ is_writing = False
 """Whether texts are kept instead of compared; `tests/conftest.py` sets it."""
 
 _known: dict[str, list[str]] = {}
+_kept: dict[str, list[str]] = {}
 _num_told: Counter[str] = Counter()
+_LONGEST = 400
 
 
 @contextmanager
@@ -52,24 +54,39 @@ def told(text: str, *, hide: Mapping[str, str] | None = None) -> None:
     for one, name in (hide or {}).items():
         text = text.replace(one, name)
     text = PLACES.sub("PLACE", text)
+    if len(text) > _LONGEST:
+        text = f"{text[:200]}... {len(text)} characters ...{text[-100:]}"
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
-    number, messages = _num_told[test], messages_of(test)
-    _num_told[test] += 1
     if is_writing:
-        messages[number:] = [text]
+        _kept.setdefault(test, []).append(text)
         return
-    assert number < len(messages), f"no text for this test: run `pytest --write-messages {test}`"
-    assert text == messages[number]
+    texts, number = texts_of(test), _num_told[test]
+    _num_told[test] += 1
+    what = f"no text for this test: run `pytest --write-messages {function_of(test)}`"
+    assert number < len(texts), what
+    assert text == texts[number]
 
 
-def messages_of(test: str) -> list[str]:
-    """Return the texts of a test, in the order in which it compares them."""
+def function_of(test: str) -> str:
+    """Return the name of a test without the case."""
+    return test.partition("[")[0]
+
+
+def texts_of(test: str) -> list[str]:
+    """Return the texts of a test; those of its function if all cases have the same."""
     if not _known:
         _known.update(json.loads(FILE.read_text()))
-    return _known.setdefault(test, [])
+    return _known.get(test) or _known.get(function_of(test), [])
 
 
 def write() -> None:
-    """Write the file anew, with the texts of the tests that ran and of those that did not."""
-    kept = {test: _known[test] for test in sorted(_known) if _known[test]}
-    FILE.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    """Write the file anew: the texts of the functions that ran, and of all others as they were."""
+    functions = {*map(function_of, _kept)}
+    known = json.loads(FILE.read_text())
+    known = {test: texts for test, texts in known.items() if function_of(test) not in functions}
+    for function in functions:
+        cases = {test: texts for test, texts in _kept.items() if function_of(test) == function}
+        is_same = len({*map(tuple, cases.values())}) == 1
+        known |= {function: next(iter(cases.values()))} if is_same else cases
+    ordered = {test: known[test] for test in sorted(known)}
+    FILE.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")

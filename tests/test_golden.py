@@ -1,6 +1,8 @@
 """The file of texts is in order, and a text that changed is seen."""
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,18 +21,23 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file = tmp_path / "messages.json"
     file.write_text("{}")
     monkeypatch.setattr(golden, "FILE", file)
+    for name, empty in (("_known", {}), ("_kept", {}), ("_num_told", Counter[str]())):
+        monkeypatch.setattr(golden, name, empty)
     monkeypatch.setattr(golden, "is_writing", False)
-    monkeypatch.setattr(golden, "_known", {})
     yield file
 
 
-def keep(text: str) -> None:
-    """Keep a text for the test that runs, as `--write-messages` does."""
+def keep(*cases: str) -> dict[str, list[str]]:
+    """Keep a text for each case of this test, as `--write-messages` does; return the file's."""
+    test = golden.function_of(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(golden, "is_writing", True)
-        told(text)
+        for number, text in enumerate(cases):
+            patch.setenv("PYTEST_CURRENT_TEST", f"{test}[{number}] (call)")
+            told(text)
     golden.write()
-    golden._num_told.clear()
+    known: dict[str, list[str]] = json.loads(golden.FILE.read_text())
+    return {key.removeprefix(test): texts for key, texts in known.items()}
 
 
 def test_every_text_belongs_to_a_test_that_is_there() -> None:
@@ -45,11 +52,19 @@ def test_every_text_belongs_to_a_test_that_is_there() -> None:
 def test_a_text_that_is_unknown_or_has_changed_fails(file: Path) -> None:
     with pytest.raises(AssertionError, match="run `pytest --write-messages "):
         told("It is so.")
-    keep("It is so.")
+    assert keep("It is so.") == {"": ["It is so."]}
+    golden._known.clear()
+    golden._num_told.clear()
     told("It is so.")
     golden._num_told.clear()
     with pytest.raises(AssertionError):
         told("It is otherwise.")
+
+
+def test_cases_with_the_same_text_share_it(file: Path) -> None:
+    assert keep("no", "no") == {"": ["no"]}
+    golden._kept.clear()
+    assert keep("no", "never") == {"[0]": ["no"], "[1]": ["never"]}
 
 
 def test_what_differs_from_run_to_run_is_hidden(file: Path, tmp_path: Path) -> None:
