@@ -46,7 +46,14 @@ def refused(
     with pytest.raises(kind) as caught:
         yield caught
     assert {name: getattr(caught.value, name) for name in fields} == fields
-    told(str(caught.value), hide=hide)
+    told(_text_of(caught.value), hide=hide)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return what an error says; a client's has the server's words in its body."""
+    body = getattr(error, "body", None)
+    body = body.get("error", body) if isinstance(body, dict) else {}
+    return str(body.get("message", error) if isinstance(body, dict) else error)
 
 
 def told(text: str, *, hide: Mapping[str, str] | None = None) -> None:
