@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.golden import refused
 from tieredkv.config import Dtype
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import LoadedModel, find_model
@@ -78,7 +79,7 @@ def test_a_shorter_context_makes_a_model_with_a_window_fit(
     shutil.copytree(checkpoints("mistral"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
-    with pytest.raises(ModelError, match="a window of 64 tokens"):
+    with refused(ModelError):
         find_model(str(folder), device="cpu")
     assert find_model(str(folder), device="cpu", max_context_len=64).max_model_len == 64
     with LLM(str(folder), device="cpu", max_model_len=64, host_size="1MiB") as llm:
@@ -218,13 +219,13 @@ def test_a_hub_model_that_cannot_be_fetched_is_a_model_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="`no-such/model` is not a local folder and cannot be fet"):
+    with refused(ModelError):
         load("no-such/model")
 
 
 @pytest.mark.parametrize("name", ["", " ", "a/b/c", "./gone", "no such model!"])
 def test_names_that_can_be_no_model_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=r"no such folder|cannot be fetched"):
+    with refused(ModelError):
         load(name)
 
 
@@ -236,7 +237,7 @@ def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
-    with pytest.raises(ModelError, match="the custom code that its `auto_map` names is never run"):
+    with refused(ModelError):
         load(folder)
     assert not (folder / "ran").exists()
 
@@ -255,7 +256,7 @@ def test_a_random_model_takes_its_shape_from_a_config(checkpoints: Any) -> None:
 
 
 def test_an_unknown_shape_lists_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"`gpt-9` is neither.*llama-3\.1-8b, .*mistral-7b"):
+    with refused(ModelError):
         load("random:gpt-9")
 
 
@@ -263,7 +264,7 @@ def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 4, "intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="vocabulary of 100 tokens is too small"):
+    with refused(ModelError):
         load(f"random:{tmp_path}")
 
 
@@ -285,7 +286,7 @@ def test_the_device_is_resolved_by_what_is_there(
     if device != "cuda":
         assert find_model("tiny-random", device=device).device.type == "cpu"
         return
-    with pytest.raises(ConfigError, match="`device` = cuda, but torch sees no GPU"):
+    with refused(ConfigError):
         find_model("tiny-random", device=device)
 
 

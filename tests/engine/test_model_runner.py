@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import write_checkpoint
+from tests.golden import refused
 from tieredkv.config import Dtype
 from tieredkv.engine import model_runner
 from tieredkv.engine.attention import AttentionContext
@@ -435,7 +436,7 @@ def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: 
     check_paging(loaded, spec)
     layer: torch.nn.Module = loaded.model.get_submodule("model.layers.0")
     layer.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
-    with pytest.raises(ModelError, match="`llama` mixes tokens outside of attention"):
+    with refused(ModelError):
         check_paging(loaded, spec)
 
 
@@ -447,7 +448,7 @@ def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_pat
     harness.runner.warm_up()
     layer: torch.nn.Module = harness.loaded.model.get_submodule("model.layers.0")
     layer.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
-    with pytest.raises(ModelError, match="`granite` mixes tokens outside of attention"):
+    with refused(ModelError):
         harness.runner.warm_up()
 
 

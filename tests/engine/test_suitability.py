@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from tests.golden import refused
 from tieredkv.engine.checkpoint import SHAPES
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
@@ -125,7 +126,7 @@ def test_a_window_at_least_as_long_as_the_context_is_no_window(
     examine(model_type, changes | {"sliding_window": 256})
     examine(model_type, changes | {"sliding_window": 100}, context_len=100)
     for window, context_len in ((255, 256), (100, 101)):
-        with pytest.raises(ModelError, match=f"a window of {window} tokens"):
+        with refused(ModelError):
             examine(model_type, changes | {"sliding_window": window}, context_len)
 
 
