@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from tests.golden import refused
 from tests.storage.blocks import change_bytes, digest, make_record, told_by_engine
 from tieredkv.errors import CorruptIndexError
 from tieredkv.storage import index_pages
@@ -105,7 +106,7 @@ def test_bytes_that_are_no_record_of_their_key_are_left_out() -> None:
 
 def test_keys_out_of_order_are_damage() -> None:
     first, second = map(sealed, some_entries(5, 2))
-    with pytest.raises(CorruptIndexError, match="out of order"):
+    with refused(CorruptIndexError):
         table_of(second, first)
 
 
@@ -184,7 +185,7 @@ def test_a_damaged_page_is_named(tmp_path: Path, at: int, num_bytes: int) -> Non
         page = index.part("blocks", b"").data[:PAGE_BYTES].tobytes()
         place = file.read_bytes().index(page)
         change_bytes(file, place + at, lambda _: b"\xff" * num_bytes, num_bytes)
-        with pytest.raises(CorruptIndexError, match=f"damaged: page {place // PAGE_BYTES} "):
+        with refused(CorruptIndexError):
             index.part("blocks", b"")
         change_bytes(file, place, lambda _: page, PAGE_BYTES)
         assert len(index.part("blocks", b"").starts) == 100

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.golden import refused
 from tests.storage.conftest import (
     DAY_S,
     NUM_PAGES,
@@ -466,9 +467,9 @@ def test_loads_that_race_with_eviction_are_right_or_missing_and_no_fault(harness
 def test_a_folder_that_cannot_be_a_store_is_refused_with_its_path(tmp_path: Path) -> None:
     harness = Harness(tmp_path / "file" / "store")
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="file"):
+    with refused(StorageError):
         harness.open()
-    with pytest.raises(StorageError, match="no store"):
+    with refused(StorageError):
         StoreClient(harness.options(path=str(tmp_path / "none"), create=False), harness.arena)
     harness.close()
 
@@ -480,12 +481,12 @@ def test_a_store_of_another_version_or_open_to_others_is_refused_untouched(
     marker = harness.folder / "format.json"
     text = marker.read_text()
     marker.write_text('{"format": "tieredkv-store", "version": 99}')
-    with pytest.raises(FormatVersionError, match="99"):
+    with refused(FormatVersionError):
         harness.open()
     assert marker.read_text() == '{"format": "tieredkv-store", "version": 99}'
     marker.write_text(text)
     harness.folder.chmod(0o777)
-    with pytest.raises(StorageError, match="writable by others"):
+    with refused(StorageError):
         harness.open()
     harness.folder.chmod(0o700)
     harness.open().close()

@@ -13,6 +13,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tests.fakes import FakeClock
+from tests.golden import refused
 from tests.storage.blocks import (
     BLOCK_BYTES,
     CheckedStore,
@@ -266,7 +267,7 @@ def test_an_eviction_whose_keys_cannot_be_dropped_says_so_and_erases_the_blocks(
     with encrypted.open() as store:
         put(store, record)
         moved = encrypted.key_dir.rename(encrypted.key_dir.with_name("moved"))
-        with pytest.raises(StorageError, match=r"could not be destroyed.*\.keys.*No such file"):
+        with refused(StorageError):
             evict(store, EvictFilter(all=True))
         assert (store.stats().blocks, store.stats().bytes_pending) == (0, 0)
         moved.rename(encrypted.key_dir)
@@ -389,7 +390,7 @@ def lost(encrypted: Encrypted) -> Encrypted:
 
 def test_a_store_whose_master_key_is_lost_is_refused_and_left_as_it_is(lost: Encrypted) -> None:
     before = on_disk(lost.folder / "segments"), on_disk(lost.folder / "index")
-    with pytest.raises(MissingKeyError, match=r"master key .* is missing"):
+    with refused(MissingKeyError):
         lost.open()
     assert (on_disk(lost.folder / "segments"), on_disk(lost.folder / "index")) == before
     assert not list(lost.key_dir.glob("*.master"))
@@ -400,7 +401,7 @@ def test_a_store_without_its_keys_can_be_looked_at_and_emptied(lost: Encrypted) 
         stats = store.stats()
         assert (stats.blocks, stats.encryption, stats.num_clear) == (1, "no keys", 0)
         assert stored_hashes(store, [lost.record()])
-        with pytest.raises(StorageError, match="keys of its blocks are not there"):
+        with refused(StorageError):
             store.read_payload(locate(store, lost.record()), page_with(b"", BLOCK_BYTES))
         sweep(store)
         assert store.stats().blocks == 1
@@ -411,14 +412,14 @@ def test_a_store_without_its_keys_can_be_looked_at_and_emptied(lost: Encrypted) 
 def test_a_lost_index_is_not_rebuilt_without_keys(lost: Encrypted) -> None:
     shutil.rmtree(lost.folder / "index")
     segments = on_disk(lost.folder / "segments")
-    with pytest.raises(MissingKeyError, match="rebuilt, which needs the keys"):
+    with refused(MissingKeyError):
         lost.open(encryption="as_it_is")
     assert on_disk(lost.folder / "segments") == segments
 
 
 def test_encryption_cannot_be_turned_off_on_an_encrypted_store(encrypted: Encrypted) -> None:
     encrypted.open().close()
-    with pytest.raises(ConfigError, match="`disk_encryption` is off"):
+    with refused(ConfigError):
         encrypted.open(encryption="off")
 
 
@@ -522,7 +523,7 @@ def test_names_are_turned_back_and_depend_on_the_key() -> None:
     assert list(map(len, hidden)) == [32, 16, 32]
     assert not set(hidden) & set(Names(b"l" * 32).hide(hashes))
     assert names.hide([]) == []
-    with pytest.raises(StorageError, match="16 or 32 bytes"):
+    with refused(StorageError):
         names.hide([b"short"])
 
 
@@ -588,7 +589,7 @@ def test_an_engine_whose_master_key_is_lost_is_told_so_at_its_start(
     harness.open(**options).close()
     [master] = (tmp_path / "keys").glob("*.master")
     master.rename(tmp_path / "elsewhere")
-    with pytest.raises(MissingKeyError, match=f"the master key `{master}` is missing"):
+    with refused(MissingKeyError):
         harness.open(**options)
     harness.open(**options, master_key=str(tmp_path / "elsewhere"))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.golden import refused
 from tests.storage.blocks import change_bytes, digest, make_record, open_store, put
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.test_control import engine_that_says
@@ -122,9 +123,9 @@ def test_a_proof_of_nothing_is_refused(
 def test_a_store_that_is_not_encrypted_has_nothing_to_prove_or_rotate(tmp_path: Path) -> None:
     open_store(tmp_path / "kv", Clock()).close()
     control = StoreControl(tmp_path / "kv")
-    with pytest.raises(ConfigError, match="is not encrypted, so it has no keys"):
+    with refused(ConfigError):
         control.prove_erased("12" * 8)
-    with pytest.raises(ConfigError, match="is not encrypted"):
+    with refused(ConfigError):
         control.rotate(None, None)
     assert control.df()["disk"]["encryption"] == "off"
 
@@ -139,11 +140,11 @@ def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
     told = "encryption: on, but the keys are not there, so no block can be read"
     assert told in stopped.invoke("df").stdout.splitlines()
     assert sum(len(page) for page in control.ls()) == 4
-    with pytest.raises(MissingKeyError, match=r"master key .* is missing"):
+    with refused(MissingKeyError):
         control.verify()
-    with pytest.raises(MissingKeyError, match=r"master key .* is missing"):
+    with refused(MissingKeyError):
         control.prove_erased("12" * 8)
-    with pytest.raises(MissingKeyError, match="is missing"):
+    with refused(MissingKeyError):
         control.rotate(None, None)
     assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 5
     master.write_bytes(key)
@@ -183,7 +184,7 @@ def test_an_admin_key_does_not_rotate_the_master_key() -> None:
     """It would read files of the server's machine, and run a command there."""
     for body in ({"command": "id"}, {}):
         call = admin.respond("rotate", body, Settings(), None, None)  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="There is no verb `rotate`"):
+        with refused(RequestError, code="unknown_url", status=404):
             asyncio.run(call)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.golden import refused
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
@@ -62,7 +63,7 @@ def test_a_master_key_of_the_wrong_length_is_refused_with_its_length(
     file = tmp_path / "key"
     file.write_bytes(data)
     file.chmod(0o600)
-    with pytest.raises(MissingKeyError, match=rf"has {len(data)} bytes, but a master key is 32"):
+    with refused(MissingKeyError):
         master_key.read_file(str(file))
 
 
@@ -70,7 +71,7 @@ def test_a_master_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(MASTER)
     file.chmod(0o640)
-    with pytest.raises(MissingKeyError, match=r"open to others \(mode 0640\); run `chmod 600"):
+    with refused(MissingKeyError):
         master_key.read_file(str(file))
 
 
@@ -79,7 +80,7 @@ def test_a_new_master_key_is_closed_to_others_and_overwrites_nothing(tmp_path: P
     key = master_key.make_file(str(file))
     assert master_key.read_file(str(file)) == key
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    with pytest.raises(MissingKeyError, match="cannot be made"):
+    with refused(MissingKeyError):
         master_key.make_file(str(file))
 
 
@@ -90,7 +91,7 @@ def test_a_master_key_that_could_not_be_written_leaves_no_file(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(MissingKeyError, match="cannot be made: No space left on device"):
+    with refused(MissingKeyError):
         master_key.make_file(str(tmp_path / "key"))
     assert not list(tmp_path.iterdir())
 
@@ -145,9 +146,9 @@ def test_a_dropped_key_is_gone_and_the_table_has_a_fresh_key(table: KeyTable) ->
 
 def test_another_master_key_opens_nothing_and_changes_nothing(table: KeyTable) -> None:
     before = Path(table.path).read_bytes()
-    with pytest.raises(MissingKeyError, match="not the one that"):
+    with refused(MissingKeyError):
         reopened(table, OTHER)
-    with pytest.raises(MissingKeyError, match="another store"):
+    with refused(MissingKeyError):
         KeyTable.open(table.path, b"x" * 16, MASTER)
     assert Path(table.path).read_bytes() == before
 
@@ -275,7 +276,7 @@ def test_a_first_start_that_fails_leaves_no_keys(
 def test_a_new_store_is_told_to_make_the_master_key_that_is_given(
     place: Place, tmp_path: Path
 ) -> None:
-    with pytest.raises(MissingKeyError, match=r"is missing\nhint: make it, as with `openssl"):
+    with refused(MissingKeyError):
         place.open(master_key=str(tmp_path / "mine"))
 
 
@@ -292,7 +293,7 @@ def test_a_lost_file_is_refused_and_nothing_is_made_in_its_place(place: Place, s
     [lost] = place.key_dir.glob(f"*.{suffix}")
     lost.unlink()
     before = {each.name: each.read_bytes() for each in place.key_dir.iterdir()}
-    with pytest.raises(MissingKeyError, match="is missing"):
+    with refused(MissingKeyError):
         place.open()
     assert {each.name: each.read_bytes() for each in place.key_dir.iterdir()} == before
 
@@ -301,13 +302,13 @@ def test_a_store_without_its_note_is_refused(place: Place) -> None:
     store_id = place.open().store_id
     (place.folder / NOTE).unlink()
     options = StoreOptions(path=str(place.folder), encryption="on", key_dir=str(place.key_dir))
-    with pytest.raises(MissingKeyError, match=f"its file `{NOTE}` is missing"):
+    with refused(MissingKeyError):
         open_keys(str(place.folder), options, known_id=store_id)
 
 
 def test_a_store_that_is_encrypted_is_not_opened_with_encryption_off(place: Place) -> None:
     place.open()
-    with pytest.raises(ConfigError, match="`disk_encryption` is off"):
+    with refused(ConfigError):
         place.open(encryption="off")
 
 
@@ -319,26 +320,26 @@ def test_a_given_master_key_is_remembered_by_its_path(place: Place, tmp_path: Pa
     assert place.open().note.master_key == str(file)
     other = tmp_path / "other"
     master_key.make_file(str(other))
-    with pytest.raises(MissingKeyError, match="not the one that"):
+    with refused(MissingKeyError):
         place.open(master_key=str(other))
 
 
 def test_two_master_keys_are_refused(place: Place) -> None:
-    with pytest.raises(ConfigError, match="are both set, but a store has one master key"):
+    with refused(ConfigError):
         place.open(master_key="/mine", master_key_command="echo")
 
 
 def test_a_command_is_not_remembered(place: Place) -> None:
     place.open(master_key_command=f"echo {MASTER.hex()}")
     assert "echo" not in (place.folder / NOTE).read_text()
-    with pytest.raises(MissingKeyError, match="set `disk_master_key_command`"):
+    with refused(MissingKeyError):
         place.open()
     place.open(master_key_command=f"echo {MASTER.hex()}")
 
 
 @pytest.mark.parametrize("setting", ["key_dir", "master_key"])
 def test_keys_in_the_folder_that_they_protect_are_refused(place: Place, setting: str) -> None:
-    with pytest.raises(ConfigError, match=f"`disk_{setting}` = .* lies in the folder of the store"):
+    with refused(ConfigError):
         place.open(None, **{setting: str(place.folder / "within")})
 
 
@@ -351,7 +352,7 @@ def test_a_folder_cannot_bring_keys_with_it(place: Place, field: str) -> None:
     planted.chmod(0o600)
     changed = msgspec.structs.replace(note, **{field: str(planted)})
     (place.folder / NOTE).write_bytes(msgspec.json.encode(changed))
-    with pytest.raises(ConfigError, match=f"`{planted}` lies in the folder of the store"):
+    with refused(ConfigError):
         place.open(key_dir=None)
     looking = StoreOptions(path=str(place.folder), encryption="as_it_is")
     keys, why = try_keys(str(place.folder), looking, known_id=note.store_id)
@@ -360,7 +361,7 @@ def test_a_folder_cannot_bring_keys_with_it(place: Place, field: str) -> None:
 
 def test_a_master_key_is_not_put_into_the_folder_that_it_protects(place: Place) -> None:
     keys = place.open()
-    with pytest.raises(ConfigError, match=r"`--to` = .* lies in the folder of the store"):
+    with refused(ConfigError):
         keys.rotate(str(place.folder / "mine"), None)
     place.open()
 
@@ -369,7 +370,7 @@ def test_a_note_that_is_damaged_is_refused(place: Place) -> None:
     note = place.open().note
     for changed in (b"{", msgspec.json.encode(msgspec.structs.replace(note, store_id="zz"))):
         (place.folder / NOTE).write_bytes(changed)
-        with pytest.raises(MissingKeyError, match=rf"{NOTE}` is damaged: .*\nhint: restore it"):
+        with refused(MissingKeyError):
             place.open()
 
 
@@ -384,7 +385,7 @@ def test_a_copy_of_a_store_that_is_still_there_gets_a_table_of_its_own(
     (copy / NOTE).write_bytes(note)
     looked = place.open(copy, encryption="as_it_is")
     assert looked.is_shared and list(looked.table) == list(keys.table)
-    with pytest.raises(MissingKeyError, match=f"is a copy of the store at `{place.folder}`"):
+    with refused(MissingKeyError):
         looked.rotate(None, None)
     assert (copy / NOTE).read_bytes() == note
     served = place.open(copy)
@@ -407,7 +408,7 @@ def test_keys_may_move_to_another_folder(place: Place, tmp_path: Path) -> None:
     place.open()
     moved = tmp_path / "moved"
     place.key_dir.rename(moved)
-    with pytest.raises(MissingKeyError, match="is missing"):
+    with refused(MissingKeyError):
         place.open()
     place.open(key_dir=str(moved))
     place.open(key_dir=None)
@@ -444,14 +445,14 @@ def test_the_master_key_is_replaced_by_another_file_or_command(
     keys.rotate(file, None)
     assert place.open().note.master_key == file
     inside = Path(keys.folder, "mine")
-    with pytest.raises(ConfigError, match="lies in the folder of the store"):
+    with refused(ConfigError):
         keys.rotate(str(inside), None)
     assert not inside.exists() and place.open().note.master_key == file
     keys.rotate(None, f"echo {OTHER.hex()}")
-    with pytest.raises(MissingKeyError, match="set `disk_master_key_command`"):
+    with refused(MissingKeyError):
         place.open()
     again = place.open(master_key_command=f"echo {OTHER.hex()}")
-    with pytest.raises(MissingKeyError, match="name the command or the file"):
+    with refused(MissingKeyError):
         again.rotate(None, None)
 
 
@@ -464,5 +465,5 @@ def test_keys_are_kept_where_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_STATE_HOME", "state")
     assert default_key_dir() == "/home/kv/.local/state/tieredkv/keys"
     monkeypatch.setenv("HOME", "kv")
-    with pytest.raises(ConfigError, match=r"no home folder .* set `disk_key_dir`"):
+    with refused(ConfigError):
         default_key_dir()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.golden import refused
 from tests.levels import few
 from tests.storage import blocks
 from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
@@ -194,7 +195,7 @@ def test_a_file_beside_the_store_that_takes_the_budget_empties_nothing(tmp_path:
     with blocks.open_store(path) as store:
         blocks.put(store, record)
     (path / "core").write_bytes(bytes(6 << 20))
-    with pytest.raises(StoreFullError, match="remove foreign files or raise"):
+    with refused(StoreFullError):
         blocks.open_store(path)
     (path / "core").unlink()
     with blocks.open_store(path) as store:
@@ -213,7 +214,7 @@ def test_a_link_in_the_way_of_a_new_index_is_refused(
 ) -> None:
     (tmp_path / "precious").mkdir()
     (stopped.folder / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(StorageError, match="must be a folder, and no symbolic link; remove it"):
+    with refused(StorageError):
         stopped.open()
     assert (tmp_path / "precious").exists()
 
@@ -221,7 +222,7 @@ def test_a_link_in_the_way_of_a_new_index_is_refused(
 @pytest.mark.parametrize("text", ["", "{}", "null", '{"format":"tieredkv-store","version":"2"}'])
 def test_a_damaged_marker_is_named_and_the_index_left_alone(stopped: Harness, text: str) -> None:
     (stopped.folder / "format.json").write_text(text)
-    with pytest.raises(StorageError, match=r"`.*format\.json` is damaged"):
+    with refused(StorageError):
         stopped.open()
     assert not (stopped.folder / "index.bad").exists()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from tests.golden import refused
 from tests.levels import few
 from tests.storage.conftest import CheckedClient, Harness, Mailbox, make_chain, wait_until
 from tests.storage.test_faults import plain_index
@@ -230,7 +231,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
     wait_for_starts(flag)
     assert client.pid is None
     assert kept_files(stored.folder) == before
-    with pytest.raises(StorageError, match="injected"):
+    with refused(StorageError):
         StoreControl(stored.folder).df()
     assert kept_files(stored.folder) == before
     flag.unlink()
@@ -430,9 +431,9 @@ def test_an_index_of_another_lmdb_is_refused_and_left_untouched(
         data[at : at + 4] = version.to_bytes(4, "little")
     index.write_bytes(data)
     before = kept_files(stored.folder)
-    with pytest.raises(FormatVersionError, match=f"LMDB data version {version}, .*left untouched"):
+    with refused(FormatVersionError):
         stored.open()
-    with pytest.raises(StorageError, match="left untouched"):
+    with refused(StorageError):
         StoreControl(stored.folder).verify()
     assert kept_files(stored.folder) == before
     assert not (stored.folder / "index.bad").exists()
@@ -448,7 +449,7 @@ def test_an_index_that_a_newer_lmdb_wrote_is_refused(stored: Harness) -> None:
         pass
     (stored.folder / "index").chmod(0o700)
     before = kept_files(stored.folder)
-    with pytest.raises(FormatVersionError, match=r"LMDB data version [23]"):
+    with refused(FormatVersionError):
         stored.open()
     assert kept_files(stored.folder) == before
 
@@ -543,7 +544,7 @@ def test_a_page_in_use_that_contradicts_itself_is_evidence(
     data = bytearray((path / "data.mdb").read_bytes())
     harm(data, meta.main.root, next(n for n in range(2, meta.last_page) if n != meta.main.root))
     (path / "data.mdb").write_bytes(data)
-    with pytest.raises(CorruptIndexError, match=r"page \d+ "):
+    with refused(CorruptIndexError):
         check_pages(str(path))
 
 
