@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
@@ -104,9 +105,9 @@ def test_tools_that_anthropics_api_knows_are_told_if_the_client_runs_them(
     assert head(tokenization, asked, claim.end_token).count('"type": "function"') == 3
     without = ask(tokenization, text("one"), rules=rules, tools=[editor, TOOL, bash])
     assert asked.prompts == without.prompts
-    with pytest.raises(RequestError, match=r"tools\.1\.type: 'web_search_20250305' tools are not"):
+    with refused(RequestError):
         ask(tokenization, text("one"), tools=[TOOL, {**search, "max_uses": None}])
-    with pytest.raises(RequestError, match="'shell'"):
+    with refused(RequestError, param="tools[0].type", code="invalid_value"):
         ask(tokenization, text("one"), tools=[{"type": "shell", "name": "a"}])
 
 
@@ -117,7 +118,7 @@ def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokeni
     assert claim.retention == "5m" and head(tokenization, asked, claim.end_token)[-4:] == "\ntwo"
     asked = ask(tokenization, text("one"), text("two", "5m"), cache_control=control)
     assert [claim.retention for claim in asked.plan.claims] == ["5m"]
-    with pytest.raises(RequestError, match=r"cache_control\.ttl: must equal the last block's"):
+    with refused(RequestError):
         ask(tokenization, text("one"), text("two", "1h"), cache_control=control)
 
 
@@ -154,7 +155,9 @@ def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Toke
         replace(policy, absolute_s=1800.0, idle_s=300.0) for policy in SETTINGS.policies
     )
     rules = Rules(Settings(policies=policies), is_strict=False)
-    with pytest.raises(RequestError, match="durations up to '30m'") as caught:
+    with refused(
+        RequestError, param="messages.0.content.0.cache_control.ttl", code="invalid_value"
+    ) as caught:
         ask(tokenization, text("one", "1h"), rules=rules)
     assert caught.value.param == "messages.0.content.0.cache_control.ttl"
 
@@ -166,7 +169,7 @@ def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokeniza
     assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
     fields["thinking"] = {"type": "between_tools"}
     assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
-    with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
+    with refused(RequestError, param="messages[0].content[0].wise", code="unknown_parameter"):
         ask(tokenization, {**text("one"), "wise": 1})
 
 
@@ -223,12 +226,14 @@ def test_what_a_model_has_thought_is_not_in_the_prompt(tokenization: Tokenizatio
         asked = ask(tokenization, messages=turns, thinking=thinking)
         told.append((asked.prompts, asked.plan.claims))
     assert told[0] == told[1]
-    with pytest.raises(RequestError, match=r"^messages\.0\.content\.1: thinking blocks are only"):
+    with refused(RequestError):
         ask(tokenization, text("hi"), thoughts[0])
     said = [{**thoughts[0], "cache_control": {"type": "ephemeral"}}, text("one")]
-    with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
+    with refused(
+        RequestError, param="messages[0].content[0].cache_control", code="unsupported_parameter"
+    ):
         ask(tokenization, messages=[{"role": "assistant", "content": said}, result])
-    with pytest.raises(RequestError, match="max_tokens: 0 is not allowed with thinking"):
+    with refused(RequestError):
         ask(tokenization, text("hi"), thinking={"type": "enabled"}, max_tokens=0)
 
 
@@ -243,7 +248,9 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused(
     assert tokenization.decode(prompt).count(IMAGE_NOTE) == 2
     for refusing in (RULES, Rules(replace(SETTINGS, images="refuse"))):
         for it in (picture, result):
-            with pytest.raises(RequestError, match=r"Images and other files are not") as error:
+            with refused(
+                RequestError, param="messages.0.content.1", code="unsupported_parameter"
+            ) as error:
                 ask(tokenization, text("one"), it, rules=refusing)
             assert error.value.param == "messages.0.content.1"
 
@@ -252,12 +259,14 @@ def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "All of it."}
     asked = ask(tokenization, block("document", "5m", source=source, title="Book"), text("Why?"))
     assert head(tokenization, asked, asked.plan.claims[0].end_token).endswith("Book\nAll of it.")
-    with pytest.raises(RequestError, match=r"^Missing .*: 'messages\[0\]\.content\[0\]\.source'"):
+    with refused(
+        RequestError, param="messages[0].content[0].source", code="missing_required_parameter"
+    ):
         ask(tokenization, block("document"))
 
 
 def test_an_empty_turn_is_refused(tokenization: Tokenization) -> None:
-    with pytest.raises(RequestError, match=r"^Invalid 'messages\[0\]\.content': empty array"):
+    with refused(RequestError, param="messages[0].content", code="empty_array"):
         ask(tokenization)
 
 
@@ -266,7 +275,7 @@ def test_two_tools_of_one_name_are_refused_unless_one_of_them_is_left_out(
 ) -> None:
     bash = {"type": "bash_20250124", "name": "bash"}
     for tools in ([TOOL, TOOL], [bash, {**TOOL, "name": "bash"}]):
-        with pytest.raises(RequestError, match=r"^tools: Tool names must be unique\.$"):
+        with refused(RequestError):
             ask(tokenization, text("one"), tools=tools, rules=LENIENT)
     search = {"type": "web_search_20250305", "name": "look"}
     ask(tokenization, text("one"), tools=[search, TOOL], rules=LENIENT)
@@ -282,13 +291,13 @@ def test_a_breakpoint_inside_of_a_block_counts_as_one_of_the_whole(
         block("document", source=source),
         block("tool_result", tool_use_id="1", content=[block("document", source=source)]),
     ):
-        with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
+        with refused(RequestError):
             ask(tokenization, each)
         asked = ask(tokenization, each, text("three"), rules=LENIENT)
         [claim] = asked.plan.claims
         assert claim.retention == "5m"
         assert head(tokenization, asked, claim.end_token).endswith("one\ntwo")
-    with pytest.raises(RequestError, match=r"A maximum of 4 blocks .* Found 5\."):
+    with refused(RequestError):
         results = [block("tool_result", tool_use_id=id, content=parts) for id in "12345"]
         ask(tokenization, *results, rules=LENIENT)
 
@@ -310,7 +319,7 @@ def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say(
 
 def test_results_are_counted_as_the_messages_that_they_become(tokenization: Tokenization) -> None:
     results = [block("tool_result", tool_use_id="1", content="a") for _ in range(16_385)]
-    with pytest.raises(RequestError, match="at most 16384 turns and tool results"):
+    with refused(RequestError):
         ask(tokenization, *results)
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from anthropic.types import ModelInfo
 
+from tests.golden import refused
 from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import (
@@ -95,7 +96,7 @@ def ask(
     return responses[-1]
 
 
-def refused(request_id: str) -> TokenOutput:
+def overloaded(request_id: str) -> TokenOutput:
     return failed(request_id, FULL)
 
 
@@ -423,13 +424,12 @@ def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
 @pytest.mark.parametrize("verb", ["prune", "verify"])
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
-    with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
+    with refused(RequestError, code="no_disk_tier", status=409) as caught:
         asyncio.run(respond(verb, {}, Settings(), engine, lambda _: {}))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
-    assert "`df`, `ls`, `inspect`, `evict`" in str(caught.value)
     answer = asyncio.run(respond("df", {}, Settings(), engine, lambda _: {}))
     assert answer.body == b'{"did":"df"}'
-    with pytest.raises(RequestError, match="`al`") as caught:
+    with refused(RequestError, code="store") as caught:
         asyncio.run(respond("evict", {"al": True}, Settings(), engine, lambda _: {}))
     assert caught.value.status == 400
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.cache_fields import breakpoints_of
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
@@ -138,7 +139,7 @@ def test_what_no_policy_covers_is_refused_with_those_that_may_be_used(
         told = str(caught.value)
         assert "'12h'" in told and "'1h'" in told and "'in_memory' 1h" in told
         assert "24h" not in told
-    with pytest.raises(RequestError, match=r"'24h' 1d") as caught:
+    with refused(RequestError, param="cache_control.ttl", code="invalid_value") as caught:
         ask(kind, tokenization, **control("25h"))
 
 
@@ -441,10 +442,10 @@ def test_what_a_client_calls_so_in_arguments_and_schemas_is_no_breakpoint(
 
 def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
     body = b'{"input":' + b'[{"content":' * 90 + b"1" + b"}]" * 90 + b"}"
-    with pytest.raises(RequestError, match="nested"):
+    with refused(RequestError):
         parse_body(body)
     held: Any = 1
     for _ in range(90):
         held = [{"content": held}]
-    with pytest.raises(RequestError, match="nested too deeply"):
+    with refused(RequestError):
         [*breakpoints_of({"input": held})]

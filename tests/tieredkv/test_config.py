@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.config import LoadedSettings, Settings, load_settings
 from tieredkv.errors import ConfigError
 from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicy
@@ -207,7 +208,7 @@ def test_a_path_may_be_handed_over_as_such(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [",", "a,", "a,,b", " "])
 def test_an_empty_name_of_the_model_is_refused(names: str) -> None:
-    with pytest.raises(ConfigError, match="served_model_name"):
+    with refused(ConfigError):
         Settings(served_model_name=names)
 
 
@@ -242,18 +243,18 @@ def test_arguments_of_the_chat_template_are_a_table_or_json(load_toml: Load) -> 
     assert from_arguments(chat_template_kwargs=json.loads(text)).chat_template_kwargs == text
     assert from_environment(TIEREDKV_CHAT_TEMPLATE_KWARGS=text).chat_template_kwargs == text
     for wrong in ("x", "[1]", 5, "[" * 100_000):
-        with pytest.raises(ConfigError, match="is not a table of names and values"):
+        with refused(ConfigError):
             from_arguments(chat_template_kwargs=wrong)
     for value in ("[1]", "null", "NaN"):
-        with pytest.raises(ConfigError, match="the value of `a` must be a text, a number, true or"):
+        with refused(ConfigError):
             from_arguments(chat_template_kwargs=f'{{"a": {value}}}')
-    with pytest.raises(ConfigError, match="`x` is not a table"):
+    with refused(ConfigError):
         Settings(chat_template_kwargs="x")
 
 
 @pytest.mark.parametrize("keys", ["", ",", "a,,b", ["a", " "], ("",)], ids=repr)
 def test_an_empty_key_is_refused_for_it_would_let_everybody_in(keys: object) -> None:
-    with pytest.raises(ConfigError, match="`api_keys` holds an empty key"):
+    with refused(ConfigError):
         from_arguments(api_keys=keys)
 
 
@@ -262,7 +263,7 @@ def test_the_clock_offset_file_comes_from_its_variable_only() -> None:
     variable = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
     assert from_environment(**{variable: "/f"}).clock_offset_file == "/f"
     assert from_environment(**{variable: ""}).clock_offset_file is None
-    with pytest.raises(ConfigError, match="unknown setting `clock_offset_file`"):
+    with refused(ConfigError):
         from_arguments(clock_offset_file="/f")
 
 
@@ -346,11 +347,11 @@ def test_a_bad_value_is_named_with_its_field_and_what_is_allowed(
 
 
 def test_a_malformed_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"variable `TIEREDKV_PORT`: `tcp://10.0.0.1:80` is not"):
+    with refused(ConfigError):
         from_environment(TIEREDKV_PORT="tcp://10.0.0.1:80")
-    with pytest.raises(ConfigError, match="variable `TIEREDKV_HOST_SIZE`: `` is not a size"):
+    with refused(ConfigError):
         from_environment(TIEREDKV_HOST_SIZE="")
-    with pytest.raises(ConfigError, match="variable `TIEREDKV_BLOCK_SIZE`: `true` is not a whole"):
+    with refused(ConfigError):
         from_environment(TIEREDKV_BLOCK_SIZE="true")
 
 
@@ -409,9 +410,9 @@ def test_a_bad_file_is_answered_with_its_path_the_key_and_the_way_out(
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read `.*absent.toml`: No such file"):
+    with refused(ConfigError):
         load_settings(environ={}, config_path=tmp_path / "absent.toml")
-    with pytest.raises(ConfigError, match=r"cannot read `.*`: Is a directory"):
+    with refused(ConfigError):
         load_settings(environ={}, config_path=tmp_path)
 
 
@@ -488,7 +489,7 @@ def test_settings_never_change_and_take_no_unknown_field() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_limits_hold_for_settings_made_by_hand_too(value: float) -> None:
-    with pytest.raises(ConfigError, match="`load_timeout` = "):
+    with refused(ConfigError):
         Settings(load_timeout=value)
 
 
@@ -500,7 +501,7 @@ def test_the_token_budget_of_a_step_follows_the_device_unless_it_is_set() -> Non
 
 @pytest.mark.parametrize("isolate_by", ["api_key", "salt", "prompt_cache_key"])
 def test_a_server_refuses_to_isolate_by_the_fast_hash(isolate_by: Any) -> None:
-    with pytest.raises(ConfigError, match=f"xxh3_128 .* isolate_by = none instead of {isolate_by}"):
+    with refused(ConfigError):
         Settings(hash_algo="xxh3_128", isolate_by=isolate_by).check_server()
     Settings(hash_algo="sha256", isolate_by=isolate_by).check_server()
     Settings(hash_algo="xxh3_128", isolate_by="none").check_server()

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tests.golden import refused
 from tieredkv.bench import crowd, crowd_figures, returns, sessions
 from tieredkv.bench.crowd import Answer, Ask, Crowd, Outcome, WatchedReads
 from tieredkv.bench.returns import Capacity, capacity, compared
@@ -194,7 +195,7 @@ def test_a_trace_with_too_few_sessions_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines))
     shape = Shape(turns=1, scale=1, trace=path)
     assert len(sessions.recorded_sessions(2, 0, shape, 512)) == 2
-    with pytest.raises(ConfigError, match="has 2 sessions of 1 turns that fit, but 4 are needed"):
+    with refused(ConfigError):
         sessions.recorded_sessions(2, 1, shape, 512)
 
 

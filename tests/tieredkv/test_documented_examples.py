@@ -144,10 +144,10 @@ def test_a_tool_that_chat_completions_do_not_have_is_left_out_unless_the_server_
         assert "web_search" not in served.prompt
         tokens = served.ask("/tokenize", {name: each[name] for name in ("messages", "tools")})
         assert TOKENIZER.decode(tokens["tokens"]) == served.prompt
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as caught:
         read(ChatRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
-    assert refused.value.param == "tools[1].type"
-    assert str(refused.value).endswith("Supported values are: 'function' and 'custom'.")
+    assert caught.value.param == "tools[1].type"
+    assert str(caught.value).endswith("Supported values are: 'function' and 'custom'.")
 
 
 @of(of_anthropic.MESSAGES)
@@ -183,7 +183,7 @@ def test_a_tool_of_a_newer_type_is_left_out_unless_the_server_is_strict(served: 
     assert answer["output"][0]["content"][0]["text"] == "Fine."
     refused = served.send("/v1/responses", {**body, "tool_choice": {"type": newer["type"]}})
     assert refused.status_code == 400
-    with pytest.raises(RequestError, match="'web_search_2030_01_01' tools are not supported"):
+    with refused(RequestError):
         read(ResponsesRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden import refused
 from tests.tieredkv.test_remembered import HERMES, made_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.server.chat import PLAIN, Tokenization
@@ -210,20 +211,20 @@ def test_what_a_template_refuses_in_every_form_is_told() -> None:
     )
     tokenization = Tokenization(made_tokenizer(template + "{{ m.content }}" + END))
     assert tokenization.form({}) == PLAIN
-    with pytest.raises(RequestError, match="refuses these messages: No tools here"):
+    with refused(RequestError, param="messages", code="invalid_value"):
         tokenization.encode_chat([USER, called(0), result(0)], {})
 
 
 def test_where_a_template_fails_is_told_without_a_text_of_the_client() -> None:
     tokenization = Tokenization(made_tokenizer(MESSAGES + "\n{{ m.content + 1 }}" + END))
-    with pytest.raises(RequestError, match=r"render these messages: TypeError in line 2\.$"):
+    with refused(RequestError, param="messages", code="invalid_value"):
         tokenization.encode_chat([of("user", "secret")], {})
 
 
 def test_a_template_that_cannot_be_used_is_told_with_the_first_conversation() -> None:
     tokenization = Tokenization(made_tokenizer("{% for %}"))
     tokenization.try_template()
-    with pytest.raises(RequestError, match="cannot be used"):
+    with refused(RequestError, param="messages", code="invalid_value"):
         tokenization.encode_chat([USER], {})
 
 

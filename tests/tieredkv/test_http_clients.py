@@ -10,6 +10,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from tests.golden import refused
 from tests.serving import tieredkv
 from tieredkv.errors import ConfigError
 from tieredkv.http_clients import http_client, is_loopback
@@ -110,7 +111,7 @@ def test_a_proxy_that_is_no_url_is_named_with_its_variable(name: str, value: str
 
 def test_the_password_of_a_proxy_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy:port")
-    with pytest.raises(ConfigError, match="`HTTPS_PROXY` = `proxy:port`") as caught:
+    with refused(ConfigError) as caught:
         http_client("https://gpu1.invalid")
     assert "secret" not in str(caught.value)
 

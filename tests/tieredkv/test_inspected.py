@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.errors import RequestError
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.inspected import as_request
@@ -33,5 +34,5 @@ def test_the_shape_of_a_prompt_tells_its_api(prompt: Any, kind: type) -> None:
 
 @pytest.mark.parametrize("prompt", [{}, {"messages ": MESSAGES}, 7, None])
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
-    with pytest.raises(RequestError, match="must be a text, a list of messages, or a body"):
+    with refused(RequestError, param="prompt"):
         as_request(prompt)

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.bench import crowd, sessions
 from tieredkv.bench.crowd import Answer, Outcome
 from tieredkv.bench.kept_runs import KeptRuns, Run
@@ -56,14 +57,14 @@ def test_runs_of_something_else_are_refused(
     tmp_path: Path, facts: dict[str, object], told: str
 ) -> None:
     KeptRuns(tmp_path / "runs", FACTS).add(FIRST, outcome(10.0))
-    with pytest.raises(ConfigError, match=f"load with 4 sessions, seed 0 was run {told}"):
+    with refused(ConfigError):
         KeptRuns(tmp_path / "runs", facts).read()
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", '{"run": ["load", 4, 0]}', "{}"])
 def test_another_file_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "runs").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=r"line 1 is not a run of a bench.*\nhint: give another"):
+    with refused(ConfigError):
         KeptRuns(tmp_path / "runs", FACTS).read()
 
 

@@ -2,13 +2,13 @@
 
 import hashlib
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.config import Settings, child_environment
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.server.keys import MAX_FILE_BYTES, Keys
@@ -98,7 +98,7 @@ def test_a_file_that_was_read_has_no_effect_until_it_is_adopted(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["api_keys", "admin_key"])
 def test_a_key_that_is_blank_or_no_text_is_refused_without_being_shown(name: str) -> None:
     blank: Any = (" ",) if name == "api_keys" else "\t"
-    with pytest.raises(ConfigError, match=f"`{name}`"):
+    with refused(ConfigError):
         Settings(**{name: blank})
 
 
@@ -128,10 +128,9 @@ def test_without_keys_on_loopback_only_its_own_names_are_answered(path: str) -> 
     for host in LOCAL:
         keys.check_host(path, {"host": host})
     for host in (*FOREIGN, *ODD):
-        with pytest.raises(RequestError, match="`allowed_hosts`") as caught:
+        with refused(RequestError, code="host_not_allowed", status=403) as caught:
             keys.check_host(path, {"host": host})
         assert (caught.value.status, caught.value.code) == (403, "host_not_allowed")
-        assert f"`{host}`" in str(caught.value)
     with pytest.raises(RequestError):
         keys.check_host(path, {})
 
@@ -160,7 +159,7 @@ def test_allowed_hosts_hold_wherever_they_are_given(settings: dict[str, Any]) ->
     for host in ("kv.example.com", "kv.example.com:443", "[2001:DB8::1]:8000", *LOCAL):
         keys.check_host("/version", {"host": host})
     for host in FOREIGN:
-        with pytest.raises(RequestError, match=r"is not accepted\. Use"):
+        with refused(RequestError, code="host_not_allowed", status=403):
             keys.check_host("/version", {"host": host})
     keys_of(None, allowed_hosts=("*",), **settings).check_host("/version", {"host": "any"})
 
@@ -179,5 +178,5 @@ def test_allowed_hosts_hold_wherever_they_are_given(settings: dict[str, Any]) ->
     ],
 )
 def test_hosts_and_origins_that_could_never_match_are_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^`{name}`: `{re.escape(value)}` is not "):
+    with refused(ConfigError):
         Settings(**cast(Any, {name: (value,)}))

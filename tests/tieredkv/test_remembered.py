@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.golden import refused
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
@@ -459,7 +460,7 @@ def test_a_prompt_that_is_too_long_with_its_ids_is_refused() -> None:
         if limit == num_ids:
             session.encode(messages)
         else:
-            with pytest.raises(RequestError, match="maximum context length"):
+            with refused(RequestError, param="messages", code="context_length_exceeded"):
                 session.encode(messages)
 
 

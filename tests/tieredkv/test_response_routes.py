@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
+from tests.golden import refused
 from tests.tieredkv.documented_openai import CALL, RESPONSES, RESULT, SEARCH, WEATHER, Example
 from tests.tieredkv.test_documented_examples import Served, of
 from tests.tieredkv.test_documented_examples import served as served
@@ -128,9 +129,9 @@ def test_a_response_that_was_answered_at_once_cannot_be_cancelled(served: Served
         client = openai_of(served.api)
         response = await client.responses.create(model="m", input="One.", background=True)
         assert (response.status, response.background) == ("completed", False)
-        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        with refused(openai.BadRequestError, param="response_id"):
             await client.responses.cancel(response.id)
-        with pytest.raises(openai.NotFoundError, match="not found"):
+        with refused(openai.NotFoundError):
             await client.responses.cancel("resp_x")
 
     asyncio.run(run())

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.golden import refused
 from tests.tieredkv.test_message_parser import GIVEN, JSON, TOOLS, WRITTEN, cut
 from tests.tieredkv.test_remembered import made_tokenizer
 from tieredkv.engine.checkpoint import load_tokenizer
@@ -161,7 +162,7 @@ def test_calls_can_be_forced_in_its_form(form: str) -> None:
 
 def test_calls_in_tags_of_its_own_cannot_be_forced() -> None:
     reading = Reading(Family(name=OWN, **family_of(TAGGED_CALLS)), None, "<|me|>", TOOLS)
-    with pytest.raises(RequestError, match="does not know how this model writes calls"):
+    with refused(RequestError, param="tool_choice", code="unsupported_parameter"):
         Structure(tools=TOOLS, choice="required").grammar(reading)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeClock
+from tests.golden import refused
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.types import Tier
@@ -187,12 +188,12 @@ def test_the_refusal_lists_what_the_server_offers(names: list[str], listed: str)
 @pytest.mark.parametrize("field", ["idle", "absolute"])
 def test_a_limit_must_be_a_positive_finite_time(field: str, value: float) -> None:
     idle_s, absolute_s = (value, 600.0) if field == "idle" else (60.0, value)
-    with pytest.raises(ConfigError, match=rf"`retention.custom.{field}` = {value} must be above 0"):
+    with refused(ConfigError):
         make_policy(idle_s=idle_s, absolute_s=absolute_s)
 
 
 def test_an_idle_limit_beyond_the_absolute_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"custom.idle` = 2h is longer than `absolute` = 1h"):
+    with refused(ConfigError):
         make_policy(idle_s=7200, absolute_s=3600)
     assert make_policy(idle_s=3600, absolute_s=3600).deadline(0, 0) == 3600
 
@@ -208,10 +209,10 @@ def test_an_idle_limit_beyond_the_absolute_one_is_refused() -> None:
 def test_tiers_that_blocks_cannot_pass_through_are_refused(
     tiers: frozenset[Tier], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"`retention.custom.tiers` {message}"):
+    with refused(ConfigError):
         make_policy(tiers=tiers)
 
 
 def test_a_policy_cannot_have_the_name_of_an_alias() -> None:
-    with pytest.raises(ConfigError, match=r"`retention.in-memory` .* `retention.in_memory`"):
+    with refused(ConfigError):
         make_policy("in-memory")

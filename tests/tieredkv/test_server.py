@@ -1,7 +1,6 @@
 """What the server accepts, what it refuses and in which words, tested without an engine."""
 
 import contextlib
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.golden import refused
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import (
@@ -231,8 +231,7 @@ def test_what_is_taken_beyond_openais_limits_has_its_effect() -> None:
     params = asked.params
     assert (params.temperature, params.stop, params.logprobs) == (100, tuple(stop), 100)
     for rules in (RULES, replace(RULES, is_strict=True)):
-        most = 20 if rules.is_strict else 100
-        with pytest.raises(RequestError, match=f"Expected a value <= {most}, but got 101"):
+        with refused(RequestError, param="top_logprobs", code="integer_above_max_value"):
             chat(USER, rules=rules, logprobs=True, top_logprobs=101)
 
 
@@ -316,7 +315,7 @@ BROKEN_BODIES = [b"", b"{", b"\xff", b"{1:2}", b"NaN"]
 
 @pytest.mark.parametrize("body", BROKEN_BODIES, ids=range(len(BROKEN_BODIES)))
 def test_a_body_that_is_no_json_is_refused_in_one_sentence(body: bytes) -> None:
-    with pytest.raises(RequestError, match=r"^We could not parse the JSON body of your request\.$"):
+    with refused(RequestError):
         parse_body(body)
 
 
@@ -392,7 +391,7 @@ def test_a_strict_server_takes_every_field_that_says_how_to_sample() -> None:
     assert (params.temperature, params.top_k, params.logit_bias) == (0.5, 3, {7: 1.0})
     assert params.ignore_eos
     assert completion(top_p=0, temperature=1.5).params.temperature == 0.0
-    with pytest.raises(RequestError, match="decimal above maximum value"):
+    with refused(RequestError, param="temperature", code="decimal_above_max_value"):
         completion(top_p=0, temperature=100.5)
 
 
@@ -407,16 +406,16 @@ def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say() -> No
 
 
 def test_a_logit_bias_of_too_many_tokens_is_refused_as_an_object() -> None:
-    with pytest.raises(RequestError, match="Expected an object") as error:
+    with refused(RequestError, param="logit_bias", code="object_above_max_length") as error:
         completion(logit_bias={str(token): 1 for token in range(1025)})
     assert error.value.code == "object_above_max_length"
     assert str(error.value).endswith("length 1024, but got an object with length 1025 instead.")
 
 
 def test_a_strict_server_refuses_unknown_fields_and_other_spellings() -> None:
-    with pytest.raises(RequestError, match=r"^Unknown parameter: 'of_tomorrow'\.$"):
+    with refused(RequestError, param="of_tomorrow", code="unknown_parameter"):
         completion(is_strict=True, of_tomorrow=1)
-    with pytest.raises(RequestError, match=r"^Invalid value: 'in-memory'\. Supported values"):
+    with refused(RequestError, param="prompt_cache_retention", code="invalid_value"):
         completion(is_strict=True, prompt_cache_retention="in-memory")
     completion(prompt_cache_retention="in-memory")
 
@@ -443,7 +442,7 @@ def test_an_answer_has_all_the_room_unless_the_api_says_less() -> None:
     assert (chat(USER).params.max_tokens, completion().params.max_tokens) == (WHOLE, 16)
     assert completion(max_tokens=10**30).params.max_tokens == WHOLE
     assert completion(min_tokens=50).params.min_tokens == 16
-    with pytest.raises(RequestError, match="Expected a value <= 5, but got 7 instead"):
+    with refused(RequestError, param="min_tokens", code="integer_above_max_value"):
         completion(max_tokens=5, min_tokens=7)
 
 
@@ -560,7 +559,9 @@ def test_a_lifetime_that_no_policy_reaches_is_refused_with_the_supported_ones() 
     only_memory = Settings(disk_dir="kv", max_retention="in_memory")
     for settings in (Settings(), only_memory):
         rules = Rules(settings, is_strict=False)
-        with pytest.raises(RequestError, match=r"durations up to '1h'.* 'in_memory' 1h") as caught:
+        with refused(
+            RequestError, param="prompt_cache_options.ttl", code="invalid_value"
+        ) as caught:
             read(ResponsesRequest, body).check(rules)
         assert (caught.value.param, caught.value.code) == (
             "prompt_cache_options.ttl",
@@ -624,7 +625,7 @@ def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
     ]
     for fields, path in inside:
         body = {"model": "m", "messages": [USER], **fields}
-        with pytest.raises(RequestError, match=r"^Unknown parameter: ") as caught:
+        with refused(RequestError) as caught:
             read(requests.ChatRequest, body, strict.refuses)
         assert (caught.value.param, caught.value.code) == (path, "unknown_parameter")
         read(requests.ChatRequest, body, RULES.refuses)
@@ -661,8 +662,11 @@ def test_a_part_of_an_answer_has_no_breakpoint(part: dict[str, Any]) -> None:
         read(ResponsesRequest, {"model": "m", "input": turns}, RULES.refuses)
 
     ask()
-    name = "input[0].content[0].prompt_cache_breakpoint"
-    with pytest.raises(RequestError, match=re.escape(f"'{name}' is not supported.")):
+    with refused(
+        RequestError,
+        param="input[0].content[0].prompt_cache_breakpoint",
+        code="unsupported_parameter",
+    ):
         ask(prompt_cache_breakpoint=MARK)
 
 
@@ -670,7 +674,9 @@ def test_a_refused_lifetime_of_a_breakpoint_names_its_own_field() -> None:
     rules, mark = Rules(Settings()), {"prompt_cache_breakpoint": MARK | {"ttl": "12h"}}
     output = {"type": "function_call_output", "call_id": "c", "output": [PART, PART | mark]}
     turns = [USER, {"type": "function_call", "call_id": "c", "name": "f"}, output]
-    with pytest.raises(RequestError, match=r"^Invalid value: '12h'\. ") as caught:
+    with refused(
+        RequestError, param="input[2].output[1].prompt_cache_breakpoint.ttl", code="invalid_value"
+    ) as caught:
         read(ResponsesRequest, {"model": "m", "input": turns}).check(rules)
     assert caught.value.param == "input[2].output[1].prompt_cache_breakpoint.ttl"
     with pytest.raises(RequestError) as caught:
@@ -682,7 +688,9 @@ def test_only_responses_are_prewarmed() -> None:
     options: dict[str, Any] = {"prompt_cache_options": {"prewarm": True}}
     assert read(ResponsesRequest, {"model": "m", "input": "a", **options}).is_prewarm
     for ask in (completion, lambda **fields: chat(USER, **fields)):
-        with pytest.raises(RequestError, match=r"^Unknown parameter: ") as caught:
+        with refused(
+            RequestError, param="prompt_cache_options.prewarm", code="unknown_parameter"
+        ) as caught:
             ask(**options)
         assert caught.value.param == "prompt_cache_options.prewarm"
 
@@ -693,7 +701,7 @@ def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
         if is_fine:
             parse_body(body)
             continue
-        with pytest.raises(RequestError, match="is nested more than 64 levels deep"):
+        with refused(RequestError):
             parse_body(body)
     parse_body(b'{"prompt":[' + b"[1]," * 1000 + b"[1]]}")
 
@@ -811,7 +819,7 @@ def test_a_missing_or_failing_chat_template_is_a_request_error(
 
 
 def test_an_open_address_needs_a_key_or_a_flag() -> None:
-    with pytest.raises(ConfigError, match=r"`host` = `0\.0\.0\.0` can be reached by others"):
+    with refused(ConfigError):
         bind(Settings(host="0.0.0.0", port=0), allows_open_access=False)
     for settings, allows in (
         (Settings(host="0.0.0.0", port=0), True),
@@ -831,5 +839,5 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 
 def test_the_operators_policies_are_the_supported_values() -> None:
     only_memory = Rules(Settings(max_retention="in_memory"), is_strict=False)
-    with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported value is: "):
+    with refused(RequestError, param="prompt_cache_retention", code="invalid_value"):
         completion(prompt_cache_retention="24h").check(only_memory)

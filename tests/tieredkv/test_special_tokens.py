@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.golden import refused
 from tieredkv.errors import RequestError
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.histories import TOOLS
@@ -245,7 +246,7 @@ def test_a_template_makes_no_special_token_of_a_clients_text_and_its_own(name: s
 def test_a_text_that_a_template_makes_a_special_token_of_in_disguise_is_refused() -> None:
     template = "{% for m in messages %}{{ '<|' + m.content[:3] + '|>' }}{% endfor %}"
     tokenization = Tokenization(tokenizer_of(Family(["<|end|>", "<|user|>"], [], template)))
-    with pytest.raises(RequestError, match="part of a special token"):
+    with refused(RequestError, param="messages", code="invalid_value"):
         tokenization.encode_chat([{"role": "user", "content": ["end"]}], {})
     assert tokenization.encode_chat([{"role": "user", "content": ["bend"]}], {}).token_ids
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
+from tests.golden import refused
 from tests.tieredkv.written import NotEndedError, compiler, written
 from tieredkv.engine.grammars import Matcher
 from tieredkv.errors import RequestError
@@ -222,7 +223,7 @@ def test_a_strict_tool_must_have_a_schema_that_can_be_enforced() -> None:
     reading = Reading(family, None, family.start)
     bad: dict[str, Any] = {"type": "object", "not": {}}
     strict = Structure(tools=[tool("f", strict=True, parameters=bad)])
-    with pytest.raises(RequestError, match=r"tools\[0\].function.parameters 'f'"):
+    with refused(RequestError, param="tools[0].function.parameters", code="invalid_json_schema"):
         strict.grammar(reading)
     free = Structure(tools=[tool("f", parameters={"type": "banana"})], choice="required")
     assert free.grammar(reading) is not None  # its arguments are any object
@@ -238,5 +239,5 @@ def test_odd_names_are_written_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("reading", [None, Reading(families()["think"], None, "")])
 def test_a_model_that_calls_in_unknown_ways_cannot_be_made_to(reading: Reading | None) -> None:
-    with pytest.raises(RequestError, match="`--tool-parser`"):
+    with refused(RequestError, param="tool_choice", code="unsupported_parameter"):
         Structure(tools=TOOLS, choice="required").grammar(reading)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.fakes import FakeClock
+from tests.golden import refused
 from tests.tieredkv.test_app import Engine
 from tieredkv.config import Settings, load_settings
 from tieredkv.engine.checkpoint import load_tokenizer
@@ -170,9 +171,9 @@ def test_the_date_is_a_day_or_start(tmp_path: Path) -> None:
         file.write_text(f"[server]\ntemplate_date = {text}\n")
         assert load_settings(config_path=file, environ={}).settings.template_date == date
     for value in ("today", "20250630", "2025-02-30", "30.06.2025", "2025-06-30T10:00"):
-        with pytest.raises(ConfigError, match=f"`{value}` is neither a day such as 2025-06-30 nor"):
+        with refused(ConfigError):
             load_settings(arguments={"template_date": value}, environ={})
-        with pytest.raises(ConfigError, match=f"`{value}`"):
+        with refused(ConfigError):
             Settings(template_date=value)
 
 

@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 
+from tests.golden import refused
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput
@@ -468,11 +469,11 @@ def test_a_strict_server_refuses_hosted_tools_and_every_server_tools_of_one_name
         read(ResponsesRequest, body).check(Rules(Settings(), is_strict=is_strict))
 
     check(*CODEX_TOOLS)
-    with pytest.raises(RequestError, match="'web_search' tools are not supported"):
+    with refused(RequestError, param="tools", code="unsupported_parameter"):
         check(*CODEX_TOOLS, is_strict=True)
-    with pytest.raises(RequestError, match="two tools are called 'shell'"):
+    with refused(RequestError, param="tools", code="invalid_value"):
         check(CODEX_TOOLS[0], CODEX_TOOLS[0])
-    with pytest.raises(RequestError, match="two tools are called 'mcp__docs__find'"):
+    with refused(RequestError, param="tools", code="invalid_value"):
         check(*CODEX_TOOLS, {**CODEX_TOOLS[0], "name": "mcp__docs__find"})
 
 
@@ -642,7 +643,7 @@ def test_an_image_is_a_note_in_the_prompt_unless_images_are_refused() -> None:
     chat = read(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": parts}]})
     response = read(ResponsesRequest, {"model": "m", "input": items})
     for body, path in ((chat, "messages[0].content[1]"), (response, "input[0].content[0]")):
-        with pytest.raises(RequestError, match="Images and other files are not") as error:
+        with refused(RequestError) as error:
             body.check(refusing)
         assert error.value.param == path
 
@@ -694,7 +695,7 @@ def test_an_answer_that_cannot_be_read_fails_alone(
     async def run() -> None:
         engine = Engine(WRITTEN)
         chat = openai_of(engine).with_options(max_retries=0, timeout=10).chat.completions
-        with pytest.raises(openai.InternalServerError, match="could not be read"):
+        with refused(openai.InternalServerError):
             await chat.create(model="m", messages=ASKED, tools=TOOLS, stream=is_stream)
         await engine.writing  # the step in which other answers come, too
 
@@ -733,6 +734,6 @@ def test_a_strict_server_refuses_names_of_tools_as_the_apis_do(name: str) -> Non
     for kind, body, param in asked:
         request = read(kind, {"model": "m", **body})
         request.check(Rules(Settings()))
-        with pytest.raises(RequestError, match=r"pattern '\^\[a-zA-Z0-9_-\]\+\$'") as refused:
+        with refused(RequestError) as caught:
             request.check(Rules(Settings(), is_strict=True))
-        assert refused.value.param == param
+        assert caught.value.param == param

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tests.golden import refused
 from tieredkv.cli import top
 from tieredkv.cli.top_figures import MoveRate, Picture, Reading, Recent, TierUse, Ttft, picture_of
 from tieredkv.cli.top_picture import draw
@@ -309,10 +310,10 @@ def test_an_engine_that_tells_nothing_of_its_tiers_is_named(
 ) -> None:
     monkeypatch.setattr(StoreControl, "df", lambda _: {"disk": {}})
     source = top.FolderSource(Settings(disk_dir=str(tmp_path)))
-    with pytest.raises(ServerUnreachableError, match="no server uses"):
+    with refused(ServerUnreachableError):
         source.read()
     folder_fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder_fd, fcntl.LOCK_EX)  # as an engine that uses the folder has it
-    with pytest.raises(ServerUnreachableError, match="tells nothing of its tiers"):
+    with refused(ServerUnreachableError):
         source.read()
     os.close(folder_fd)

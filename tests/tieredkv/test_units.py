@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.golden import refused
 from tieredkv.errors import ConfigError
 from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
 
@@ -65,9 +66,8 @@ def test_a_size_is_read_as_people_write_it(text: str | int, num_bytes: int) -> N
     ],
 )
 def test_what_is_not_a_size_is_refused_by_its_value(value: Any) -> None:
-    with pytest.raises(ConfigError, match="is not a size; write one such as `64MiB`") as error:
+    with refused(ConfigError):
         parse_bytes(value)
-    assert f"`{value}`" in str(error.value)
 
 
 @given(st.integers(0, 2**70))
@@ -144,9 +144,8 @@ def test_a_duration_is_read_as_people_write_it(text: str | float, seconds: float
     ],
 )
 def test_what_is_not_a_duration_is_refused_by_its_value(value: Any) -> None:
-    with pytest.raises(ConfigError, match="is not a duration; write one such as `90s`") as error:
+    with refused(ConfigError):
         parse_duration(value)
-    assert f"`{value}`" in str(error.value)
 
 
 @given(st.integers(0, 1000), st.sampled_from("smhdw"))
