@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.errors import ConfigError
 from tieredkv.integrations import identity
 from tieredkv.integrations.ages import Ages
@@ -38,7 +39,7 @@ def test_weights_in_a_folder_and_in_the_hubs_cache_are_the_same(tmp_path: Path) 
 
 def test_of_several_snapshots_none_is_taken_for_the_one_that_is_served(hub: Path) -> None:
     make_model(hub / "second", b"two")
-    with pytest.raises(ConfigError, match="`org/name` are not found, or in several versions"):
+    with refused(ConfigError):
         weights_identity("org/name", None, "full")
 
 
@@ -49,14 +50,14 @@ def test_weights_of_other_formats_count_as_well(tmp_path: Path) -> None:
 
 
 def test_a_path_at_which_nothing_is_gives_the_same_answer() -> None:
-    with pytest.raises(ConfigError, match="`/no/such/folder` are not found"):
+    with refused(ConfigError):
         weights_identity("/no/such/folder", None, "full")
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", b"one")
     (folder / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with refused(ConfigError):
         weights_identity(str(folder), None, "full")
 
 

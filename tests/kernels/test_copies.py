@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.golden import refused
 from tieredkv.errors import ShapeError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 
@@ -54,7 +55,7 @@ def test_no_pairs_is_no_copy() -> None:
 def test_an_id_out_of_range_copies_nothing(pair: tuple[int, int]) -> None:
     blocks, arena = random_bytes(5, BLOCK_BYTES), random_bytes(7, PAGE_BYTES)
     before = blocks.clone()
-    with pytest.raises(ShapeError, match="outside"):
+    with refused(ShapeError):
         BlockCopier(blocks, arena).copy_in([(0, 1), pair])
     assert torch.equal(blocks, before)
 

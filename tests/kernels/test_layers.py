@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.golden import refused
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import layers, reference
 from tieredkv.kernels.checks import LayerCache, triton_module
@@ -270,13 +271,10 @@ def test_a_norm_of_tensors_that_disagree_is_refused(
 
 
 def test_rows_without_two_halves_and_rows_too_wide_are_refused(choose: Choose) -> None:
-    with pytest.raises(ShapeError, match="must have an even number of columns"):
+    with refused(ShapeError):
         layers.silu_mul(torch.zeros(2, 33))
     wide = layers.MAX_HIDDEN_SIZE + 1
-    with (
-        choose("triton"),
-        pytest.raises(ShapeError, match="hidden_size 16385 is too large; the kernels"),
-    ):
+    with choose("triton"), refused(ShapeError):
         layers.rms_norm(torch.zeros(1, wide), torch.ones(wide), EPS)
 
 
@@ -322,7 +320,7 @@ def test_many_rows_are_multiplied_in_stretches(
     "residual", [torch.zeros(2, 7), torch.zeros(3, 8), torch.zeros(2, 8).half()]
 )
 def test_a_residual_of_another_shape_is_refused(residual: Tensor) -> None:
-    with pytest.raises(ShapeError, match="residual"):
+    with refused(ShapeError):
         layers.linear(torch.zeros(2, 4), torch.zeros(8, 4), residual=residual)
 
 
