@@ -8,7 +8,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from tests.tieredkv.test_app import PATHS, Engine, refused
+from tests.tieredkv.test_app import PATHS, Engine, overloaded
 from tieredkv.cli.output import log_lines_to_stdout
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
@@ -155,7 +155,7 @@ def test_each_prompt_counts_once_for_all_its_answers(caplog: pytest.LogCaptureFi
 def test_a_request_that_no_model_answers_has_a_line_too(
     path: str, method: str, headers: dict[str, str], status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full = Engine(0.0, refused)
+    full = Engine(0.0, overloaded)
     body = body_of(path) if method == "POST" else None
     with caplog.at_level(logging.INFO, "tieredkv.access"):
         how: Any = {"access_log": "json", "api_keys": (SECRET,), "engine": full}

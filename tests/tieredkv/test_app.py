@@ -138,7 +138,7 @@ def test_the_description_says_where_a_text_may_stand_for_a_list() -> None:
 def test_a_model_is_needed_where_the_description_says_so(
     tokenization: Tokenization, path: str, body: dict[str, Any], status: int
 ) -> None:
-    assert ask(Engine(0.0, refused), tokenization, path, body).status_code == status
+    assert ask(Engine(0.0, overloaded), tokenization, path, body).status_code == status
 
 
 def test_the_log_says_once_which_field_has_no_effect(
@@ -163,7 +163,7 @@ def test_no_two_parts_of_the_description_share_a_name() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_refusal_at_once_has_its_status(tokenization: Tokenization, path: str) -> None:
-    response = ask(Engine(0.0, refused), tokenization, path)
+    response = ask(Engine(0.0, overloaded), tokenization, path)
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
 
 
@@ -204,7 +204,7 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     if path == "/v1/messages":  # it is sent once its usage is known
         assert first["message"]["usage"]["cache_creation_input_tokens"] == 1
     assert "A" in good.text
-    bad = ask(Engine(0.5, refused), tokenization, path)
+    bad = ask(Engine(0.5, overloaded), tokenization, path)
     heads = bad.text.split("\n\n")[:2]
     assert bad.status_code == 200
     assert heads[1].startswith(ping) if path == "/v1/responses" else heads[0] == ping
@@ -292,7 +292,7 @@ def test_one_refused_answer_of_several_refuses_all(
     tokenization: Tokenization, is_stream: bool
 ) -> None:
     """The other answers' tokens arrive together with the refusal, before any is read."""
-    says = iter([refused, answered, answered])
+    says = iter([overloaded, answered, answered])
     engine = Engine(0.0, lambda request_id: next(says)(request_id))
     body = {"model": "m", "prompt": "hi", "n": 3, "stream": is_stream}
     response = ask(engine, tokenization, "/v1/completions", body)

@@ -11,6 +11,7 @@ from anthropic.types.beta import BetaMessage
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
+from tests.golden import refused
 from tests.tieredkv import documented_anthropic as of_anthropic
 from tests.tieredkv import documented_openai as of_openai
 from tests.tieredkv.documented_openai import Example
@@ -181,8 +182,8 @@ def test_a_tool_of_a_newer_type_is_left_out_unless_the_server_is_strict(served: 
     answer = served.ask("/v1/responses", body)
     assert answer["tieredkv"]["left_out_tools"] == [newer["type"]]
     assert answer["output"][0]["content"][0]["text"] == "Fine."
-    refused = served.send("/v1/responses", {**body, "tool_choice": {"type": newer["type"]}})
-    assert refused.status_code == 400
+    chosen = served.send("/v1/responses", {**body, "tool_choice": {"type": newer["type"]}})
+    assert chosen.status_code == 400
     with refused(RequestError):
         read(ResponsesRequest, {"model": "m", **body}).check(Rules(Settings(), is_strict=True))
 
