@@ -23,7 +23,7 @@ UNIT_TESTS := tests/tieredkv tests/sizing tests/engine tests/integrations tests/
 	$(wildcard tests/test_*.py)
 NOT_HERE := not gpu and not slow and not stress and not clients
 # The tests start hundreds of processes, each of which would compile the package without bytecode.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs --durations=25 \
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -q -rfEs --durations=25 \
 	-n 2 --dist worksteal
 
 .PHONY: help setup demo test test-e2e test-full test-clients test-vllm browser lint types checks cpu-tests format \
@@ -67,7 +67,7 @@ test-e2e: setup
 		$(PYTEST) -m "e2e and $(NOT_HERE)"
 
 test-full: lint types browser
-	@$(BIN)/pytest -q -rs -m "not gpu and not clients"
+	@$(BIN)/pytest -q -rfEs --durations=25 -m "not gpu and not clients"
 	@$(if $(HAS_GPU),$(BIN)/pytest -q -m gpu,echo "not run: the gpu tests, there is no GPU here")
 
 # A Chromium of the system will do. Without one, playwright downloads its own, if it can.

@@ -212,6 +212,7 @@ def test_drawn_models_differ_by_weight_order_and_config(change: str) -> None:
     assert parameters_fingerprint(config, layer) != before
 
 
+@pytest.mark.e2e
 def test_the_tiny_model_is_the_same_in_another_process() -> None:
     script = (
         "from tieredkv.engine.loader import find_model\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -95,6 +95,7 @@ TEXTS = st.lists(WORDS | st.text(max_size=4), max_size=14).map("".join)
 
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_pieces_have_the_ids_of_the_whole_text(kind: str, added: str, texts: list[str]) -> None:
     tokenizer = tokenizer_of(kind, added)
@@ -127,6 +128,7 @@ PROSE = st.lists(st.sampled_from(NAMES) | WORDS | st.text(max_size=3), min_size=
 
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
 @given(text=PROSE)
 def test_a_piece_that_was_cut_has_the_ids_of_the_whole(kind: str, added: str, text: str) -> None:
     tokenizer = tokenizer_of(kind, added)
