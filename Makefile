@@ -18,7 +18,7 @@ DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --
 # Seconds of wall time and of processor time that each may take on two idle cores. Both are printed.
 TEST_LIMITS := 480 780
 E2E_LIMITS := 360 720
-# The folders whose tests take milliseconds come first, so that a fault shows within a minute.
+# `LATE` in tests/conftest.py has the files that come last, so that a fault shows within a minute.
 UNIT_TESTS := tests/tieredkv tests/sizing tests/engine tests/integrations tests/kernels tests/storage \
 	$(wildcard tests/test_*.py)
 NOT_HERE := not gpu and not slow and not stress and not clients

@@ -18,6 +18,19 @@ TESTS = Path(__file__).parent
 STORE_WORKER = "harness"
 """The fixture of the tests that start the worker of a store."""
 
+LATE = {
+    *("engine/test_core.py", "engine/test_grammars.py", "engine/test_modelled.py"),
+    *("engine/test_queue.py", "integrations/test_vllm.py", "integrations/test_vllm_events.py"),
+    *("integrations/test_vllm_restore.py", "kernels/test_paged_attention.py"),
+    *("sizing/test_whole_cache.py", "storage/test_chain_ids.py", "storage/test_crash_points.py"),
+    *("storage/test_disk_floors.py", "storage/test_erasure.py", "storage/test_pruning.py"),
+    *("storage/test_store_machine.py", "storage/test_upgrade.py", "tieredkv/test_chat.py"),
+    *("tieredkv/test_cli.py", "tieredkv/test_pieces.py"),
+}
+"""Files whose tests take a seventh of a second or more on average. They run behind the others, so
+that most faults show within a minute.
+"""
+
 STATE = tempfile.mkdtemp(prefix="tieredkv-test-state-")  # the keys of stores that tests make
 os.environ["XDG_STATE_HOME"] = STATE
 for name in ("NO_PROXY", "no_proxy"):  # servers of tests are asked directly
@@ -54,7 +67,8 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the whole, and skip those marked `gpu` where there is no GPU."""
+    """Order and mark tests, and skip those marked `gpu` where there is no GPU."""
+    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix() in LATE)
     for item in items:
         folder = item.path.parent.relative_to(TESTS).as_posix()
         if folder in ("stress", "e2e/programs"):
