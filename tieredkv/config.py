@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -24,13 +24,14 @@ from tieredkv.kinds import (
     TemplateArguments,
     TemplateDate,
     kind_of,
+    parse_at,
     parse_template_arguments,
     parse_template_date,
-    plain,
 )
+from tieredkv.policy_tables import check_policies, read_policy
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import HashAlgo, Tier
-from tieredkv.units import format_duration, parse_duration
+from tieredkv.units import format_duration
 
 ENVIRONMENT_PREFIX = "TIEREDKV_"
 CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
@@ -503,7 +504,7 @@ def load_settings(
     def take(name: str, value: object, where: str, source: str) -> None:
         setting = _KNOWN[name]
         try:
-            values[name] = _parse(kind_of(setting).parse, value, where)
+            values[name] = parse_at(where, kind_of(setting).parse, value)
         except ConfigError:
             if setting.metadata["is_secret"]:  # the original message would show the value
                 what = "a list of texts" if setting.type == tuple[str, ...] else "a text"
@@ -514,7 +515,7 @@ def load_settings(
     for section, name, value in _read_toml(config_path) if config_path is not None else ():
         where, source = f"`{config_path}`: `{section}.{name}`", f"file {config_path}"
         if section == "retention":
-            policies[name] = _read_policy(where, name, value)
+            policies[name] = read_policy(where, name, value, _hint)
             sources[f"retention.{name}"] = source
         else:
             take(name, value, where, source)
@@ -524,7 +525,7 @@ def load_settings(
     values["policies"] = tuple(policies.values())
     for name, value in (arguments or {}).items():
         if name == "policies":
-            values[name] = _parse_policies(value)
+            values[name] = check_policies(value)
             sources |= {f"retention.{policy.name}": "argument" for policy in values[name]}
         elif name not in _KNOWN:
             raise ConfigError(f"unknown setting `{name}`{_hint(name, _KNOWN)}")
@@ -558,46 +559,6 @@ def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
                 hint = _hint(name, known[section])
                 raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
             yield section, name, value
-
-
-def _read_policy(where: str, name: str, row: object) -> RetentionPolicy:
-    """Return a policy; a row named like a default policy may leave out what it does not change."""
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where} must be a table with {', '.join(_POLICY_KEYS)}")
-    values: dict[str, Any] = {"name": name}
-    values |= next((asdict(it) for it in DEFAULT_POLICIES if it.name == name), {})
-    for key, value in row.items():
-        if key not in _POLICY_KEYS:
-            raise ConfigError(f"{where}: unknown key `{key}`{_hint(key, _POLICY_KEYS)}")
-        field, parse = _POLICY_KEYS[key]
-        values[field] = _parse(parse, value, f"{where[:-1]}.{key}`")
-    for key, (field, _) in _POLICY_KEYS.items():
-        if field not in values:
-            raise ConfigError(f"{where} must have the key `{key}`")
-    return RetentionPolicy(**values)
-
-
-def _parse_policies(value: object) -> tuple[RetentionPolicy, ...]:
-    rows = tuple(value) if isinstance(value, list | tuple) else ()
-    if not rows or not all(isinstance(row, RetentionPolicy) for row in rows):
-        raise ConfigError(f"`policies` = `{value}` must be a list of at least one RetentionPolicy")
-    return rows
-
-
-def _parse(parse: Callable[[Any], object], value: object, where: str) -> object:
-    """Return a value in its field's type, from TOML, the environment or an argument."""
-    try:
-        return parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-_POLICY_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "idle": ("idle_s", parse_duration),
-    "absolute": ("absolute_s", parse_duration),
-    "tiers": ("tiers", plain(frozenset[Tier], f"a list of tiers, which are {', '.join(Tier)}")),
-}
-"""The field of a retention policy, and the function that reads it, by its key in a file."""
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

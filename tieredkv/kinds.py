@@ -24,6 +24,18 @@ TemplateDate = Annotated[str, "a date such as 2025-06-30, or `start`"]
 AT_START = "start"
 
 
+def parse_at(where: str, parse: Callable[[Any], object], value: object) -> object:
+    """Return a value in its field's type, from TOML, the environment or an argument.
+
+    Raises:
+        ConfigError: the value is malformed; the error begins with `where`.
+    """
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
 def is_text(text: str) -> bool:
     """Return whether a text of the command line or the environment was decoded without faults."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
