@@ -65,6 +65,15 @@ def pytest_sessionfinish() -> None:
         golden.write()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Refuse cases in a set, whose order differs from worker to worker."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        if any(
+            isinstance(each, set | frozenset) for each in (*mark.args[1:2], *mark.kwargs.values())
+        ):
+            raise pytest.UsageError("the cases of a test are a set: sort them")
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order and mark tests, and skip those marked `gpu` where there is no GPU."""
