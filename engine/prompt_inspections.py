@@ -110,7 +110,7 @@ class PromptInspections:
         def why_missed(index: int) -> Pieces[str]:
             if source(hashes[index]):
                 return "loads_off"
-            reason = tiers.catalog.why_departed(hashes[index], now)
+            reason = tiers.catalog.departed.why(hashes[index], now)
             if not index and reason == "never_seen":
                 for some in cut(asked.others.items(), PIECE_BLOCKS):
                     for block_hash, kind in some:

@@ -102,7 +102,7 @@ class Verbs:
         if isinstance(call, EvictFilter):
             self.on_evict(call)
             if call == EVERYTHING:
-                yield from self._tiers.catalog.noting_empty_disk()
+                yield from self._tiers.catalog.departed.noting_empty_disk()
         return answer
 
     def _answer(

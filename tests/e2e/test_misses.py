@@ -12,11 +12,9 @@ from tests.e2e.test_promises import flip_everywhere
 from tests.prompts import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
-from tieredkv.cache.catalog import NUM_DEPARTED, Catalog
-from tieredkv.cache.pieces import whole
 from tieredkv.engine.answer import Answer
-from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
-from tieredkv.types import BlockHash, Tier
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
+from tieredkv.types import Tier
 
 SMALL: dict[str, Any] = {"device_size": "1MiB", "host_size": "1MiB", "restore": "load"}
 DAY_S = 86_400
@@ -130,19 +128,3 @@ def test_a_prompt_that_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -
                 llm.core.wait(0.05)
         assert evicting.result()["evicted_blocks"] or tier is Tier.HOST
         assert missed(serve(llm, prompt(1, 100))) == ("admin", 0)
-
-
-def test_the_reasons_of_the_blocks_that_left_last_are_remembered() -> None:
-    catalog = Catalog(RetentionPolicies())
-    first, *others = (BlockHash(b"%032d" % number) for number in range(NUM_DEPARTED + 1))
-    assert catalog.why_departed(first, 0) == "never_seen"
-    catalog.note_departed(first, "evicted_disk", until=10)
-    assert [catalog.why_departed(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
-    whole(catalog.noting_empty_disk())
-    assert catalog.why_departed(first, 99) == "admin"
-    for block_hash in others[:-1]:
-        catalog.note_departed(block_hash, "corrupt")
-    catalog.note_departed(first, "evicted_host")
-    catalog.note_departed(others[-1], "corrupt")
-    reasons = [catalog.why_departed(each, 0) for each in (first, others[0], others[1], others[-1])]
-    assert reasons == ["evicted_host", "never_seen", "corrupt", "corrupt"]

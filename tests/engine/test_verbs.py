@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tests.fake_store import Rig, chain_of
-from tieredkv.cache import catalog, chain_search
+from tieredkv.cache import catalog, chain_search, departed
 from tieredkv.config import Settings
 from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices, verbs
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
@@ -36,7 +36,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
     for module in (catalog, prefixes, prompt_inspections, verbs):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
-    for module in (catalog, chain_search, prefixes, prompt_inspections):
+    for module in (departed, chain_search, prefixes, prompt_inspections):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)
 
 
@@ -190,8 +190,8 @@ def test_a_block_that_leaves_during_an_eviction_is_not_counted_and_keeps_its_rea
     for _ in asking:
         pass
     assert operator.parts[-1]["evicted_blocks"] == NUM_BLOCKS - 1
-    assert rig.tiers.catalog.why_departed(CHAIN[0], rig.clock.now()) == "expired"
-    assert rig.tiers.catalog.why_departed(CHAIN[1], rig.clock.now()) == "admin"
+    assert rig.tiers.catalog.departed.why(CHAIN[0], rig.clock.now()) == "expired"
+    assert rig.tiers.catalog.departed.why(CHAIN[1], rig.clock.now()) == "admin"
 
 
 def test_a_request_that_ends_during_an_eviction_keeps_its_bytes_until_then_and_no_more() -> None:

@@ -278,7 +278,7 @@ def test_a_reason_of_an_earlier_miss_is_not_told_where_computing_was_faster(slow
     rig.store.put("a", 4)
     prefix = rig.prefix("a", 4)
     for block_hash in prefix.hashes:
-        rig.tiers.catalog.note_departed(block_hash, "load_timeout")
+        rig.tiers.catalog.departed.note(block_hash, "load_timeout")
     rig.cache.arrive(prefix)
     rig.cache.poll()
     assert rig.admit(prefix)

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut
+from tieredkv.cache.departed import Departed
+from tieredkv.cache.pieces import PIECE_BLOCKS
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.results import TouchItem
@@ -22,8 +23,6 @@ from tieredkv.types import BlockHash, BlockRecord, Tier
 
 _NEVER, _SOON = sys.maxsize, -1
 """Seconds that stand for entries that are not queued, and for those whose second has begun."""
-
-NUM_DEPARTED = 65_536
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -109,7 +108,7 @@ class Catalog:
         self._begun_second = _NEVER
         self._soon: list[tuple[float, BlockHash]] = []  # a heap: not yet due when examined
         self._held_by_disk: set[BlockHash] = set()  # queued by the disk's deadline
-        self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
+        self.departed = Departed()
         self.num_added = 0
         self.is_behind = False
 
@@ -321,40 +320,13 @@ class Catalog:
             self._note_owed(entries)
 
     def forget(self, block_hash: BlockHash, reason: str) -> None:
-        """Drop the entry of a block that no RAM tier holds any longer; see `why_departed`."""
+        """Drop the entry of a block that no RAM tier holds any longer; see `Departed.why`."""
         entry = self._entries.pop(block_hash, None)
         if entry is not None:
             self._unqueue(entry)
         self.pinned.discard(block_hash)
         self._forget_owed(block_hash)
-        self.note_departed(block_hash, reason, entry.disk_expires_at if entry else 0.0)
-
-    def note_departed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
-        """Note why a block left the RAM tiers; if `evicted_disk`, it expires on disk at `until`."""
-        self._departed[block_hash] = reason, until
-        self._departed.move_to_end(block_hash)
-        if len(self._departed) > NUM_DEPARTED:
-            self._departed.popitem(last=False)
-
-    def why_departed(self, block_hash: BlockHash, now: float) -> str:
-        """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
-
-        The reasons are `expired`; `evicted_device`, `evicted_host` and `evicted_disk` (the last
-        tier that had the block); `corrupt`; `admin` (an operator evicted it); `load_timeout`
-        (loading took too long, so that the block was computed); and `load_failed` (the disk could
-        not read it, or the store's worker ended meanwhile). `evicted_disk` becomes `expired`
-        when the block's deadline on disk has passed.
-        """
-        reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
-        return "expired" if reason == "evicted_disk" and until <= now else reason
-
-    def noting_empty_disk(self) -> Pieces[None]:
-        """Note, in pieces, that an operator has emptied the disk."""
-        for some in cut(list(self._departed), SCANNED_BLOCKS):
-            for block_hash in some:
-                if self._departed.get(block_hash, ("", 0.0))[0] == "evicted_disk":
-                    self._departed[block_hash] = "admin", 0.0
-            yield
+        self.departed.note(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
     def deadline(self, entry: Entry) -> float:
         """Return when the entry becomes unreachable."""

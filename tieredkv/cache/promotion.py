@@ -365,7 +365,7 @@ class Promoter:
 
     def _note_missed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
         """Note why a block has to be computed that the disk had; for `until` see the catalog."""
-        self._tiers.catalog.note_departed(block_hash, reason, until)
+        self._tiers.catalog.departed.note(block_hash, reason, until)
         if (block := self._tiers.device.lookup(block_hash)) is not None:
             block.miss_reason = reason
 
@@ -415,7 +415,7 @@ class Promoter:
             page, block = restore.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if not is_sound:  # expired, or evicted by an operator
-                why = catalog.why_departed(prefix.hashes[index], now)
+                why = catalog.departed.why(prefix.hashes[index], now)
                 block.miss_reason = "expired" if why == "expired" else "admin"
             if is_sound and not (block.is_ready or block.is_loading or block.is_begun):
                 block.is_loading = True

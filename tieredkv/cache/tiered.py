@@ -211,7 +211,7 @@ class TieredCache:
             block_hash = prefix.hashes[prefix.num_present]
         if not tiers.can_load and (prefix.records.get(block_hash) or tiers.host.lookup(block_hash)):
             return "loads_off"
-        return tiers.catalog.why_departed(block_hash, tiers.clock.now())
+        return tiers.catalog.departed.why(block_hash, tiers.clock.now())
 
     # Completion
 

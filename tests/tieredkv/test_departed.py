@@ -1,0 +1,29 @@
+"""The reasons for which the last blocks have left RAM are remembered."""
+
+from tieredkv.cache.departed import NUM_DEPARTED, Departed
+from tieredkv.cache.pieces import whole
+from tieredkv.types import BlockHash
+
+HASHES = [BlockHash(b"%032d" % number) for number in range(NUM_DEPARTED + 1)]
+
+
+def test_a_block_on_disk_expires_there_unless_an_operator_has_emptied_the_disk() -> None:
+    departed, block_hash = Departed(), HASHES[0]
+    assert departed.why(block_hash, 0) == "never_seen"
+    departed.note(block_hash, "evicted_disk", until=10)
+    assert [departed.why(block_hash, now) for now in (9, 10)] == ["evicted_disk", "expired"]
+    whole(departed.noting_empty_disk())
+    assert departed.why(block_hash, 99) == "admin"
+
+
+def test_the_blocks_that_left_last_are_remembered_with_their_last_reason() -> None:
+    departed = Departed()
+    for block_hash in HASHES[:-1]:
+        departed.note(block_hash, "corrupt")
+    assert {departed.why(each, 0) for each in HASHES[:-1]} == {"corrupt"}
+    departed.note(HASHES[0], "evicted_host")
+    departed.note(HASHES[-1], "evicted_device")
+    assert departed.why(HASHES[0], 0) == "evicted_host"
+    assert departed.why(HASHES[1], 0) == "never_seen"
+    assert {departed.why(each, 0) for each in HASHES[NUM_DEPARTED // 4 : -1]} == {"corrupt"}
+    assert departed.why(HASHES[-1], 0) == "evicted_device"

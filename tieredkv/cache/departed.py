@@ -1,0 +1,55 @@
+"""Why the blocks that left VRAM and host memory last are in neither, for answers to requests.
+
+Called by the engine's thread only.
+"""
+
+from collections import deque
+
+from tieredkv.cache.pieces import SCANNED_BLOCKS, Pieces, cut
+from tieredkv.types import BlockHash
+
+NUM_DEPARTED = 65_536
+"""The most blocks that are remembered."""
+
+_GENERATIONS = 4
+
+
+class Departed:
+    """Remembers the last blocks, at least three quarters of `NUM_DEPARTED`.
+
+    They are kept in generations, of which the oldest is forgotten as a whole: a dict of all of them
+    would take several milliseconds to grow, while a step waits.
+    """
+
+    def __init__(self) -> None:
+        self._generations = deque[dict[BlockHash, tuple[str, float]]]([{}], _GENERATIONS)
+
+    def note(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
+        """Note why a block left; if `evicted_disk`, it expires on disk at `until`."""
+        if len(self._generations[-1]) == NUM_DEPARTED // _GENERATIONS:
+            self._generations.append({})
+        self._generations[-1][block_hash] = reason, until
+
+    def why(self, block_hash: BlockHash, now: float) -> str:
+        """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
+
+        The reasons are `expired`; `evicted_device`, `evicted_host` and `evicted_disk` (the last
+        tier that had the block); `corrupt`; `admin` (an operator evicted it); `load_timeout`
+        (loading took too long, so that the block was computed); and `load_failed` (the disk could
+        not read it, or the store's worker ended meanwhile). `evicted_disk` becomes `expired`
+        when the block's deadline on disk has passed.
+        """
+        for each in reversed(self._generations):
+            if (noted := each.get(block_hash)) is not None:
+                reason, until = noted
+                return "expired" if reason == "evicted_disk" and until <= now else reason
+        return "never_seen"
+
+    def noting_empty_disk(self) -> Pieces[None]:
+        """Note, in pieces, that an operator has emptied the disk."""
+        for generation in [*self._generations]:
+            for some in cut([*generation], SCANNED_BLOCKS):
+                for block_hash in some:
+                    if generation[block_hash][0] == "evicted_disk":
+                        generation[block_hash] = "admin", 0.0
+                yield
