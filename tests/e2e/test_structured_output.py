@@ -168,7 +168,7 @@ REFUSED = [
     ({"guided_regex": "("}, None),
     ({"guided_grammar": 'start: "a"'}, "guided_grammar"),
     ({"guided_json": "{"}, "guided_json"),
-    ({"guided_choice": []}, "choice"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),

@@ -42,7 +42,7 @@ def test_templates_of_a_checkpoint_are_used_and_told(tmp_path: Path) -> None:
         [told] = http.get(f"{server.url}/models").json()["data"]
         assert told["tool_parser"] == "response_template"
         for said in (
-            "are read as the `response_template` family writes them",
+            "are parsed as the `response_template` family writes them",
             "given to the chat template with arguments='text', joins_systems=True, system='user'",
             "does not read `nosuch` of `chat_template_kwargs`",
         ):

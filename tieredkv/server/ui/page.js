@@ -21,7 +21,6 @@ const MISSES = {
   behind_lookback: "stored, but the request does not look so far back",
   template_changed: "the chat template prints another date, or was given other arguments",
   other_namespace: "stored under another salt or cache key",
-  other_model: "stored for another model",
 };
 
 let key = null;
