@@ -492,6 +492,17 @@ def test_a_value_may_hold_the_end_of_a_call_without_what_follows_it(
     assert read(family, cut(f"{unclosed} Then.", places)) == ("", "Then.", calls[:1])
 
 
+@pytest.mark.parametrize("family", sorted(TAG_MARKS.keys() - {"glm"}))
+def test_a_value_goes_on_wherever_a_part_of_it_ends(family: str) -> None:
+    before, argument, behind = TAGGED[family]
+    closing, end = argument.rpartition("{}")[2], families()[family].call_end[0]
+    given = {"text": f"It ends with {closing}\n{end}, as I said"}
+    written = before + argument.format("text", given["text"]) + behind
+    for place in range(len(written)):
+        parts = [written[:place], written[place:]]
+        assert read(family, parts) == ("", "", [("make", given)]), place
+
+
 @pytest.mark.parametrize("family", TAG_MARKS)
 @given(places=st.lists(st.integers(0, 600)))
 def test_a_value_may_mention_how_a_call_begins(family: str, places: list[int]) -> None:

@@ -335,11 +335,13 @@ def _marks_of(tag: str, ends: tuple[str, ...], call: str, around: str) -> _Marks
     opening, closing = tag.split(VALUE)
     end = f"(?P<end>{'|'.join(map(re.escape, ends)) or '(?!)'})"
     last = rf"(?:</[\w-]{{1,32}}>\s{{0,16}})?{end}"
-    behind = rf"(?=\s{{0,16}}(?:{re.escape(around)}|{call}|\Z))" if around else ""
+    # What has come so far may end anywhere: only at the end of the message does \Z say anything.
+    behind = rf"(?=\s{{0,16}}(?:{re.escape(around)}|{call}))" if around else ""
+    last_behind = rf"(?=\s{{0,16}}(?:{re.escape(around)}|{call}|\Z))" if around else ""
     patterns = (
         rf"\s{{0,16}}(?:{opening}|{last})",
         rf"{closing}(?=\s{{0,16}}(?:{opening}|{last}{behind}))",
-        rf"{closing}(?=\s{{0,16}}(?:{opening}|{last}{behind})|\s*\Z)",
+        rf"{closing}(?=\s{{0,16}}(?:{opening}|{last}{last_behind})|\s*\Z)",
         f"{call}|{end}",
     )
     return _Marks(*(regex.compile(pattern, regex.DOTALL) for pattern in patterns))
