@@ -110,7 +110,10 @@ def table_of_known_fields() -> str:
             ("are ignored", _names(tables, lambda table: table.ignored)),
             ("change no answer", _names(tables, lambda table: table.harmless)),
             ("are a 400 with `--strict-params`", _names(tables, lambda table: table.hosted)),
-            ("are a 400 where they ask for something", _names(tables, lambda table: table.always)),
+            (
+                "are refused (400) when set to a value that would change the answer",
+                _names(tables, lambda table: table.always),
+            ),
         ):
             rows.append(f"| {api} that {what} | {names} |")
     return "\n".join(rows) + "\n"
