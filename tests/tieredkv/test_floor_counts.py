@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -143,4 +144,64 @@ def test_blocks_within_floors_are_taken_last_and_only_if_the_caller_wants_them(
     left = [each for each in "abcxyz" if pool.lookup(BlockHash(each.encode()))]
     assert left == (["b", "c"] if takes_kept else list("abcxyz"))
     assert (taken is not None) == takes_kept
+    pool.check()
+
+
+def keep(pool: BlockPool, tenant: bytes, names: bytes) -> None:
+    """Insert ready blocks of a tenant that nobody uses, the oldest first; each is a letter."""
+    blocks = pool.allocate(len(names)) or []
+    for block, letter in zip(blocks, names, strict=True):
+        pool.insert(block, BlockHash(bytes([letter])), tenant)
+        pool.fill(block)
+    pool.release(blocks)
+
+
+def named(blocks: Iterable[Block] | None) -> bytes:
+    return b"".join(block.block_hash or b"-" for block in blocks or ())
+
+
+@pytest.mark.parametrize(("tenant", "late"), [(b"quiet", b"a"), (b"flood", b"")])
+def test_a_block_within_its_tenants_floor_is_late_only_for_what_its_tenant_evicts(
+    tenant: bytes, late: bytes
+) -> None:
+    pool = BlockPool(2)
+    pool.can_evict = lambda block: block.block_hash != b"a"
+    pool.floors = {b"quiet": 1}
+    keep(pool, b"quiet", b"a")
+    keep(pool, b"flood", b"x")
+    assert named(pool.dirty(2)) == b"a"
+    assert pool.allocate(1, tenant=tenant) is not None
+    assert pool.hashes == [b"a"]
+    assert named(pool.late(0)) == late
+    assert named(pool.dirty(2)) == b"a"
+    pool.check()
+
+
+def test_a_pinned_block_is_evicted_if_floors_keep_all_that_are_not_pinned() -> None:
+    pool = BlockPool(4)
+    pool.floors = {b"quiet": 3}
+    pool.pinned = {BlockHash(b"x")}
+    keep(pool, b"quiet", b"abc")
+    keep(pool, b"flood", b"x")
+    assert (pool.num_pinned, pool.num_free_for(b"flood")) == (1, 1)
+    assert pool.allocate(1, tenant=b"flood") is not None
+    assert pool.hashes == [b"a", b"b", b"c"]
+    pool.check()
+
+
+def test_no_more_kept_blocks_are_opened_than_an_allocation_may_take() -> None:
+    pool = BlockPool(4)
+    pool.can_evict = lambda block: block.tenant != b"quiet"
+    pool.floors = {b"quiet": 3}
+    keep(pool, b"quiet", b"abc")
+    keep(pool, b"flood", b"x")
+    [used] = pool.allocate(1, tenant=b"flood") or []
+    assert named(pool.dirty(4)) == b"", "the floor keeps all that is left"
+    pool.floors = {b"quiet": 1}
+    opened = []
+    for count in (1, 1, 2):
+        assert pool.allocate(count, tenant=b"flood") is None
+        opened.append(named(pool.dirty(4)))
+        pool.insert(used, BlockHash(b"d"), b"quiet")  # so that the tenant's blocks have changed
+    assert opened == [b"a", b"a", b"ab"]
     pool.check()
