@@ -220,3 +220,33 @@ def test_a_refused_request_is_tried_again_once_another_tenants_floor_is_lower() 
     rig.finish(bob)
     rig.finish(other)
     rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("first", ["alice", "bob"])
+def test_the_tenant_that_exceeds_its_floor_the_most_is_preempted_and_not_the_largest(
+    first: str,
+) -> None:
+    loop = Loop(rig := Rig(num_blocks=8, num_pages=16, has_store=False))
+    rig.tiers.give_shares({b"alice": 6 / 8, b"bob": 2 / 8})
+    num_tokens = {"alice": 4 * SIZE, "bob": 2 * SIZE}
+    for tenant in sorted(num_tokens, key=lambda each: each != first):
+        loop.add(tenant, num_tokens[tenant], seed=len(tenant), max_tokens=6, tenant=tenant)
+    while not loop.scheduler.num_preemptions:
+        loop.step()
+    assert [each.request_id for each in loop.scheduler.waiting] == ["bob"]
+    loop.run()
+    assert loop.finished == ["alice", "bob"]
+    rig.check_nothing_is_held()
+
+
+def test_a_request_that_the_step_computes_already_is_not_preempted_for_another() -> None:
+    loop = Loop(rig := Rig(num_blocks=8, num_pages=16, has_store=False))
+    rig.tiers.give_shares({b"alice": 6 / 8, b"bob": 2 / 8})
+    loop.add("bob", 4 * SIZE, seed=1, max_tokens=6, tenant="bob")
+    loop.add("alice", 3 * SIZE - 2, seed=2, max_tokens=6, tenant="alice")
+    computed = [[row.request.request_id for row in loop.step()] for _ in range(4)]
+    assert computed == [["bob", "alice"], ["bob", "alice"], ["bob", "alice"], ["bob"]]
+    assert loop.scheduler.num_preemptions == 0
+    loop.run()
+    assert loop.finished == ["alice", "bob"]
+    rig.check_nothing_is_held()
