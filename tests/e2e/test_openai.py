@@ -11,6 +11,7 @@ from openai.types import responses as types
 from pydantic import TypeAdapter
 
 from tests import http
+from tests.golden import told
 from tests.serving import Server, running
 from tests.waiting import HANG_S
 
@@ -265,116 +266,74 @@ def test_written_tokens_are_told_by_the_lifetime_of_their_prefix(server: Server)
 INPUT = {"input": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TEXT_PART = {"type": "text", "text": "a"}
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("responses", {}, "Missing required parameter: 'input'.", "input"),
-    (
-        "responses",
-        {"input": 5},
-        "Invalid type for 'input': expected a string or an array, but got an integer instead.",
-        "input",
-    ),
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("responses", {}, "input"),
+    ("responses", {"input": 5}, "input"),
     (
         "responses",
         {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
-        "Missing required parameter: 'input[0].call_id'.",
         "input[0].call_id",
     ),
     (
         "responses",
         {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
-        "Invalid type for 'input[0].output': expected a string or an array, but got an integer "
-        "instead.",
         "input[0].output",
     ),
-    (
-        "responses",
-        {**INPUT, "conversation": "conv_1"},
-        "'conversation' is not supported. Send its items in 'input', or continue a response: "
-        "'previous_response_id'.",
-        "conversation",
-    ),
+    ("responses", {**INPUT, "conversation": "conv_1"}, "conversation"),
     (
         "responses",
         {
             **INPUT,
             "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "b"}}},
         },
-        "Invalid schema for text.format 'a': 'b' is not valid under any of the given schemas at "
-        "['type']",
         "text.format",
     ),
     (
         "responses",
         {**INPUT, "prompt_cache_options": {"ttl": "forever"}},
-        "Invalid value: 'forever'. Supported values are: durations such as '5m', '1h' and '24h'.",
         "prompt_cache_options.ttl",
     ),
     (
         "chat/completions",
         {**CHAT, "prompt_cache_options": {"ttl": "48h"}},
-        "Invalid value: '48h'. Supported values are: durations up to '1d'. The retention policies "
-        "that may be used here last: 'in_memory' 1h, '5m' 1h, '1h' 1h, '24h' 1d.",
         "prompt_cache_options.ttl",
     ),
     (
         "chat/completions",
         {**CHAT, "prompt_cache_options": {"mode": "bogus"}},
-        "Invalid value: 'bogus'. Supported values are: 'implicit' and 'explicit'.",
         "prompt_cache_options.mode",
     ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{**TEXT_PART, "prompt_cache_breakpoint": {}}]}]},
-        "Missing required parameter: 'messages[0].content[0].prompt_cache_breakpoint.mode'.",
         "messages[0].content[0].prompt_cache_breakpoint.mode",
     ),
     (
         "chat/completions",
         {"messages": [{**CHAT["messages"][0], "prompt_cache_breakpoint": {"mode": "explicit"}}]},
-        "Unknown parameter: 'messages[0].prompt_cache_breakpoint'.",
         "messages[0].prompt_cache_breakpoint",
     ),
     (
         "completions",
         {"prompt": "a", "prompt_cache_breakpoint": {"mode": "explicit"}},
-        "Unknown parameter: 'prompt_cache_breakpoint'.",
         "prompt_cache_breakpoint",
     ),
-    (
-        "chat/completions",
-        {**CHAT, "metadata": 5},
-        "Invalid type for 'metadata': expected an object, but got an integer instead.",
-        "metadata",
-    ),
-    (
-        "chat/completions",
-        {**CHAT, "user": 5},
-        "Invalid type for 'user': expected a string, but got an integer instead.",
-        "user",
-    ),
-    (
-        "chat/completions",
-        {**CHAT, "service_tier": 5},
-        "Invalid type for 'service_tier': expected a string, but got an integer instead.",
-        "service_tier",
-    ),
-    (
-        "chat/completions",
-        {**CHAT, "parallel_tool_calls": "x"},
-        "Invalid type for 'parallel_tool_calls': expected a boolean, but got a string instead.",
-        "parallel_tool_calls",
-    ),
+    ("chat/completions", {**CHAT, "metadata": 5}, "metadata"),
+    ("chat/completions", {**CHAT, "user": 5}, "user"),
+    ("chat/completions", {**CHAT, "service_tier": 5}, "service_tier"),
+    ("chat/completions", {**CHAT, "parallel_tool_calls": "x"}, "parallel_tool_calls"),
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "message", "param"), REFUSED)
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED)
 def test_a_wrong_field_is_refused_in_the_words_of_openai(
-    server: Server, path: str, fields: dict[str, Any], message: str, param: str
+    server: Server, path: str, fields: dict[str, Any], param: str
 ) -> None:
     answer = post(server, path, **fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert (error["message"], error["param"]) == (message, param)
+    told(error["message"])
+    assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
 

@@ -483,18 +483,10 @@ def test_a_folder_that_another_engine_uses_is_refused(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "what"),
-    [
-        ({"disk_dir": None}, "needs `disk_dir`"),
-        ({"disk_size": "4KiB"}, "too small for chunks of"),
-        ({"default_retention": "48h"}, "default_retention"),
-    ],
-    ids=str,
+    "tier", [{"disk_dir": None}, {"disk_size": "4KiB"}, {"default_retention": "48h"}], ids=str
 )
-def test_settings_that_make_no_sense_are_refused(
-    setup: Setup, tier: dict[str, Any], what: str
-) -> None:
-    with pytest.raises(ConfigError, match=what):
+def test_settings_that_make_no_sense_are_refused(setup: Setup, tier: dict[str, Any]) -> None:
+    with refused(ConfigError):
         setup.open(tier=tier)
 
 

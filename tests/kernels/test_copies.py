@@ -61,19 +61,15 @@ def test_an_id_out_of_range_copies_nothing(pair: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "arena", "message"),
+    ("blocks", "arena"),
     [
-        (torch.zeros(2, 5000, dtype=torch.uint8), torch.zeros(2, 4096, dtype=torch.uint8), "hold"),
-        (torch.zeros(2, 64), torch.zeros(2, 4096, dtype=torch.uint8), "uint8"),
-        (
-            torch.zeros(64, 4, dtype=torch.uint8).t(),
-            torch.zeros(2, 4096, dtype=torch.uint8),
-            "contiguous",
-        ),
+        (torch.zeros(2, 5000, dtype=torch.uint8), torch.zeros(2, 4096, dtype=torch.uint8)),
+        (torch.zeros(2, 64), torch.zeros(2, 4096, dtype=torch.uint8)),
+        (torch.zeros(64, 4, dtype=torch.uint8).t(), torch.zeros(2, 4096, dtype=torch.uint8)),
     ],
 )
-def test_memories_that_do_not_fit_are_refused(blocks: Tensor, arena: Tensor, message: str) -> None:
-    with pytest.raises(ShapeError, match=message):
+def test_memories_that_do_not_fit_are_refused(blocks: Tensor, arena: Tensor) -> None:
+    with refused(ShapeError):
         BlockCopier(blocks, arena)
 
 

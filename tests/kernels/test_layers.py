@@ -231,42 +231,38 @@ def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"qkv": torch.zeros(3, 255)}, "does not fit the cache"),
-        ({"qkv": torch.zeros(3, 256, dtype=torch.float16)}, "dtype and device"),
-        ({"qkv": torch.zeros(3, 512)[:, ::2]}, "not contiguous"),
-        ({"cos_sin": torch.zeros(50, 16)}, "with 32 columns, as heads have"),
-        ({"cos_sin": torch.zeros(50, 32).half()}, "not float32"),
-        ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions"),
-        ({"slot_mapping": torch.zeros(3)}, "not int32 or int64"),
-        ({"head_norms": torch.zeros(32)}, "head_norms"),
-        ({"head_norms": torch.zeros(2, 16)}, "head_norms"),
-        ({"head_norms": torch.zeros(2, 64)[:, ::2]}, "head_norms .* is not contiguous"),
+        {"qkv": torch.zeros(3, 255)},
+        {"qkv": torch.zeros(3, 256, dtype=torch.float16)},
+        {"qkv": torch.zeros(3, 512)[:, ::2]},
+        {"cos_sin": torch.zeros(50, 16)},
+        {"cos_sin": torch.zeros(50, 32).half()},
+        {"positions": torch.zeros(4, dtype=torch.int64)},
+        {"slot_mapping": torch.zeros(3)},
+        {"head_norms": torch.zeros(32)},
+        {"head_norms": torch.zeros(2, 16)},
+        {"head_norms": torch.zeros(2, 64)[:, ::2]},
     ],
 )
-def test_a_rotation_of_tensors_that_disagree_is_refused(
-    change: dict[str, Tensor], message: str
-) -> None:
+def test_a_rotation_of_tensors_that_disagree_is_refused(change: dict[str, Tensor]) -> None:
     case = rotation_case(4, 2, 32, torch.float32, 3, norm=False) | change
-    with pytest.raises(ShapeError, match=message):
+    with refused(ShapeError):
         rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), "cpu")
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "message"),
+    ("x", "weight"),
     [
-        (torch.zeros(2, 3, 32), torch.ones(32), "not a matrix"),
-        (torch.zeros(2, 32, dtype=torch.int64), torch.ones(32), "supported dtype"),
-        (torch.zeros(2, 64)[:, ::2], torch.ones(32), "not contiguous"),
-        (torch.zeros(2, 32), torch.ones(31), "weight"),
-        (torch.zeros(2, 32), torch.ones(64)[::2], "weight .* is not contiguous"),
+        (torch.zeros(2, 3, 32), torch.ones(32)),
+        (torch.zeros(2, 32, dtype=torch.int64), torch.ones(32)),
+        (torch.zeros(2, 64)[:, ::2], torch.ones(32)),
+        (torch.zeros(2, 32), torch.ones(31)),
+        (torch.zeros(2, 32), torch.ones(64)[::2]),
     ],
 )
-def test_a_norm_of_tensors_that_disagree_is_refused(
-    x: Tensor, weight: Tensor, message: str
-) -> None:
-    with pytest.raises(ShapeError, match=message):
+def test_a_norm_of_tensors_that_disagree_is_refused(x: Tensor, weight: Tensor) -> None:
+    with refused(ShapeError):
         layers.rms_norm(x, weight, EPS)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.golden import refused
 from tests.levels import few
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import checks, launch, partition, prefill_dense
@@ -294,21 +295,21 @@ def test_chunks_that_the_dense_operator_refuses_go_to_the_paged_kernel(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"q": torch.zeros(6, 3, 32)}, "does not fit the cache"),
-        ({"q": torch.zeros(6, 4, 16)}, "does not fit the cache"),
-        ({"q": torch.zeros(6, 4, 32, dtype=torch.float16)}, "dtype and device"),
-        ({"cache": LayerCache(*torch.zeros(2, 2, 16, 2, 32).double())}, "supported dtype"),
-        ({"batch": Batch(torch.zeros(2, 2), [])}, "not int32 or int64"),
-        ({"batch": Batch(torch.zeros(2, dtype=torch.int32), [])}, "2-dimensional"),
-        ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(2, 0, 1, 1)])}, "row=2"),
-        ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 5, 2, 9)])}, "Span"),
-        ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 3, 2)])}, "Span"),
-        ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 3, 33)])}, "Span"),
+        {"q": torch.zeros(6, 3, 32)},
+        {"q": torch.zeros(6, 4, 16)},
+        {"q": torch.zeros(6, 4, 32, dtype=torch.float16)},
+        {"cache": LayerCache(*torch.zeros(2, 2, 16, 2, 32).double())},
+        {"batch": Batch(torch.zeros(2, 2), [])},
+        {"batch": Batch(torch.zeros(2, dtype=torch.int32), [])},
+        {"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(2, 0, 1, 1)])},
+        {"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 5, 2, 9)])},
+        {"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 3, 2)])},
+        {"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 3, 33)])},
     ],
 )
-def test_arguments_that_disagree_are_refused(change: dict[str, Any], message: str) -> None:
+def test_arguments_that_disagree_are_refused(change: dict[str, Any]) -> None:
     pool = torch.zeros(2, 1, 2, 16, 2, 32)
     arguments: dict[str, Any] = {
         "q": torch.zeros(6, 4, 32),
@@ -316,7 +317,7 @@ def test_arguments_that_disagree_are_refused(change: dict[str, Any], message: st
         "batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 6, 6)]),
         "scale": 1.0,
     }
-    with pytest.raises(ShapeError, match=message):
+    with refused(ShapeError):
         launch.paged_attention(**(arguments | change))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.golden import refused
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import launch
 from tieredkv.kernels.checks import LayerCache
@@ -94,20 +95,18 @@ def test_no_tokens_is_no_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"k": torch.zeros(4, 2, 16)}, "do not fit the cache"),
-        ({"k": torch.zeros(4, 2, 32, dtype=torch.float16)}, "dtype and device"),
-        ({"v": torch.zeros(5, 2, 32)}, "do not fit the cache"),
-        ({"v": torch.zeros(4, 2, 64)[..., ::2]}, "not contiguous in its last dimension"),
-        ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, "slot_mapping"),
-        ({"slot_mapping": torch.zeros(4)}, "not int32 or int64"),
-        ({"cache": LayerCache(torch.zeros(2, 16, 2, 32), torch.zeros(2, 16, 1, 32))}, "differ"),
+        {"k": torch.zeros(4, 2, 16)},
+        {"k": torch.zeros(4, 2, 32, dtype=torch.float16)},
+        {"v": torch.zeros(5, 2, 32)},
+        {"v": torch.zeros(4, 2, 64)[..., ::2]},
+        {"slot_mapping": torch.zeros(3, dtype=torch.int64)},
+        {"slot_mapping": torch.zeros(4)},
+        {"cache": LayerCache(torch.zeros(2, 16, 2, 32), torch.zeros(2, 16, 1, 32))},
     ],
 )
-def test_tensors_that_disagree_are_refused_with_their_shapes(
-    change: dict[str, Tensor], message: str
-) -> None:
+def test_tensors_that_disagree_are_refused_with_their_shapes(change: dict[str, Tensor]) -> None:
     pool = make_pool(2, 16, 2, 32, torch.float32)
     arguments = {
         "k": torch.zeros(4, 2, 32),
@@ -115,7 +114,7 @@ def test_tensors_that_disagree_are_refused_with_their_shapes(
         "cache": middle_of(pool),
         "slot_mapping": torch.zeros(4, dtype=torch.int64),
     }
-    with pytest.raises(ShapeError, match=message):
+    with refused(ShapeError):
         launch.store_kv(**(arguments | change))  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.golden import refused
 from tests.sizing.traces import line, write
 from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner, outlook
@@ -110,15 +111,9 @@ def test_what_would_take_longer_to_load_is_computed() -> None:
     assert one.computed_sooner_tokens == 64 * 512
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"read_bytes_per_s": None}, "how fast reads from disk are"),
-        ({"steps": []}, "how fast steps are"),
-    ],
-)
-def test_rates_that_were_never_measured_are_named(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize("changes", [{"read_bytes_per_s": None}, {"steps": []}])
+def test_rates_that_were_never_measured_are_named(changes: dict[str, Any]) -> None:
+    with refused(ConfigError):
         estimate(**changes)
 
 

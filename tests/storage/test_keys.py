@@ -100,18 +100,9 @@ def test_a_command_prints_the_master_key() -> None:
     assert master_key.ask_command(f"echo {MASTER.hex()}") == MASTER
 
 
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("false", "exit code 1"),
-        ("/nowhere/kms get", "cannot be run"),
-        ("echo 'x", "cannot be run"),
-        ("", "cannot be run"),
-        ("echo short", "has 6 bytes"),
-    ],
-)
-def test_a_command_that_prints_no_key_is_refused(command: str, why: str) -> None:
-    with pytest.raises(MissingKeyError, match=why):
+@pytest.mark.parametrize("command", ["false", "/nowhere/kms get", "echo 'x", "", "echo short"])
+def test_a_command_that_prints_no_key_is_refused(command: str) -> None:
+    with refused(MissingKeyError):
         master_key.ask_command(command)
 
 

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.golden import refused
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
@@ -482,25 +483,26 @@ def block_in_use(pool: BlockPool) -> Block:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lose_a_user, "has ref_count 0 and"),
-        (gain_a_user, "has ref_count 1 and"),
-        (count_below_zero, "has ref_count -1 and"),
-        (lose_readiness, "can be evicted, but was never filled"),
-        (lose_a_hash, "in the wrong part of the free list"),
-        (gain_another_hash, "not in the index under its hash"),
-        (gain_a_hash_of_another, "not in the index under its hash"),
-        (lose_the_hash_of_a_used_block, "1 blocks have a hash, but 2 are in the index"),
+        lose_a_user,
+        gain_a_user,
+        count_below_zero,
+        lose_readiness,
+        lose_a_hash,
+        gain_another_hash,
+        gain_a_hash_of_another,
+        lose_the_hash_of_a_used_block,
     ],
 )
-def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None], message: str) -> None:
+def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
     fill(pool, "used")
     keep(pool, "idle")
     pool.check()
+    used, idle = block_in_use(pool), next(pool.evictable())
     damage(pool)
-    with pytest.raises(IntegrityError, match=message):
+    with refused(IntegrityError, hide={repr(used): "USED", repr(idle): "IDLE"}):
         pool.check()
 
 

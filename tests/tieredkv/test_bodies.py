@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.golden import refused
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read, shape_of
@@ -27,21 +28,19 @@ def chat(*messages: object, is_strict: bool = False, **fields: Any) -> ChatReque
 
 
 @pytest.mark.parametrize(
-    ("body", "what"),
+    "body",
     [
-        (b'{"a":[' + b"[],{}," * 40_000 + b"1]}", "80002 arrays and objects; at most 65536"),
-        (b'{"a":[' + b"1," * 300_000 + b"1]}", "300001 values; at most 262144"),
-        (
-            b"{" + b",".join(b'"%d":1' % i for i in range(140_000)) + b"}",
-            "140000 members of objects; at most 131072",
-        ),
+        b'{"a":[' + b"[],{}," * 40_000 + b"1]}",
+        b'{"a":[' + b"1," * 300_000 + b"1]}",
+        b"{" + b",".join(b'"%d":1' % i for i in range(140_000)) + b"}",
     ],
+    ids=["arrays", "values", "members"],
 )
 def test_a_body_that_holds_too_much_is_refused_before_it_is_decoded(
-    body: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+    body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tieredkv.fields.msgspec.json.decode", None)
-    with pytest.raises(RequestError, match=what):
+    with refused(RequestError):
         parse_body(body)
 
 

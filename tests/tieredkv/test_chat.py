@@ -186,50 +186,40 @@ def test_all_marks_are_found_where_signs_change_the_text(tokenization: Tokenizat
 
 
 @pytest.mark.parametrize(
-    ("template", "why"),
+    "template",
     [
-        ("{{ range(10 ** 9) | list }}", "exceeds a limit of its sandbox: Range too big"),
-        ("{{ 'x' * 10 ** 12 }}", "exceeds a limit of its sandbox: it makes a text or list longer"),
-        (
-            "{{ 2 ** (messages | length * 100000) }}",
-            "exceeds a limit of its sandbox: it makes a number that is too",
-        ),
-        ("{{ 1 // 0 }}", "exceeds a limit of its sandbox"),
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "exceeds a limit of its sandbox: its loops take more than 1000000 rounds.",
-        ),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-            "{{ f(60) }}",
-            "exceeds a limit of its sandbox: its loops take more than 1000000 rounds",
-        ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render these messages"),
-        (
-            "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
-            "{% endfor %}",
-            "exceeds a limit of its sandbox: it makes a text or list longer",
-        ),
-        (
-            "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
-            "{% endfor %}",
-            "exceeds a limit of its sandbox: it makes a text or list longer",
-        ),
-        (
-            "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
-            "exceeds a limit of its sandbox: it makes a text or list longer",
-        ),
-        ("{{ ''.__class__.__mro__ }}", "exceeds a limit of its sandbox"),
-        ("{% for %}", "cannot be used"),
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ 2 ** (messages | length * 100000) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(60) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
     ],
 )
 def test_a_template_that_breaks_a_limit_is_refused_in_one_sentence(
-    tokenization: Tokenization, template: str, why: str
+    tokenization: Tokenization, template: str
 ) -> None:
     tokenization.tokenizer.chat_template = template
-    with pytest.raises(RequestError, match=why) as caught:
+    with refused(RequestError, status=400):
         tokenization.encode_chat(TALK, {})
-    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ range(10 ** 9) | list }}", "{{ 1 // 0 }}", "{{ ''.__class__.__mro__ }}", "{% for %}"],
+)
+def test_what_jinja_itself_refuses_in_a_template_is_an_error_of_the_request(
+    tokenization: Tokenization, template: str
+) -> None:
+    tokenization.tokenizer.chat_template = template
+    with pytest.raises(RequestError) as caught:
+        tokenization.encode_chat(TALK, {})
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 def test_a_template_is_given_up_where_nobody_waits_for_it(tokenization: Tokenization) -> None:

@@ -32,30 +32,26 @@ def digest_of(key: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    "text",
     [
-        ('[a]\nkey = "sk-s"\n[b]\nkey = "sk-s"', "`b` has the same key as `a`"),
-        (
-            f'[a]\nkey = "sk-s"\n[b]\nkey_sha256 = "{digest_of("sk-s")}"',
-            "`b` has the same key as `a`",
-        ),
-        ('[a]\nkey = "sk-flag"', "`a` has the same key as `api_keys`"),
-        ('[a]\nkey = "sk-s"\n[b]\nkey = " "', "`b` has a key that is blank"),
-        ('[a]\nkey = "\\u00a0"', "`a` has a key that is blank"),
-        ('[a]\nkey = "sk-s\\n"', "`a` has a key that is blank or has blanks around it"),
-        ('[a]\nkey = ""', "`a` must have either `key` or `key_sha256`"),
-        (f'[a]\nkey_sha256 = "{digest_of("")}"', "`a` has a key that is blank"),
-        ('[a]\nkey = "sk-s"\nshare = "sk-s"', "cannot be read as a file of keys"),
-        ('a = "sk-s"', "cannot be read as a file of keys"),
-        ('[a]\nkey = "sk-s', "cannot be read as a file of keys"),
+        '[a]\nkey = "sk-s"\n[b]\nkey = "sk-s"',
+        f'[a]\nkey = "sk-s"\n[b]\nkey_sha256 = "{digest_of("sk-s")}"',
+        '[a]\nkey = "sk-flag"',
+        '[a]\nkey = "sk-s"\n[b]\nkey = " "',
+        '[a]\nkey = "\\u00a0"',
+        '[a]\nkey = "sk-s\\n"',
+        '[a]\nkey = ""',
+        f'[a]\nkey_sha256 = "{digest_of("")}"',
+        '[a]\nkey = "sk-s"\nshare = "sk-s"',
+        'a = "sk-s"',
+        '[a]\nkey = "sk-s',
     ],
 )
 def test_a_bad_file_is_refused_by_its_table_and_never_shows_a_key(
-    text: str, told: str, tmp_path: Path
+    text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         keys_of(write(tmp_path, text), api_keys=("sk-flag",))
-    assert told in str(caught.value)
     assert not {"sk-s", "sk-flag"} & {*str(caught.value).replace('"', " ").split()}
     assert "sk-s" not in str(caught.value) and "sk-flag" not in str(caught.value)
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.golden import refused
 from tests.tieredkv.written import NotEndedError, written
 from tieredkv.server.patterns import PatternError, looks_around, of_length, written_in_json
 from tieredkv.server.structure import as_grammar, json_format
@@ -50,35 +51,34 @@ def test_what_is_written_matches_the_pattern(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "why"),
+    "pattern",
     [
-        ("^(?!x)", "look around"),
-        ("(?<=a)b", "look around"),
-        ("(?i)a", "flag"),
-        ("(a)\\1", "`\\1`"),
-        ("\\bword", "`\\b`"),
-        ("\\p{L}", "`\\p`"),
-        ("a$b", "amid the pattern"),
-        ("a^b", "amid the pattern"),
-        ("(^a)*", "within what is repeated"),
-        ("a{,3}", "nothing to repeat"),
-        ("a**", "nothing to repeat"),
-        ("a{3,2}", "reversed"),
-        ("[z-a]", "reversed range"),
-        ("[\\d-x]", "range between classes"),
-        ("[]a]", "empty class"),
-        ("[a", "unbalanced `[`"),
-        ("(a", "unbalanced `(`"),
-        ("a)", "unbalanced `)`"),
-        ("[^\\s\\S]", "without characters"),
-        ("(" * 99 + ")" * 99, "nested"),
-        ("\\", "`\\`"),
+        "^(?!x)",
+        "(?<=a)b",
+        "(?i)a",
+        "(a)\\1",
+        "\\bword",
+        "\\p{L}",
+        "a$b",
+        "a^b",
+        "(^a)*",
+        "a{,3}",
+        "a**",
+        "a{3,2}",
+        "[z-a]",
+        "[\\d-x]",
+        "[]a]",
+        "[a",
+        "(a",
+        "a)",
+        "[^\\s\\S]",
+        "(" * 99 + ")" * 99,
+        "\\",
     ],
 )
-def test_a_pattern_that_cannot_be_rewritten_is_an_error(pattern: str, why: str) -> None:
-    with pytest.raises(PatternError) as error:
+def test_a_pattern_that_cannot_be_rewritten_is_an_error(pattern: str) -> None:
+    with refused(PatternError):
         written_in_json(pattern)
-    assert why in str(error.value)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 3), (2, None), (0, None), (1, 300), (4, 4)])

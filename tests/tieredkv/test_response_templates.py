@@ -201,23 +201,20 @@ def changed(template: Any, path: str, value: Any) -> Any:
 
 CALLS, THOUGHTS = "fields/tool_calls", "fields/reasoning_content"
 NONSENSE: list[Any] = ["x", 7, [], {}, [[]]]
-INEXPRESSIBLE: list[tuple[Any, str]] = [
-    *((each, "malformed|not a response template|start_anchor") for each in NONSENSE),
-    ({"version": 1, "fields": {}}, "`start_anchor` is not one text"),
-    (changed(JSON_CALLS, "version", 2), "of version 1"),
-    (changed(JSON_CALLS, "fields", ["content"]), "malformed"),
-    (changed(JSON_CALLS, "fields/mood", {"open": "<mood>"}), "it has the field `mood`"),
-    (changed(JSON_CALLS, "start_anchor", ["<a>", "<b>"]), "`start_anchor` is not one text"),
-    (changed(JSON_CALLS, "fields/reasoning_content/open", None), "nothing opens or closes"),
-    (changed(JSON_CALLS, f"{CALLS}/content", "python-call-list"), "written as `python-call-list`"),
-    (changed(JSON_CALLS, f"{CALLS}/content_args", {"unquoted_keys": True}), "dialect of JSON"),
-    (changed(NAMED_CALLS, f"{CALLS}/transform", {"name": "{tool}"}), "`transform` rearranges"),
-    (changed(NAMED_CALLS, f"{CALLS}/open_pattern", "<do>"), "does not name the tool"),
-    (changed(TAGGED_CALLS, f"{CALLS}/content_args", {}), "`tag_pattern` is not a short"),
-    (
-        changed(TAGGED_CALLS, f"{CALLS}/content_args/tag_pattern", "(?P<key>a)=(?P<value>.*?)"),
-        "a value that a text closes",
-    ),
+INEXPRESSIBLE: list[Any] = [
+    *NONSENSE,
+    {"version": 1, "fields": {}},
+    changed(JSON_CALLS, "version", 2),
+    changed(JSON_CALLS, "fields", ["content"]),
+    changed(JSON_CALLS, "fields/mood", {"open": "<mood>"}),
+    changed(JSON_CALLS, "start_anchor", ["<a>", "<b>"]),
+    changed(JSON_CALLS, "fields/reasoning_content/open", None),
+    changed(JSON_CALLS, f"{CALLS}/content", "python-call-list"),
+    changed(JSON_CALLS, f"{CALLS}/content_args", {"unquoted_keys": True}),
+    changed(NAMED_CALLS, f"{CALLS}/transform", {"name": "{tool}"}),
+    changed(NAMED_CALLS, f"{CALLS}/open_pattern", "<do>"),
+    changed(TAGGED_CALLS, f"{CALLS}/content_args", {}),
+    changed(TAGGED_CALLS, f"{CALLS}/content_args/tag_pattern", "(?P<key>a)=(?P<value>.*?)"),
 ]
 HOSTILE = [
     *(r"(a+)+$", r"<do>(a|a)*b", r"(?=[\s\S]*?</do>)", r"<do>(?:x*)*y", r"<do>(.*)<(.*)>"),
@@ -227,11 +224,11 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "why"), INEXPRESSIBLE)
+@pytest.mark.parametrize("template", INEXPRESSIBLE)
 def test_what_cannot_be_expressed_is_told_and_left_to_the_table(
-    template: Any, why: str, caplog: pytest.LogCaptureFixture
+    template: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(InexpressibleError, match=why):
+    with refused(InexpressibleError):
         family_of(template)
     caplog.set_level(logging.WARNING)
     assert chosen(template, "<tool_call>") == families()["hermes"]

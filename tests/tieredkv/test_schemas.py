@@ -197,24 +197,22 @@ def test_what_is_written_follows_random_schemas(schema: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "why"),
+    "schema",
     [
-        ({"type": "banana"}, "'banana' is not valid under any of the given schemas"),
-        ({"$ref": "#/$defs/none"}, "'$ref' names nothing in this schema: '#/$defs/none'."),
-        ({"$ref": "http://localhost/schema"}, "'$ref' names nothing in this schema"),
-        ({"enum": []}, "'enum' is empty."),
-        ({"a": "b" * MAX_SCHEMA_BYTES}, f"at most {MAX_SCHEMA_BYTES} are allowed."),
-        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "no value can follow it"),
-        (NODE | {"properties": {"next": {"$ref": "#"}}}, "contains itself without end"),
-        (False, "no value can follow it"),
-        ([1], "is not of type 'object', 'boolean'"),
+        {"type": "banana"},
+        {"$ref": "#/$defs/none"},
+        {"$ref": "http://localhost/schema"},
+        {"enum": []},
+        {"a": "b" * MAX_SCHEMA_BYTES},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        NODE | {"properties": {"next": {"$ref": "#"}}},
+        False,
+        [1],
     ],
 )
-def test_what_no_answer_can_follow_is_refused(schema: Any, why: str) -> None:
-    with pytest.raises(RequestError) as caught:
+def test_what_no_answer_can_follow_is_refused(schema: Any) -> None:
+    with refused(RequestError, param="response_format"):
         enforceable(schema, "response_format", name="weather")
-    assert str(caught.value).startswith("Invalid schema for response_format 'weather': ")
-    assert why in str(caught.value) and caught.value.param == "response_format"
 
 
 def test_a_schema_nested_too_deeply_is_refused() -> None:

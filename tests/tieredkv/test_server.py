@@ -55,174 +55,54 @@ def chat(*messages: object, rules: Rules = RULES, **fields: Any) -> requests.Cha
     return asked
 
 
-REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
-    (
-        {"prompt_cache_retention": "48h"},
-        "Invalid value: '48h'. Supported values are: 'in_memory' and '24h'.",
-        "prompt_cache_retention",
-        "invalid_value",
-    ),
-    (
-        {"max_tokens": "5"},
-        "Invalid type for 'max_tokens': expected an integer, but got a string instead.",
-        "max_tokens",
-        "invalid_type",
-    ),
-    (
-        {"max_tokens": 0},
-        "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 "
-        "instead.",
-        "max_tokens",
-        "integer_below_min_value",
-    ),
-    (
-        {"temperature": 100.5},
-        "Invalid 'temperature': decimal above maximum value. Expected a value <= 100, but got "
-        "100.5 instead.",
-        "temperature",
-        "decimal_above_max_value",
-    ),
-    (
-        {"temperature": True},
-        "Invalid type for 'temperature': expected a decimal, but got a boolean instead.",
-        "temperature",
-        "invalid_type",
-    ),
-    (
-        {"stream": "yes"},
-        "Invalid type for 'stream': expected a boolean, but got a string instead.",
-        "stream",
-        "invalid_type",
-    ),
-    (
-        {"stop": ["a"] * 17},
-        "Invalid 'stop': array too long. Expected an array with maximum length 16, but got an "
-        "array with length 17 instead.",
-        "stop",
-        "array_above_max_length",
-    ),
-    (
-        {"stop": [1]},
-        "Invalid type for 'stop[0]': expected a string, but got an integer instead.",
-        "stop",
-        "invalid_type",
-    ),
-    (
-        {"n": 129},
-        "Invalid 'n': integer above maximum value. Expected a value <= 128, but got 129 instead.",
-        "n",
-        "integer_above_max_value",
-    ),
-    (
-        {"logit_bias": {"x": 1}},
-        "Invalid key in 'logit_bias': 'x'. You should only be submitting non-negative integers.",
-        "logit_bias",
-        "invalid_value",
-    ),
-    (
-        {"prompt": None},
-        "Missing required parameter: 'prompt'.",
-        "prompt",
-        "missing_required_parameter",
-    ),
-    (
-        {"prompt": {"a": 1}},
-        "Invalid type for 'prompt': expected a string or an array, but got an object instead.",
-        "prompt",
-        "invalid_type",
-    ),
-    (
-        {"prompt": ["a", 1]},
-        "Invalid type for 'prompt[1]': expected a string, but got an integer instead.",
-        "prompt",
-        "invalid_type",
-    ),
-    (
-        {"prompt": [1, True]},
-        "Invalid type for 'prompt[1]': expected an integer, but got a boolean instead.",
-        "prompt",
-        "invalid_type",
-    ),
-    (
-        {"cache_salt": ""},
-        "Invalid 'cache_salt': empty string. Expected a string with minimum length 1, but got an "
-        "empty string instead.",
-        "cache_salt",
-        "empty_string",
-    ),
-    (
-        {"prompt": [1.5]},
-        "Invalid type for 'prompt[0]': expected an integer, but got a decimal instead.",
-        "prompt",
-        "invalid_type",
-    ),
-    (
-        {"metadata": {"k" * 65: "v"}},
-        f"Invalid key in 'metadata': '{'k' * 65}'. It may have at most 64 characters.",
-        "metadata",
-        "invalid_value",
-    ),
-    ({"best_of": 2}, "'best_of' must be equal to 'n'.", "best_of", "unsupported_parameter"),
+REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt_cache_retention": "48h"}, "prompt_cache_retention", "invalid_value"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 0}, "max_tokens", "integer_below_min_value"),
+    ({"temperature": 100.5}, "temperature", "decimal_above_max_value"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stop": ["a"] * 17}, "stop", "array_above_max_length"),
+    ({"stop": [1]}, "stop", "invalid_type"),
+    ({"n": 129}, "n", "integer_above_max_value"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": None}, "prompt", "missing_required_parameter"),
+    ({"prompt": {"a": 1}}, "prompt", "invalid_type"),
+    ({"prompt": ["a", 1]}, "prompt", "invalid_type"),
+    ({"prompt": [1, True]}, "prompt", "invalid_type"),
+    ({"cache_salt": ""}, "cache_salt", "empty_string"),
+    ({"prompt": [1.5]}, "prompt", "invalid_type"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "invalid_value"),
+    ({"best_of": 2}, "best_of", "unsupported_parameter"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param", "code"), REFUSED_COMPLETIONS)
+@pytest.mark.parametrize(("fields", "param", "code"), REFUSED_COMPLETIONS)
 def test_a_bad_value_is_refused_in_the_words_of_openai(
-    fields: dict[str, Any], message: str, param: str, code: str
+    fields: dict[str, Any], param: str, code: str
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, param=param, code=code, status=400):
         completion(**fields)
-    assert (str(caught.value), caught.value.param, caught.value.code) == (message, param, code)
-    assert caught.value.status == 400
 
 
-BEYOND_OPENAI: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"temperature": 2.5},
-        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 2.5 "
-        "instead.",
-        "temperature",
-    ),
-    (
-        {"stop": ["a"] * 5},
-        "Invalid 'stop': array too long. Expected an array with maximum length 4, but got an "
-        "array with length 5 instead.",
-        "stop",
-    ),
-    (
-        {"logprobs": True, "top_logprobs": 21},
-        "Invalid 'top_logprobs': integer above maximum value. Expected a value <= 20, but got 21 "
-        "instead.",
-        "top_logprobs",
-    ),
-    (
-        {"stream_options": {"include_usage": True}},
-        "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-        "stream_options",
-    ),
-    (
-        {"metadata": {"a": 1}},
-        "Invalid type for 'metadata.a': expected a string, but got an integer instead.",
-        "metadata.a",
-    ),
-    (
-        {"metadata": {"a": "b" * 513}},
-        "Invalid 'metadata.a': string too long. Expected a string with maximum length 512, but got "
-        "a string with length 513 instead.",
-        "metadata.a",
-    ),
-    ({"n": 2, "best_of": 2}, "'best_of' is not supported.", "best_of"),
+BEYOND_OPENAI: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 2.5}, "temperature"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"metadata": {"a": "b" * 513}}, "metadata.a"),
+    ({"n": 2, "best_of": 2}, "best_of"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), BEYOND_OPENAI)
+@pytest.mark.parametrize(("fields", "param"), BEYOND_OPENAI)
 def test_what_agents_send_beyond_openais_limits_is_taken_unless_the_server_is_strict(
-    fields: dict[str, Any], message: str, param: str
+    fields: dict[str, Any], param: str
 ) -> None:
     chat(USER, **fields)
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, param=param):
         chat(USER, rules=replace(RULES, is_strict=True), **fields)
-    assert (str(caught.value), caught.value.param) == (message, param)
 
 
 def test_what_is_taken_beyond_openais_limits_has_its_effect() -> None:
@@ -240,44 +120,16 @@ def test_a_value_of_metadata_that_is_no_text_is_no_label() -> None:
     assert asked.ask(TOKENIZATION, RULES).labels == {"route": "a"}
 
 
-REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"messages": []},
-        "Invalid 'messages': empty array. Expected an array with minimum length 1, but got an "
-        "empty array instead.",
-        "messages",
-    ),
-    (
-        {"messages": [{"role": 5, "content": "hi"}]},
-        "Invalid type for 'messages[0].role': expected a string, but got an integer instead.",
-        "messages[0].role",
-    ),
-    (
-        {"messages": [{"role": "user"}]},
-        "Missing required parameter: 'messages[0].content'.",
-        "messages[0].content",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": 5}]}]},
-        "Invalid type for 'messages[0].content[0].type': expected a string, but got an integer "
-        "instead.",
-        "messages[0].content[0].type",
-    ),
-    (
-        {"messages": ["hi"]},
-        "Invalid type for 'messages[0]': expected an object, but got a string instead.",
-        "messages[0]",
-    ),
-    (
-        {"messages": [USER], "top_logprobs": 2},
-        "'top_logprobs' is only allowed when 'logprobs' is true.",
-        "top_logprobs",
-    ),
+REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": 5, "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
     *(
         (
             {"messages": [USER], "chat_template_kwargs": {name: value}},
-            f"'chat_template_kwargs.{name}' is not supported. Only variables of the model's own "
-            "template can be set.",
             f"chat_template_kwargs.{name}",
         )
         for name, value in (
@@ -290,24 +142,18 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         )
     ),
     *(
-        (
-            {"messages": [USER], "chat_template_kwargs": {"a": value}},
-            "Invalid type for 'chat_template_kwargs.a': expected a string, a number or a boolean, "
-            f"but got {got} instead.",
-            "chat_template_kwargs.a",
-        )
+        ({"messages": [USER], "chat_template_kwargs": {"a": value}}, "chat_template_kwargs.a")
         for value, got in (([1], "an array"), ({"b": 1}, "an object"))
     ),
 ]
 
 
-@pytest.mark.parametrize(("body", "message", "param"), REFUSED_CHATS)
+@pytest.mark.parametrize(("body", "param"), REFUSED_CHATS)
 def test_a_bad_conversation_is_refused_and_the_place_is_named(
-    body: dict[str, Any], message: str, param: str
+    body: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, param=param):
         chat(*body["messages"], **{name: body[name] for name in body if name != "messages"})
-    assert (str(caught.value), caught.value.param) == (message, param)
 
 
 BROKEN_BODIES = [b"", b"{", b"\xff", b"{1:2}", b"NaN"]
@@ -801,20 +647,13 @@ def test_tokens_of_byte_fallback_report_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "sentence"),
-    [
-        (None, "This model has no chat template, so it cannot answer chat requests"),
-        ("{{ raise_exception('take turns') }}", "template refuses these messages: take turns"),
-        ("{{ messages | dictsort }}", "template cannot render these messages"),
-    ],
+    "template", [None, "{{ raise_exception('take turns') }}", "{{ messages | dictsort }}"]
 )
-def test_a_missing_or_failing_chat_template_is_a_request_error(
-    template: str | None, sentence: str
-) -> None:
+def test_a_missing_or_failing_chat_template_is_a_request_error(template: str | None) -> None:
     tokenizer = load_tokenizer("tiny-random")
     tokenizer.chat_template = template
     tokenization = Tokenization(tokenizer)
-    with pytest.raises(RequestError, match=sentence):
+    with refused(RequestError):
         tokenization.encode_chat([USER], {})
 
 

@@ -130,21 +130,13 @@ def test_a_retention_that_no_policy_has_is_named_with_its_line(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"", "has no requests"),
-        (b"nonsense\n", "line 1: is not JSON"),
-        (b"[1]\n", "line 1: expected `object`, got `array`"),
-        (b"\x1f\x8b\x08\x00cut", "cut short after line 0"),
-        (b"\x1f\x8b" + 20 * b"x", "cannot be read"),
-    ],
+    "content", [b"", b"nonsense\n", b"[1]\n", b"\x1f\x8b\x08\x00cut", b"\x1f\x8b" + 20 * b"x"]
 )
-def test_a_file_that_is_no_trace_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError):
         read_trace(path, ignore_progress)
-    assert told in str(error.value)
 
 
 def test_a_file_that_is_absent_is_named(tmp_path: Path) -> None:
