@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests import http
+from tests.golden import told
 from tests.serving import COMMAND, Done, Server, ask_store, heed_ctrl_c, running, tieredkv
 from tests.stress import top_frame
 from tests.waiting import wait_until
@@ -89,21 +90,22 @@ def test_an_svg_of_a_frame_asks_nothing_of_other_servers(server: Server, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "exit_code", "told"),
+    ("words", "environ", "exit_code"),
     [
-        ((), {"TIEREDKV_ADMIN_KEY": "wrong"}, 2, "refuses: Incorrect API key"),
-        (("--interval", "1ms"), {}, 2, "`1ms` is too short for --interval"),
-        (("--interval", "soon"), {}, 2, "`soon` is not a duration"),
-        (("--url", "http://127.0.0.1:1"), {}, 3, "the server at `http://127.0.0.1:1` does not"),
-        (("--url", "nonsense"), {}, 3, "the server at `nonsense` does not answer"),
+        ((), {"TIEREDKV_ADMIN_KEY": "wrong"}, 2),
+        (("--interval", "1ms"), {}, 2),
+        (("--interval", "soon"), {}, 2),
+        (("--url", "http://127.0.0.1:1"), {}, 3),
+        (("--url", "nonsense"), {}, 3),
     ],
 )
 def test_bad_input_and_no_server(
-    server: Server, words: tuple[str, ...], environ: dict[str, str], exit_code: int, told: str
+    server: Server, words: tuple[str, ...], environ: dict[str, str], exit_code: int
 ) -> None:
     done = run("--url", server.root, "--once", *words, **environ)
     assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
-    assert told in done.stderr
+    text = re.sub("(does not answer:).*", r"\1 CAUSE", done.stderr)
+    told(text, hide={server.root: "URL"})
 
 
 class Terminal:

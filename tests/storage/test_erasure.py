@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.golden import refused
+from tests.golden import refused, told
 from tests.storage.blocks import change_bytes, digest, make_record, open_store, put
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.test_control import engine_that_says
@@ -101,23 +101,23 @@ def test_a_proof_finds_a_payload_that_no_index_knows(stopped: Stopped) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    "arguments",
     [
-        (["--prove-erased"], "either a key or --ns"),
-        (["--ns", "12ab"], "either a key or --ns"),
-        (["--prove-erased", "12" * 8, "--ns", "12ab"], "either a key or --ns"),
-        (["--prove-erased", "12" * 8, "--no-repair"], "cannot be combined"),
-        (["--prove-erased", "12" * 8, "--sample", "100%"], "cannot be combined"),
-        (["--prove-erased", "--ns", "0x12"], "`0x12` is not the beginning of a namespace"),
-        (["--prove-erased", "12ab"], "`12ab` is no id of a key, which has 16 hexadecimal digits"),
-        (["--prove-erased", "zz" * 8], "is no id of a key"),
+        ["--prove-erased"],
+        ["--ns", "12ab"],
+        ["--prove-erased", "12" * 8, "--ns", "12ab"],
+        ["--prove-erased", "12" * 8, "--no-repair"],
+        ["--prove-erased", "12" * 8, "--sample", "100%"],
+        ["--prove-erased", "--ns", "0x12"],
+        ["--prove-erased", "12ab"],
+        ["--prove-erased", "zz" * 8],
     ],
 )
 def test_a_proof_of_nothing_is_refused(
-    stopped: Stopped, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+    stopped: Stopped, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *arguments, "--disk-dir", str(stopped.folder)]) == 2
-    assert why in capsys.readouterr().err
+    told(capsys.readouterr().err)
 
 
 def test_a_store_that_is_not_encrypted_has_nothing_to_prove_or_rotate(tmp_path: Path) -> None:

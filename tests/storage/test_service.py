@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tests.fakes import FakeClock
+from tests.golden import refused
 from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
@@ -417,9 +418,8 @@ def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goe
                 EvictFilter(ids=(more[0].block_hash.hex(),)),
                 EvictFilter(older_than_s=0.0),
             )
-            which, count = (by_id, 1) if verb == "evict by id" else (by_age, 20)
-            silent = f"{count} blocks were evicted from disk, but the engine is silent"
-            with pytest.raises(StoreUnreachableError, match=silent):
+            which = by_id if verb == "evict by id" else by_age
+            with refused(StoreUnreachableError):
                 control.evict(which)
 
 

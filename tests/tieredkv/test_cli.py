@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.fakes import FakeClock
+from tests.golden import told
 from tests.serving import COMMAND, heed_ctrl_c, tieredkv
 from tests.storage.blocks import digest, make_record, open_store, put
 from tests.test_readme import leaves
@@ -300,7 +301,7 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
 
     idle = tieredkv("evict", "--disk-dir", str(stored), "--older-than", "1h", "-y")
     assert (idle.returncode, idle.stdout) == (1, "")
-    assert "nothing matches" in idle.stderr
+    told(idle.stderr)
     some = ask(stored, "evict", "--model", "tiny-random", "--filter", "tier=disk", "--dry-run")
     assert some["evicted_blocks"] == 20
     other = tieredkv("evict", "--disk-dir", str(stored), "--model", "other", "-y")
@@ -309,10 +310,10 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert (planned["evicted_blocks"], planned["dry_run"]) == (20, True)
     refused = tieredkv("evict", "--disk-dir", str(stored), "--all")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: There is no terminal to confirm on; give -y")
+    told(refused.stderr)
     unknown = tieredkv("evict", "--disk-dir", str(stored), "abcdef", "-y")
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "no chain has the id `abcdef`" in unknown.stderr
+    told(unknown.stderr)
 
     comma = tieredkv("evict", "--disk-dir", str(stored), "--model", "a,tier=disk", "-y")
     assert (comma.returncode, comma.stdout) == (1, "")
@@ -464,22 +465,22 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     words = [sys.executable, "-P", "-m", "tieredkv", "config", "show"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
-    told = "error: the answer cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    assert done.returncode == 1
+    told(done.stderr)
 
 
 @pytest.mark.parametrize(
-    ("fd", "words", "exit_code", "told"),
+    ("fd", "words", "exit_code", "is_told"),
     [
-        (0, ["warm", "-"], 2, "error: FILE has no prompt"),
-        (1, ["ls"], 1, "error: the answer cannot be written: Bad file descriptor\n"),
-        (1, ["ls", "-q"], 0, ""),
-        (1, ["--help"], 1, "error: the answer cannot be written: Bad file descriptor\n"),
-        (2, ["ls", "--filter", "nope"], 2, ""),
+        (0, ["warm", "-"], 2, True),
+        (1, ["ls"], 1, True),
+        (1, ["ls", "-q"], 0, False),
+        (1, ["--help"], 1, True),
+        (2, ["ls", "--filter", "nope"], 2, False),
     ],
 )
 def test_a_closed_standard_stream_is_no_fault(
-    fd: int, words: list[str], exit_code: int, told: str, tmp_path: Path
+    fd: int, words: list[str], exit_code: int, is_told: bool, tmp_path: Path
 ) -> None:
     with open_store(tmp_path / "store", Clock()):
         pass
@@ -492,7 +493,9 @@ def test_a_closed_standard_stream_is_no_fault(
     )
     assert done.returncode == exit_code
     assert done.stdout == ""
-    assert done.stderr.startswith(told)
+    assert bool(done.stderr) == is_told
+    if is_told:
+        told(done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -525,8 +528,7 @@ def test_a_store_of_another_account_is_named(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert run_main([*verb.split(), "--disk-dir", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: `{tmp_path}` cannot be read: Permission denied\nhint: use the")
+    told(capsys.readouterr().err)
 
 
 def test_a_socket_of_another_account_is_named(
@@ -537,10 +539,7 @@ def test_a_socket_of_another_account_is_named(
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert run_main(["df", "--disk-dir", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == (
-        "error: the store belongs to another account, which its server runs as: Permission denied\n"
-        "hint: use that account\n"
-    )
+    told(capsys.readouterr().err)
 
 
 def test_a_plot_that_cannot_be_written_is_refused_before_the_work(

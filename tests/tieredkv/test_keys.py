@@ -61,14 +61,8 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
     os.mkfifo(pipe, 0o600)
     large.touch(0o600)
     os.truncate(large, MAX_FILE_BYTES + 1)
-    for path, told in (
-        (pipe, "is not a regular file"),
-        (Path("/dev/zero"), "is not a regular file"),
-        (tmp_path, "Is a directory"),
-        (large, f"has {MAX_FILE_BYTES + 1} bytes"),
-        (tmp_path / "none", "No such file"),
-    ):
-        with pytest.raises(ConfigError, match=told):
+    for path in (pipe, Path("/dev/zero"), tmp_path, large, tmp_path / "none"):
+        with refused(ConfigError):
             keys_of(path)
     link = tmp_path / "link"
     link.symlink_to(write(tmp_path, '[a]\nkey = "sk-a"'))

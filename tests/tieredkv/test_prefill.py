@@ -141,10 +141,8 @@ def test_what_cannot_be_continued_is_refused_in_the_words_of_each_api() -> None:
 def test_white_space_at_the_end_is_refused_by_a_strict_server_as_anthropic_does() -> None:
     body = {"model": "m", "max_tokens": 4, "messages": begun("It is ")}
     read(MessagesRequest, body).check(LENIENT)
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError):
         read(MessagesRequest, body).check(STRICT)
-    told = "messages: final assistant content cannot end with trailing whitespace"
-    assert str(caught.value) == told
 
 
 def test_a_template_that_hides_the_end_of_the_text_is_named() -> None:
