@@ -83,7 +83,7 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answer:
     if not times_s:
         raise httpx.RemoteProtocolError("the answer had no tokens")
     details = usage.get("prompt_tokens_details") or {}
-    cached, receipt = details.get("cached_tokens") or 0, details.get("tieredkv") or {}
+    cached, receipt = details.get("cached_tokens") or 0, usage.get("tieredkv") or {}
     return Answer(times_s, usage["prompt_tokens"], cached, receipt)
 
 
