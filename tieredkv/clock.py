@@ -9,7 +9,7 @@ import math
 import threading
 import time
 
-OFFSET_CHECK_S = 0.02
+OFFSET_CHECK_S = 0.001
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
     Args:
         offset_file: a file with the seconds to add to the wall clock, for tests from outside. It
-            is read again every 20 ms; a missing or malformed file counts as 0.
+            is read again every millisecond; a missing or malformed file counts as 0.
     """
 
     def __init__(self, offset_file: str | None = None) -> None:
