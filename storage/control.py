@@ -82,6 +82,7 @@ class StoreControl:
         self._options = StoreOptions(
             path=self._path,
             create=False,
+            disk_retentions=(),
             clock_offset_file=clock_offset_file,
             encryption="as_it_is",
             key_dir=key_dir,

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 
 from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
 from tieredkv.storage.codec import FORMAT_VERSION
+from tieredkv.storage.format.record import Retentions
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +35,29 @@ _DRAFT, _COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
 _BUSY_POLL_S = 0.1
 _FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT, _COMPLETE)
+_MOST_MARKER_BYTES = 64 << 10
 
 
 class _Marker(msgspec.Struct):
-    """The content of `format.json`."""
+    """The content of `format.json`.
+
+    Attributes:
+        retentions: names of retention policies; a record has the place of one in this list.
+    """
 
     format: str
     version: int
+    retentions: list[str] = []
 
 
 class StoreFolder:
-    """A store folder that is checked, marked and locked by this process; for one thread."""
+    """A store folder that is checked, marked and locked by this process; for one thread.
+
+    Attributes:
+        retentions: names of retention policies, by their numbers in the records.
+    """
+
+    retentions = Retentions()
 
     def __init__(self, path: str, lock_fd: int) -> None:
         self.path = path
@@ -58,7 +72,9 @@ class StoreFolder:
         self._identity = self._look()
 
     @classmethod
-    def claim(cls, path: str, *, create: bool, is_flushed: bool = True) -> "StoreFolder":
+    def claim(
+        cls, path: str, *, create: bool, is_flushed: bool = True, retentions: Iterable[str] = ()
+    ) -> "StoreFolder":
         """Check the folder, take its lock and make what is missing in it.
 
         If the machine stopped while a writer ran without flushing, the index may have lost pages
@@ -68,11 +84,13 @@ class StoreFolder:
             path: the folder.
             create: whether to make the folder if it does not exist.
             is_flushed: whether this writer flushes what it commits.
+            retentions: names of retention policies; the list of the store gets those that are new.
 
         Raises:
             StoreBusyError: another process writes to the store.
             FormatVersionError: another version of tieredkv wrote the store.
-            StorageError: the folder belongs to another user, is not safe or does not exist.
+            StorageError: the folder belongs to another user, is not safe or does not exist, or the
+                store has no number left for the name of a retention policy.
         """
         path = os.path.abspath(path)
         if not _check_folder(path, create=create):
@@ -89,8 +107,11 @@ class StoreFolder:
                     folder.set_aside()
             unflushed = {} if is_flushed else {"unflushed_boot": boot}
             folder._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
-            if not _is_marked(path):
-                _write_marker(path)
+            marker = _read_marker(path)
+            known = Retentions(() if marker is None else marker.retentions)
+            folder.retentions = known.with_new(retentions)
+            if marker is None or folder.retentions is not known:
+                _write_marker(path, folder.retentions.names)
             folder.drop_draft()
             folder._replace_index()
             _make_index(folder.index_path)
@@ -255,7 +276,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
     _check_owner(path, info)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
-    if not _is_marked(path):
+    if _read_marker(path) is None:
         strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
         if not create:
             others = f" and contains other files, such as `{min(strangers)}`" if strangers else ""
@@ -289,17 +310,17 @@ def _check_owner(path: str, info: os.stat_result) -> None:
         raise StorageError(f"`{path}` is writable by others (mode {mode}); run `chmod go-w {path}`")
 
 
-def _is_marked(path: str) -> bool:
-    """Return whether the folder has our marker file; any other marker raises an error."""
+def _read_marker(path: str) -> _Marker | None:
+    """Return what the marker file says, or None without one; a foreign one raises an error."""
     marker = os.path.join(path, MARKER)
     try:
         fd = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            info, text = os.fstat(fd), os.read(fd, 4096)
+            info, text = os.fstat(fd), os.read(fd, _MOST_MARKER_BYTES)
         finally:
             os.close(fd)
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise StorageError(f"`{marker}` cannot be read: {error.strerror}") from error
     _check_owner(marker, info)
@@ -318,13 +339,14 @@ def _is_marked(path: str) -> bool:
             f"{FORMAT_VERSION}; it was left untouched: use the tieredkv that wrote it, or choose "
             "another folder"
         )
-    return True
+    return found
 
 
-def _write_marker(path: str) -> None:
-    draft = os.path.join(path, _MARKER_DRAFT)
+def _write_marker(path: str, retentions: Sequence[str]) -> None:
+    draft, marker = os.path.join(path, _MARKER_DRAFT), _Marker(FORMAT_NAME, FORMAT_VERSION)
+    marker.retentions = list(retentions)
     with open(_open_private(draft, os.O_TRUNC), "wb") as file:
-        file.write(msgspec.json.encode(_Marker(FORMAT_NAME, FORMAT_VERSION)) + b"\n")
+        file.write(msgspec.json.encode(marker) + b"\n")
         file.flush()
         os.fsync(file.fileno())
     os.rename(draft, os.path.join(path, MARKER))

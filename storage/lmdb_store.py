@@ -118,7 +118,10 @@ class BlockStore:
             is_flushed = options.sync == "commit"
             with storage_errors(options.path):
                 folder = StoreFolder.claim(
-                    options.path, create=options.create, is_flushed=is_flushed
+                    options.path,
+                    create=options.create,
+                    is_flushed=is_flushed,
+                    retentions=options.disk_retentions,
                 )
                 undo.callback(folder.release)
                 filesystem = Filesystem.explore(folder.path)

@@ -340,8 +340,41 @@ def test_a_store_whose_creation_was_cut_short_is_created(tmp_path: Path, left: l
     assert json.loads((path / "format.json").read_text()) == {
         "format": "tieredkv-store",
         "version": 2,
+        "retentions": ["24h"],
     }
     assert not (path / "format.json.tmp").exists()
+
+
+# --- names of retention policies ----------------------------------------------------------------
+
+
+def named_retentions(path: Path) -> list[str]:
+    """Return the list that `format.json` has."""
+    names: list[str] = json.loads((path / "format.json").read_text())["retentions"]
+    return names
+
+
+def test_each_start_adds_new_names_of_retention_policies_and_moves_none(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    for names, known in ((("a", "b"), "ab"), (("c", "b"), "abc"), ((), "abc"), (("d",), "abcd")):
+        open_store(path, disk_retentions=names).close()
+        assert named_retentions(path) == list(known)
+    before = tree(path)[str(path / "format.json")]
+    open_store(path, disk_retentions=("d", "a")).close()
+    assert tree(path)[str(path / "format.json")] == before
+
+
+@pytest.mark.parametrize(
+    "names", [[f"r{number}" for number in range(256)], ["x" * 33]], ids=["many", "long"]
+)
+def test_a_store_that_has_no_room_for_a_name_says_so_and_stays(
+    stored: Path, names: list[str]
+) -> None:
+    with refused(StorageError):
+        open_store(stored, disk_retentions=tuple(names))
+    assert named_retentions(stored) == ["24h"]
+    open_store(stored, disk_retentions=tuple(f"r{number}" for number in range(254))).close()
+    assert len(named_retentions(stored)) == 255
 
 
 # --- other files in the folder ------------------------------------------------------------------
