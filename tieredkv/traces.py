@@ -175,44 +175,44 @@ def _lines(path: Path, stack: contextlib.ExitStack) -> Iterable[bytes]:
 
 
 def _check_order(request: Request, before: float) -> None:
-    """Raise ValueError if a request came before an earlier line's."""
+    """Raise ConfigError if a request came before an earlier line's."""
     if request.timestamp < before:
         what = f"`timestamp` is {request.timestamp:g}, before the {before:g} of an earlier line"
-        raise ValueError(f"{what}; sort the trace by time")
+        raise ConfigError(f"{what}; sort the trace by time")
 
 
 def _check_retention(name: str, known: Collection[str]) -> None:
-    """Raise ValueError if there is no such policy."""
+    """Raise ConfigError if there is no such policy."""
     if name not in known:
         what = f"`retention` is `{name}`, but the policies are {', '.join(known)}"
         way_out = "name the server's file in `--config`, or give `--retention` for all requests"
-        raise ValueError(f"{what}; {way_out}")
+        raise ConfigError(f"{what}; {way_out}")
 
 
 def _check(request: Request, block_tokens: int) -> None:
-    """Raise ValueError if a request contradicts itself or the size of the blocks."""
+    """Raise ConfigError if a request contradicts itself or the size of the blocks."""
     num_ids, num_tokens = len(request.hash_ids), request.input_length
     if request.block_tokens is None:
         if num_ids != -(-num_tokens // block_tokens):
             what = f"`hash_ids` has {num_ids} ids, but `input_length` = {num_tokens}"
             needs = f"needs {-(-num_tokens // block_tokens)}, one for each {block_tokens} tokens"
-            raise ValueError(f"{what} {needs}")
+            raise ConfigError(f"{what} {needs}")
     elif request.block_tokens != block_tokens:
-        raise ValueError(
+        raise ConfigError(
             f"`block_tokens` is {request.block_tokens}, but {block_tokens} is expected"
         )
     else:
         num_full = num_tokens // block_tokens
         if num_ids > num_full:
             what = f"`hash_ids` has {num_ids} ids, but `input_length` = {num_tokens}"
-            raise ValueError(f"{what} has {num_full} full blocks of {block_tokens} tokens")
+            raise ConfigError(f"{what} has {num_full} full blocks of {block_tokens} tokens")
         if len(request.chain) > (num_tokens + request.output_length) // block_tokens:
             what = f"`answer_hash_ids` has {len(request.answer_hash_ids)} ids"
-            raise ValueError(
+            raise ConfigError(
                 f"{what}, more than `output_length` = {request.output_length} can fill"
             )
     if len(set(request.chain)) < len(request.chain):
-        raise ValueError("`hash_ids` has an id twice, but a block cannot begin with itself")
+        raise ConfigError("`hash_ids` has an id twice, but a block cannot begin with itself")
 
 
 def _told(error: Exception) -> str:
