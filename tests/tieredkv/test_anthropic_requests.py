@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden import refused
+from tests.golden import refused, told
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
@@ -174,41 +174,25 @@ def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokeniza
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"max_tokens": None}, "max_tokens: Field required"),
-        ({"output_format": {"type": "json_schema"}}, "output_format.schema: Field required"),
-        (
-            {"output_config": {"format": FORM}, "output_format": FORM},
-            "output_format: not allowed beside output_config.format",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [text("a", "2h")]}]},
-            "messages.0.content.0.cache_control.ttl: Invalid value: '2h'. Supported values are: "
-            "durations up to '1h'. The retention policies that may be used here last: '5m' 1h, "
-            "'in_memory' 1h, '1h' 1h.",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{**text("a"), "cache_control": {}}]}]},
-            "messages.0.content.0.cache_control.type: Field required",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{**text("a"), "wise": 1}]}]},
-            "messages.0.content.0.wise: Extra inputs are not permitted",
-        ),
-        (
-            {"stop_sequences": ["a", 1]},
-            "Invalid type for 'stop_sequences.1': expected a string, but got an integer instead.",
-        ),
+        {"max_tokens": None},
+        {"output_format": {"type": "json_schema"}},
+        {"output_config": {"format": FORM}, "output_format": FORM},
+        {"messages": [{"role": "user", "content": [text("a", "2h")]}]},
+        {"messages": [{"role": "user", "content": [{**text("a"), "cache_control": {}}]}]},
+        {"messages": [{"role": "user", "content": [{**text("a"), "wise": 1}]}]},
+        {"stop_sequences": ["a", 1]},
     ],
 )
 def test_errors_name_the_field_as_anthropics_api_does(
-    tokenization: Tokenization, fields: dict[str, Any], message: str
+    tokenization: Tokenization, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(RequestError) as caught:
         ask(tokenization, text("a"), **fields)
     body = anthropic_body(caught.value, "req_1")
-    assert body["error"] == {"type": "invalid_request_error", "message": message}
+    assert body["error"]["type"] == "invalid_request_error"
+    told(body["error"]["message"])
     assert body["request_id"] == "req_1"
 
 

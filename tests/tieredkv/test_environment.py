@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden import refused, told
 from tests.serving import tieredkv
 from tests.unprivileged import unprivileged
 from tieredkv.config import load_settings
@@ -41,15 +42,14 @@ def test_a_store_in_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, ve
         done = tieredkv(*verb.split(), "--disk-dir", str(folder))
     outer.chmod(0o700)
     assert done.returncode in (1, 2)
-    assert done.stderr.startswith(f"error: `{folder}`")
-    assert "Permission denied" in done.stderr.splitlines()[0]
+    told(done.stderr, hide={str(folder): "FOLDER"})
 
 
 @pytest.mark.parametrize("verb", ["df", "ls", "verify", "evict --all -y", "inspect 12345678"])
 def test_a_folder_without_a_store_is_a_wrong_usage(tmp_path: Path, verb: str) -> None:
     done = tieredkv(*verb.split(), "--disk-dir", str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: `{tmp_path}` is not a tieredkv store: ")
+    told(done.stderr, hide={str(tmp_path): "FOLDER"})
 
 
 def test_doctor_takes_a_folder_that_a_server_would_make(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_doctor_takes_a_folder_that_a_server_would_make(tmp_path: Path) -> None:
         done = tieredkv("doctor", "--disk-dir", str(tmp_path / "ro" / "kv"), "--json")
     failed = [it for it in json.loads(done.stdout)["checks"] if it["status"] == "fail"]
     assert [it["name"] for it in failed] == ["disk folder"]
-    assert "Permission denied" in failed[0]["detail"]
+    told(failed[0]["detail"])
 
 
 @pytest.mark.parametrize("bench", ["ttft", "restore", "returns", "sessions"])
@@ -75,7 +75,8 @@ def test_a_bench_makes_its_folder_as_a_server_does(bench: str, tmp_path: Path) -
     (tmp_path / "file").touch()
     words = ("bench", bench, "--model", "tiny-random", "--disk-dir", str(tmp_path / "file"))
     done = tieredkv(*words)
-    assert f"`{tmp_path / 'file'}` cannot be created: File exists" in done.stderr
+    assert done.returncode == 2
+    told(done.stderr, hide={str(tmp_path / "file"): "FILE"})
 
 
 @pytest.mark.parametrize("name", ["disk_dir", "disk_key_dir", "disk_master_key", "api_keys_file"])
@@ -91,7 +92,7 @@ def test_a_path_may_begin_with_the_home_folder(
     for value, path in (("./~", "./~"), ("a/~", "a/~"), ("", None)):
         settings = load_settings(arguments={name: value}, environ={}).settings
         assert getattr(settings, name) == path
-    with pytest.raises(ConfigError, match="`~nobody-here/a`: there is no such home folder"):
+    with refused(ConfigError):
         load_settings(arguments={name: "~nobody-here/a"}, environ={})
 
 
@@ -99,7 +100,7 @@ def test_names_that_are_no_text_are_refused() -> None:
     folder = os.fsdecode(b"/tmp/by\xffte")
     done = tieredkv("df", "--disk-dir", folder)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: `disk_dir`: `/tmp/by\ufffdte` is not utf-8 text")
+    told(done.stderr, hide={"/tmp/by\ufffdte": "FOLDER"})
 
 
 def test_output_that_knows_no_letters_but_ascii_escapes_the_others(tmp_path: Path) -> None:

@@ -46,16 +46,9 @@ def test_a_run_that_was_cut_while_it_was_written_is_made_again(
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
-    [
-        (FACTS | {"commit": "0e46"}, "with commit = 0e45, and not 0e46"),
-        (FACTS | {"gpu": "H"}, "with gpu = None, and not H"),
-        (FACTS | {"dtype": "float32"}, "with dtype = None, and not float32"),
-    ],
+    "facts", [FACTS | {"commit": "0e46"}, FACTS | {"gpu": "H"}, FACTS | {"dtype": "float32"}]
 )
-def test_runs_of_something_else_are_refused(
-    tmp_path: Path, facts: dict[str, object], told: str
-) -> None:
+def test_runs_of_something_else_are_refused(tmp_path: Path, facts: dict[str, object]) -> None:
     KeptRuns(tmp_path / "runs", FACTS).add(FIRST, outcome(10.0))
     with refused(ConfigError):
         KeptRuns(tmp_path / "runs", facts).read()

@@ -185,16 +185,10 @@ def test_an_idle_limit_beyond_the_absolute_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiers", "message"),
-    [
-        (frozenset[Tier](), "must include `device`"),
-        (frozenset({Tier.HOST, Tier.DISK}), "must include `device`"),
-        (frozenset({Tier.DEVICE, Tier.DISK}), "includes `disk`, so it must include `host`"),
-    ],
+    "tiers",
+    [frozenset[Tier](), frozenset({Tier.HOST, Tier.DISK}), frozenset({Tier.DEVICE, Tier.DISK})],
 )
-def test_tiers_that_blocks_cannot_pass_through_are_refused(
-    tiers: frozenset[Tier], message: str
-) -> None:
+def test_tiers_that_blocks_cannot_pass_through_are_refused(tiers: frozenset[Tier]) -> None:
     with refused(ConfigError):
         make_policy(tiers=tiers)
 

@@ -204,10 +204,8 @@ GUIDED: list[tuple[dict[str, Any], str, str]] = [
 def test_a_wrong_guided_field_is_named_as_the_client_named_it(
     fields: dict[str, Any], param: str, code: str
 ) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, param=param, code=code):
         _ = chat(USER, **fields).text_format
-    assert (caught.value.param, caught.value.code) == (param, code)
-    assert param in str(caught.value)
 
 
 def test_every_form_of_prompt_becomes_a_list_of_prompts() -> None:
@@ -252,10 +250,8 @@ def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say() -> No
 
 
 def test_a_logit_bias_of_too_many_tokens_is_refused_as_an_object() -> None:
-    with refused(RequestError, param="logit_bias", code="object_above_max_length") as error:
+    with refused(RequestError, param="logit_bias", code="object_above_max_length"):
         completion(logit_bias={str(token): 1 for token in range(1025)})
-    assert error.value.code == "object_above_max_length"
-    assert str(error.value).endswith("length 1024, but got an object with length 1025 instead.")
 
 
 def test_a_strict_server_refuses_unknown_fields_and_other_spellings() -> None:
@@ -672,7 +668,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     with bind(Settings(port=0), allows_open_access=False) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address"):
+        with refused(ConfigError, hide={str(port): "PORT"}):
             bind(Settings(port=port), allows_open_access=False)
 
 

@@ -70,7 +70,7 @@ def test_fields_of_others_and_empty_lines_are_ignored(tmp_path: Path) -> None:
 def test_a_bad_line_is_named_with_its_field(bad: dict[str, object], tmp_path: Path) -> None:
     broken = {name: value for name, value in (GOOD | bad).items() if value is not ...}
     path = write(tmp_path / "trace.jsonl", [GOOD, broken])
-    with refused(ConfigError):
+    with refused(ConfigError, hide={str(path): "TRACE"}):
         read_trace(path, ignore_progress)
 
 
@@ -110,14 +110,14 @@ def test_a_recorded_trace_says_the_size_of_its_blocks_and_is_sorted(tmp_path: Pa
 def test_a_bad_line_of_a_recording_is_named(bad: dict[str, object], tmp_path: Path) -> None:
     broken = {name: value for name, value in (RECORDED | bad).items() if value is not ...}
     path = write(tmp_path / "trace.jsonl", [RECORDED, broken])
-    with refused(ConfigError):
+    with refused(ConfigError, hide={str(path): "TRACE"}):
         read_trace(path, ignore_progress)
 
 
 def test_a_retention_that_no_policy_has_is_named_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", [RECORDED, RECORDED | {"retention": "nightly"}])
     assert len(read_trace(path, ignore_progress).requests) == 2
-    with refused(ConfigError):
+    with refused(ConfigError, hide={str(path): "TRACE"}):
         read_trace(path, ignore_progress, retentions=("in_memory", "24h"))
 
 
@@ -127,7 +127,7 @@ def test_a_retention_that_no_policy_has_is_named_with_its_line(tmp_path: Path) -
 def test_a_file_that_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
-    with refused(ConfigError):
+    with refused(ConfigError, hide={str(path): "TRACE"}):
         read_trace(path, ignore_progress)
 
 
