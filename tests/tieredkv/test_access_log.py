@@ -8,6 +8,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from tests.golden import told
 from tests.tieredkv.test_app import PATHS, Engine, overloaded
 from tieredkv.cli.output import log_lines_to_stdout
 from tieredkv.config import Settings
@@ -99,10 +100,10 @@ def test_an_id_that_could_forge_a_line_is_replaced(
     with caplog.at_level(logging.DEBUG, "tieredkv.server.access_log"):
         answer = ask("/v1/completions", body_of("/v1/completions"), raw)
     assert answer.status_code == 200
-    told = answer.headers["x-request-id"]
-    assert told.startswith("req_") and len(told) == 36
+    request_id = answer.headers["x-request-id"]
+    assert request_id.startswith("req_") and len(request_id) == 36
     [line] = caplog.messages
-    assert json.loads(line.removeprefix("request "))["id"] == told
+    assert json.loads(line.removeprefix("request "))["id"] == request_id
     assert "evil" not in line and line.isascii() and line.isprintable()
 
 
@@ -204,31 +205,29 @@ def test_a_404_for_a_model_names_those_that_are_served(path: str) -> None:
     error = answer.json()["error"]
     assert answer.status_code == 404
     assert error["type"] == ("not_found_error" if "messages" in path else "invalid_request_error")
-    assert all(name in error["message"] for name in ("`gpt-4o`", "`big`", "`small`"))
+    told(error["message"])
 
 
 # --- URLs
 
 
 @pytest.mark.parametrize(
-    ("path", "has_hint"),
+    "path",
     [
-        ("/v1/v1/messages", True),
-        ("/v1/v1/chat/completions", True),
-        ("/v1/v1/models", True),
-        ("/chat/completions", True),
-        ("/messages", True),
-        ("/openai/v1/responses", True),
-        ("/v1/embeddings", False),
-        ("/favicon.ico", False),
+        "/v1/v1/messages",
+        "/v1/v1/chat/completions",
+        "/v1/v1/models",
+        "/chat/completions",
+        "/messages",
+        "/openai/v1/responses",
+        "/v1/embeddings",
+        "/favicon.ico",
     ],
 )
-def test_an_unknown_url_says_where_base_urls_end(path: str, has_hint: bool) -> None:
+def test_an_unknown_url_says_where_base_urls_end(path: str) -> None:
     answer = ask(path, {"model": "m"})
-    error = answer.json()["error"]
     assert answer.status_code == 404
-    assert path in error["message"]
-    assert ("base URL" in error["message"]) == has_hint
+    told(answer.json()["error"]["message"])
     assert (answer.json().get("type") == "error") == ("/v1/messages" in path)
 
 

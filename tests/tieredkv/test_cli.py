@@ -76,9 +76,9 @@ def test_every_setting_has_a_flag_that_names_its_default() -> None:
         if field.metadata["section"] and name != "model":
             flag = REPEATED.get(name, f"--{name.replace('_', '-')}")
             assert re.search(rf"{flag}\b", text), name
-    assert "--host-size, --host-cache-size SIZE" in text
-    assert "Pinned host memory for blocks. For example 64GiB. [default: (1 GiB)]" in text
-    assert "to load is computed instead. For example 2m. [default: (30s)]" in text
+    for flag in ("--host-size", "--load-timeout"):
+        [shown] = re.finditer(rf"{flag}(, --[a-z-]+)? [A-Z]+ .*?\]", text)
+        told(shown[0])
 
 
 def test_every_help_text_is_made_of_complete_sentences() -> None:
@@ -106,36 +106,38 @@ def test_a_verb_loads_only_the_libraries_that_it_needs() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["nope"], "error: No such command 'nope'."),
-        (["serve"], "error: Missing argument 'MODEL'."),
-        (["df"], "error: Missing option '--disk-dir' or '--url'."),
-        (["prune"], "error: Missing option '--disk-dir'."),
-        (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder; give the"),
-        (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
-        (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
-        (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --filter, --model"),
-        (
-            ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
-            "error: --all can be combined with --tier",
-        ),
-        (["evict", "--disk-dir", ".", "--filter", "sise>1"], "error: a filter has no field `sise`"),
-        (["prune", "--disk-dir", "."], "error: There is no terminal to confirm on; give -y"),
-        (["prune", "--disk-dir", ".", "--model", "", "-y"], "error: --model needs a value"),
-        (["verify", "--disk-dir", ".", "--sample", "some"], "error: `some` is no part; write one"),
-        (["evict", "--disk-dir", ".", "--older-than", "soon"], "error: `soon` is not a duration"),
-        (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
-    ],
-)
+WRONG = [
+    ["df"],
+    ["df", "--disk-dir", "/no/where"],
+    ["config", "show", "--port", "x"],
+    ["evict", "--disk-dir", "."],
+    ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
+    ["evict", "--disk-dir", ".", "--filter", "sise>1"],
+    ["prune", "--disk-dir", "."],
+    ["prune", "--disk-dir", ".", "--model", "", "-y"],
+    ["verify", "--disk-dir", ".", "--sample", "some"],
+    ["evict", "--disk-dir", ".", "--older-than", "soon"],
+]
+WRONG_FOR_CLICK = [
+    ["nope"],
+    ["serve"],
+    ["prune"],
+    ["serve", "tiny-random", "--restore", "x"],
+    ["bench", "ttft", "--model", "m", "--prefix-tokens", "a"],
+]
+"""What the library refuses, in words of its own."""
+
+
+@pytest.mark.parametrize("arguments", [*WRONG, *WRONG_FOR_CLICK], ids=" ".join)
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(line)
+    if arguments in WRONG:
+        told(captured.err)
+    assert captured.err.startswith("error: ")
     assert all(rest.startswith("hint: ") for rest in captured.err.splitlines()[1:])
 
 
@@ -180,7 +182,7 @@ def test_an_unknown_key_in_a_config_names_the_nearest(tmp_path: Path) -> None:
     file.write_text("[cache]\nblok_size = 16\n")
     result = tieredkv("serve", "tiny-random", "--config", str(file))
     assert result.returncode == 2
-    assert "`block_size`" in result.stderr
+    told(result.stderr, hide={str(file): "FILE"})
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -234,9 +236,11 @@ def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
 
 def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    result = tieredkv("doctor", "--disk-dir", str(tmp_path))
+    result = tieredkv("doctor", "--disk-dir", str(tmp_path), "--json")
     assert result.returncode == 1
-    assert "is writable by others; run `chmod go-w" in result.stdout
+    [failed] = [it for it in json.loads(result.stdout)["checks"] if it["status"] == "fail"]
+    assert failed["name"] == "permissions"
+    told(failed["detail"], hide={str(tmp_path): "FOLDER"})
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +252,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [*COMMAND, *words]  # in a process of its own, which may write nothing to stderr
     result = subprocess.run(command, input="x" * 330, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    [told] = result.stderr.splitlines()
-    assert "its master key was made at" in told
+    assert len(result.stderr.splitlines()) == 1, "where its master key was made"
     [output] = json.loads(result.stdout.splitlines()[-1])["outputs"]
     assert output["usage"]["prompt_tokens"] == 330
     assert len(output["token_ids"]) == 2
@@ -294,8 +297,7 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert isinstance(chains, list)
     assert [chain["blocks"] for chain in chains] == [20]
     assert ask(stored, "verify") == {"checked": 20, "bad": 0, "by_reason": {}, "repaired": 0}
-    shown = tieredkv("verify", "--disk-dir", str(stored)).stdout
-    assert shown == "Checked 20 blocks: all good.\n"
+    told(tieredkv("verify", "--disk-dir", str(stored)).stdout)
     table = tieredkv("ls", "--disk-dir", str(stored))
     assert short_id(chains[0]["id"], 12) in table.stdout
 
@@ -323,16 +325,14 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert ask(stored, "ls")["chains"] == chains
 
     short = tieredkv("evict", "--disk-dir", str(stored), chains[0]["id"][:7], "-y")
-    assert (short.returncode, short.stderr.splitlines()[1:]) == (
-        1,
-        ["hint: an id needs at least 8 digits"],
-    )
+    assert short.returncode == 1
+    told(short.stderr, hide={chains[0]["id"][:7]: "ID"})
 
     evicted = ask(stored, "evict", chains[0]["id"][:16], "-y")
     assert evicted["evicted_blocks"] == 20
     assert evicted["freed_bytes"] == planned["freed_bytes"]
     assert ask(stored, "ls") == {"chains": []}
-    assert tieredkv("ls", "--disk-dir", str(stored)).stdout == "nothing is stored\n"
+    told(tieredkv("ls", "--disk-dir", str(stored)).stdout)
 
 
 def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_path: Path) -> None:
@@ -349,9 +349,8 @@ def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_pa
     assert float(row[1]) == pytest.approx(12_288 / 10 / 1024, rel=0.01)
     assert str(lifetimes["num_evicted"]["24h"]) in row
     assert format_duration(lifetimes["evicted_age_p1_s"]["24h"]) in " ".join(row)
-    warning = shown.stdout.splitlines()[-1]
-    assert warning.startswith("warning: the disk tier is too small: `24h` promises 1d, but at the")
-    assert "would do, it is `3 MiB`" in warning
+    changing = r"[\d.]+ KiB|\d+m( \d+s)?|\d+ MiB(?=` would)"
+    told(re.sub(changing, "N", shown.stdout.splitlines()[-1]))
     assert f" {digest('tenant').hex()[:16]} " in shown.stdout
 
 
@@ -368,10 +367,7 @@ def test_df_of_a_server_of_an_older_version_says_what_is_not_known(
     shown = tieredkv("df", "--disk-dir", str(path))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert ["disk", "1"] in [line.split()[:2] for line in shown.stdout.splitlines()]
-    assert shown.stdout.splitlines()[-1] == (
-        "This server has another version, which does not tell: "
-        "how long the disk keeps blocks, whether blocks are encrypted."
-    )
+    told(shown.stdout.splitlines()[-1])
     assert ask(path, "df") == answer
 
 
@@ -386,7 +382,7 @@ def test_ls_warns_where_the_engine_does_not_answer(
     for words in ((), ("--json",), ("-q",)):
         shown = tieredkv("ls", "--disk-dir", str(tmp_path), *words)
         assert shown.returncode == 0
-        assert shown.stderr.startswith("warning: the engine does not answer, so chains that")
+        told(shown.stderr)
     assert ask(tmp_path, "ls") == {"chains": [], "engine": "no answer"}
 
 
@@ -403,7 +399,7 @@ def test_quiet_verbs_print_errors_and_ids_only(tmp_path: Path) -> None:
         assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
     nothing = tieredkv("evict", *folder, "--older-than", "1h", "-y", "-q")
     assert (nothing.returncode, nothing.stdout) == (1, "")
-    assert nothing.stderr.startswith("error: nothing matches")
+    told(nothing.stderr)
     assert json.loads(tieredkv("df", *folder, "-q", "--json").stdout)["disk"]["blocks"] == 20
 
 
@@ -550,7 +546,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("no trace")
     assert run_main(["size", str(trace), "--plot", str(tmp_path / "a.png")]) == 2
-    assert "a.png` cannot be written: Permission denied" in capsys.readouterr().err
+    told(capsys.readouterr().err, hide={str(tmp_path): "FOLDER"})
 
 
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
@@ -558,8 +554,7 @@ def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
     for verb in ("df", "ls", "verify"):
         result = tieredkv(verb, "--disk-dir", str(tmp_path))
         assert result.returncode == 2
-        assert f"`{tmp_path}` is not a tieredkv store" in result.stderr
-        assert "such as `notes.txt`" in result.stderr
+        told(result.stderr, hide={str(tmp_path): "FOLDER"})
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -576,4 +571,4 @@ def test_ctrl_c_ends_a_load_and_a_turned_clock_is_announced() -> None:
     _, stderr = process.communicate(timeout=HANG_S)
     assert "Traceback" not in stderr
     assert process.returncode == 0
-    assert stderr.startswith("WARNING: TIEREDKV_TEST_CLOCK_OFFSET_FILE is set")
+    told(stderr.splitlines()[0])

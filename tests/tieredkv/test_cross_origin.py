@@ -6,6 +6,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from tests.golden import told
 from tests.tieredkv.test_app import PATHS, Engine, answered
 from tieredkv.config import Settings
 from tieredkv.server.app import Api, build_app
@@ -107,8 +108,8 @@ def test_a_page_whose_name_was_rebound_to_this_machine_reads_nothing(
     for path, method in (("/v1/models", "GET"), ("/v1/messages", "POST"), ("/metrics", "GET")):
         answer = ask(tokenization, method, path, {}, evil)
         assert answer.status_code == 403 and "x-request-id" in answer.headers
-        assert "`evil.example`" in answer.text and "allowed_hosts" in answer.text
     answer = ask(tokenization, "POST", "/v1/messages", {}, evil)
     assert answer.json()["error"]["type"] == "permission_error"
+    told(answer.json()["error"]["message"])
     answer = ask(tokenization, "GET", "/health", {}, evil, allowed_hosts=("evil.example",))
     assert answer.status_code == 200

@@ -312,7 +312,7 @@ def test_a_server_without_a_disk_tier_tells_no_writer(
 def test_a_server_without_an_admin_key_names_the_option_that_sets_one(by_url: Ask) -> None:
     done = by_url("df", key=None, settings=Settings(api_keys=("sk-a",)))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--admin-key" in done.stderr and "admin API is off" in done.stderr
+    told(done.stderr)
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
@@ -321,8 +321,7 @@ def test_a_key_that_is_missing_or_wrong_is_refused_and_the_way_out_is_named(
 ) -> None:
     done = by_url("evict", "--all", "-y", key=key)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("hint: ")
-    assert "TIEREDKV_ADMIN_KEY" in done.stderr.splitlines()[-1]
+    told(done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +360,7 @@ def test_a_folder_and_a_url_together_are_refused(verb: str, tmp_path: Path) -> N
     more = {"inspect": [ID], "evict": ["--all", "-y"]}.get(verb, [])
     done = tieredkv(verb, "--disk-dir", str(tmp_path), "--url", URL, *more)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--disk-dir" in done.stderr and "--url" in done.stderr
+    told(done.stderr, hide={f"tieredkv {verb}": "tieredkv VERB"})
 
 
 @pytest.mark.parametrize("verb", ["df", "ls", "inspect", "evict"])
@@ -369,7 +368,7 @@ def test_neither_a_folder_nor_a_url_is_refused_and_both_are_named(verb: str) -> 
     more = {"inspect": [ID], "evict": ["--all", "-y"]}.get(verb, [])
     done = tieredkv(verb, *more)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--disk-dir" in done.stderr and "--url" in done.stderr
+    told(done.stderr, hide={f"tieredkv {verb}": "tieredkv VERB"})
 
 
 def test_a_folder_of_the_environment_gives_way_to_a_url(
