@@ -14,7 +14,7 @@ import pytest
 from tests.golden import told
 from tests.serving import Done, tieredkv
 from tests.tieredkv.test_app import Engine, answered
-from tieredkv.cli import controls, server_control
+from tieredkv.cli import controls, http_answers, server_control
 from tieredkv.cli.http_answers import warn_if_key_is_readable
 from tieredkv.cli.server_control import read_list
 from tieredkv.config import Settings
@@ -182,7 +182,7 @@ def by_url(
             transport = httpx.MockTransport(lambda request: asyncio.run(send(request)))
             return httpx.Client(base_url=url, transport=transport, **options)
 
-        monkeypatch.setattr(server_control, "http_client", client)
+        monkeypatch.setattr(http_answers, "http_client", client)
         environ = {"TIEREDKV_ADMIN_KEY": key} if key else {}
         return tieredkv(words[0], "--url", URL, *words[1:], **environ)
 
@@ -349,7 +349,7 @@ def test_a_list_that_is_cut_short_is_exit_code_3_and_no_whole_answer(
         transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Cut()))
         return httpx.Client(base_url=url, transport=transport, **options)
 
-    monkeypatch.setattr(server_control, "http_client", client)
+    monkeypatch.setattr(http_answers, "http_client", client)
     done = tieredkv("ls", "--url", URL, "-q")
     assert (done.returncode, len(done.stdout.splitlines())) == (3, num_told // 256 * 256)
     told(done.stderr)
@@ -408,8 +408,7 @@ def test_each_verb_that_sends_a_key_warns_of_plain_http(
     def fail(url: str, **_: object) -> None:
         raise httpx.InvalidURL(url)
 
-    for module in ("cli.server_control", "cli.top"):
-        monkeypatch.setattr(f"tieredkv.{module}.http_client", fail)
+    monkeypatch.setattr(http_answers, "http_client", fail)
     for module in ("cli.warm", "bench.conversations"):
         monkeypatch.setattr(f"tieredkv.{module}.async_http_client", fail)
     option = "--api-key" if words[0] in ("warm", "bench") else "--admin-key"

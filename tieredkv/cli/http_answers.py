@@ -1,4 +1,4 @@
-"""What a server's answers mean to a verb that asks it by its URL."""
+"""How a verb asks a server by its URL, and what the server's answers mean to it."""
 
 import contextlib
 
@@ -6,7 +6,27 @@ import click
 import httpx
 
 from tieredkv.errors import ServerUnreachableError
-from tieredkv.http_clients import is_loopback
+from tieredkv.http_clients import http_client, is_loopback
+
+
+def admin_client(url: str, admin_key: str | None, timeout: httpx.Timeout | float) -> httpx.Client:
+    """Return a client for a server's verbs, open until the command ends.
+
+    Args:
+        url: of the server, without the path of an API.
+        admin_key: of the server; None if it has none.
+        timeout: after which a server that says nothing is given up.
+
+    Raises:
+        ServerUnreachableError: the URL cannot be parsed.
+    """
+    warn_if_key_is_readable(url, admin_key)
+    headers = {b"Authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
+    try:
+        http = http_client(url, headers=headers, timeout=timeout)
+    except httpx.InvalidURL as error:
+        raise unreachable(url, error) from None
+    return click.get_current_context().with_resource(http)
 
 
 def reason_of(answer: httpx.Response) -> str:

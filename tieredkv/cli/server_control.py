@@ -6,11 +6,10 @@ import re
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import click
 import httpx
 import msgspec
 
-from tieredkv.cli.http_answers import code_of, reason_of, unreachable, warn_if_key_is_readable
+from tieredkv.cli.http_answers import admin_client, code_of, reason_of, unreachable
 from tieredkv.errors import (
     ConfigError,
     ServerUnreachableError,
@@ -19,7 +18,6 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
-from tieredkv.http_clients import http_client
 from tieredkv.storage.calls import Call, EvictFilter
 from tieredkv.storage.control import Asking, Page
 from tieredkv.storage.results import BlockInfo, ChainInfo
@@ -48,13 +46,7 @@ class ServerControl:
 
     def __init__(self, url: str, admin_key: str | None) -> None:
         self._url = url
-        warn_if_key_is_readable(url, admin_key)
-        headers = {b"Authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
-        try:
-            http = http_client(url, headers=headers, timeout=TIMEOUTS)
-        except httpx.InvalidURL as error:
-            raise unreachable(url, error) from None
-        self._http = click.get_current_context().with_resource(http)
+        self._http = admin_client(url, admin_key, TIMEOUTS)
 
     def answer(self, call: Call) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one.

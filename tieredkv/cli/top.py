@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.live import Live
 
 from tieredkv.cli.controls import control_of, refuse_both
-from tieredkv.cli.http_answers import reason_of, unreachable, warn_if_key_is_readable
+from tieredkv.cli.http_answers import admin_client, reason_of, unreachable
 from tieredkv.cli.output import json_option, print_json, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.cli.top_figures import Picture, Reading, picture_of
 from tieredkv.cli.top_picture import draw
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.errors import ConfigError, ServerUnreachableError, StoreUnreachableError
-from tieredkv.http_clients import http_client
 from tieredkv.storage.folder import has_engine
 from tieredkv.units import parse_duration
 
@@ -65,13 +64,7 @@ class ServerSource:
 
     def __init__(self, url: str, admin_key: str | None) -> None:
         self.name = url
-        warn_if_key_is_readable(url, admin_key)
-        headers = {b"Authorization": b"Bearer " + admin_key.encode()} if admin_key else {}
-        try:
-            http = http_client(url, headers=headers, timeout=TIMEOUT_S)
-        except httpx.InvalidURL as error:
-            raise unreachable(url, error) from None
-        self._http = click.get_current_context().with_resource(http)
+        self._http = admin_client(url, admin_key, TIMEOUT_S)
 
     def read(self) -> Reading:
         df = self._ask("POST", "/admin/cache/df")
