@@ -57,7 +57,10 @@ def refused(
 def _cause_of(error: BaseException) -> dict[str, str]:
     cause = error.__cause__
     is_foreign = cause is not None and not isinstance(cause, TieredKVError)
-    return {str(cause): "CAUSE"} if is_foreign and str(cause) else {}
+    text = str(cause) if is_foreign else ""
+    lines = [line.strip() for line in text.splitlines()]
+    shorter = (" ".join(lines).strip(". "), *(line.strip(".") for line in lines[:1]))
+    return dict.fromkeys(filter(None, (text, *shorter)), "CAUSE")
 
 
 def _text_of(error: BaseException) -> str:

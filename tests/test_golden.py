@@ -78,3 +78,10 @@ def test_the_fields_of_an_error_are_compared_too(file: Path) -> None:
         raise RequestError("no", param="model", status=404)
     with pytest.raises(AssertionError), refused(RequestError, param="model"):
         raise RequestError("no", param="input")
+
+
+@pytest.mark.parametrize("told_of", ["it broke.\n at line 3", "it broke", "it broke. at line 3"])
+def test_what_a_library_says_in_whole_or_at_first_is_not_compared(file: Path, told_of: str) -> None:
+    keep("cannot be read: CAUSE")
+    with refused(RequestError):
+        raise RequestError(f"cannot be read: {told_of}") from ValueError("it broke.\n at line 3")

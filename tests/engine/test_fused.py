@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.engine.logits import run_paged, run_transformers
+from tests.golden import told
 from tieredkv.config import Dtype
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
@@ -135,6 +136,13 @@ def test_positions_past_the_first_chunk_of_the_table_are_rotated_right(load: Loa
     assert torch.equal(table[positions[0]], torch.cat([cos[0, :, :8], sin[0, :, :8]], dim=-1))
 
 
+def tell_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Compare what the log says of a model that is left to transformers."""
+    [record] = [each for each in caplog.records if each.name == FusedModel.__module__]
+    assert record.levelname == "INFO"
+    told(record.getMessage())
+
+
 @pytest.mark.parametrize(
     "config", [{"model_type": "granite"}, {"model_type": "phi3", "pad_token_id": 0}]
 )
@@ -144,7 +152,7 @@ def test_other_families_run_as_before(
     with caplog.at_level("INFO"):
         loaded = load(**config)
     assert loaded.fused is None
-    assert "only models of type llama, mistral, qwen2, qwen3 are fused" in caplog.text
+    tell_why(caplog)
     ids = prompt(60)
     logits = run_paged(loaded, ids)
     expected = run_transformers(loaded.model, ids)
@@ -200,37 +208,34 @@ def mix_dtypes(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        (rename, "`model.layers.1.mlp` is a `ScaledMLP`"),
-        (add_parameter, "`model.layers.1.multiplier` is a `(1,)`, not a `None`"),
-        (drop_a_bias, "`model.layers.0.self_attn.k_proj.bias` is a `None`, not a `(32,)`"),
-        (
-            widen_a_layer,
-            "`model.layers.2.mlp.down_proj.weight` is a `(64, 113)`, not a `(64, 112)`",
-        ),
-        (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is a `Adapter`"),
-        (turn_fewer, "its rope rotates 8 of 16 dimensions"),
-        (change_activation, "`model.layers.1.mlp.act_fn` is a `GELU`"),
-        (add_a_layer, "`model.layers.3.self_attn.q_proj.weight` is a `(64, 64)`, not a `None`"),
-        (lengthen, "a rope table of 1073741824 positions is too large"),
-        (mix_dtypes, "its parameters are of several dtypes"),
+        rename,
+        add_parameter,
+        drop_a_bias,
+        widen_a_layer,
+        wrap_a_linear,
+        turn_fewer,
+        change_activation,
+        add_a_layer,
+        lengthen,
+        mix_dtypes,
     ],
 )
 def test_a_model_with_an_unknown_part_is_left_to_transformers(
-    change: Callable[[Any], None], reason: str, load: Load, caplog: pytest.LogCaptureFixture
+    change: Callable[[Any], None], load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load(**CONFIGS["qwen2"])
     change(loaded.model)
     with caplog.at_level("INFO"):
         assert FusedModel.from_model(loaded.model, loaded.config) is None
-    assert reason in caplog.text
+    tell_why(caplog)
 
 
 def test_another_activation_runs_as_before(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert load(**CONFIGS["llama"], hidden_act="gelu").fused is None
-    assert "its activation is `gelu`" in caplog.text
+    tell_why(caplog)
 
 
 @pytest.mark.gpu

