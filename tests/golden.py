@@ -7,6 +7,7 @@ will read.
 """
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -68,6 +69,12 @@ def _text_of(error: BaseException) -> str:
     body = getattr(error, "body", None)
     body = body.get("error", body) if isinstance(body, dict) else {}
     return str(body.get("message", error) if isinstance(body, dict) else error)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
+    """Return what a logger has said to operators: its warnings and errors, the first one first."""
+    records = [it for it in caplog.records if it.name == logger and it.levelno >= logging.WARNING]
+    return [record.getMessage() for record in records]
 
 
 def told(text: str, *, hide: Mapping[str, str] | None = None) -> None:

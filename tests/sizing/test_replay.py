@@ -229,9 +229,7 @@ def test_the_command_takes_policies_from_a_file_and_options_replace_them(
     assert main(["replay", path, "--config", str(config)]) == 0
     assert "  nightly           3\n" in capsys.readouterr().out
     assert main(["replay", path]) == 2
-    told = capsys.readouterr().err
-    assert "line 1: `retention` is `nightly`, but the policies are in_memory, 24h, 5m, 1h" in told
-    assert "`--config`" in told
+    told(capsys.readouterr().err)
 
 
 def test_an_interrupted_replay_tells_what_it_knows(trace: Trace) -> None:
@@ -263,9 +261,9 @@ def test_the_command_prints_the_promised_fields(
     assert {"p1", "p50"} <= found["age_at_eviction_s"].keys()
     assert found["ttft_ms"] is None
     assert main(["replay", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "unknown without --rates" in told
-    assert max(map(len, told.splitlines())) <= 60
+    lines = capsys.readouterr().out.splitlines()
+    told("\n".join(line for line in lines if "--rates" in line))
+    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize(
