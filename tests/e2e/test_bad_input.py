@@ -8,6 +8,7 @@ attention that is refused (tests/engine/test_suitability.py), damaged checkpoint
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,10 +19,11 @@ from typing import Any
 import pytest
 from transformers import MistralConfig
 
+from tests.golden import refused, told
 from tests.levels import few
 from tieredkv import LLM, SamplingParams
 from tieredkv.cli.main import main
-from tieredkv.errors import BlocksLostError
+from tieredkv.errors import BlocksLostError, RequestError
 from tieredkv.types import Tier
 
 SIZES = ("--device-size", "2MiB", "--host-size", "2MiB", "--max-tokens", "2")
@@ -55,7 +57,7 @@ def generate(run: Run, tmp_path: Path) -> Run:
 
 
 def refusal(result: Result, exit_code: int) -> str:
-    """Return the one sentence on stderr of a command that was refused.
+    """Return the one sentence on stderr of a command that was refused, and its hints.
 
     A store may have been made before, which tells where its master key is.
     """
@@ -95,7 +97,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 def test_an_unknown_model_is_named_before_a_store_is_made(generate: Run, tmp_path: Path) -> None:
     message = refusal(generate(model="no/such-model"), 2)
-    assert message.startswith("model `no/such-model` is not a local folder and cannot be fetched")
+    told(re.sub("(from the hub:).*", r"\1 CAUSE", message))
     assert not (tmp_path / "kv").exists()
 
 
@@ -103,16 +105,12 @@ def test_a_sliding_window_is_refused_with_its_size(generate: Run, tmp_path: Path
     folder = tmp_path / "mistral"
     config: Any = MistralConfig(sliding_window=4096, num_hidden_layers=1, hidden_size=64)
     config.save_pretrained(folder)
-    message = refusal(generate(model=folder), 2)
-    assert message.startswith(f"model `{folder}` cannot be served: its attention has a wind")
-    assert "4096 tokens (`sliding_window`)" in message
+    told(refusal(generate(model=folder), 2))
     assert not (tmp_path / "kv").exists()
 
 
 def test_a_prompt_longer_than_the_context_names_both_lengths(generate: Run) -> None:
-    message = refusal(generate("--max-model-len", 128), 2)
-    assert "maximum context length is 128 tokens" in message
-    assert "your prompt resulted in 200 tokens" in message
+    told(refusal(generate("--max-model-len", 128), 2))
 
 
 def test_half_of_a_surrogate_pair_in_a_prompt_is_replaced(generate: Run) -> None:
@@ -126,14 +124,12 @@ def test_half_of_a_surrogate_pair_in_a_prompt_is_replaced(generate: Run) -> None
 
 
 def test_an_empty_prompt_is_refused(generate: Run) -> None:
-    assert refusal(generate(prompt=""), 2) == (
-        "Invalid 'prompt': the prompt is empty. At least one token is needed."
-    )
+    told(refusal(generate(prompt=""), 2))
 
 
 def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> None:
     with LLM("tiny-random", device_size="2MiB", host_size="2MiB") as llm:
-        with pytest.raises(ValueError, match="empty"):
+        with refused(RequestError, param="prompt"):
             llm.generate([TEXT, ""], GREEDY)
         [output] = llm.generate(TEXT, GREEDY)
         assert len(output.token_ids) == 4
@@ -146,46 +142,41 @@ def test_the_python_api_takes_more_prompts_than_the_queue_holds(tmp_path: Path) 
 
 
 def test_an_unknown_retention_lists_the_known_ones(generate: Run, tmp_path: Path) -> None:
-    message = refusal(generate("--default-retention", "48h"), 2)
-    assert message == "`default_retention` = `48h` must be one of in_memory, 24h, 5m, 1h"
+    told(refusal(generate("--default-retention", "48h"), 2))
     with (
         LLM("tiny-random", device_size="2MiB", host_size="2MiB") as llm,
-        pytest.raises(ValueError, match=r"'48h'.*'in_memory' and '24h'"),
+        refused(RequestError, param="prompt_cache_retention", code="invalid_value"),
     ):
         llm.generate(TEXT, GREEDY, retention="48h")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("[cache]\nhost_sise = 1\n", "unknown key `cache.host_sise`; did you mean `host_size`?"),
-        ("[cash]\nhost_size = 1\n", "unknown section `cash`; did you mean `cache`?"),
-        ("[server]\nhost_size = 1\n", "`server.host_size`; it belongs to section `cache`"),
-        ('[retention.24h]\nidel = "1h"\n', "unknown key `idel`; did you mean `idle`?"),
+        "[cache]\nhost_sise = 1\n",
+        "[cash]\nhost_size = 1\n",
+        "[server]\nhost_size = 1\n",
+        '[retention.24h]\nidel = "1h"\n',
     ],
 )
 def test_an_unknown_key_in_a_config_names_the_nearest(
-    text: str, message: str, generate: Run, tmp_path: Path
+    text: str, generate: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.toml"
     file.write_text(text)
-    assert message in refusal(generate("--config", file), 2)
+    told(refusal(generate("--config", file), 2))
     assert not (tmp_path / "kv").exists()
 
 
 @pytest.mark.parametrize(
-    ("flag", "size", "message"),
-    [
-        ("--device-size", "40KiB", "`device_size` = 40 KiB holds fewer than 2 blocks of 32 KiB"),
-        ("--host-size", "4KiB", "`host_size` = 4 KiB holds fewer than 4 blocks of 32 KiB"),
-        ("--disk-size", "40KiB", "`disk_size` = 40 KiB holds no block of 32 KiB"),
-    ],
+    ("flag", "size"),
+    [("--device-size", "40KiB"), ("--host-size", "4KiB"), ("--disk-size", "40KiB")],
 )
 def test_a_budget_smaller_than_a_block_names_the_least(
-    flag: str, size: str, message: str, generate: Run, tmp_path: Path
+    flag: str, size: str, generate: Run, tmp_path: Path
 ) -> None:
     answer = refusal(generate(flag, size), 2)
-    assert answer.startswith(f"{message}; it must be at least ")
+    told(answer)
     assert not (tmp_path / "kv").exists()
     least = answer.rpartition("at least ")[2]
     exit_code, _, stderr = generate(flag, least.replace(" ", ""), prompt="x")
@@ -200,11 +191,7 @@ def test_a_folder_of_others_is_left_alone(generate: Run, tmp_path: Path) -> None
     folder.mkdir(0o700)
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
-    message = refusal(generate("--disk-dir", folder), 1)
-    assert message == (
-        f"`{folder}` is not empty and holds no tieredkv store (`notes.txt` is there); "
-        "choose an empty folder"
-    )
+    told(refusal(generate("--disk-dir", folder), 1))
     assert contents(folder) == before
 
 
@@ -212,8 +199,7 @@ def test_a_folder_that_others_can_write_to_is_refused(generate: Run, tmp_path: P
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    message = refusal(generate("--disk-dir", folder), 1)
-    assert message.startswith(f"`{folder}` is writable by others (mode 0777); run `chmod go-w ")
+    told(refusal(generate("--disk-dir", folder), 1))
     assert contents(folder) == []
     assert folder.stat().st_mode & 0o777 == 0o777
 
@@ -222,28 +208,20 @@ def test_a_path_through_a_file_is_refused(generate: Run, tmp_path: Path) -> None
     file = tmp_path / "file"
     file.write_text("mine")
     for path in (file, file / "kv"):
-        message = refusal(generate("--disk-dir", path), 1)
-        assert message.startswith(f"`{path}` ")
-        assert "; choose another " in message
+        told(refusal(generate("--disk-dir", path), 1), hide={str(file): "FILE"})
     assert file.read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(generate: Run, tmp_path: Path) -> None:
     with mounted(tmp_path / "read-only", "ro") as folder:
         for path in (folder, folder / "kv"):
-            message = refusal(generate("--disk-dir", path), 1)
-            assert message.startswith(f"`{path}` ")
-            assert message.endswith("choose another folder")
+            told(refusal(generate("--disk-dir", path), 1), hide={str(folder): "FOLDER"})
 
 
 def test_a_store_in_use_names_its_writer(generate: Run, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with LLM("tiny-random", disk_dir=folder, device_size="2MiB", host_size="2MiB") as llm:
-        message = refusal(generate(), 1)
-        assert message == (
-            f"the store at `{folder}` is in use by process {llm.core.info.worker_pid}; "
-            "stop it or choose another folder"
-        )
+        told(refusal(generate(), 1), hide={str(llm.core.info.worker_pid): "PID"})
         [output] = llm.generate(TEXT, GREEDY)  # the first process still works
         assert len(output.token_ids) == 4
 
@@ -276,9 +254,7 @@ def test_another_format_version_is_refused_and_left_as_it_is(
     before = contents(store)
     verbs = [["df"], ["ls"], ["verify"], ["evict", "--all", "-y"]]
     for result in (generate(), *(run(*verb, "--disk-dir", store) for verb in verbs)):
-        message = refusal(result, 1)
-        assert message.startswith(f"the store at `{store}` has format version 9, but this")
-        assert "it was left untouched" in message
+        told(refusal(result, 1))
     assert contents(store) == before
 
 
@@ -307,8 +283,7 @@ def test_a_damaged_index_is_made_again_and_costs_no_request(
     before = contents(store)
     exit_code, _, stderr = run("df", "--disk-dir", store)
     assert exit_code == 1
-    assert f"error: the store worker of `{store}` ended" in stderr
-    assert "hint: run `tieredkv verify`, which rebuilds a damaged index" in stderr
+    told(re.sub("(failed:).*", r"\1 CAUSE", stderr))
     scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
     if damage is half:
         scratch.add("index/data.mdb")  # LMDB extends it to the length in its header
@@ -356,7 +331,7 @@ def test_a_lost_index_is_made_again_from_the_extents(store: Path, generate: Run)
     assert exit_code == 0
     [output] = json.loads(stdout.splitlines()[-1])["outputs"]
     assert output["usage"]["cached_tokens_by_tier"]["disk"] == 192
-    assert "the index was rebuilt from extent headers" in stderr
+    told(stderr.splitlines()[-1].partition("WARNING: ")[2])
 
 
 def test_blocks_give_way_on_a_full_disk_and_every_request_is_served(tmp_path: Path) -> None:
