@@ -128,6 +128,13 @@ class Server:
         """The text that the server has logged so far."""
         return self._log.read_text()
 
+    def said(self, level: str, logger: str = "") -> list[str]:
+        """Return the texts that a logger has logged at a level; the store's worker names none."""
+        worker = "" if logger else r"store worker \d+ "
+        name = rf"(?: engine)? {re.escape(logger)}" if logger else ""
+        said = re.compile(rf"^\S+ \S+ {worker}{level}{name}: (.*)$", re.MULTILINE)
+        return said.findall(self.log)
+
     def health(self) -> httpx.Response:
         """Ask `/health`."""
         return http.get(f"{self.root}/health")

@@ -16,7 +16,8 @@ import httpx
 import openai
 import pytest
 
-from tests import http
+from tests import golden, http
+from tests.golden import refused
 from tests.serving import Server, running, tieredkv
 from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
 from tests.waiting import HANG_S, is_alive, wait_until
@@ -218,11 +219,11 @@ def test_requests_that_cannot_be_served_have_their_status(
     with pytest.raises(openai.BadRequestError) as too_long:
         client.completions.create(**GREEDY, prompt="a" * 5000)
     assert too_long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+    with refused(openai.BadRequestError, param="prompt"):
         client.completions.create(**GREEDY, prompt="")
-    with pytest.raises(openai.BadRequestError, match="token id 999 is not in the model's"):
+    with refused(openai.BadRequestError, param="prompt"):
         client.completions.create(**GREEDY, prompt=[999])
-    with pytest.raises(openai.BadRequestError, match="are 1408 answers; this server takes at most"):
+    with refused(openai.BadRequestError, param="n"):
         client.completions.create(**GREEDY, prompt=["a"] * 11, n=128)
     with server.client("wrong") as stranger, pytest.raises(openai.AuthenticationError) as key:
         stranger.models.list()
@@ -236,7 +237,7 @@ def test_requests_that_cannot_be_served_have_their_status(
         assert http.request(method, server.root + path, headers=headers).status_code == status
     missing = http.post(f"{server.url}/chat/completions", content=b"{", headers=headers)
     assert missing.status_code == 400
-    assert missing.json()["error"]["message"].startswith("We could not parse the JSON body")
+    golden.told(missing.json()["error"]["message"])
     body = {"model": "tiny-random", "prompt": "a" * (33 << 20)}
     huge = http.post(f"{server.url}/completions", json=body, headers=headers)
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "request_too_large")
@@ -347,15 +348,16 @@ def test_a_dead_worker_is_replaced_its_trouble_told_and_a_dead_server_takes_its_
                 file.seek(page + 20)
                 file.write((99).to_bytes(4, "little"))
         os.kill(worker, signal.SIGKILL)
-        cause = "LMDB data version 99"
-        wait_until(lambda: cause in server.health().json()["disk"].get("cause", ""), "no cause")
+        wait_until(lambda: " 99, " in server.health().json()["disk"].get("cause", ""), "no cause")
         health = server.health()
+        cause = health.json()["disk"]["cause"]
+        golden.told(cause)
         assert (health.status_code, health.json()["disk"]["status"]) == (200, "off")
         assert client.completions.create(**GREEDY, prompt="a").choices
         for verb in ("df", "doctor"):
             told = tieredkv(verb, "--disk-dir", str(server.disk_dir))
             assert told.returncode == 1
-            assert cause in told.stdout + told.stderr
+            assert cause in " ".join((told.stdout + told.stderr).split())
         index.write_bytes(data)
         wait_until(lambda: server.health().json()["disk"] == {"status": "ok"}, "it stays off")
         assert server.pids["worker"] not in (None, worker)
@@ -407,12 +409,12 @@ def test_a_dead_engine_ends_the_server_once_its_clients_were_told(
         asking.start()
         wait_until(lambda: running_requests(server) == 2, "it does not run")
         os.kill(pids["engine"], signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="The engine has died"):
+        with refused(openai.APIError, code="engine_dead"):
             list(stream)
         asking.join()
         assert [(error.status_code, error.code) for error in told] == [(503, "engine_dead")]
         assert server.process.wait(HANG_S) == 1
-        assert "the engine has died (killed by SIGKILL)" in server.log
+        golden.told(server.said("ERROR", "tieredkv.server.engine_client")[-1])
         assert "Traceback" not in server.log and "sk-" not in server.log
 
 
@@ -470,7 +472,7 @@ def test_blocks_that_cannot_be_stored_are_told_by_health_and_by_a_stop_that_lose
 
         faulty_disk.set_faults(only=".seg", fail_writes=errno.ENOSPC)
         wait_until(lambda: disk_after(f"{time.monotonic()}")["status"] == "failing", "it is ok")
-        assert "has no space left" in disk_after("another")["cause"]
+        golden.told(disk_after("another")["cause"])
         faulty_disk.set_faults()
         wait_until(lambda: disk_after(f"{time.monotonic()}") == {"status": "ok"}, "it stays so")
 
@@ -478,8 +480,8 @@ def test_blocks_that_cannot_be_stored_are_told_by_health_and_by_a_stop_that_lose
         prompt = f"promised {TEXT}"
         client.completions.create(**GREEDY, prompt=prompt)
         assert server.stop() == 1
-        [told] = [line for line in server.log.splitlines() if "are lost" in line]
-        found = re.search(r"(\d+) blocks that were promised to the disk are lost", told)
-        assert found is not None and int(found[1]) >= len(prompt) // 16
-        assert ".seg`: Input/output error" in told
+        [lost] = server.said("ERROR", "tieredkv.engine.engine_process")
+        num_lost = lost.split()[0]
+        assert int(num_lost) >= len(prompt) // 16
+        golden.told(lost, hide={num_lost: "COUNT"})
         faulty_disk.set_faults()
