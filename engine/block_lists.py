@@ -13,8 +13,8 @@ from tieredkv.cache.catalog import Entry
 from tieredkv.cache.pieces import cut
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.slices import Answer
-from tieredkv.storage.block_table import BLOCK, TIER_BITS, Kind
-from tieredkv.storage.ram_blocks import part_of
+from tieredkv.operate.ram import part_of
+from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
 
 PART_BLOCKS = 512
 """Told of in one message."""
@@ -23,7 +23,7 @@ _COPIED = ("position", "hits", "computed_at", "last_used")
 
 
 def list_blocks(tiers: Tiers) -> Answer:
-    """Make the parts of a list of all blocks; see `storage.ram_blocks`."""
+    """Make the parts of a list of all blocks; see `operate.ram`."""
     for entries in cut(tiers.catalog.entries(), PART_BLOCKS):
         yield _part(tiers, entries)
     return {}

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.storage.calls import Call, EvictFilter, Inspect
+from tieredkv.operate.calls import Call, EvictFilter, Inspect
 from tieredkv.types import Tier
 from tieredkv.wire.process import Refused
 

@@ -33,10 +33,10 @@ from tieredkv.engine.step_timer import StepTimer
 from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.folder import check_unused
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.known_models import KnownModel, note_model
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.worker_messages import BUSY_PATIENCE_S
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress

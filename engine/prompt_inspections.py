@@ -18,7 +18,7 @@ from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.slices import Slices
-from tieredkv.storage.calls import Inspect
+from tieredkv.operate.calls import Inspect
 from tieredkv.storage.worker_messages import LookupDone
 from tieredkv.types import BlockHash, Tier
 

@@ -1,6 +1,6 @@
 """What an operator asks of a running engine, carried out in VRAM and host memory.
 
-The server sends these requests, or the store's worker passes them on: see `storage.verbs` for the
+The server sends these requests, or the store's worker passes them on: see `operate.verbs` for the
 worker's part.
 """
 
@@ -20,8 +20,8 @@ from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.slices import Answer, Slices, TellPart, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.storage.known_models import KnownModel
+from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.models import KnownModel
 from tieredkv.storage.results import BlockInfo, named_blocks
 from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.types import BlockHash, BlockRecord, Tier

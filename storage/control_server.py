@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
-from tieredkv.storage.calls import Call
+from tieredkv.operate.calls import Call
 from tieredkv.storage.folder import SOCKET
 from tieredkv.storage.limits import described
 from tieredkv.storage.worker_messages import ControlPage, ControlProgress, ControlResult, refusal

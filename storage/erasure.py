@@ -8,7 +8,7 @@ overwritten.
 from collections.abc import Generator
 
 from tieredkv.errors import ConfigError, MissingKeyError
-from tieredkv.storage.calls import Verify
+from tieredkv.operate.calls import Verify
 from tieredkv.storage.codec import Extent
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ErasureResult

@@ -30,8 +30,9 @@ from threading import Event, Thread
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
+from tieredkv.operate.calls import EvictFilter, Prune
+from tieredkv.operate.verbs import Verbs
 from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.calls import EvictFilter, Prune
 from tieredkv.storage.claims import Claims
 from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
@@ -48,7 +49,6 @@ from tieredkv.storage.reads import Reads
 from tieredkv.storage.results import Lifetimes
 from tieredkv.storage.sweeper import Sweeper
 from tieredkv.storage.touches import GatheredTouches
-from tieredkv.storage.verbs import Verbs
 from tieredkv.storage.write_share import WriteShare
 from tieredkv.storage.writes import Writes
 from tieredkv.wire.channel import FrameChannel

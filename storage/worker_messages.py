@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
-from tieredkv.storage.calls import Call
+from tieredkv.operate.calls import Call
 from tieredkv.storage.results import BlockInfo, ChainInfo, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import Refused

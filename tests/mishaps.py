@@ -28,8 +28,8 @@ from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import model_runner
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage import client
-from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.client import Event
 from tieredkv.storage.worker_messages import PageLoaded, PageStored
 from tieredkv.types import Tier

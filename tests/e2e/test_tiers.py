@@ -20,9 +20,9 @@ from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups, rates, room
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.codec import HEADER_BYTES
-from tieredkv.storage.control import StoreControl
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("patience")

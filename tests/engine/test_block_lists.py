@@ -8,8 +8,8 @@ from tests.fake_store import Rig, chain_of
 from tieredkv.engine import block_lists
 from tieredkv.engine.block_lists import list_blocks
 from tieredkv.engine.slices import Slices, telling
-from tieredkv.storage.block_table import TIER_BITS
-from tieredkv.storage.ram_blocks import RamBlocks
+from tieredkv.operate.ram import RamBlocks
+from tieredkv.operate.table import TIER_BITS
 from tieredkv.types import Tier
 
 

@@ -18,8 +18,8 @@ from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.slices import Slices, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.storage.known_models import KnownModel
+from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.models import KnownModel
 from tieredkv.types import KVSpec, Tier
 
 NUM_BLOCKS = 40

@@ -14,8 +14,8 @@ import pytest
 from tests.integrations.engines import ENGINES, Engine
 from tieredkv.config import CLOCK_OFFSET_VARIABLE
 from tieredkv.integrations import identity
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from tests.integrations.with_vllm import VERSIONS
 from tests.waiting import is_alive, wait_until
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
 from tieredkv.integrations import offers, vllm_settings
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 
 DAY_S = 86_400.0
 CLEAR = {"disk_encryption": "off"}  # where bytes of chunks are looked for on disk

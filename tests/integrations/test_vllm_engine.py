@@ -23,8 +23,8 @@ from tieredkv.errors import ConfigError, StorageError
 from tieredkv.integrations import identity
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.vllm_stats import METRICS
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 
 if not HAS_VLLM:
     pytest.skip("vLLM is not installed", allow_module_level=True)

@@ -12,7 +12,7 @@ import pytest
 from tests.integrations.conftest import Setup
 from tests.integrations.engines import Engine, flip_a_bit
 from tests.waiting import wait_until
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 
 DAY_S = 86_400.0
 

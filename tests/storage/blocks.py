@@ -14,19 +14,19 @@ import numpy as np
 from tests.fakes import FakeClock
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
-from tieredkv.storage import inspection
+from tieredkv.operate import inspection
+from tieredkv.operate.calls import EvictFilter, Ls
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.columns import ChainColumns
+from tieredkv.operate.ls import listing
+from tieredkv.operate.models import KnownModels
+from tieredkv.operate.ram import NO_RAM_BLOCKS, part_of
+from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
 from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.block_table import BLOCK, TIER_BITS, Kind
-from tieredkv.storage.calls import EvictFilter, Ls
-from tieredkv.storage.chain_columns import ChainColumns
-from tieredkv.storage.chain_list import listing
-from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
-from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.ram_blocks import NO_RAM_BLOCKS, part_of
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import BlockRecord, Tier

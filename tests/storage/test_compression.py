@@ -40,9 +40,9 @@ from tests.storage.conftest import (
     payload_of,
     wait_until,
 )
+from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.codec import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.compression import Packed, Packing, pack, pays, unpack
-from tieredkv.storage.control import StoreControl
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockRecord

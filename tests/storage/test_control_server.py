@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.waiting import HANG_S, wait_until
-from tieredkv.storage.calls import VERBS, Call, Df, EvictFilter
+from tieredkv.operate.calls import VERBS, Call, Df, EvictFilter
 from tieredkv.storage.control_server import Caller, ControlServer
 from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import ControlPage, ControlReply, ControlResult

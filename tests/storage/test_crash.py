@@ -24,7 +24,7 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tests.waiting import HANG_S
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.worker_messages import PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.worker_process import EXIT_FAILED
 from tieredkv.types import BlockRecord

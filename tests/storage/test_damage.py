@@ -40,9 +40,10 @@ from tests.storage.blocks import (
 from tests.storage.conftest import NAMESPACE, Harness, Mailbox, make_chain, wait_until
 from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
-from tieredkv.storage import inspection, recovery
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate import inspection
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
+from tieredkv.storage import recovery
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index_pages import check_pages
 from tieredkv.storage.results import VerifyResult

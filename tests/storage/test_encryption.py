@@ -36,15 +36,15 @@ from tests.storage.blocks import (
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
+from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.ram import RamBlocks
 from tieredkv.storage import codec
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.chains import Chains
 from tieredkv.storage.codec import Extent, Located, decode_encryption, decode_header, identity_of
 from tieredkv.storage.compression import WIDTHS
 from tieredkv.storage.extents import PIECE_BYTES
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
-from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.store_keys import read_note
 from tieredkv.storage.worker_messages import BlocksGone, ProbeDone

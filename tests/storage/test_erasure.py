@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.golden import refused, told
+from tests.operate.test_ask import engine_that_says
 from tests.storage.blocks import change_bytes, digest, make_record, open_store, put
 from tests.storage.conftest import Harness, Mailbox, make_chain
-from tests.storage.test_control import engine_that_says
 from tieredkv.cli.main import cli, main
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, MissingKeyError, RequestError
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.server import admin
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
 from tieredkv.types import BlockRecord
 
 MINE, THEIRS = digest("tenant"), digest("other")

@@ -28,7 +28,7 @@ from tests.storage.blocks import (
 )
 from tests.storage.conftest import wait_until
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockRecord
 

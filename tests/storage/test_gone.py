@@ -7,7 +7,7 @@ from tests.storage.blocks import evict, make_record, open_store, put, sweep
 from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
 from tests.waiting import wait_until
 from tieredkv.errors import CorruptBlockError
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.worker_messages import BlocksGone, PageStored
 
 

@@ -33,7 +33,7 @@ from tests.storage.blocks import (
     sweep,
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.codec import HEADER_BYTES, Extent
 from tieredkv.storage.index import PAGE_BYTES
 from tieredkv.storage.index_txn import IndexTxn

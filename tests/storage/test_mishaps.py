@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from tests.golden import refused
 from tests.levels import few
+from tests.operate.test_ask import engine_that_says
 from tests.storage import blocks
 from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
-from tests.storage.test_control import engine_that_says
 from tests.storage.test_faults import plain_index
 from tests.waiting import HANG_S
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.worker_messages import CloseCall
 from tieredkv.storage.worker_process import WorkerProcess, judge_end
 

@@ -26,7 +26,7 @@ from tests.storage.blocks import (
     verify,
 )
 from tieredkv.errors import StorageError
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.types import BlockRecord
 
 BUDGET = 1 << 20

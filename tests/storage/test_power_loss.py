@@ -16,7 +16,7 @@ from tests.storage.conftest import Harness, Mailbox, make_chain, make_record
 from tests.storage.power_loss import BUDGETS_BYTES, Block, Recording
 from tests.waiting import deadline
 from tieredkv.errors import StorageError
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 
 pytestmark = pytest.mark.e2e
 

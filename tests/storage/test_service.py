@@ -20,11 +20,12 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
-from tieredkv.storage import inspection, service, touches, verbs, write_share
-from tieredkv.storage.block_table import TableReader
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate import inspection, verbs
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.table import TableReader
+from tieredkv.storage import service, touches, write_share
 from tieredkv.storage.codec import decode_record
-from tieredkv.storage.control import StoreControl
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import Part

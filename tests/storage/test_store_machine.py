@@ -24,7 +24,7 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockRecord
 

@@ -27,7 +27,7 @@ from tieredkv.errors import (
     StoreFailedError,
     StoreFullError,
 )
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.index_pages import check_pages, read_meta
 from tieredkv.storage.verdicts import FULL_ERRNOS, MEANINGS, storage_errors
 from tieredkv.storage.worker_process import judge_end

@@ -56,9 +56,9 @@ from tieredkv.errors import TieredKVError
 from tieredkv.garbage import look_seldom
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
+from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.models import KnownModel
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.storage.known_models import KnownModel
 from tieredkv.storage.results import chain_id
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 

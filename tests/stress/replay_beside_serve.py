@@ -40,10 +40,10 @@ from tieredkv.bench.sessions import Script, Shape, write_script
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.http_clients import async_http_client
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.sizing import replay as replaying
 from tieredkv.sizing.estimate import COLD, SOURCES, ttft_ms
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
 from tieredkv.traces import read_trace
 from tieredkv.types import Tier
 

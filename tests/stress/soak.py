@@ -34,8 +34,8 @@ from tests.stress.promises import EQUAL_BYTES, POLICIES, Block, Payloads, Promis
 from tests.stress.trace import Sampler, Trace, draw, file_sizes
 from tieredkv.bench import plots
 from tieredkv.errors import TieredKVError
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.worker_messages import LentPage, StoreOptions
 from tieredkv.units import format_bytes, parse_bytes
 

@@ -13,7 +13,7 @@ from tests.stress.replay_beside_serve import Crowd, Workload, estimated, measure
 from tests.stress.sessions_by_url import Answer
 from tieredkv.bench.sessions import Shape
 from tieredkv.errors import ConfigError
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 
 NO_TIER = {"device": 0, "host": 0, "disk": 0}
 COLD = NO_TIER | {"recomputed": 0}

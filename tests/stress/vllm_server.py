@@ -24,7 +24,7 @@ import httpx
 from tests import http
 from tieredkv.cli.bench_options import with_options
 from tieredkv.errors import TieredKVError
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.units import parse_bytes
 
 VLLM = f"{sys.executable} -P -m vllm.entrypoints.cli.main"

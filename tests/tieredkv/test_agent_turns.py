@@ -11,11 +11,11 @@ from tests.tieredkv.test_remembered import END, TOKENIZER, sampled
 from tests.tieredkv.test_tool_calls import Engine, anthropic_of, openai_of
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.server.app import Api
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.message_parser import families
-from tieredkv.storage.calls import EvictFilter
 from tieredkv.types import Tier
 
 BLOCK = 16

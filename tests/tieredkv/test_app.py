@@ -24,6 +24,7 @@ from tieredkv.engine.engine_messages import (
     failed,
 )
 from tieredkv.errors import RequestError
+from tieredkv.operate.calls import Call
 from tieredkv.server import app, event_stream
 from tieredkv.server.admin import respond
 from tieredkv.server.app import SHORT_BYTES, Api, build_app
@@ -33,7 +34,6 @@ from tieredkv.server.grammar_checker import GrammarChecker
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics, Observer
 from tieredkv.server.threads import Stop
-from tieredkv.storage.calls import Call
 
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -35,9 +35,9 @@ from tieredkv.errors import (
     StoreUnreachableError,
     TieredKVError,
 )
-from tieredkv.storage import calls
-from tieredkv.storage.calls import Ls
-from tieredkv.storage.control import Asking, StoreControl
+from tieredkv.operate import calls
+from tieredkv.operate.ask import Asking, StoreControl
+from tieredkv.operate.calls import Ls
 from tieredkv.storage.results import short_id
 from tieredkv.units import format_duration
 

@@ -19,9 +19,9 @@ from tieredkv.engine import engine_process
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.engine.engine_process import EngineProcess
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.server import engine_client
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.calls import EvictFilter
 from tieredkv.types import ignore_progress
 from tieredkv.wire.channel import FrameChannel
 

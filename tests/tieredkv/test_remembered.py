@@ -20,6 +20,7 @@ from tests.golden import refused
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.server.chat import Encoded, Tokenization
 from tieredkv.server.message_parser import families
 from tieredkv.server.remembered import (
@@ -33,7 +34,6 @@ from tieredkv.server.remembered import (
     Writing,
 )
 from tieredkv.server.reply import Reply
-from tieredkv.storage.calls import EvictFilter
 
 HERMES = """{%- if tools %}<|im_start|>system
 {%- for tool in tools %}

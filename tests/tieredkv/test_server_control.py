@@ -25,13 +25,13 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
+from tieredkv.operate.ask import Asking
+from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.ls import PAGE_CHAINS
 from tieredkv.server import admin
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.storage.chain_list import PAGE_CHAINS
-from tieredkv.storage.control import Asking
 from tieredkv.storage.results import BlockInfo, ChainInfo
 from tieredkv.types import Tier
 

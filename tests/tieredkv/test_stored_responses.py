@@ -15,6 +15,7 @@ from tests.golden import refused
 from tests.tieredkv.test_tool_calls import CODEX_TOOLS, CODEX_WRITTEN, Engine, api_of, openai_of
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import Metrics
 from tieredkv.server.stored_responses import (
@@ -24,7 +25,6 @@ from tieredkv.server.stored_responses import (
     StoredResponses,
     Turn,
 )
-from tieredkv.storage.calls import EvictFilter
 
 SIZE = ENTRY_BYTES + 100
 """What a response of `made` takes without a conversation before it."""

@@ -20,8 +20,8 @@ from tieredkv.cli.top_figures import MoveRate, Picture, Reading, Recent, TierUse
 from tieredkv.cli.top_picture import draw
 from tieredkv.config import Settings
 from tieredkv.errors import ServerUnreachableError
+from tieredkv.operate.ask import StoreControl
 from tieredkv.server.slow_requests import SlowRequest
-from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import Lifetimes
 
 NOW = 1_800_000_000.0

@@ -35,8 +35,8 @@ from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.types import KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
 

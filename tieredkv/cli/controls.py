@@ -10,8 +10,8 @@ import click
 from tieredkv.cli.output import usage_error
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.errors import StorageError
-from tieredkv.storage.calls import Call
-from tieredkv.storage.control import Asking, StoreControl
+from tieredkv.operate.ask import Asking, StoreControl
+from tieredkv.operate.calls import Call
 
 url_option = click.option(
     "--url",

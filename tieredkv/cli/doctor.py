@@ -16,7 +16,7 @@ from tieredkv.cli.output import Answer, answering
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import StorageError
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.filesystem import Call, Filesystem
 from tieredkv.storage.folder import MARKER
 from tieredkv.units import format_bytes

@@ -16,7 +16,7 @@ from tieredkv.cli.settings import settings_options
 from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import NoServerError
-from tieredkv.storage.calls import Inspect
+from tieredkv.operate.calls import Inspect
 from tieredkv.storage.results import BlockInfo
 from tieredkv.units import format_bytes, format_duration
 

@@ -1,4 +1,4 @@
-"""The verbs of a running server by its URL, as `storage.control` has those of a store."""
+"""The verbs of a running server by its URL, as `operate.ask` has those of a store."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
-from tieredkv.storage.calls import Call, EvictFilter
-from tieredkv.storage.control import Asking, Page
+from tieredkv.operate.ask import Asking, Page
+from tieredkv.operate.calls import Call, EvictFilter
 from tieredkv.storage.results import BlockInfo, ChainInfo
 
 TIMEOUTS = httpx.Timeout(600.0, connect=30.0)

@@ -19,12 +19,12 @@ from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.prefixes import Prefixes
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Inspect
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
 from tieredkv.server.threads import Stop
 from tieredkv.server.tokenizations import make_tokenization
-from tieredkv.storage.calls import Inspect
-from tieredkv.storage.control import StoreControl
 from tieredkv.types import BlockHash, KVSpec, Tier
 
 ASKED_BLOCKS = 8192  # in one call

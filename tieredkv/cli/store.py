@@ -15,8 +15,8 @@ from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.cli.versions import told, untold_text
 from tieredkv.config import LoadedSettings
-from tieredkv.storage.calls import Df, EvictFilter, Ls, Prune, Verify
-from tieredkv.storage.control import Asking, StoreControl, document
+from tieredkv.operate.ask import Asking, StoreControl, document
+from tieredkv.operate.calls import Df, EvictFilter, Ls, Prune, Verify
 from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import CorruptBlockError
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena

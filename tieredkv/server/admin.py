@@ -19,16 +19,16 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
+from tieredkv.operate.ask import Asking, Page, StoreControl, document
+from tieredkv.operate.calls import VERBS, Call, EvictFilter, Inspect, Ls
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.columns import ChainColumns
+from tieredkv.operate.inspect import in_order
+from tieredkv.operate.ls import listing
+from tieredkv.operate.models import KnownModel, KnownModels
+from tieredkv.operate.ram import RamBlocks
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.calls import VERBS, Call, EvictFilter, Inspect, Ls
-from tieredkv.storage.chain_blocks import in_order
-from tieredkv.storage.chain_columns import ChainColumns
-from tieredkv.storage.chain_list import listing
-from tieredkv.storage.chains import Chains
-from tieredkv.storage.control import Asking, Page, StoreControl, document
-from tieredkv.storage.known_models import KnownModel, KnownModels
-from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import NOTHING_EVICTED, BlockInfo, ChainInfo
 
 _VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}

@@ -33,6 +33,7 @@ from tieredkv.engine.prefixes import namespace_of
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import PromptTooLongError, RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
+from tieredkv.operate.calls import EvictFilter, Inspect
 from tieredkv.server import event_stream
 from tieredkv.server.access_log import Answering, write
 from tieredkv.server.admin import respond
@@ -64,7 +65,6 @@ from tieredkv.server.response_items import listed
 from tieredkv.server.responses_api import Page, ResponsesRequest, joined
 from tieredkv.server.stored_responses import StoredResponse, StoredResponses, Turn
 from tieredkv.server.threads import FairThreads, Stop, StoppedError
-from tieredkv.storage.calls import EvictFilter, Inspect
 
 logger = logging.getLogger(__name__)
 

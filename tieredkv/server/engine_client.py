@@ -25,7 +25,7 @@ from tieredkv.engine.engine_messages import (
     ToServer,
 )
 from tieredkv.errors import RequestError, StorageError, TieredKVError
-from tieredkv.storage.calls import Call, EvictFilter, Inspect
+from tieredkv.operate.calls import Call, EvictFilter, Inspect
 from tieredkv.types import Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.channel import FrameChannel

@@ -8,6 +8,7 @@ import msgspec
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_VALUES, parse_body, read
+from tieredkv.operate.calls import Inspect
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.asked import ApiRequest, Json
 from tieredkv.server.chat import Tokenization
@@ -16,7 +17,6 @@ from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.remembered import Namespace
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.threads import Stop
-from tieredkv.storage.calls import Inspect
 
 
 def as_request(prompt: Any) -> tuple[type[ApiRequest], Json]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 
 
 class Kept(Protocol):

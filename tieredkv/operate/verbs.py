@@ -30,17 +30,20 @@ from tieredkv.errors import (
     StoreUnreachableError,
     UnknownIdError,
 )
-from tieredkv.storage import chain_blocks, erasure, inspection, pruning
-from tieredkv.storage.block_table import BlockTable
-from tieredkv.storage.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Rotate, Verify
-from tieredkv.storage.chain_columns import ChainColumns
-from tieredkv.storage.chain_list import listing
-from tieredkv.storage.chains import Chains
+from tieredkv.operate import inspect as chain_blocks
+from tieredkv.operate import inspection
+from tieredkv.operate import prune as pruning
+from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Rotate, Verify
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.columns import ChainColumns
+from tieredkv.operate.ls import listing
+from tieredkv.operate.models import KnownModels, read_models
+from tieredkv.operate.ram import NO_RAM_BLOCKS, RamBlocks
+from tieredkv.operate.table import BlockTable
+from tieredkv.storage import erasure
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.index_entries import Totals
-from tieredkv.storage.known_models import KnownModels, read_models
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.ram_blocks import NO_RAM_BLOCKS, RamBlocks
 from tieredkv.storage.results import (
     ID_HINT,
     NOTHING_EVICTED,

@@ -1,7 +1,7 @@
 """The operator's verbs: what each is called and takes, and what it needs.
 
 The command line, `/admin` and the socket in the store's folder all read this one table. A verb is
-added by a struct here, a branch of `storage.verbs.Verbs` and of `engine.verbs.Verbs`, where it
+added by a struct here, a branch of `operate.verbs.Verbs` and of `engine.verbs.Verbs`, where it
 concerns their tiers, and a command in `cli.store`.
 """
 
@@ -77,7 +77,7 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
 
     def check(self) -> None:
         """Refuse an unknown field, and a limit below one."""
-        from tieredkv.storage.filters import ChainFilter, Order  # loads NumPy
+        from tieredkv.operate.filters import ChainFilter, Order  # loads NumPy
 
         ChainFilter(self.filter)
         if self.sort:
@@ -195,7 +195,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
 
     def check(self) -> None:
         """Refuse a filter that selects nothing, or that is none."""
-        from tieredkv.storage.filters import ChainFilter  # loads NumPy
+        from tieredkv.operate.filters import ChainFilter  # loads NumPy
 
         if self.is_empty:
             criteria = "`ids`, `filter`, `model`, `tiers`, `namespace_prefix`, `older_than_s`"
@@ -222,7 +222,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
 
 
 class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
-    """Drop blocks on disk that nothing can use; see `storage.pruning`.
+    """Drop blocks on disk that nothing can use; see `operate.prune`.
 
     Attributes:
         model: the name of the model that is in use, so that all others' blocks are dropped; "" if

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.chain_columns import ChainColumns, Labels
+from tieredkv.operate.columns import ChainColumns, Labels
 from tieredkv.storage.results import namespace_prefix
 from tieredkv.types import Tier
 from tieredkv.units import parse_bytes, parse_duration

@@ -10,13 +10,13 @@ from collections.abc import Generator, Mapping
 import numpy as np
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.block_table import Blocks, BlockTable
-from tieredkv.storage.chains import Chains
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.inspection import reading_hashes
+from tieredkv.operate.models import KnownModels
+from tieredkv.operate.ram import RamBlocks
+from tieredkv.operate.table import Blocks, BlockTable
 from tieredkv.storage.index_txn import batches
-from tieredkv.storage.inspection import reading_hashes
-from tieredkv.storage.known_models import KnownModels
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import PruneResult
 
 

@@ -26,8 +26,8 @@ from tieredkv.errors import (
     TieredKVError,
     named,
 )
+from tieredkv.operate.calls import Call, Df, EvictFilter, Ls, Rotate, Verify
 from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.calls import Call, Df, EvictFilter, Ls, Rotate, Verify
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described

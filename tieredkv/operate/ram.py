@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.storage.block_table import BLOCK, TIER_BITS, Blocks, BlockTable, Kind, starts_of
-from tieredkv.storage.chains import Mask
+from tieredkv.operate.chains import Mask
+from tieredkv.operate.table import BLOCK, TIER_BITS, Blocks, BlockTable, Kind, starts_of
 from tieredkv.types import Tier
 
 Part = Mapping[str, Any]

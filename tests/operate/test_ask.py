@@ -38,9 +38,9 @@ from tieredkv.errors import (
     StoreBusyError,
     StoreUnreachableError,
 )
-from tieredkv.storage.calls import EvictFilter, Inspect, Ls, Prune
+from tieredkv.operate.ask import StoreControl, document
+from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.control import StoreControl, document
 from tieredkv.storage.results import BlockInfo, ChainInfo
 from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.types import TENANT_BYTES, Tier
@@ -189,7 +189,7 @@ def fill(path: Path, num_chains: int) -> None:
 def test_a_list_longer_than_any_frame_arrives_in_pages(
     harness: Harness, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.control.MAX_REPLY_BYTES", 300_000)
+    monkeypatch.setattr("tieredkv.operate.ask.MAX_REPLY_BYTES", 300_000)
     fill(harness.folder, 1500)
     if is_live:
         harness.open()

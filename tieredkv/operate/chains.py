@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.storage.block_table import START_BYTES, Blocks, Kind, numbers_of
+from tieredkv.operate.table import START_BYTES, Blocks, Kind, numbers_of
 
 Places = NDArray[np.intp]
 """Of blocks in a table."""

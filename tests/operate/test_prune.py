@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from tests.golden import refused
+from tests.operate.test_ask import engine_that_says
 from tests.storage.blocks import make_record, open_store, put, told_by_engine
 from tests.storage.conftest import Harness, Mailbox, make_chain
-from tests.storage.test_control import engine_that_says
 from tieredkv.cli.store import parse_part
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
-from tieredkv.storage.calls import EvictFilter, Inspect, Ls, Prune, Verify
-from tieredkv.storage.control import StoreControl
-from tieredkv.storage.known_models import KnownModel, note_model
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, Verify
+from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.types import BlockRecord, Tier
 
 NOW = Clock().now()

@@ -10,15 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from tests.golden import refused
+from tests.operate.test_ask import engine_that_says
 from tests.storage.blocks import make_record, open_store, put
 from tests.storage.conftest import Harness, Mailbox, make_chain
-from tests.storage.test_control import engine_that_says
 from tieredkv.cli.inspect import tree_labels
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StoreUnreachableError, UnknownIdError
-from tieredkv.storage.calls import Inspect
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Inspect
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import BlockInfo, chain_id
 from tieredkv.types import BlockRecord, Tier
 

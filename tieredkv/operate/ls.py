@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tieredkv.storage.calls import Ls
-from tieredkv.storage.chain_columns import ChainColumns
-from tieredkv.storage.filters import ChainFilter, Order
+from tieredkv.operate.calls import Ls
+from tieredkv.operate.columns import ChainColumns
+from tieredkv.operate.filters import ChainFilter, Order
 from tieredkv.storage.results import ChainInfo
 
 PAGE_CHAINS = 256

@@ -9,11 +9,11 @@ from tests.golden import refused
 from tests.storage.blocks import make_record, open_store, put
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
-from tieredkv.storage.calls import Ls
-from tieredkv.storage.chain_columns import ChainColumns, Labels
-from tieredkv.storage.control import StoreControl
-from tieredkv.storage.filters import FIELDS, ChainFilter, Order
-from tieredkv.storage.known_models import NAME, KnownModel, note_model, read_models
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Ls
+from tieredkv.operate.columns import ChainColumns, Labels
+from tieredkv.operate.filters import FIELDS, ChainFilter, Order
+from tieredkv.operate.models import NAME, KnownModel, note_model, read_models
 from tieredkv.types import Tier
 
 NOW = 1_000_000.0

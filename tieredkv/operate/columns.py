@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.storage.block_table import TIER_BITS
-from tieredkv.storage.chains import Chains
-from tieredkv.storage.known_models import KnownModels
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.models import KnownModels
+from tieredkv.operate.table import TIER_BITS
 from tieredkv.storage.results import ChainInfo
 from tieredkv.types import Tier
 

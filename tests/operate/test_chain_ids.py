@@ -20,7 +20,7 @@ from tests.storage.blocks import (
     stored_hashes,
     sweep,
 )
-from tieredkv.storage.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.results import TouchItem, named_blocks, short_id
 from tieredkv.types import BlockRecord
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.block_table import TIER_BITS, Blocks, BlockTable, TableReader
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.chains import Chains
+from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.ram import RamBlocks
+from tieredkv.operate.table import TIER_BITS, Blocks, BlockTable, TableReader
 from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
-from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.storage.results import EvictResult, NamespaceUse, VerifyResult, named_blocks
 from tieredkv.types import Tier
 

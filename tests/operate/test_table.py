@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from tests.golden import refused
 from tests.storage.blocks import change_bytes, digest, make_record, told_by_engine
 from tieredkv.errors import CorruptIndexError
+from tieredkv.operate.ram import RamBlocks
+from tieredkv.operate.table import TIER_BITS, BlockTable, Kind, TableReader
 from tieredkv.storage import index_pages
-from tieredkv.storage.block_table import TIER_BITS, BlockTable, Kind, TableReader
 from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.index import PAGE_BYTES, Index
 from tieredkv.storage.index_pages import DATA_FILE, Part
-from tieredkv.storage.ram_blocks import RamBlocks
 from tieredkv.types import Tier
 
 
