@@ -273,7 +273,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
         raise StorageError(f"`{path}` is a symbolic link; name the folder that it points to")
     if not stat.S_ISDIR(info.st_mode):
         raise StorageError(f"`{path}` is not a folder; choose another path")
-    _check_owner(path, info)
+    check_owner(path, info)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
     if _read_marker(path) is None:
@@ -295,11 +295,12 @@ def _check_folder(path: str, *, create: bool) -> bool:
         if not wanted(part_info.st_mode):
             wanted_kind = "folder" if name in _FOLDERS else "regular file"
             raise StorageError(f"`{part}` must be a {wanted_kind}, and no symbolic link; remove it")
-        _check_owner(part, part_info)
+        check_owner(part, part_info)
     return True
 
 
-def _check_owner(path: str, info: os.stat_result) -> None:
+def check_owner(path: str, info: os.stat_result) -> None:
+    """Raise StorageError for what belongs to another user, or what others can write to."""
     if info.st_uid != os.geteuid():
         raise StorageError(
             f"`{path}` belongs to uid {info.st_uid}, but this process runs as {os.geteuid()}; "
@@ -323,7 +324,7 @@ def _read_marker(path: str) -> _Marker | None:
         return None
     except OSError as error:
         raise StorageError(f"`{marker}` cannot be read: {error.strerror}") from error
-    _check_owner(marker, info)
+    check_owner(marker, info)
     try:
         found = msgspec.json.decode(text, type=_Marker)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

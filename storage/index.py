@@ -11,12 +11,11 @@ while a read transaction is open that began before the page was released.
 import ctypes
 import errno
 import os
-import tempfile
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from glob import escape, glob
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +23,7 @@ import lmdb
 import numpy as np
 
 from tieredkv.errors import StorageError
+from tieredkv.storage.folder import check_owner
 from tieredkv.storage.index_entries import NAMES, ORDERS
 from tieredkv.storage.index_pages import DATA_FILE, Part, read_meta, read_part
 from tieredkv.storage.index_txn import IndexTxn
@@ -34,6 +34,9 @@ MAP_BYTES = 64 << 30
 _LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VERSION`
 _COMPACTED = "compact.mdb"
 _LOCK_FILE = "lock.mdb"
+_LINKS = "index.open"  # beside the index: the folder through which LMDB finds its two files
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO cannot hold up what is opened so
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a filesystem without symbolic links
 _AHEAD_BYTES = 2 << 20  # more than one ordinary transaction adds to the file
 PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
@@ -52,13 +55,62 @@ _MAX_PAUSE_S = 0.5
 _MADV_POPULATE_READ = 22
 
 
-def _remove_links(folder: str) -> None:
-    """Remove the temporary folder of an opening; this takes no file descriptor."""
-    with suppress(OSError):
-        for name in (DATA_FILE, _LOCK_FILE):
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
+@contextmanager
+def _folder_fd(path: str, parent_fd: int | None = None) -> Iterator[int]:
+    """Open a folder of this user that others cannot write to; its last name is no link.
+
+    Args:
+        path: the folder, for errors as well; only its last name counts below `parent_fd`.
+        parent_fd: the folder above it.
+    """
+    name = path if parent_fd is None else os.path.basename(path)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=parent_fd)
+    try:
+        check_owner(path, os.fstat(fd))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _links_to(files: dict[str, int], store: str, store_fd: int) -> Iterator[str]:
+    """Make links to open files in a folder of the store, and return a path to that folder.
+
+    One process at a time opens a store, so whatever is there was left by a process that was killed,
+    or by somebody else: it is removed by its name and never followed. Between two openings, empty
+    files take the places of the links, so that these can be made on a full disk, too.
+    """
+    path = os.path.join(store, _LINKS)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(_LINKS, dir_fd=store_fd).st_mode):
+            os.unlink(_LINKS, dir_fd=store_fd)
+    with suppress(FileExistsError):
+        os.mkdir(_LINKS, dir_fd=store_fd)
+        os.chmod(_LINKS, 0o700, dir_fd=store_fd)  # whatever the umask
+    with _folder_fd(path, store_fd) as links_fd:
+        os.fchmod(links_fd, 0o700)
+        _empty(links_fd)
+        try:
+            for name, fd in files.items():
+                os.symlink(f"/proc/self/fd/{fd}", name, dir_fd=links_fd)
+            yield f"/proc/self/fd/{links_fd}"
+        finally:
+            _empty(links_fd)
+            with suppress(OSError):
+                for name in files:
+                    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=links_fd)
+                    os.fchmod(fd, 0o600)
+                    os.close(fd)
+
+
+def _empty(folder_fd: int) -> None:
+    """Remove what lies in a folder by its name; a folder in it is removed only if it is empty."""
+    for name in os.listdir(folder_fd):
+        if stat.S_ISDIR(os.lstat(name, dir_fd=folder_fd).st_mode):
+            os.rmdir(name, dir_fd=folder_fd)
+        else:
+            os.unlink(name, dir_fd=folder_fd)
 
 
 class Index:
@@ -68,61 +120,68 @@ class Index:
         self.path = path
         self.sync = sync
         self._opened: Any = None
+        self._data_fd = -1
         self._file_end = 0
         self._changing = threading.Lock()
         self._open()
 
     def _open(self) -> None:
-        with storage_errors(self.path):
+        store = os.path.dirname(os.path.abspath(self.path))
+        with storage_errors(self.path), ExitStack() as folders:
+            store_fd = folders.enter_context(_folder_fd(store))
+            index_fd = folders.enter_context(_folder_fd(self.path, store_fd))
             with suppress(FileNotFoundError):
-                os.unlink(os.path.join(self.path, _COMPACTED))
+                os.unlink(_COMPACTED, dir_fd=index_fd)
             read_meta(self.path)
             check_address_space(f"the index at `{self.path}`", MAP_BYTES)
-            env = self._open_beside(
-                max_dbs=len(NAMES),
-                map_size=MAP_BYTES,
-                mode=0o600,
-                readahead=False,
-                sync=self.sync,
-                metasync=False,
-                lib_version=_LIB_VERSION,
-            )
+            data_fd = os.open(DATA_FILE, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600, dir_fd=index_fd)
             try:
+                env = self._open_through_links(store, store_fd, index_fd, data_fd)
                 # NOTE: the file is given its full length. Otherwise, reading a page that a short
                 # file lacks would raise SIGBUS; now it reads as damage. A short file alone is no
                 # damage, because pages that were never written may be missing. Bytes behind the
                 # last page are empty, and cutting them off saves room in a copied file.
-                size = self._end_bytes(env)
-                os.truncate(os.path.join(self.path, DATA_FILE), size)
-                self._file_end, self._opened = size, (env, dict[str, Any]())
-                self.keep_ahead()
-                self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+                try:
+                    size = self._end_bytes(env)
+                    os.ftruncate(data_fd, size)
+                    self._data_fd, self._file_end = data_fd, size
+                    self._opened = env, dict[str, Any]()
+                    self.keep_ahead()
+                    self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+                except BaseException:
+                    env.close()
+                    raise
             except BaseException:
-                env.close()
+                self._opened, self._data_fd = None, -1
+                os.close(data_fd)
                 raise
 
-    def _open_beside(self, **options: Any) -> Any:
+    def _open_through_links(self, store: str, store_fd: int, index_fd: int, data_fd: int) -> Any:
         """Open the environment with LMDB's lock file in memory; only this process uses it.
 
         LMDB writes to a map of the lock file. On a filesystem without room for a changed page, such
         as a full btrfs, that write would raise SIGBUS. LMDB finds the file in memory through a
-        temporary folder of two links. The folder's name names the store, which one process at a
-        time may open, so any such folder that is there is one of a process that was killed.
+        folder of two links. A filesystem without symbolic links, such as FAT, sets room aside for
+        every page of a file that grows, so there the lock file beside the data file will do.
         """
-        store = os.stat(os.path.dirname(os.path.abspath(self.path)))
-        prefix = f"tieredkv-index-{store.st_dev:x}-{store.st_ino:x}-"
-        for left in glob(os.path.join(escape(tempfile.gettempdir()), f"{prefix}*")):
-            _remove_links(left)
+        options = {
+            "max_dbs": len(NAMES),
+            "map_size": MAP_BYTES,
+            "mode": 0o600,
+            "readahead": False,
+            "sync": self.sync,
+            "metasync": False,
+            "lib_version": _LIB_VERSION,
+        }
         lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
         try:
-            folder = tempfile.mkdtemp(prefix=prefix)
-            try:
-                data = os.path.join(os.path.abspath(self.path), DATA_FILE)
-                os.symlink(data, os.path.join(folder, DATA_FILE))
-                os.symlink(f"/proc/self/fd/{lock_fd}", os.path.join(folder, _LOCK_FILE))
-                return lmdb.open(folder, **options)
-            finally:
-                _remove_links(folder)
+            files = {DATA_FILE: data_fd, _LOCK_FILE: lock_fd}
+            with _links_to(files, store, store_fd) as path:
+                return lmdb.open(path, **options)
+        except OSError as error:  # LMDB's own errors are none of these
+            if error.errno not in _NO_LINKS:
+                raise
+            return lmdb.open(f"/proc/self/fd/{index_fd}", **options)
         finally:
             os.close(lock_fd)
 
@@ -163,7 +222,7 @@ class Index:
         end = self._end_bytes(self._opened[0]) + num_bytes
         if end > self._file_end:
             self._file_end = end + _AHEAD_BYTES
-            os.truncate(os.path.join(self.path, DATA_FILE), self._file_end)
+            os.ftruncate(self._data_fd, self._file_end)
 
     @staticmethod
     def _end_bytes(env: Any) -> int:
@@ -255,7 +314,7 @@ class Index:
                 raise
             finally:
                 os.close(fd)
-            self._opened[0].close()
+            self._close()
             os.rename(draft, os.path.join(self.path, DATA_FILE))
         self._open()
 
@@ -264,11 +323,13 @@ class Index:
 
         Running read transactions finish on the old environment, which closes after the last one.
         """
+        os.close(self._data_fd)
         self._opened, self._file_end = draft._opened, draft._file_end
+        self._data_fd = draft._data_fd
 
     def file_bytes(self) -> int:
         """Return how many bytes the index file occupies on disk."""
-        return os.stat(os.path.join(self.path, DATA_FILE)).st_blocks * 512
+        return os.fstat(self._data_fd).st_blocks * 512
 
     def used_bytes(self) -> int:
         """Return the size of a compacted copy: the pages in use, without the free list."""
@@ -285,7 +346,11 @@ class Index:
         if self._opened is not None:
             self.flush()
             size = self._end_bytes(self._opened[0])
-            self._opened[0].close()
-            self._opened = None
             with suppress(OSError):  # the length kept ahead is not needed any more
-                os.truncate(os.path.join(self.path, DATA_FILE), size)
+                os.ftruncate(self._data_fd, size)
+            self._close()
+
+    def _close(self) -> None:
+        self._opened[0].close()
+        os.close(self._data_fd)
+        self._opened, self._data_fd = None, -1

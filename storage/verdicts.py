@@ -115,7 +115,8 @@ def storage_errors(path: str) -> Iterator[None]:
     except lmdb.Error as error:
         meaning = meaning_of(error)
         what = "has no room" if meaning is Meaning.FULL else "failed"
-        raise meaning.value(f"the index at `{path}` {what}: {error}") from error
+        why = described(OSError(getattr(error, "code", 0), str(error)))
+        raise meaning.value(f"the index at `{path}` {what}: {why}") from error
     except StorageError:
         raise
     except OSError as error:

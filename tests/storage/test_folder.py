@@ -306,7 +306,7 @@ def test_only_the_owner_can_read_the_store_whatever_the_umask(tmp_path: Path) ->
         modes_while_open = _modes(path)
     with open_store(path, budget_bytes=1 << 20) as store:
         assert load(store, RECORD) == payload_of(RECORD)
-    assert len(modes_while_open) == 9
+    assert len(modes_while_open) == 12
     for modes in (modes_while_open, _modes(path)):
         for name, (is_folder, mode) in modes.items():
             assert mode == (0o700 if is_folder else 0o600), name

@@ -77,6 +77,7 @@ def test_the_folder_holds_what_the_document_draws_and_is_closed_to_others(store:
     assert found.keys() == segments | {
         *("format.json", "lock", "models.json", "rates.json"),
         *("index", "index/data.mdb", "index/lock.mdb", "segments"),
+        *("index.open", "index.open/data.mdb", "index.open/lock.mdb"),
     }
     assert json.loads((store / "format.json").read_text()) == {
         "format": "tieredkv-store",

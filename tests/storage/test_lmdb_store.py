@@ -1,14 +1,11 @@
 import math
 import os
 import resource
-import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 from msgspec.structs import replace
 
@@ -585,26 +582,6 @@ def test_a_reader_of_a_store_that_closes_gets_an_error(tmp_path: Path) -> None:
     for reading in (steps, store.index.reading_ahead()):
         with refused(StorageError):
             list(reading)
-
-
-def test_a_process_that_dies_while_it_opens_the_index_leaves_nothing_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    for name in ("one", "other"):
-        if (pid := os.fork()) == 0:
-            monkeypatch.setattr(lmdb, "open", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-            open_store(tmp_path / name)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert len(list(temporary.iterdir())) == 2, "they died while the folder was there"
-    with open_store(tmp_path / "one") as store:
-        assert len(list(temporary.iterdir())) == 1, "another store's folder is not touched"
-        assert put(store, make_record()) == [True]
-    with open_store(tmp_path / "other"):
-        assert list(temporary.iterdir()) == []
 
 
 def test_the_index_does_not_grow_by_what_changes_while_it_is_looked_over(
