@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.golden import told
+
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # what an import of it would raise without it
@@ -27,5 +29,4 @@ def test_without_triton_the_reference_serves_and_the_kernels_say_what_is_missing
         [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "`store_kv` kernel cannot be loaded" in result.stdout
-    assert "hint: Triton is needed" in result.stdout
+    told(result.stdout)

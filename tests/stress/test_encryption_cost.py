@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.golden import told
 from tests.stress import encryption_cost
 
 SMALL = ("--blocks", "16", "--block-bytes", "64KiB", "--rounds", "2")
@@ -34,4 +35,4 @@ def test_wrong_bytes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(encryption_cost.Store, "load", load_others)
     result = CliRunner().invoke(encryption_cost.main, ["--dir", str(tmp_path), *SMALL])
     assert result.exit_code == 1
-    assert "is not what was stored" in json.loads(result.stdout.splitlines()[-1])["problems"][0]
+    told(json.loads(result.stdout.splitlines()[-1])["problems"][0])

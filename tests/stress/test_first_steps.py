@@ -4,6 +4,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.golden import told
 from tests.stress import first_steps
 from tieredkv.engine.llm import LLM
 
@@ -21,4 +22,4 @@ def test_each_step_is_computed_twice_beside_copies() -> None:
 def test_without_a_gpu_there_are_no_copies_to_wait_for() -> None:
     result = CliRunner().invoke(first_steps.main, ["--model", "tiny-random"])
     assert result.exit_code == 2
-    assert "There is no GPU" in result.output
+    told(result.output)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.golden import told
 from tests.stress.modelled_crowd import compared, inclusive, main, one_pool
 from tieredkv.bench.crowd import Answer, Outcome
 from tieredkv.types import BlockHash, Tier
@@ -83,4 +84,4 @@ def test_prefixes_that_ram_keeps_are_refused() -> None:
     words = ["returns", "--sessions", "2", "--prefix-tokens", "1000-2000"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
-    assert "give more `--sessions`" in result.output
+    told(result.output)

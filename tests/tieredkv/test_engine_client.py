@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.golden import told
 from tieredkv.config import Settings
 from tieredkv.engine import engine_messages as messages
 from tieredkv.engine import engine_process
@@ -47,8 +48,7 @@ def test_a_stopped_engine_is_told_of_and_so_is_that_it_goes_on(
             assert engine.trouble is None
             os.kill(engine.pid, signal.SIGSTOP)
             await until(lambda: engine.trouble is not None)
-            told = "not reported for 3 s; its process is stopped by a signal"
-            assert told in str(engine.trouble)
+            told(str(engine.trouble))
             os.kill(engine.pid, signal.SIGCONT)
             await until(lambda: engine.trouble is None)
             await asyncio.sleep(2 * engine_client.TICK_S)
@@ -158,7 +158,8 @@ def test_the_server_hears_of_steps_that_hang_of_evictions_and_of_death(
         engine.send(EngineInfo(model="m", max_model_len=1, vocab_size=1, worker_pid=None))
         await client.ready()
         engine.send(messages.Beat(engine_client.STEP_LIMIT_S + 1))
-        await until(lambda: client.trouble == "The engine has been in one step for 61 s")
+        await until(lambda: client.trouble is not None)
+        told(str(client.trouble))
         engine.send(messages.Beat(0.5))
         await until(lambda: client.trouble is None)
         evicted: list[EvictFilter] = []
@@ -169,7 +170,7 @@ def test_the_server_hears_of_steps_that_hang_of_evictions_and_of_death(
         client.on_death = lambda: died.append(client.has_died)
         engine.close()
         await until(lambda: died == [True])
-        assert client.trouble == "The engine has died"
+        told(str(client.trouble))
         outputs: list[TokenOutput] = []
         client.submit(EngineRequest(request_id="a", params=SamplingParams()), outputs.append)
         assert [output.error_code for output in outputs] == ["engine_dead"]
