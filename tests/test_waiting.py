@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import serving, waiting
+from tests.golden import refused
 from tests.waiting import wait_until
 
 
@@ -22,7 +23,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_process_that_ends_is_not_waited_for_and_its_log_is_shown() -> None:
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
         since = time.monotonic()
-        with pytest.raises(AssertionError, match=r"no server: the process ended with 3\nits log"):
+        with refused(AssertionError):
             wait_until(lambda: False, "no server", process=process, log=lambda: "its log")
     assert time.monotonic() - since < waiting.HANG_S
 
@@ -57,5 +58,5 @@ def test_a_server_that_does_not_start_is_ended(
 
 
 def test_a_server_that_fails_is_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)no server: the process ended with 2.*--such"):
+    with pytest.raises(AssertionError, match="--such-a-flag"):
         serving.Server(tmp_path, "--such-a-flag")

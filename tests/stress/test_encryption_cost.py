@@ -1,6 +1,7 @@
 """The measurement moves the same blocks with and without encryption, and finds wrong bytes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,4 +36,5 @@ def test_wrong_bytes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(encryption_cost.Store, "load", load_others)
     result = CliRunner().invoke(encryption_cost.main, ["--dir", str(tmp_path), *SMALL])
     assert result.exit_code == 1
-    told(json.loads(result.stdout.splitlines()[-1])["problems"][0])
+    problem = json.loads(result.stdout.splitlines()[-1])["problems"][0]
+    told(re.sub(r"\d+", "N", problem))
