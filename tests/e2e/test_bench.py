@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import golden
 from tests.levels import few
 from tests.serving import Server, heed_ctrl_c, running
 from tests.waiting import HANG_S, wait_until
@@ -77,25 +78,13 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        (
-            "--arms",
-            "warm",
-            "'warm' is not one of 'cold', 'device', 'host', 'disk', 'planned', 'restart'",
-        ),
-        (
-            "--prefix-tokens",
-            "16,99999999",
-            "exceeds the model's 32768 tokens; use a prefix of at most 32696 tokens",
-        ),
-    ],
+    ("option", "value"), [("--arms", "warm"), ("--prefix-tokens", "16,99999999")]
 )
 def test_bench_ttft_refuses_what_it_cannot_measure(
-    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "ttft", "--model", "tiny-random", option, value]) == 2
-    assert message in capsys.readouterr().err
+    golden.told(capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -283,8 +272,10 @@ def test_logits_may_differ_from_the_cold_ones_as_much_as_chunks_make_them() -> N
     rows = [{"arm": arm, "max_logit_diff": 0.1} for arm in ("cold", "load", "chunked")]
     for most, num_problems in ((0.2, 0), (0.3, 1)):
         planned = {"arm": "planned", "max_logit_diff": most}
-        assert len(problems := restore.logit_problems([*rows, planned, rows[0]])) == num_problems
-        assert all("by up to 0.3 from the cold ones" in problem for problem in problems)
+        problems = restore.logit_problems([*rows, planned, rows[0]])
+        assert len(problems) == num_problems
+        for problem in problems:
+            golden.told(problem)
         assert not restore.logit_problems([*rows[:2], planned]), "nothing to compare it with"
 
 
@@ -302,8 +293,7 @@ def test_bench_restore_complains_of_blocks_that_were_left_in_host_memory(
     assert (exit_code, cold["elsewhere_tokens"], load["elsewhere_tokens"]) == (1, 0, 256)
     assert [cold["is_from_claimed_tier"], load["is_from_claimed_tier"]] == [True, False]
     [problem] = report["problems"]
-    assert problem.startswith("load at 256 tokens: the tokens are not from the tier")
-    assert "'host': 256" in problem
+    golden.told(problem)
 
 
 @pytest.fixture
@@ -469,7 +459,7 @@ def test_bench_sessions_goes_on_from_the_runs_that_a_file_has(
     given = ["bench", "sessions", *words, "--seed", "0", "--device-size", "4MiB"]
     exit_code, _, stderr = tieredkv(*given)
     assert exit_code == 2
-    assert "`runs.jsonl`: no_disk with 1 sessions, seed 0 was run with device_size = " in stderr
+    golden.told(stderr)
 
 
 @pytest.mark.slow
@@ -665,11 +655,9 @@ def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         report = disk.run(ignore_progress, folder=Path(folder), **options)
         assert not os.listdir(folder)
-    assert report["disk"]["counter"] == "none, because no byte came from a disk"
+    golden.told(report["disk"]["counter"])
     assert [row.get("amplification") for row in report["rows"]] == [None] * 5
-    found = "; ".join(report["problems"])
-    assert "checksum (1 blocks)" in found
-    assert "load: the bytes are not those that were stored" in found
+    golden.told("\n".join(report["problems"]))
 
 
 @pytest.mark.slow
@@ -684,49 +672,39 @@ SMALL = ["--model", "tiny-random", "--prefix-tokens", "200-200", "--new-tokens",
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    "words",
     [
-        (["disk", "--dir", "/", "--block-bytes", "6000"], "must be a multiple of 4 KiB"),
-        (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` must be at least"),
-        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "but 2000 TiB are needed"),
-        (["disk", "--dir", "/dev/null/x"], "cannot be created: File exists"),
-        (["transfer", "--total", "1MiB"], "must hold at least two blocks"),
-        (["attention", "--cases", "8k+0"], "`8k+0` is not a case"),
-        (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
-        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is not a workload"),
-        (["returns", "--model", "tiny-random"], "but the model takes 32768"),
-        (
-            ["returns", "--model", "tiny-random", "--prefix-tokens", "99-99", "--sessions", "2"],
-            "VRAM and host memory hold",
-        ),
-        (
-            ["returns", *SMALL, "--disk-size", "1MiB"],
-            "`disk_size` holds 512 tokens; the prefixes have 1600",
-        ),
-        (["returns", *SMALL, "--rates", "0"], "0 is not in the range x>0"),
-        (["returns", *SMALL, "--prefix-tokens", "9-3"], "`9-3` is not a range; write one such as"),
-        (["returns", *SMALL, "--prefix-tokens", "9,30"], "`9,30` is not a range"),
-        (["restore", "--model", "tiny-random", "--disk-rate", "fast"], "`fast` is not a size"),
-        (
-            ["returns", *SMALL, "--disk-dir", "/dev/null/x"],
-            "`/dev/null` cannot be created: File exists",
-        ),
-        (["returns", *SMALL, "--disk-size", "999TiB"], "`disk_size` = 999 TiB, but"),
-        (["sessions", "--model", "tiny-random"], "hint: give a larger `--scale`"),
-        (["sessions", *TINY, "--device-size", "1MiB"], "but `device_size` holds 512"),
-        (
-            ["sessions", *TINY, "--arms", "cold"],
-            "'cold' is not one of 'no_disk', 'load', 'planned'",
-        ),
-        (["sessions", *TINY, "--trace", "/dev/null"], "`/dev/null` has no requests"),
+        ["disk", "--dir", "/", "--block-bytes", "6000"],
+        ["disk", "--dir", "/", "--disk-size", "1MiB"],
+        ["disk", "--dir", "/", "--disk-size", "1000TiB"],
+        ["disk", "--dir", "/dev/null/x"],
+        ["transfer", "--total", "1MiB"],
+        ["attention", "--cases", "8k+0"],
+        ["decode", "--model", "tiny-random", "--contexts", "1k"],
+        ["decode", "--model", "tiny-random", "--workloads", "8"],
+        ["returns", "--model", "tiny-random"],
+        ["returns", "--model", "tiny-random", "--prefix-tokens", "99-99", "--sessions", "2"],
+        ["returns", *SMALL, "--disk-size", "1MiB"],
+        ["returns", *SMALL, "--rates", "0"],
+        ["returns", *SMALL, "--prefix-tokens", "9-3"],
+        ["returns", *SMALL, "--prefix-tokens", "9,30"],
+        ["restore", "--model", "tiny-random", "--disk-rate", "fast"],
+        ["returns", *SMALL, "--disk-dir", "/dev/null/x"],
+        ["returns", *SMALL, "--disk-size", "999TiB"],
+        ["sessions", "--model", "tiny-random"],
+        ["sessions", *TINY, "--device-size", "1MiB"],
+        ["sessions", *TINY, "--arms", "cold"],
+        ["sessions", *TINY, "--trace", "/dev/null"],
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
     told = capsys.readouterr()
-    assert (told.out, complaint in told.err) == ("", True), told
+    assert told.out == ""
+    text = re.sub(r"[\d.]+ [KMGT]iB free|hold \d+ tokens", "SIZE", told.err)
+    golden.told(text, hide={tempfile.gettempdir(): "TEMP"})
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
@@ -737,8 +715,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert (result.returncode, result.stdout) == (2, "")
-    assert "needs matplotlib: it is not here" in result.stderr
-    assert "hint: run `pip install 'tieredkv[plot]'`" in result.stderr
+    golden.told(result.stderr)
 
 
 TIERS_OFF = """
@@ -787,8 +764,7 @@ def test_bench_serve_fails_where_requests_fail(server: Server, tieredkv: Command
     words = ["--rates", "9", "--duration", "1", "--api-key", "sk-a", "--retentions", "for_ever"]
     exit_code, _, stderr = tieredkv("bench", "serve", "--url", server.root, *words)
     assert exit_code == 1
-    assert "error: for_ever at 9.0/s: 400 " in stderr
-    assert "Invalid value: 'for_ever'" in stderr
+    golden.told("\n".join(it for it in stderr.splitlines() if it.startswith("error: ")))
 
 
 def test_bench_serve_names_the_address_that_refuses_or_does_not_answer(
@@ -798,8 +774,8 @@ def test_bench_serve_names_the_address_that_refuses_or_does_not_answer(
         "bench", "serve", "--url", server.root, "--api-key", "sk-b"
     )
     assert (exit_code, stdout) == (2, "")
-    assert stderr.startswith(f"error: `{server.root}` refuses: status 401\nhint: give --api-key")
+    golden.told(stderr, hide={server.root: "URL"})
     nobody = "http://127.0.0.1:9"
     exit_code, stdout, stderr = tieredkv("bench", "serve", "--url", nobody)
     assert (exit_code, stdout) == (3, "")
-    assert stderr.startswith(f"error: `{nobody}` does not answer: ")
+    golden.told(re.sub("(does not answer:).*", r"\1 CAUSE", stderr))

@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests import golden
+from tests.golden import refused
 from tests.serving import Server, running
 from tests.waiting import wait_until
 
@@ -130,7 +132,7 @@ def test_openai_is_refused_by_the_class_of_error(client: openai.OpenAI, server: 
     with pytest.raises(openai.BadRequestError) as bad:
         ask(model=MODEL, messages=user("a"), prompt_cache_retention="7d")
     assert (bad.value.param, bad.value.code) == ("prompt_cache_retention", "invalid_value")
-    assert "Supported values are: 'in_memory' and '24h'." in bad.value.message
+    golden.told(str(bad.value.body["message"]))
     assert bad.value.request_id is not None
     with pytest.raises(openai.NotFoundError) as missing:
         ask(model="gpt-none", messages=user("a"))
@@ -170,7 +172,7 @@ def test_anthropic_marks_a_prefix_that_openai_has_said(server: Server) -> None:
         usage = client.messages.create(**asked, system=marked).usage
         with client.messages.stream(**asked, system=marked) as stream:
             streamed = stream.get_final_message().usage
-        with pytest.raises(anthropic.BadRequestError, match="A maximum of 4 blocks"):
+        with refused(anthropic.BadRequestError, status_code=400):
             client.messages.create(**asked, system=marked * 5)
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(**asked | {"model": "other"})
@@ -233,7 +235,7 @@ def test_litellm_speaks_anthropic(litellm: Any, server: Server) -> None:
 
 def test_litellm_is_refused_by_the_class_of_error(litellm: Any, server: Server) -> None:
     how = {"api_base": server.url, "messages": user("a")}
-    with pytest.raises(litellm.BadRequestError, match="Supported values are"):
+    with pytest.raises(litellm.BadRequestError, match="'7d'"):
         extra = {"prompt_cache_retention": "7d"}
         litellm.completion(model=f"openai/{MODEL}", api_key="sk-a", extra_body=extra, **how)
     with pytest.raises(litellm.NotFoundError):
@@ -287,7 +289,8 @@ def test_langchain_speaks_the_responses_api(langchain: Any) -> None:
 def test_langchain_is_refused_by_the_class_of_error(langchain: Any) -> None:
     with pytest.raises(openai.NotFoundError):
         langchain(model="none").invoke("a")
-    with pytest.raises(openai.BadRequestError, match="Supported values are"):
+    with pytest.raises(openai.BadRequestError) as bad:
         langchain(extra_body={"prompt_cache_retention": "7d"}).invoke("a")
+    assert (bad.value.param, bad.value.code) == ("prompt_cache_retention", "invalid_value")
     with pytest.raises(openai.AuthenticationError):
         langchain(api_key="sk-no").invoke("a")

@@ -208,7 +208,7 @@ def test_sigterm_under_load_ends_the_server_in_an_orderly_way(server: Server) ->
                 if i % 8 == 1:
                     return
                 text += b"".join([part async for part in parts])
-                ends["told" if b"shutting down" in text else "whole"] += 1
+                ends["told" if b"shutting_down" in text else "whole"] += 1
         except httpx.TransportError:
             ends["closed"] += 1
 

@@ -10,7 +10,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from tests import http
+from tests import golden, http
 from tests.serving import Server, running
 from tieredkv.config import Settings
 
@@ -219,54 +219,33 @@ def test_no_tokens_at_all_warm_the_cache(client: anthropic.Anthropic) -> None:
 
 HI = [user("hi")]
 MARK = {"type": "ephemeral"}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"messages": [user(*[text("x", "5m")] * 5)]},
-        "A maximum of 4 blocks with cache_control may be provided. Found 5.",
-    ),
-    (
-        {"messages": [user(*[text("x", "5m")] * 4, "y")], "cache_control": MARK},
-        "A maximum of 4 blocks with cache_control may be provided. Found 5.",
-    ),
-    (
-        {"messages": [user("a", "b", text("x", "5m"), "c", text("x", "1h"))]},
-        "messages.0.content.4.cache_control.ttl: a ttl='1h' cache_control block must not come "
-        "after a ttl='5m' cache_control block. Note that blocks are processed in the following "
-        "order: `tools`, `system`, `messages`.",
-    ),
-    ({"system": [text("", "5m")]}, "system.0: cache_control cannot be set for empty text blocks"),
-    ({"stream": True, "max_tokens": 0}, "max_tokens: 0 is not allowed with stream"),
-    ({"max_tokens": None}, "max_tokens: Field required"),
-    ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text: Field required"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
-    (
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 0},
-        "max_tokens: 0 is not allowed with thinking",
-    ),
-    (
-        {"system": [text("x", "48h")]},
-        "system.0.cache_control.ttl: Invalid value: '48h'. Supported values are: durations up to "
-        "'1d'. The retention policies that may be used here last: '5m' 1h, 'in_memory' 1h, "
-        "'1h' 1h, '24h' 1d.",
-    ),
+REFUSED: list[dict[str, Any]] = [
+    {"messages": [user(*[text("x", "5m")] * 5)]},
+    {"messages": [user(*[text("x", "5m")] * 4, "y")], "cache_control": MARK},
+    {"messages": [user("a", "b", text("x", "5m"), "c", text("x", "1h"))]},
+    {"system": [text("", "5m")]},
+    {"stream": True, "max_tokens": 0},
+    {"max_tokens": None},
+    {"messages": [user({"type": "text"})]},
+    {"tool_choice": {"type": "any"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 0},
+    {"system": [text("x", "48h")]},
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_what_is_refused_and_in_which_words(
-    server: Server, fields: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize("fields", REFUSED)
+def test_what_is_refused_and_in_which_words(server: Server, fields: dict[str, Any]) -> None:
     response = post(server, **fields)
     body = response.json()
     assert response.status_code == 400
-    assert body["error"] == {"type": "invalid_request_error", "message": message}
+    golden.told(body["error"].pop("message"))
+    assert body["error"] == {"type": "invalid_request_error"}
     assert body["type"] == "error" and body["request_id"] == response.headers["request-id"]
 
 
 def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError) as raised:
+    with golden.refused(anthropic.NotFoundError, type="not_found_error"):
         ask(client, user("hi"), model="other")
-    assert "not_found_error" in str(raised.value)
 
 
 def test_all_but_the_version_needs_a_key(server: Server) -> None:
@@ -296,11 +275,9 @@ def test_texts_and_conversations_are_tokenized(server: Server) -> None:
     assert talk["token_strs"] is None
     counted = post(server, "/v1/messages/count_tokens").json()
     assert counted == {"input_tokens": talk["count"]}
-    assert (
-        "is not in the model's vocabulary" in tell("/detokenize", tokens=[999])["error"]["message"]
-    )
-    assert "not both" in tell("/tokenize")["error"]["message"]
+    golden.told(tell("/detokenize", tokens=[999])["error"]["message"])
+    golden.told(tell("/tokenize")["error"]["message"])
     flat = tell("/tokenize", messages=[{"role": "user", "content": "hi"}], tools=[{"name": "x"}])
     assert flat["error"]["param"] == "tools[0].type", flat
-    assert "below minimum value" in tell("/detokenize", tokens=[-1])["error"]["message"]
+    golden.told(tell("/detokenize", tokens=[-1])["error"]["message"])
     assert set(http.get(f"{server.root}/version").json()) == {"version"}

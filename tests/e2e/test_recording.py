@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import http
+from tests import golden, http
 from tests.levels import few
 from tests.serving import running
 from tests.waiting import HANG_S
@@ -87,7 +87,7 @@ def test_a_replay_finds_what_the_server_has_found(
         found = converse(server.url, retentions, clock)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(HANG_S) == 0
-        assert f"`{path}` has 16 requests; 0 are not in it" in server.log
+        golden.told(server.said("INFO", "tieredkv.server.recorder")[-1])
     asked = ["--vram", vram, "--host", host, "--disk", disk, "--bytes-per-token", str(TOKEN_BYTES)]
     assert main(["replay", str(path), *asked, "--json"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -127,5 +127,5 @@ def test_a_server_does_not_start_with_a_recording_that_exists(
     path = tmp_path / "trace.jsonl"
     path.write_text("mine")
     assert main(["serve", "tiny-random", "--port", "0", "--record", str(path)]) == 2
-    assert f"`{path}` exists already" in capsys.readouterr().err
+    golden.told(capsys.readouterr().err)
     assert path.read_text() == "mine"

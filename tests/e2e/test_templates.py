@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests import http
+from tests import golden, http
 from tests.engine.conftest import write_checkpoint
 from tests.serving import Server, running
 from tests.tieredkv.test_response_templates import JSON_CALLS
 
+RUN, CHAT = "tieredkv.server.run", "tieredkv.server.chat"
 TEMPLATE = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
 {{- raise_exception('A system message comes first') }}{% endif %}{{ mood }}{{ m.content }}
 {%- for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}
@@ -41,12 +42,9 @@ def test_templates_of_a_checkpoint_are_used_and_told(tmp_path: Path) -> None:
     with running(tmp_path, *flags, model=model) as server:
         [told] = http.get(f"{server.url}/models").json()["data"]
         assert told["tool_parser"] == "response_template"
-        for said in (
-            "are parsed as the `response_template` family writes them",
-            "given to the chat template with arguments='text', joins_systems=True, system='user'",
-            "does not read `nosuch` of `chat_template_kwargs`",
-        ):
-            assert said in server.log
+        golden.told("\n".join(server.said("INFO", RUN)))
+        golden.told("\n".join(server.said("INFO", CHAT)))
+        golden.told("\n".join(server.said("WARNING", CHAT)))
         function = {"name": "now", "arguments": '{"é":1}'}
         call = {"id": "a", "type": "function", "function": function}
         messages: list[Any] = [
@@ -66,5 +64,5 @@ def test_a_response_template_of_no_use_is_told_and_hurts_nothing(tmp_path: Path)
     with running(tmp_path, model=model) as server:
         [told] = http.get(f"{server.url}/models").json()["data"]
         assert told["tool_parser"] is None
-        assert "the checkpoint's response template is not used: " in server.log
-        assert "set --tool-parser" in server.log
+        golden.told("\n".join(server.said("WARNING", "tieredkv.server.message_parser")))
+        golden.told("\n".join(server.said("INFO", RUN)))

@@ -1,6 +1,7 @@
 """`tieredkv warm` against a real server: what it sends is found by the requests after it."""
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import golden
 from tests.serving import COMMAND, Server, heed_ctrl_c, running, tieredkv
 from tests.waiting import wait_until
 
@@ -66,26 +68,28 @@ def test_what_the_server_refuses_is_told_by_its_line(server: Server) -> None:
     bodies = ["Once upon a time.", {"prompt": "x", "temperature": -1}, {"prompt": ["a", "b"]}]
     told = warm("-", "--url", server.root, exit_code=1, stdin=as_lines(bodies))
     assert told["sent"] == 3 and [*told["failed"]] == ["2"]
-    assert "temperature" in told["failed"]["2"]
+    golden.told(told["failed"]["2"])
     refused = warm("-", "--url", server.root, "--retention", "7d", stdin='"x"', exit_code=1)
-    assert "7d" in refused["failed"]["1"]
+    golden.told(refused["failed"]["1"])
 
 
 @pytest.mark.parametrize(
-    ("lines", "words", "exit_code", "told"),
+    ("lines", "words", "exit_code"),
     [
-        ('"a"\n{"text": "b"}\n', (), 2, "line 2: The prompt must be a text, a list of messages"),
-        ('"a"\n{"prompt": \n', (), 2, "line 2: Input data was truncated"),
-        (as_lines([BODIES["/v1/messages"]]), ("--retention", "24h"), 2, "line 1 is for `/v1/mess"),
-        ("\n", (), 2, "FILE has no prompt; write one JSON value a line"),
-        ('"a"', ("--url", "http://[::1"), 3, "the server at `http://[::1` does not answer"),
-        ('"a"', ("--url", "http://127.0.0.1:1"), 3, "the server at `http://127.0.0.1:1` does not"),
+        ('"a"\n{"text": "b"}\n', (), 2),
+        ('"a"\n{"prompt": \n', (), 2),
+        (as_lines([BODIES["/v1/messages"]]), ("--retention", "24h"), 2),
+        ("\n", (), 2),
+        ('"a"', ("--url", "http://[::1"), 3),
+        ('"a"', ("--url", "http://127.0.0.1:1"), 3),
     ],
+    ids=["text", "cut", "retention", "empty", "malformed", "nobody"],
 )
 def test_bad_input_is_refused_before_anything_is_sent(
-    lines: str, words: tuple[str, ...], exit_code: int, told: str
+    lines: str, words: tuple[str, ...], exit_code: int
 ) -> None:
-    assert f"error: {told}" in warm("-", *words, exit_code=exit_code, stdin=lines)
+    complaint = warm("-", *words, exit_code=exit_code, stdin=lines)
+    golden.told(re.sub("(does not answer:).*", r"\1 CAUSE", complaint))
 
 
 def test_ctrl_c_ends_it_with_the_figures_so_far(server: Server, tmp_path: Path) -> None:
