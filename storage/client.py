@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.folder import hold_for_engine
+from tieredkv.storage.folder import hold_for_engine, trouble_with
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
@@ -365,6 +365,8 @@ class StoreClient:
         """Decide what the next worker does with the index; return why the last one ended."""
         self._is_unproven &= served_s < _PROVEN_S
         reason = str(self._refused or end.text)
+        if self._refused is None and (cause := trouble_with(self._options.path)):
+            reason = f"{cause} (before that, {reason})"
         if served_s:
             self._index = "as_it_is"
         if end.is_damage and self._is_unproven:

@@ -29,6 +29,12 @@ class FaultLog:
             self.report(cause, error)
             return None
 
+    def note_works(self, cause: str) -> None:
+        """Note that what failed works again, so that its next failure is logged once more."""
+        if cause in self._reported:
+            self._reported.discard(cause)
+            logger.info("%s: works again", cause)
+
     def report(self, cause: str, error: Exception) -> None:
         """Log the first failure of each cause; later ones are only counted.
 

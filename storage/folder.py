@@ -255,6 +255,15 @@ def has_engine(folder_fd: int) -> bool:
     return False
 
 
+def trouble_with(path: str) -> str:
+    """Return why a store's folder would be refused now; empty if it would not. Nothing changes."""
+    try:
+        _check_folder(path, create=True)
+    except (StorageError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def _check_folder(path: str, *, create: bool) -> bool:
     """Raise an error unless `path` is a safe store folder; return False if it does not exist.
 

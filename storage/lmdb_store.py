@@ -317,9 +317,7 @@ class BlockStore:
                 self.files.refresh(segment)
             if any(segment not in self.files for segment in segments):
                 raise StorageError(errno.ENOENT, f"a segment file of `{self.path}` was removed")
-            if self._sync:
-                with storage_errors(self.path):
-                    self.files.sync(segments)
+            self.flush_payloads(segments)
             for batch in batches(writes):
                 now, bytes_written = self.clock.now(), self.files.bytes_written
                 with self._changing() as txn:
@@ -342,6 +340,11 @@ class BlockStore:
             raise
         self.allocator.enforce_budget()
         return stored
+
+    def flush_payloads(self, segments: set[int]) -> None:
+        """Flush segments to the device if the options ask for that; any thread may call this."""
+        if self._sync:
+            self.files.sync(segments)
 
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
         """Keep a share of the budget for each of these tenants from now on."""

@@ -37,13 +37,21 @@ class Mover:
 
         `end` gets the error if `move` failed.
         """
-        self.threads.submit(self._carry_out, page_id, move, end)
 
-    def _carry_out(self, page_id: int, move: Move, end: End) -> None:
-        failed: StorageError | None = None
-        try:
+        def move_page() -> None:
             assert self.arena is not None, "the engine lends no pages without an arena"
             move(self.arena.page(page_id))
+
+        self.start_trial(move_page, end)
+
+    def start_trial(self, move: Callable[[], None], end: End) -> None:
+        """Do the same where `move` needs no page."""
+        self.threads.submit(self._carry_out, move, end)
+
+    def _carry_out(self, move: Callable[[], None], end: End) -> None:
+        failed: StorageError | None = None
+        try:
+            move()
         except StorageError as error:
             failed = error
         except Exception as error:

@@ -46,7 +46,7 @@ from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
 from tieredkv.storage.names import Naming
 from tieredkv.storage.reads import Reads
-from tieredkv.storage.results import Lifetimes
+from tieredkv.storage.results import Lifetimes, StoreStats
 from tieredkv.storage.sweeper import Sweeper
 from tieredkv.storage.touches import GatheredTouches
 from tieredkv.storage.write_share import WriteShare
@@ -96,6 +96,7 @@ class StoreService:
         self._is_over = Event()
         self._has_all = Event()  # set when the front thread hands over nothing more
         self._stats = store.stats()  # as of the last turn; the front thread reads them too
+        self._told_error = ""  # the last `store_error` that the engine was told
         self._warned_at = -math.inf
 
         # Both threads call these: the front thread gathers what the index thread carries out.
@@ -119,6 +120,7 @@ class StoreService:
 
         self._verbs = Verbs(
             store,
+            figures=self._figures,
             hand=self._changes.hand,
             after_writes=lambda call: self._changes.hand(partial(self._writes.add_barrier, call)),
             ask_engine=None if arena is None else self._ask_engine,
@@ -266,7 +268,9 @@ class StoreService:
         self._store.check_place()
         self._writes.step()
         self._refresh_stats(self._stats.lifetimes)  # these are found out at each sweep
-        if stored := self._writes.take_ended():
+        stored = self._writes.take_ended()
+        if stored or self._stats.store_error != self._told_error:
+            self._told_error = self._stats.store_error
             # Sent by the front thread, so that counters never go back.
             done = messages.Completions([*stored], self._stats)
             self._front.hand(lambda: self._tell_engine(done))
@@ -298,6 +302,7 @@ class StoreService:
     def _begin_sweep(self) -> None:
         """Retry what the disk refused, tell all figures, and try compression if it is undecided."""
         self._deletions.retry_refused()
+        self._writes.try_again()
         self._refresh_stats()
         self._warn_of_shortfall()
         told = messages.Completions([], self._stats)  # figures that change while nothing is stored
@@ -313,6 +318,11 @@ class StoreService:
             logger.warning("the disk tier is too small: %s", shortfall)
 
     def _refresh_stats(self, lifetimes: Lifetimes | None = None) -> None:
-        read = partial(self._store.stats, lifetimes)
-        stats = self._log.attempt("stats", read) or self._stats
-        self._stats = replace(stats, store_error=self._writes.last_error)
+        stats = self._log.attempt("stats", partial(self._figures, lifetimes))
+        self._stats = stats or replace(self._stats, store_error=self._writes.last_error)
+
+    def _figures(self, lifetimes: Lifetimes | None = None) -> StoreStats:
+        """Return the figures of the store and what this worker knows beside it, as of now."""
+        error, num_dropped = self._writes.last_error, self._touches.num_dropped
+        stats = self._store.stats(lifetimes)
+        return replace(stats, store_error=error, num_touches_dropped=num_dropped)

@@ -7,6 +7,7 @@ that fails ends with the reason.
 
 import contextlib
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,14 +18,15 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.claims import Claims
-from tieredkv.storage.codec import Extent, Located
-from tieredkv.storage.compression import Packed, extent_bytes_of
+from tieredkv.storage.codec import Extent, Located, padded_bytes
+from tieredkv.storage.compression import Packed, aligned_buffer, extent_bytes_of
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.index_txn import TXN_BLOCKS
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
 from tieredkv.storage.worker_messages import LentPage, PageStored
 from tieredkv.storage.write_share import WriteShare
+from tieredkv.types import BlockRecord
 
 _WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed
 _MAX_GROUP_AGE_S = 0.005  # how long written blocks wait for others to share a transaction
@@ -75,7 +77,8 @@ class Writes:
         log: told of failures.
 
     Attributes:
-        last_error: why the last blocks could not be stored, or empty.
+        last_error: why the last blocks could not be stored; empty if they could, or if a trial has
+            shown since that blocks can be stored again.
     """
 
     store: BlockStore
@@ -85,6 +88,7 @@ class Writes:
     claims: Claims
     log: FaultLog
     last_error: str = ""
+    _refused: BlockRecord | None = None  # the last block that could not be stored
     _is_hurried: bool = False
     # A function among those that wait is a barrier; see `add_barrier`.
     _waiting: deque[LentPage | Callable[[], None]] = field(default_factory=deque)
@@ -110,6 +114,41 @@ class Writes:
     def add_barrier(self, call: Callable[[], None]) -> None:
         """Call a function once every store before it is committed and none after it has begun."""
         self._waiting.append(call)
+
+    def try_again(self) -> None:
+        """Try whether a block can be stored, if the last ones could not and none is under way.
+
+        The trial is written like the last block that was refused, and its extent is given back. It
+        has expired and its hash is random, so nothing finds it even in an index that is made again.
+        """
+        if self._refused is None or self.are_under_way:
+            return
+        now, block_hash = self.store.clock.now(), os.urandom(len(self._refused.block_hash))
+        times = {"computed_at": now, "expires_at": now, "last_used": now, "pinned_until": 0.0}
+        trial = replace(self._refused, block_hash=block_hash, **times)
+        try:
+            [extent] = self.store.reserve_many([trial])
+        except StorageError as error:
+            self._note_refusal(trial, error)
+            return
+        if extent is not None:
+            self._num_writing += 1
+            write, end = (partial(do, extent, trial) for do in (self._write_trial, self._end_trial))
+            self.mover.start_trial(write, end)
+
+    def _write_trial(self, extent: Extent, trial: BlockRecord) -> None:
+        """Write a block of zeroes, on a writer thread."""
+        self.store.write_payload(extent, trial, aligned_buffer(padded_bytes(trial.size_bytes)))
+        self.store.flush_payloads({extent.segment})
+
+    def _end_trial(self, extent: Extent, trial: BlockRecord, error: StorageError | None) -> None:
+        self._num_writing -= 1
+        if error is None:
+            self.store.abandon(extent)
+            self._note_stored()
+        else:
+            self.store.write_failed(extent, error)
+            self._note_refusal(trial, error)
 
     def hurry(self) -> None:
         """Give way to nothing from now on, because the store closes."""
@@ -219,7 +258,7 @@ class Writes:
             if task.extent is not None:
                 self.store.write_failed(task.extent, error)
             self._end(task.page, _refusal(error))
-            self._note_refusal(error)
+            self._note_refusal(task.page.record, error)
         elif task.extent is None:
             self._packed.append(task)
         elif task.written is None:
@@ -241,7 +280,7 @@ class Writes:
             records = [task.page.record for task in batch]
             extents = self.store.reserve_many(records, [task.packed for task in batch])
         except StorageError as error:
-            self._note_refusal(error)
+            self._note_refusal(batch[0].page.record, error)
             for task in batch:
                 self._end(task.page, _refusal(error))
             return True
@@ -255,6 +294,7 @@ class Writes:
             else:
                 # After an error, extents that were written in vain may be what leaves no room.
                 self.last_error = self.last_error or "the budget leaves no room for another block"
+                self._refused = task.page.record
                 self._end(task.page, "full")
         self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
@@ -284,19 +324,24 @@ class Writes:
         rows = [task.written for task in group if task.written is not None]
         try:
             reasons = ["" if is_stored else "expired" for is_stored in self.store.commit(rows)]
-            self.last_error = ""
+            self._note_stored()
         except StorageError as error:
             reasons = [_refusal(error)] * len(group)
-            self._note_refusal(error)
+            self._note_refusal(group[0].page.record, error)
         for task, reason in zip(group, reasons, strict=True):
             page_id, block_hash = task.page.page_id, task.page.record.block_hash
             times = task.is_held_back, task.ended_at
             self._ended.append(PageStored(block_hash, page_id, reason, *times))
 
-    def _note_refusal(self, error: StorageError) -> None:
+    def _note_refusal(self, record: BlockRecord, error: StorageError) -> None:
         """Report why blocks are not stored, and keep the reason for `stats`."""
-        self.last_error = str(error)
+        self.last_error, self._refused = str(error), record
         self.log.report("store", error)
+
+    def _note_stored(self) -> None:
+        """Note that blocks can be stored."""
+        self.last_error, self._refused = "", None
+        self.log.note_works("store")
 
     def _end(self, page: LentPage, reason: str) -> None:
         self._ended.append(PageStored(page.record.block_hash, page.page_id, reason))

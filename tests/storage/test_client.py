@@ -492,6 +492,19 @@ def test_a_store_of_another_version_or_open_to_others_is_refused_untouched(
     harness.open().close()
 
 
+def test_after_a_kill_the_trouble_is_what_keeps_the_next_worker_from_serving(
+    harness: Harness,
+) -> None:
+    client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
+    harness.folder.chmod(0o777)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    wait_until(lambda: client.trouble)
+    harness.folder.chmod(0o700)
+    assert client.trouble.startswith(f"`{harness.folder}` is writable by others")
+    assert "SIGKILL" in client.trouble
+
+
 def test_more_blocks_than_the_budget_holds_stay_within_it(harness: Harness) -> None:
     client = harness.open(budget_bytes=2 << 20)
     mail = Mailbox(client)

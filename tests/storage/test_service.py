@@ -1,10 +1,11 @@
 """The front thread of the worker answers while the index thread is in the middle of a change."""
 
+import errno
 import os
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,9 +69,12 @@ class Gate:
     def __init__(self) -> None:
         self.label: str | None = None
         self.error: Exception | None = None
+        self.failing: StorageError | None = None  # what every write raises
         self.reached, self.opened = threading.Event(), threading.Event()
 
     def __call__(self, label: str) -> None:
+        if self.failing is not None and label == "write:before":
+            raise self.failing
         if label == self.label:
             self.label = None
             self.reached.set()
@@ -90,6 +94,7 @@ class Engine:
         self.lookups: list[LookupDone] = []
         self.deleted: list[int] = []
         self.stats: StoreStats | None = None
+        self.asked = deque[ControlRequest]()
 
     def hold_up(self, label: str, message: EngineMessage) -> None:
         """Send a message and wait until the index thread is held up at a failpoint."""
@@ -126,6 +131,8 @@ class Engine:
             elif isinstance(message, Completions):
                 self.pages += message.pages
                 self.stats = message.stats
+            elif isinstance(message, ControlRequest):
+                self.asked.append(message)
 
 
 @pytest.fixture
@@ -369,6 +376,47 @@ def test_a_deletion_that_the_disk_does_not_take_stays_a_miss_and_is_tried_again(
             assert engine.lookup(OLD.block_hash) == {}
         assert engine.deleted == [7]
         assert engine.lookup(OLD.block_hash, OLDER.block_hash).keys() == {OLDER.block_hash}
+
+
+def test_a_cured_fault_is_told_no_longer_although_nothing_is_stored(
+    tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sweep writes a trial block. `df` tells the same as the reports to the engine."""
+    caplog.set_level("INFO")
+    with serving(tmp_path / "store", arena) as engine, ThreadPoolExecutor(1) as pool:
+
+        def told() -> str:
+            engine.stats = None
+            wait_until(engine.hears_stats, "figures")
+            assert engine.stats is not None
+            return engine.stats.store_error
+
+        engine.gate.failing = StorageError(errno.EROFS, "Read-only file system")
+        engine.channel.send(StoreCall([LentPage(NEW, 1)]))
+        assert engine.next_page().reason == "io_error"
+        asking = pool.submit(StoreControl(tmp_path / "store").df)
+        while not engine.asked:
+            engine.hears_stats()
+        dropped = {"num_lookups_dropped": 3, "num_touches_dropped": 5}
+        job = engine.asked.popleft().id
+        engine.channel.send(EngineAnswer(job, {"disk": {**dropped, "blocks": 77}}))
+        disk = asking.result(HANG_S)["disk"]
+        assert "Read-only file system" in told()
+        for _ in range(4):
+            assert "Read-only file system" in told(), "the fault is still there"
+        engine.gate.failing = None
+        wait_until(lambda: not told(), "the fault was cured")
+        engine.channel.send(StoreCall([LentPage(NEW, 1)]))
+        assert engine.next_page().ok
+    assert "Read-only file system" in disk["store_error"]
+    assert disk | dropped | {"blocks": 2} == disk
+    assert [each.levelname for each in caplog.records if each.message.startswith("store: ")] == [
+        "WARNING",
+        "INFO",
+    ]
+    with open_store(tmp_path / "store", Clock()) as store:
+        assert store.stats().blocks == 3
+        store.check()
 
 
 def test_touches_that_wait_for_the_disk_are_bounded(

@@ -277,7 +277,6 @@ class Engine:
 
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
-    store_error = ""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._end_id = int(cast(Any, tokenizer).eos_token_id)

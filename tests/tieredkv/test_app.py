@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from anthropic.types import ModelInfo
+from msgspec.structs import replace
 
 from tests.golden import refused, told
 from tieredkv import __version__
@@ -51,7 +52,6 @@ class Engine:
     info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, worker_pid=None)
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
-    store_error = ""
 
     def __init__(self, pause_s: float, say: Callable[[str], TokenOutput]) -> None:
         self._pause_s, self._say = pause_s, say
@@ -392,9 +392,30 @@ def test_a_stop_that_would_lose_blocks_is_told_by_health_and_metrics(
     assert float(samples["tieredkv_owed_bytes"]) == owed["bytes"]
     assert float(samples["tieredkv_drain_seconds"]) == drain_s
     assert float(samples["tieredkv_drain_timeout_seconds"]) == 30.0
-    engine.store_error = "no space left"
+    engine.stats |= {"disk": {"store_error": "no space left"}}
     disk = ask(engine, tokenization, "/health", settings=settings, method="GET").json()["disk"]
     assert disk["status"] == "failing", "the cause of it all is told first"
+
+
+@pytest.mark.parametrize("state", ["ok", "off", "failing", "behind"])
+def test_health_and_metrics_tell_the_same_state_of_the_disk(
+    tokenization: Tokenization, state: str
+) -> None:
+    engine, settings = Engine(0.0, answered), Settings(disk_dir="/nvme", drain_timeout=30.0)
+    engine.stats = {
+        "owed": {"bytes": 1 << 30, "drain_s": 60.0 if state == "behind" else 0.0},
+        "learnt": {"write_bytes_per_s": 2.0**30},
+        "disk": {"store_error": "no space left" if state == "failing" else ""},
+    }
+    if state == "off":
+        engine.info = replace(engine.info, disk_trouble="moved")
+    disk = ask(engine, tokenization, "/health", settings=settings, method="GET").json()["disk"]
+    text = Metrics(settings, engine).text().decode()  # type: ignore[arg-type]
+    samples = dict(re.findall(r'^tieredkv_disk_state{state="(\w+)"} (\S+)$', text, re.M))
+    assert disk["status"] == state
+    assert ("cause" in disk) is (state != "ok")
+    wanted = dict.fromkeys(("ok", "off", "failing", "behind"), "0.0") | {state: "1.0"}
+    assert samples == wanted
 
 
 def test_metrics_count_lost_blocks_by_reason_and_tokens_computed() -> None:

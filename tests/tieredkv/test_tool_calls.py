@@ -55,7 +55,6 @@ class Engine:
     )
     is_alive, pid, stats = True, 1, dict[str, Any]()
     trouble: str | None = None
-    store_error = ""
 
     def __init__(self, text: str, finish_reason: str = "stop") -> None:
         self._text, self._reason = text, finish_reason

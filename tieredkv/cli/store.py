@@ -94,6 +94,8 @@ def df(store: Control, verbose: bool) -> Answer:
     writer = answer.get("writer_pid")
     if disk:
         lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
+    if disk.get("store_error"):
+        lines.append(f"warning: the last blocks could not be stored: {disk['store_error']}")
     lifetimes = told(disk, "lifetimes", Lifetimes)
     if lifetimes is not None and lifetimes.shortfall:
         lines.append(f"warning: the disk tier is too small: {lifetimes.shortfall}")

@@ -63,6 +63,7 @@ _SLICE_S = 0.02
 _REPORT_INTERVAL_S = 0.1
 _ASKED_BLOCKS = 65_536  # of which the engine is told in one frame
 _PAGE_BLOCKS = 4096  # of a chain, in one frame
+_DROPPED = ("num_lookups_dropped", "num_touches_dropped")
 _TOLD_NAMESPACES = 10_000  # the largest, in one frame
 NO_ANSWER = {"engine": "no answer"}
 """What a silent engine is taken to say, and what an answer has that leaves out its blocks."""
@@ -84,6 +85,7 @@ class Verbs:
 
     Args:
         store: the store.
+        figures: reads the figures of the store; called by the index thread.
         hand: hands a call to the index thread.
         after_writes: hands a call to the index thread, to be made once every store received so far
             is acknowledged and before any later one is begun. So an eviction also drops blocks
@@ -92,6 +94,7 @@ class Verbs:
     """
 
     store: BlockStore
+    figures: Callable[[], StoreStats]
     hand: Hand
     after_writes: Hand
     ask_engine: Callable[[ControlRequest], None] | None
@@ -119,6 +122,9 @@ class Verbs:
                 tiers = {"device": None, "host": None, **_only(self._ask(call, caller))}
                 writer_pid = None if self.ask_engine is None else os.getpid()
                 disk = msgspec.to_builtins(self._finish(self._figures(), caller))
+                # What is dropped before it is sent to this worker, only the engine knows.
+                known = tiers.get("disk") or {}
+                disk |= {name: known[name] for name in _DROPPED if name in known}
                 tenants = self._finish(self._tenants(), caller)
                 answer = {**tiers, "disk": disk, "tenants": tenants, "writer_pid": writer_pid}
                 return answer | (self._namespaces(caller) if verbose else {})
@@ -363,7 +369,7 @@ class Verbs:
 
     def _figures(self) -> Generator[None, None, StoreStats]:
         yield
-        return self.store.stats()
+        return self.figures()
 
     def _tenants(self) -> Generator[None, None, dict[str, Any]]:
         """Return the blocks and payload bytes on disk by tenant, of those who have the most."""

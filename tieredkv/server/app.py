@@ -41,7 +41,7 @@ from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.description import ANSWERED, description
 from tieredkv.server.diagnosis import Diagnoses
-from tieredkv.server.engine_client import EngineClient, backlog
+from tieredkv.server.engine_client import EngineClient, disk_state
 from tieredkv.server.error_responses import GONE, refuse, unknown_model
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.grammar_checker import GrammarChecker, GrammarQueue
@@ -154,13 +154,7 @@ class Api:
         if trouble:
             body |= {"status": "stuck" if engine.is_alive else "dead", "reason": trouble}
         if self._settings.disk_dir is not None:
-            told = {
-                "off": info.disk_trouble,
-                "failing": engine.store_error,
-                "behind": backlog(engine.stats, self._settings.drain_timeout),
-            }
-            causes = [(status, cause) for status, cause in told.items() if cause]
-            status, cause = causes[0] if causes else ("ok", None)
+            status, cause = disk_state(info, engine.stats, self._settings.drain_timeout)
             body["disk"] = {"status": status} | ({"cause": cause} if cause else {})
         return JSONResponse(body, 503 if trouble else 200)
 

@@ -105,11 +105,6 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     @property
-    def store_error(self) -> str:
-        """Why the disk tier could not store the last blocks; empty where it could."""
-        return str((self.stats.get("disk") or {}).get("store_error", ""))
-
-    @property
     def trouble(self) -> str | None:
         """Why the engine cannot answer now, as a sentence; None while it can.
 
@@ -280,6 +275,28 @@ class EngineClient:
 def _death() -> RequestError:
     text = "The engine has died, so the server ends; retry later."
     return RequestError(text, code="engine_dead", status=503)
+
+
+DISK_STATES = ("ok", "off", "failing", "behind")
+"""What `/health` and the metrics call the states of a disk tier."""
+
+
+def disk_state(
+    info: EngineInfo, stats: Mapping[str, Any], drain_timeout_s: float
+) -> tuple[str, str]:
+    """Return the state of the disk tier and its cause, which is empty if the state is `ok`.
+
+    Args:
+        info: what the engine can do.
+        stats: what the engine reported.
+        drain_timeout_s: the setting.
+    """
+    causes = {
+        "off": info.disk_trouble,
+        "failing": (stats.get("disk") or {}).get("store_error"),
+        "behind": backlog(stats, drain_timeout_s),
+    }
+    return next(((state, cause) for state, cause in causes.items() if cause), ("ok", ""))
 
 
 def backlog(stats: Mapping[str, Any], drain_timeout_s: float) -> str:

@@ -17,7 +17,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
 from tieredkv.server.diagnosis import NONE
-from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.engine_client import DISK_STATES, EngineClient, disk_state
 from tieredkv.server.history import History
 from tieredkv.server.recorder import Recorder
 from tieredkv.server.remembered import RememberedAnswers
@@ -73,6 +73,9 @@ class Metrics:
         }
         held = {name: store.figures._asdict() for name, store in self._stores.items() if store}
         reported = {**self._engine.stats, **settings, **held, "one": 1}
+        if self._settings.disk_dir is not None:
+            told = self._engine.info, self._engine.stats, self._settings.drain_timeout
+            reported["disk_states"] = {it: int(it == disk_state(*told)[0]) for it in DISK_STATES}
         families = {row["name"]: _read(row, reported) for row in _TABLE["engine"]}
         families |= {name: own.collect()[0] for name, own in self.observed.items()}
         yield from families.values()
