@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, product
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
@@ -159,22 +159,35 @@ class ExtentAllocator:
 
     def idle_bytes(self, txn: IndexTxn) -> int:
         """Return how many bytes `release_idle` can give back."""
-        states = txn.segments().values()
+        states = (state for segment, state in txn.segments().items() if segment in self.files)
         unused = sum((each.num_extents - each.num_used) * each.extent_bytes for each in states)
         return self._dirty_bytes + unused
 
     # --- lending ----------------------------------------------------------------------------
 
     def take(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
-        """List up to `count` extents as pending without evicting anything."""
+        """List up to `count` extents as pending without evicting anything.
+
+        Extents of a segment file that somebody removed are left as dirty, and others are taken.
+        """
         taken = self._take_dirty(extent_bytes, count)
-        for source in (self._take_unused, self._take_free, self._take_new):
-            if len(taken) < count:
-                found = source(txn, extent_bytes, count - len(taken))
-                for extent in found:
-                    txn.add_extent("pending", extent)
-                taken += found
-        return taken
+        sources = (self._take_unused, self._take_free, self._take_new)
+        while True:
+            for source in sources:
+                if len(taken) < count:
+                    found = source(txn, extent_bytes, count - len(taken))
+                    for extent in found:
+                        txn.add_extent("pending", extent)
+                    taken += found
+            for segment in {extent.segment for extent in taken}:
+                self.files.refresh(segment)
+            there = [extent for extent in taken if extent.segment in self.files]
+            if len(there) == len(taken):
+                return taken
+            for extent in taken:
+                if extent.segment not in self.files:
+                    self._add_dirty(extent)
+            taken = there + self._take_dirty(extent_bytes, count - len(there))
 
     def take_back(self, extent: Extent, *, is_stored: bool) -> None:
         """End the loan of an extent: it now holds a stored block, or it is dirty."""
@@ -187,7 +200,8 @@ class ExtentAllocator:
 
     def _take_dirty(self, extent_bytes: int, count: int) -> list[Extent]:
         dirty = self._dirty.get(extent_bytes, {})
-        taken = list(islice((extent for extent in dirty if extent not in self.strikes), count))
+        fit = (each for each in dirty if each not in self.strikes and each.segment in self.files)
+        taken = list(islice(fit, count))
         for extent in taken:
             del dirty[extent]
         return taken
@@ -197,7 +211,7 @@ class ExtentAllocator:
         taken: list[Extent] = []
         for segment, state in txn.segments().items():
             more = min(state.num_extents - state.num_used, count - len(taken))
-            if state.extent_bytes == extent_bytes and more > 0:
+            if state.extent_bytes == extent_bytes and more > 0 and segment in self.files:
                 num_used = state.num_used + more
                 taken += [Extent(segment, number) for number in range(state.num_used, num_used)]
                 txn.put_segment(segment, state._replace(num_used=num_used))
@@ -212,6 +226,8 @@ class ExtentAllocator:
         ]
         free = chain.from_iterable(map(txn.free, same))
         for extent in list(islice((e for e in free if not self.is_retired(e)), count)):
+            if extent.segment not in self.files:  # its file was found to be removed just now
+                continue
             if self.files.punch_hole and self.space.fitting_bytes < extent_bytes:
                 break
             if not self._allocate(extent.segment, extent.number, 1):
@@ -308,18 +324,18 @@ class ExtentAllocator:
                         if is_known:
                             txn.add_extent("free", extent)
             self.failpoint("erase:committed")
-            for extent in chain(*erased):
-                del self._dirty[self.files.extent_bytes(extent.segment)][extent]
+            # The file of an extent may have been removed since that extent became dirty.
+            for extent, extents in product(chain(*erased), self._dirty.values()):
+                extents.pop(extent, None)
             yield
         self._remove_empty_segments()
 
     def _next_runs(self, start: bytes) -> list[list[Extent]]:
         """Return runs of neighbouring dirty extents for one step, from a key of `pending` on."""
         most = min(_ERASED_EXTENTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
-        size_of = self.files.extent_bytes
         with self.index.reading() as txn:
-            pending = txn.extents("pending", start)
-            dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
+            pending, sizes = txn.extents("pending", start), self._dirty.values()
+            dirty = (each for each in pending if any(each in extents for extents in sizes))
             # Along a run, the extent's number grows as the position in the list does.
             runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
             return [[extent for _, extent in run] for _, run in runs]

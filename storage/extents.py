@@ -10,6 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError, StorageError
@@ -123,7 +124,8 @@ class SegmentFiles:
         file = self._files.pop(segment, None)
         if file is not None:
             os.ftruncate(file.fd, 0)
-            os.unlink(file.path)
+            with suppress(FileNotFoundError):  # somebody was faster
+                os.unlink(file.path)
 
     def remove_all(self) -> None:
         """Erase and unlink every segment file; they stay gone after a power loss."""

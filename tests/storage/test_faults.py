@@ -520,3 +520,53 @@ def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> Non
     with open_store(filled.path) as store:
         assert load(store, SMALL[1]) == payload_of(SMALL[1])
         assert len(segment_files(filled.path)) == 2
+
+
+# --- a segment file that is removed while the store runs ------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["none", "delete", "sweep"])
+@pytest.mark.parametrize("size_bytes", [8192, 300_000])
+def test_a_segment_that_was_removed_costs_its_blocks_and_no_store(
+    tmp_path: Path, change: str, size_bytes: int
+) -> None:
+    """There may be extents that were never used, erased ones, and ones that wait to be erased."""
+    old = [make_record("old", each, size_bytes=size_bytes) for each in range(8)]
+    new = [make_record("new", each, size_bytes=size_bytes) for each in range(24)]
+    with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
+        put(store, *old)
+        if change != "none":
+            store.delete([each.block_hash for each in old[:4]], "test")
+        if change == "sweep":
+            sweep(store)
+        (segment,) = segment_files(tmp_path / "s")
+        segment.unlink()
+        for start in range(0, len(new), 3):
+            assert put(store, *new[start : start + 3]) == [True] * 3
+        store.check()
+        sweep(store)
+        assert [load(store, each) for each in new] == [payload_of(each) for each in new]
+        assert all(load(store, each) in (None, "missing_segment") for each in old)
+        sweep(store)
+        assert store.stats().blocks == len(new)
+        assert store.stats().bytes_pending == 0
+        assert store.stats().faults.get("io_error", 0) == 0
+        store.check()
+    with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
+        assert [load(store, each) for each in new] == [payload_of(each) for each in new]
+        store.check()
+
+
+def test_a_store_at_its_budget_goes_on_when_all_its_segments_are_removed(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", budget_bytes=2 << 20) as store:
+        number = 0
+        while not store.stats().num_evicted:
+            put(store, make_record(f"old{number}"))
+            number += 1
+        for segment in segment_files(tmp_path / "s"):
+            segment.unlink()
+        later = store.clock.now() + 1
+        new = [make_record(f"new{each}", last_used=later) for each in range(20)]
+        assert [put(store, each) for each in new] == [[True]] * 20
+        assert [load(store, each) for each in new] == [payload_of(each) for each in new]
+        store.check()
