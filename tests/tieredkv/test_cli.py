@@ -349,7 +349,7 @@ def test_df_tells_how_long_the_disk_keeps_blocks_and_warns_of_a_small_one(tmp_pa
     assert float(row[1]) == pytest.approx(12_288 / 10 / 1024, rel=0.01)
     assert str(lifetimes["num_evicted"]["24h"]) in row
     assert format_duration(lifetimes["evicted_age_p1_s"]["24h"]) in " ".join(row)
-    changing = r"[\d.]+ KiB|\d+m( \d+s)?|\d+ MiB(?=` would)"
+    changing = r"[\d.]+ KiB|\d+m( \d+s)?|[\d.]+ MiB(?=` would)"
     told(re.sub(changing, "N", shown.stdout.splitlines()[-1]))
     assert f" {digest('tenant').hex()[:16]} " in shown.stdout
 
