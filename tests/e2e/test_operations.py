@@ -301,7 +301,7 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         assert complete(server, "x", headers=alice).status_code == 401
         file.write_text("[carol]\n")
         server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: server.said("ERROR", RUN), "a bad file is not reported")
+        wait_until(lambda: bool(server.said("ERROR", RUN)), "a bad file is not reported")
         golden.told(server.said("ERROR", RUN)[-1])
         assert complete(server, "x", headers=carol).status_code == 200
         assert server.stop() == 0
