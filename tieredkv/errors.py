@@ -17,6 +17,7 @@ TieredKVError
    ├─ NoServerError           only a server could do it, and none uses the store
    ├─ FormatVersionError      the store was written by another format version
    ├─ MissingKeyError         keys of an encrypted store are missing, wrong or damaged
+   │  └─ DamagedTableError    both headers of the key table are damaged, so no key can be read
    ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
    ├─ StoreFailedError        the store failed for an unknown reason: no verdict
    ├─ BlocksLostError         blocks that a policy promised to the disk could not be stored
@@ -126,7 +127,26 @@ class FormatVersionError(StorageError):
 
 
 class MissingKeyError(StorageError):
-    """The master key or the key table of an encrypted store is missing, wrong or damaged."""
+    """The master key or the key table of an encrypted store is missing, wrong or damaged.
+
+    Attributes:
+        reason: `absent`; `unreadable`; `unsafe` (its owner, mode, kind, names or a link on the
+            way); `foreign` (of another folder); `version` (of another format version);
+            `master key` (another one than the table was written with); `no key` (a file or an
+            output that holds none); `damaged`; empty where no
+            reason is told apart.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class DamagedTableError(MissingKeyError):
+    """Both headers of the key table are damaged, so none of its keys can be read any more."""
+
+    def __init__(self, message: str, *, reason: str = "damaged") -> None:
+        super().__init__(message, reason=reason)
 
 
 class CorruptIndexError(StorageError):
