@@ -130,11 +130,10 @@ class MissingKeyError(StorageError):
     """The master key or the key table of an encrypted store is missing, wrong or damaged.
 
     Attributes:
-        reason: `absent`; `unreadable`; `unsafe` (its owner, mode, kind, names or a link on the
-            way); `foreign` (of another folder); `version` (of another format version);
-            `master key` (another one than the table was written with); `no key` (a file or an
-            output that holds none); `damaged`; empty where no
-            reason is told apart.
+        reason: `absent`, `unreadable`, `unsafe` (its owner, mode, kind or names, or a link on the
+            way), `foreign` (of another folder), `version` (of another format version),
+            `master key` (another one than the table was written with), `no key` (a file or an
+            output that holds none) or `damaged`; empty where none of them is told apart.
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:

@@ -108,6 +108,11 @@ def check_of(master_key: bytes) -> bytes:
     return hashlib.sha256(b"tieredkv master key" + master_key).digest()[:8]
 
 
+def seal(data: bytes | bytearray) -> bytes:
+    """Return the checksum that ends a header and a slot; it tells damage without a master key."""
+    return xxh3_64_digest(data)
+
+
 def wrapping_key(master_key: bytes, folder_id: bytes) -> bytes:
     """Return the key under which one table is encrypted; it tells nothing of the master key."""
     return hmac.digest(master_key, b"tieredkv key table" + folder_id, "sha256")
@@ -138,7 +143,7 @@ def head_of(page: bytes) -> Head | None:
     """Read a header; None if it is damaged or of another format version."""
     if len(page) != PAGE_BYTES or version_of(page) != VERSION:
         return None
-    if xxh3_64_digest(page[:_PAGE_SEAL_AT]) != page[_PAGE_SEAL_AT:]:
+    if seal(page[:_PAGE_SEAL_AT]) != page[_PAGE_SEAL_AT:]:
         return None
     _, folder_id, now, before, number, present, replaced = _FIELDS.unpack_from(page)
     paths = (page[at:][:_MOST_PATH_BYTES].rstrip(b"\0") for at in _PATHS_AT)
@@ -164,7 +169,7 @@ def pack_header(head: Head, kept: Secrets) -> bytes:
         other = other if head.is_rotating else _NO_KEY
         sealed = AESGCM(own).encrypt(nonce, kept.names_key + other, _known_of(page))
         _LOCK.pack_into(page, at, nonce, sealed[:64], sealed[64:])
-    page[_PAGE_SEAL_AT:] = xxh3_64_digest(page[:_PAGE_SEAL_AT])
+    page[_PAGE_SEAL_AT:] = seal(page[:_PAGE_SEAL_AT])
     return bytes(page)
 
 
@@ -198,7 +203,7 @@ def pack_slot(key: PayloadKey, number: int, folder_id: bytes, cipher: AESGCM) ->
     sealed = cipher.encrypt(nonce, key.key, place)
     fields = (key.id, key.scope, key.dies_at, nonce, sealed[:KEY_BYTES], sealed[KEY_BYTES:])
     slot = _SLOT.pack(*fields).ljust(_SLOT_SEAL_AT, b"\0")
-    return slot + xxh3_64_digest(slot)
+    return slot + seal(slot)
 
 
 def unpack_slot(
@@ -226,7 +231,7 @@ def unpack_slot(
 
 def death_of(slot: bytes) -> float | None:
     """Read the second of death of a slot, which needs no key; None if its seal is wrong."""
-    if xxh3_64_digest(slot[:_SLOT_SEAL_AT]) != slot[_SLOT_SEAL_AT:]:
+    if seal(slot[:_SLOT_SEAL_AT]) != slot[_SLOT_SEAL_AT:]:
         return None
     dies_at: float = _SLOT.unpack_from(slot)[2]
     return dies_at

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.keys import layout, trust
-from tieredkv.storage.keys.layout import FREE, SLOT_BYTES, SLOTS_AT, Head, check_of
+from tieredkv.storage.keys.layout import FREE, SLOT_BYTES, SLOTS_AT, Head
 from tieredkv.storage.keys.table_file import (
     DRAFT_SUFFIX,
     TABLE_SUFFIX,
@@ -74,13 +74,17 @@ def table_at(path: str) -> TableFile | None:
     return TableFile(version, start[8:])
 
 
-def tables_under(key_dir: str, master_key: bytes) -> list[str]:
-    """Return the paths of the tables in a key folder that are encrypted under a master key.
+def tables_under(key_dir: str, check: bytes) -> list[str]:
+    """Return the paths of the tables in a key folder that are encrypted under one master key.
+
+    Args:
+        key_dir: the folder.
+        check: what tells the master key from others (`layout.check_of`).
 
     Raises:
         StorageError: the folder cannot be read.
     """
-    check, found = check_of(master_key), []
+    found = []
     for path in _listed(key_dir, TABLE_SUFFIX):
         with suppress(StorageError):
             fd = trust.open_file(path, WHAT, follows_link=False)

@@ -11,12 +11,14 @@ from typing import TypeVar
 
 import pytest
 
+from tests.storage.key_tables import DEATH, FOLDER_ID, MASTER, ONE, STAMP, TWO
 from tests.waiting import is_alive as is_alive
 from tests.waiting import wait_until as wait_until
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.worker_messages import (
     LentPage,
     LookupDone,
@@ -237,3 +239,27 @@ def ram_path() -> Iterator[Path]:
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="tieredkv-test-", dir=where) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def key_dir(tmp_path: Path) -> Path:
+    """A folder of keys."""
+    folder = tmp_path / "keys"
+    folder.mkdir(0o700)
+    return folder
+
+
+@pytest.fixture
+def table_path(key_dir: Path) -> str:
+    """Where a key table is to be."""
+    return str(key_dir / f"{FOLDER_ID.hex()}.keys")
+
+
+@pytest.fixture
+def table(table_path: str) -> Iterator[KeyTable]:
+    """A key table with keys of two scopes, added one after the other."""
+    table = KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP, folder="/kv", master_place="/key")
+    table.add({ONE: DEATH})
+    table.add({ONE: DEATH + 1, TWO: DEATH + 2})
+    yield table
+    table.close()

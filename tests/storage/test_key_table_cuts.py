@@ -1,0 +1,285 @@
+"""What crashes, power losses and full disks leave of a key table."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.storage.cuts import Left, cut_short, failing, unflushed
+from tests.storage.key_tables import (
+    DEATH,
+    FIRST_SLOT,
+    FOLDER_ID,
+    MASTER,
+    NEXT,
+    NO_STAMP,
+    ONE,
+    OTHER,
+    PAGE,
+    SLOT,
+    STAMP,
+    THREE,
+    TWO,
+    flip,
+    key_of,
+    numbered,
+    opened,
+    reason_of,
+    scopes_of,
+)
+from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
+from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
+from tieredkv.storage.keys.layout import check_of
+from tieredkv.storage.keys.sweeps import Swept, sweep_tables
+from tieredkv.storage.keys.table import KeyTable
+
+# --- cuts -----------------------------------------------------------------------------------------
+
+
+def states(change: Callable[[KeyTable], object], table_path: str, tmp_path: Path) -> list[Left]:
+    """What each cut of a change leaves of the table that the fixture made."""
+    with closing(KeyTable.open(table_path, FOLDER_ID, MASTER)) as table:
+        return cut_short(Path(table_path).parent, tmp_path / "copies", lambda: change(table))
+
+
+def test_each_cut_of_a_creation_leaves_no_table_or_a_sound_one(
+    table_path: str, tmp_path: Path
+) -> None:
+    def create() -> None:
+        KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP).close()
+
+    left = cut_short(Path(table_path).parent, tmp_path / "copies", create)
+    assert len(left) > 8
+    for folder, what, _ in left:
+        copy = folder / Path(table_path).name
+        if not copy.exists():
+            KeyTable.create(str(copy), FOLDER_ID, MASTER, STAMP).close()
+        assert opened(copy).stamps == (STAMP, NO_STAMP), what
+        assert sweep_tables(str(folder), DEATH, lambda *_: False) == Swept(0, 1), what
+        assert not list(folder.iterdir()), what
+
+
+def test_each_cut_of_an_addition_leaves_the_other_keys_and_no_other_one(
+    table: KeyTable, table_path: str, tmp_path: Path
+) -> None:
+    table.close()
+    many = numbered(range(34))  # more than there are free slots
+    known = {key.id: key for key in table}
+    kept = list[KeyTable]()
+
+    def add(table: KeyTable) -> None:
+        table.add(many)
+        kept.append(table)
+
+    left = states(add, table_path, tmp_path)
+    assert len(left) > 10
+    all_known = known | {key.id: key for key in kept[0]}
+    for folder, what, is_torn in left:
+        again = opened(folder / Path(table_path).name)
+        found = {key.id: key for key in again}
+        assert found.items() >= known.items(), what
+        assert found.items() <= all_known.items(), what
+        assert again.num_lost <= is_torn, what
+    assert opened(left[-1].folder / Path(table_path).name).num_lost == 0
+
+
+def test_each_cut_of_a_drop_leaves_the_other_keys(
+    table: KeyTable, table_path: str, tmp_path: Path
+) -> None:
+    table.add({THREE: DEATH})
+    table.close()
+    left = states(lambda table: table.drop([ONE, THREE]), table_path, tmp_path)
+    assert len(left) > 8
+    for folder, what, is_torn in left:
+        again = opened(folder / Path(table_path).name)
+        assert key_of(again, TWO) == key_of(table, TWO), what
+        assert set(again) <= set(table), what
+        assert again.num_lost <= is_torn, what
+    assert scopes_of(opened(left[-1].folder / Path(table_path).name)) == [TWO]
+
+
+def test_each_cut_of_a_stamp_leaves_the_old_ones_or_the_new_ones(
+    table: KeyTable, table_path: str, tmp_path: Path
+) -> None:
+    table.close()
+    left = states(lambda table: table.stamp(NEXT, STAMP), table_path, tmp_path)
+    seen = list[tuple[bytes, bytes]]()
+    for folder, what, _ in left:
+        copy = folder / Path(table_path).name
+        looked = KeyTable.look(str(copy), FOLDER_ID, MASTER)
+        again = opened(copy)
+        assert looked.stamps == again.stamps, what
+        assert set(again) == set(table), what
+        seen.append(again.stamps)
+    assert set(seen) == {(STAMP, NO_STAMP), (NEXT, STAMP)}
+    assert seen[-1] == (NEXT, STAMP)
+
+
+def test_each_cut_of_a_rotation_is_finished_by_a_start_with_either_key(
+    table: KeyTable, table_path: str, tmp_path: Path
+) -> None:
+    table.add(numbered(range(60)))
+    table.drop([b"%036d" % number for number in range(0, 60, 7)])
+    table.close()
+    left = states(lambda table: table.rotate(OTHER, place="/new"), table_path, tmp_path)
+    openers = list[str]()
+    with unflushed():
+        for folder, what, is_torn in left:
+            copy = folder / Path(table_path).name
+            data, can = copy.read_bytes(), ""
+            for name, key in (("old", MASTER), ("new", OTHER)):
+                copy.write_bytes(data)
+                try:
+                    looked = KeyTable.look(str(copy), FOLDER_ID, key)
+                except MissingKeyError as error:
+                    assert error.reason == "master key", what
+                    continue
+                can += name
+                assert copy.read_bytes() == data, what
+                again = opened(copy, key)
+                assert set(looked) == set(again) <= set(table), what
+                assert len(table) - len(again) == again.num_lost <= is_torn, what
+                assert not again.head.is_rotating, what
+                is_new = check_of(OTHER) in again.head.checks
+                now, gone = (OTHER, MASTER) if is_new else (MASTER, OTHER)
+                assert set(opened(copy, now)) == set(again), what
+                assert reason_of(KeyTable.look, str(copy), FOLDER_ID, gone) == "master key", what
+            openers.append(can)
+    order = ["old", "oldnew", "new"]
+    kills = [can for can, (_, what, _) in zip(openers, left, strict=True) if "kill" in what]
+    assert kills == sorted(kills, key=order.index) and kills.count("oldnew") >= 6
+    assert set(openers) == set(order) and openers[-1] == "new"
+
+
+def test_a_rotation_in_whole_blocks_of_the_device_loses_no_key(
+    table: KeyTable, table_path: str, tmp_path: Path
+) -> None:
+    table.add(numbered(range(30)))
+    table.close()
+    data = Path(table_path).read_bytes()
+    with (
+        closing(KeyTable.open(table_path, FOLDER_ID, MASTER)) as again,
+        pytest.raises(StorageError),
+        failing("fdatasync", errno.EIO, after=2),
+    ):
+        again.rotate(OTHER)
+    after = Path(table_path).read_bytes()
+    for end in range(FIRST_SLOT, len(data) + 1, 512):
+        Path(table_path).write_bytes(after[:end] + data[end:])
+        looked = KeyTable.look(table_path, FOLDER_ID, MASTER)
+        assert (set(looked), looked.num_lost) == (set(table), 0)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[KeyTable], object]] = {
+    "add": lambda table: table.add(numbered(range(40))),
+    "drop": lambda table: table.drop([ONE]),
+    "drop_dead": lambda table: table.drop_dead(DEATH),
+    "stamp": lambda table: table.stamp(NEXT, STAMP),
+    "rotate": lambda table: table.rotate(OTHER, place="/new"),
+}
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_fails_changes_nothing_here_and_can_be_made_again(
+    table: KeyTable, table_path: str, name: str, call: str
+) -> None:
+    keys, stamps, checks = set(table), table.stamps, table.head.checks
+    num_failed = 0
+    for after in range(10):
+        try:
+            with failing(call, errno.ENOSPC, after=after):
+                CHANGES[name](table)
+        except StoreFullError as error:
+            num_failed += 1
+            assert (error.errno, set(table), table.stamps) == (errno.ENOSPC, keys, stamps)
+            found = KeyTable.look(table_path, FOLDER_ID, MASTER)
+            gone = {key for key in keys if key.scope == ONE} if "drop" in name else set()
+            assert keys - gone <= set(found)
+        else:
+            break
+    assert num_failed > 0
+    now = set(table)
+    table.close()
+    new_key = OTHER if name == "rotate" else MASTER
+    assert set(opened(table_path, new_key)) == now
+    assert opened(table_path, new_key).num_lost == 0
+    assert (now - keys or keys - now or name in ("stamp", "rotate")) and checks
+
+
+def test_a_rotation_whose_note_cannot_be_written_has_not_begun(
+    table: KeyTable, table_path: str
+) -> None:
+    with pytest.raises(StorageError):
+        write, num_calls = os.pwrite, 0
+
+        def pwrite(fd: int, data: memoryview, at: int) -> int:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return write(fd, data, at)
+
+        with patch.object(os, "pwrite", pwrite):
+            table.rotate(OTHER)
+    assert not table.head.is_rotating
+    table.close()
+    assert reason_of(opened, table_path, OTHER) == "master key"
+    assert len(opened(table_path)) == 2
+
+
+def test_a_start_on_a_device_that_takes_no_write_serves_what_it_reads(
+    table: KeyTable, table_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.close()
+    flip(table_path, FIRST_SLOT)
+    with failing("pwrite", errno.EIO), caplog.at_level(logging.WARNING):
+        again = KeyTable.open(table_path, FOLDER_ID, MASTER)
+    assert (scopes_of(again), again.num_lost) == ([TWO], 1)
+    again.drop([])  # the damaged slot is overwritten with the next change
+    again.close()
+    assert Path(table_path).read_bytes()[FIRST_SLOT:][:SLOT] == bytes(SLOT)
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_keys_are_destroyed_on_a_full_disk_but_not_made(kind: str) -> None:
+    try:
+        with mounted(FILESYSTEMS[kind], image_bytes=8 << 20) as disk:
+            folder = disk / "keys"
+            folder.mkdir(0o700)
+            table_path = str(folder / "table")
+            with closing(KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP)) as table:
+                table.add(numbered(range(32)))
+                for size in (1 << 16, 1 << 10):
+                    with pytest.raises(OSError), open(disk / f"{size}", "wb", buffering=0) as file:
+                        while True:
+                            file.write(bytes(size))
+                            os.fsync(file.fileno())
+                for _ in range(2):
+                    with pytest.raises(StoreFullError):
+                        table.add({ONE: DEATH})
+                assert (len(table), os.path.getsize(table_path)) == (32, FIRST_SLOT + PAGE)
+                assert len(table.drop([b"%036d" % 3, b"%036d" % 9])) == 2
+                table.stamp(NEXT, STAMP)
+                table.add({ONE: DEATH})
+                table.rotate(OTHER)
+            assert len(opened(table_path, OTHER)) == 31
+    except CannotMountError as error:
+        pytest.skip(str(error))
+
+
+def test_a_table_that_cannot_be_made_leaves_no_file(table_path: str) -> None:
+    for name in ("pwrite", "fsync", "rename"):
+        with failing(name, errno.ENOSPC), pytest.raises(StoreFullError):
+            KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP)
+        assert not os.listdir(os.path.dirname(table_path))
+    with failing("fsync", errno.EIO, after=1), pytest.raises(StorageError):  # of the folder
+        KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP)
+    assert not os.listdir(os.path.dirname(table_path))
