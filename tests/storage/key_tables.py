@@ -42,10 +42,12 @@ def key_of(table: KeyTable, scope: bytes) -> PayloadKey:
 
 
 def flip(path: str | Path, at: int, bit: int = 0) -> None:
-    """Flip one bit of a file."""
-    data = bytearray(Path(path).read_bytes())
-    data[at] ^= 1 << bit
-    Path(path).write_bytes(data)
+    """Flip one bit of a file in its place."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
 
 
 def reason_of(read: Callable[..., object], *args: object) -> str:
