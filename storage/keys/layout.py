@@ -59,6 +59,9 @@ class PayloadKey(NamedTuple):
     scope: bytes
     dies_at: float
 
+    def __repr__(self) -> str:  # without the key, which no log may have
+        return f"PayloadKey({self.id.hex()}, scope={self.scope.hex()}, dies_at={self.dies_at})"
+
 
 class Head(NamedTuple):
     """What anybody can read in a header. Only those who have a master key know that it is true.
@@ -101,6 +104,9 @@ class Secrets(NamedTuple):
 
     names_key: bytes
     wrapping_keys: tuple[bytes, ...]
+
+    def __repr__(self) -> str:  # without the keys, which no log may have
+        return f"Secrets({len(self.wrapping_keys)} wrapping keys)"
 
 
 def check_of(master_key: bytes) -> bytes:

@@ -200,5 +200,6 @@ def _dead(data: bytes | bytearray, now: float) -> list[int]:
 def _is_left(data: bytes | bytearray, has_store: HasStore) -> bool:
     """Return whether a table is empty and belongs to a folder that is gone."""
     head = _newest(data)
-    is_empty = not any(data[SLOTS_AT:])
-    return head is not None and is_empty and not has_store(head.folder, head.folder_id)
+    if head is None or not head.folder or any(data[SLOTS_AT:]):
+        return False
+    return not has_store(head.folder, head.folder_id)

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from tieredkv.errors import DamagedTableError, MissingKeyError, StorageError
+from tieredkv.errors import DamagedTableError, IntegrityError, MissingKeyError, StorageError
 from tieredkv.storage.filesystem import flush_folder
 from tieredkv.storage.keys import layout, trust
 from tieredkv.storage.keys.layout import (
@@ -331,7 +331,7 @@ class KeyTable:
         ]
         if not new:
             return
-        assert all(math.isfinite(key.dies_at) for key in new), new
+        assert all(map(math.isfinite, scopes.values())), scopes
         with storage_errors(self.path):
             self._check_place()
             self._clean()
@@ -394,6 +394,18 @@ class KeyTable:
         self._slots[key.id] = number
         heapq.heappush(self._deaths, (key.dies_at, key.id))
         self._by_id[key.id] = self._by_scope[key.scope] = key
+
+    def check(self) -> None:
+        """Check that each slot is free, unclean or that of one key.
+
+        Raises:
+            IntegrityError: a slot is none of these, or two of them.
+        """
+        slots = [*self._slots.values(), *self._free, *self._unclean]
+        if sorted(slots) != list(range(self._num_slots)):
+            raise IntegrityError(f"{WHAT} `{self.path}` has lost or doubled slots")
+        if self._slots.keys() != self._by_id.keys() or len(self._by_scope) > len(self._by_id):
+            raise IntegrityError(f"{WHAT} `{self.path}` has keys without slots")
 
     # --- bytes ----------------------------------------------------------------------------------
 
@@ -486,13 +498,17 @@ def _open_header(
             text += f" reads {layout.VERSION} only; use the tieredkv that wrote it"
             raise MissingKeyError(text, reason="version")
         raise DamagedTableError(f"{what} is damaged: neither of its headers is sound")
-    if all(head.folder_id != folder_id for head, _ in found):
+    found = sorted(found, key=lambda each: -each[0].number)
+    own = [each for each in found if each[0].folder_id == folder_id]
+    if not own:
         raise MissingKeyError(f"{what} belongs to another store", reason="foreign")
-    found = [each for each in found if check_of(master_key) in each[0].checks]
-    if not found:
+    fitting = [each for each in own if check_of(master_key) in each[0].checks]
+    if not fitting:
         text = f"the master key is not the one that {what} was written with"
-        raise MissingKeyError(text, reason="master key")
-    for head, page in sorted(found, key=lambda each: -each[0].number):
+        place = own[0][0].master_place
+        hint = f"that one was in `{place}`" if place else "that one was printed by a command"
+        raise MissingKeyError(f"{text}\nhint: {hint}", reason="master key")
+    for head, page in fitting:
         if (kept := layout.open_header(page, head, master_key)) is not None:
             return head, kept
     raise DamagedTableError(f"{what} is damaged: its master key opens neither of its headers")

@@ -92,7 +92,9 @@ def _walk(path: str, what: str, *, follows_link: bool = True) -> tuple[int, str]
     Returns a descriptor of the folder that holds the file in the end, which the caller closes, and
     the file's name there, which is no link unless `follows_link` is false.
     """
-    parts = deque(part for part in os.path.join(os.getcwd(), path).split("/") if part)
+    if not os.path.isabs(path):
+        path = os.path.join(os.getcwd(), path)
+    parts = deque(part for part in path.split("/") if part)
     num_links = 0
     folder = _enter("/")
     try:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 _WRITING = ("pwrite", "write", "ftruncate")
@@ -80,7 +80,8 @@ def cut_short(folder: Path, copies: Path, change: Callable[[], object]) -> list[
 
         return spy
 
-    with patch.multiple(os, **{name: spied(name) for name in (*_WRITING, *_FLUSHING, *_NAMING)}):
+    spies: dict[str, Any] = {name: spied(name) for name in (*_WRITING, *_FLUSHING, *_NAMING)}
+    with patch.multiple(os, **spies):
         change()
     keep("finished", {})
     return left

@@ -26,6 +26,7 @@ def opened(path: str | Path, key: bytes = MASTER, folder_id: bytes = FOLDER_ID) 
     """Open a table and close it again, so that its keys can be looked at."""
     table = KeyTable.open(str(path), folder_id, key)
     table.close()
+    table.check()
     return table
 
 

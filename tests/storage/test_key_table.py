@@ -10,6 +10,7 @@ import random
 import secrets
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
@@ -236,6 +237,27 @@ def test_nothing_but_a_plain_file_with_one_name_is_taken_for_a_table(
         place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
 
 
+def test_the_header_of_another_store_is_not_taken_for_ones_own(
+    table: KeyTable, table_path: str
+) -> None:
+    table.close()
+    other = table_path + ".other"
+    with closing(KeyTable.create(other, b"o" * 16, MASTER, NEXT)) as another:
+        for _ in range(3):
+            another.stamp(NEXT, STAMP)  # so that its header has a higher number
+    data = Path(table_path).read_bytes()
+    Path(table_path).write_bytes(Path(other).read_bytes()[:PAGE] + data[PAGE:])
+    again = opened(table_path)
+    assert (set(again), again.stamps) == (set(table), (STAMP, NO_STAMP))
+    assert Path(table_path).read_bytes()[8:24] == FOLDER_ID
+
+
+def test_keys_are_not_shown_in_texts(table: KeyTable) -> None:
+    key = key_of(table, ONE)
+    for text in (repr(key), repr(layout.Secrets(table.names_key, (key.key,)))):
+        assert not any(part in text for part in (repr(key.key), key.key.hex()))
+
+
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o660])
 def test_a_table_that_others_can_use_is_refused(
     table: KeyTable, table_path: str, mode: int
@@ -277,11 +299,12 @@ def test_a_table_that_was_removed_while_it_is_open_gets_no_more_keys(
     table: KeyTable, table_path: str
 ) -> None:
     os.rename(table_path, table_path + ".away")
-    for change in (
+    changes: list[Callable[[], None]] = [
         lambda: table.add({THREE: DEATH}),
         lambda: table.stamp(NEXT, STAMP),
         lambda: table.rotate(OTHER),
-    ):
+    ]
+    for change in changes:
         with pytest.raises(StorageError) as caught:
             change()
         assert caught.value.errno == errno.ENOENT

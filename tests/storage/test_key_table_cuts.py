@@ -51,14 +51,14 @@ def test_each_cut_of_a_creation_leaves_no_table_or_a_sound_one(
     table_path: str, tmp_path: Path
 ) -> None:
     def create() -> None:
-        KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP).close()
+        KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP, folder="/kv").close()
 
     left = cut_short(Path(table_path).parent, tmp_path / "copies", create)
     assert len(left) > 8
     for folder, what, _ in left:
         copy = folder / Path(table_path).name
         if not copy.exists():
-            KeyTable.create(str(copy), FOLDER_ID, MASTER, STAMP).close()
+            KeyTable.create(str(copy), FOLDER_ID, MASTER, STAMP, folder="/kv").close()
         assert opened(copy).stamps == (STAMP, NO_STAMP), what
         assert sweep_tables(str(folder), DEATH, lambda *_: False) == Swept(0, 1), what
         assert not list(folder.iterdir()), what
@@ -199,6 +199,7 @@ def test_a_change_that_fails_changes_nothing_here_and_can_be_made_again(
                 CHANGES[name](table)
         except StoreFullError as error:
             num_failed += 1
+            table.check()
             assert (error.errno, set(table), table.stamps) == (errno.ENOSPC, keys, stamps)
             found = KeyTable.look(table_path, FOLDER_ID, MASTER)
             gone = {key for key in keys if key.scope == ONE} if "drop" in name else set()
@@ -206,6 +207,7 @@ def test_a_change_that_fails_changes_nothing_here_and_can_be_made_again(
         else:
             break
     assert num_failed > 0
+    table.check()
     now = set(table)
     table.close()
     new_key = OTHER if name == "rotate" else MASTER

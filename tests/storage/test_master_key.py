@@ -283,6 +283,18 @@ def test_links_that_lead_in_a_circle_or_nowhere_are_refused(file: Path) -> None:
     assert reason(nowhere) == "absent"
 
 
+def test_a_relative_path_counts_from_the_present_folder(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent.parent)
+    assert master.read_file(f"{file.parent.name}/../{file.parent.name}/key") == MASTER
+    gone = file.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert master.read_file(str(file)) == MASTER
+
+
 def test_no_descriptor_is_left_open(file: Path, secret: Path) -> None:
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
