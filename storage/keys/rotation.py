@@ -7,6 +7,7 @@ knows no store.
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -21,6 +22,7 @@ from tieredkv.storage.verdicts import storage_errors
 
 logger = logging.getLogger(__name__)
 
+_OCTAL = re.compile(rb"\\([0-7]{3})")  # how a line of `mountinfo` writes a space
 _HINT = "hint: give the new key another place, with `tieredkv rotate --to FILE`"
 
 
@@ -61,14 +63,14 @@ def rotate_in_place(table: KeyTable, key_file: str) -> None:
 
     Raises:
         ConfigError: another table of the key folder has the same master key, or the file is a
-            link, so the key cannot be replaced in its place.
+            link or a mount, so the key cannot be replaced in its place.
         MissingKeyError: the file holds no key or another one, or the new key cannot be made
             beside it.
         StorageError: a file cannot be written. Either key opens the table, and the next
             `open_table` or another call finishes the rotation.
     """
-    if os.path.islink(key_file):
-        text = f"the master key `{key_file}` is a link, so no new key can take its place"
+    if os.path.islink(key_file) or _is_mount_point(key_file):
+        text = f"the master key `{key_file}` is a link or mounted, so no new key can take its place"
         raise ConfigError(f"{text}\n{_HINT}")
     others = tables_under(os.path.dirname(table.path), table.head.checks[0])
     if others := [
@@ -121,6 +123,14 @@ def _settle(table: KeyTable, key_file: str) -> None:
             os.fsync(old)
         finally:
             os.close(old)
+
+
+def _is_mount_point(path: str) -> bool:
+    """Return whether a file is mounted by itself, as into a container; nothing can replace it."""
+    real = os.fsencode(os.path.realpath(path))
+    with storage_errors(path), open("/proc/self/mountinfo", "rb") as file:
+        points = [line.split(b" ")[4] for line in file]
+    return any(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), each) == real for each in points)
 
 
 def _key_in(draft: str) -> bytes | None:

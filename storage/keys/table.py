@@ -505,9 +505,7 @@ def _open_header(
     fitting = [each for each in own if check_of(master_key) in each[0].checks]
     if not fitting:
         text = f"the master key is not the one that {what} was written with"
-        place = own[0][0].master_place
-        hint = f"that one was in `{place}`" if place else "that one was printed by a command"
-        raise MissingKeyError(f"{text}\nhint: {hint}", reason="master key")
+        raise MissingKeyError(text, reason="master key")
     for head, page in fitting:
         if (kept := layout.open_header(page, head, master_key)) is not None:
             return head, kept

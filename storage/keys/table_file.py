@@ -35,8 +35,14 @@ def open_locked(path: str, *, wait_s: float = _MOST_WAIT_S) -> int:
     Raises:
         MissingKeyError: it is absent, unreadable or not to be believed.
         StoreBusyError: another process keeps it locked.
+        StorageError: it cannot be locked.
     """
-    return _locked(path, lambda: trust.open_file(path, WHAT, os.O_RDWR, follows_link=False), wait_s)
+
+    def open_it() -> int:
+        return trust.open_file(path, WHAT, os.O_RDWR, follows_link=False)
+
+    with storage_errors(path):
+        return _locked(path, open_it, wait_s)
 
 
 def make_locked(draft: str) -> int:

@@ -1,6 +1,7 @@
 """A new master key takes the place of the old one in its file."""
 
 import os
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
@@ -114,3 +115,21 @@ def test_a_rotation_to_the_present_key_does_nothing(table: KeyTable, table_path:
     before = Path(table_path).read_bytes()
     table.rotate(MASTER)
     assert Path(table_path).read_bytes() == before
+
+
+def test_a_rotation_in_place_is_refused_for_a_file_that_is_mounted(
+    table: KeyTable, key_dir: Path, tmp_path: Path
+) -> None:
+    source, place = tmp_path / "source", key_dir / "a key"
+    for file in (source, place):
+        file.write_text(MASTER.hex())
+        file.chmod(0o600)
+    if subprocess.run(["mount", "--bind", source, place], capture_output=True).returncode:
+        pytest.skip("this machine cannot mount")
+    try:
+        with pytest.raises(ConfigError):
+            rotation.rotate_in_place(table, str(place))
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert sorted(each.name for each in key_dir.iterdir()) == [Path(table.path).name, "a key"]
+    assert not table.head.is_rotating

@@ -1,6 +1,7 @@
 """The key table: its keys, its bytes, and what damage and strangers do to it."""
 
 import errno
+import fcntl
 import hashlib
 import hmac
 import json
@@ -211,6 +212,14 @@ def test_a_second_process_cannot_open_a_table_but_look_at_it(
     assert scopes_of(KeyTable.look(table_path, FOLDER_ID, MASTER)) == [ONE, TWO]
     table.close()
     assert scopes_of(opened(table_path)) == [ONE, TWO]
+
+
+def test_a_filesystem_without_locks_is_told_as_such(table: KeyTable, table_path: str) -> None:
+    table.close()
+    no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    with patch.object(fcntl, "flock", side_effect=no_locks), pytest.raises(StorageError) as caught:
+        KeyTable.open(table_path, FOLDER_ID, MASTER)
+    assert (type(caught.value), caught.value.errno) == (StorageError, errno.ENOLCK)
 
 
 def test_nothing_but_a_plain_file_with_one_name_is_taken_for_a_table(
