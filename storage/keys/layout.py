@@ -28,9 +28,12 @@ _VERSION_AT = len(_MAGIC)
 _MOST_PATH_BYTES = 1536
 _SEAL_BYTES = 8
 _NO_KEY, _NO_CHECK = bytes(KEY_BYTES), bytes(8)
+SALT_BYTES = 16
+NO_SALT = bytes(SALT_BYTES)
 
-# magic and version, folder id, stamp, the stamp before, number, checks of both master keys
-_FIELDS = struct.Struct("<8s16s16s16sQ8s8s")
+# magic and version, folder id, stamp, the stamp before, number, checks of both master keys, both
+# salts, whether the wrapping key was told
+_FIELDS = struct.Struct("<8s16s16s16sQ8s8s16s16sB7x")
 _LOCK = struct.Struct("<12s64s16s")  # nonce, names key and another wrapping key, tag
 _LOCKS_AT = (_FIELDS.size, _FIELDS.size + _LOCK.size)
 _LOCKS_END = _LOCKS_AT[1] + _LOCK.size
@@ -70,8 +73,10 @@ class Head(NamedTuple):
         folder_id: the id of the store's folder.
         stamps: that of the last start, and the one before.
         number: of the writing of headers; the higher one of two is the newer.
-        checks: what tells the master key from others, and the same of the one that it replaces
-            while a rotation is under way; 8 zeroes otherwise.
+        checks: what tells the master key from others, and the same of the one before while the
+            table is put under another wrapping key; 8 zeroes otherwise.
+        salts: of the wrapping key, and of the one before in the same way.
+        is_told: whether the wrapping key stood in a header under another master key.
         folder: where the store lay at its last start; empty if that is not known.
         master_place: the path of the file of the master key; empty if a command prints it.
     """
@@ -80,17 +85,24 @@ class Head(NamedTuple):
     stamps: tuple[bytes, bytes]
     number: int
     checks: tuple[bytes, bytes]
+    salts: tuple[bytes, bytes]
+    is_told: bool
     folder: str
     master_place: str
 
     @property
     def is_rotating(self) -> bool:
-        """Whether slots may still be encrypted under the master key that is being replaced."""
+        """Whether slots may still be encrypted under the wrapping key of before."""
         return self.checks[1] != _NO_CHECK
 
-    def under(self, check: bytes, replaced: bytes = _NO_CHECK) -> "Head":
-        """Return this head under another master key."""
-        return self._replace(checks=(check, replaced))
+    def under(self, check: bytes, salt: bytes, *, is_told: bool) -> "Head":
+        """Return this head with another wrapping key, and a note of the present one."""
+        checks, salts = (check, self.checks[0]), (salt, self.salts[0])
+        return self._replace(checks=checks, salts=salts, is_told=is_told)
+
+    def settled(self) -> "Head":
+        """Return this head without the note of a wrapping key of before."""
+        return self._replace(checks=(self.checks[0], _NO_CHECK), salts=(self.salts[0], NO_SALT))
 
 
 class Secrets(NamedTuple):
@@ -98,8 +110,8 @@ class Secrets(NamedTuple):
 
     Attributes:
         names_key: hides the names of blocks.
-        wrapping_keys: those under which the slots are encrypted: that of the present master key,
-            and while a rotation is under way that of the replaced one.
+        wrapping_keys: those under which the slots are encrypted: the present one, and the one of
+            before while the headers note it.
     """
 
     names_key: bytes
@@ -119,9 +131,9 @@ def seal(data: bytes | bytearray) -> bytes:
     return xxh3_64_digest(data)
 
 
-def wrapping_key(master_key: bytes, folder_id: bytes) -> bytes:
+def wrapping_key(master_key: bytes, folder_id: bytes, salt: bytes) -> bytes:
     """Return the key under which one table is encrypted; it tells nothing of the master key."""
-    return hmac.digest(master_key, b"tieredkv key table" + folder_id, "sha256")
+    return hmac.digest(master_key, b"tieredkv key table" + folder_id + salt, "sha256")
 
 
 # --- headers ------------------------------------------------------------------------------------
@@ -151,28 +163,40 @@ def head_of(page: bytes) -> Head | None:
         return None
     if seal(page[:_PAGE_SEAL_AT]) != page[_PAGE_SEAL_AT:]:
         return None
-    _, folder_id, now, before, number, present, replaced = _FIELDS.unpack_from(page)
+    _, folder_id, now, before, number, *checks_and_salts, told = _FIELDS.unpack_from(page)
+    check, old_check, salt, old_salt = checks_and_salts
     paths = (page[at:][:_MOST_PATH_BYTES].rstrip(b"\0") for at in _PATHS_AT)
     folder, master_place = map(os.fsdecode, paths)
-    return Head(folder_id, (now, before), number, (present, replaced), folder, master_place)
+    return Head(
+        folder_id=folder_id,
+        stamps=(now, before),
+        number=number,
+        checks=(check, old_check),
+        salts=(salt, old_salt),
+        is_told=bool(told),
+        folder=folder,
+        master_place=master_place,
+    )
 
 
 def pack_header(head: Head, kept: Secrets) -> bytes:
     """Return the page of a header, encrypted with fresh nonces.
 
-    While a rotation is under way each of both wrapping keys opens it, and tells the other one.
+    While the headers note a wrapping key of before, each of both opens it. If they follow from two
+    master keys, each tells the other one.
     """
     page = bytearray(PAGE_BYTES)
     magic = _MAGIC + bytes([VERSION])
-    _FIELDS.pack_into(page, 0, magic, head.folder_id, *head.stamps, head.number, *head.checks)
+    fields = (head.folder_id, *head.stamps, head.number, *head.checks, *head.salts, head.is_told)
+    _FIELDS.pack_into(page, 0, magic, *fields)
     for at, path in zip(_PATHS_AT, (head.folder, head.master_place), strict=True):
         data = os.fsencode(path)
         if len(data) <= _MOST_PATH_BYTES:  # a longer one is not remembered
             page[at : at + len(data)] = data
-    others = (*reversed(kept.wrapping_keys), _NO_KEY)  # each with the other one, or with none
+    tells = head.is_rotating and head.checks[0] != head.checks[1]
+    others = tuple(reversed(kept.wrapping_keys)) if tells else (_NO_KEY, _NO_KEY)
     for at, own, other in zip(_LOCKS_AT, kept.wrapping_keys, others, strict=False):
         nonce = secrets.token_bytes(NONCE_BYTES)
-        other = other if head.is_rotating else _NO_KEY
         sealed = AESGCM(own).encrypt(nonce, kept.names_key + other, _known_of(page))
         _LOCK.pack_into(page, at, nonce, sealed[:64], sealed[64:])
     page[_PAGE_SEAL_AT:] = seal(page[:_PAGE_SEAL_AT])
@@ -181,8 +205,8 @@ def pack_header(head: Head, kept: Secrets) -> bytes:
 
 def open_header(page: bytes, head: Head, master_key: bytes) -> Secrets | None:
     """Decrypt what a header keeps; None if this master key does not open it."""
-    own = wrapping_key(master_key, head.folder_id)
     which = head.checks.index(check_of(master_key))
+    own = wrapping_key(master_key, head.folder_id, head.salts[which])
     nonce, sealed, tag = _LOCK.unpack_from(page, _LOCKS_AT[which])
     try:
         plain = AESGCM(own).decrypt(nonce, sealed + tag, _known_of(page))
@@ -191,6 +215,8 @@ def open_header(page: bytes, head: Head, master_key: bytes) -> Secrets | None:
     names_key, other = plain[:KEY_BYTES], plain[KEY_BYTES:]
     if not head.is_rotating:
         return Secrets(names_key, (own,))
+    if head.checks[0] == head.checks[1]:
+        other = wrapping_key(master_key, head.folder_id, head.salts[1])
     return Secrets(names_key, (own, other) if which == 0 else (other, own))
 
 

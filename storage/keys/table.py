@@ -28,6 +28,7 @@ from tieredkv.storage.keys.layout import (
     KEY_BYTES,
     KEY_ID_BYTES,
     PAGE_BYTES,
+    SALT_BYTES,
     SLOT_BYTES,
     SLOTS_AT,
     Head,
@@ -107,9 +108,18 @@ class KeyTable:
             StoreBusyError: another process makes the same table.
             StorageError: the file exists or cannot be written; no part of it stays.
         """
-        own = layout.wrapping_key(master_key, folder_id)
-        checks = (check_of(master_key), bytes(8))
-        head = Head(folder_id, (stamp, bytes(len(stamp))), 1, checks, folder, master_place)
+        salt = secrets.token_bytes(SALT_BYTES)
+        head = Head(
+            folder_id=folder_id,
+            stamps=(stamp, bytes(len(stamp))),
+            number=1,
+            checks=(check_of(master_key), b""),
+            salts=(salt, b""),
+            is_told=False,
+            folder=folder,
+            master_place=master_place,
+        ).settled()
+        own = layout.wrapping_key(master_key, folder_id, salt)
         kept = Secrets(secrets.token_bytes(KEY_BYTES), (own,))
         trust.check_folder(os.path.dirname(path))
         draft = path + DRAFT_SUFFIX
@@ -152,7 +162,7 @@ class KeyTable:
         try:
             data = read_all(fd, path)
             table = cls._of(path, fd, folder_id, master_key, data)
-            table._mend(data)
+            table._mend(data, master_key)
         except BaseException:
             os.close(fd)
             raise
@@ -194,23 +204,26 @@ class KeyTable:
         table.num_lost = len(table._unclean)
         return table
 
-    def _mend(self, data: bytes) -> None:
+    def _mend(self, data: bytes, master_key: bytes) -> None:
         """Put right what damage or a crash has left in the file; what fails is logged only."""
+        head = self._head
         try:
             if self.num_lost:
                 text = "%s `%s`: %d slots were damaged; the blocks of their keys are lost"
                 logger.warning(text, WHAT, self.path, self.num_lost)
                 self._clean()
             first, second = header_pages(data)
-            if self._head.is_rotating:
+            if head.is_rotating:
                 self._finish_rotation()
-                where = self._head.master_place or "the output of a command"
+            elif first != second:
+                self._write_head(head)
+                logger.warning("%s `%s`: a header was mended", WHAT, self.path)
+            if head.is_rotating and head.checks[0] != head.checks[1]:
+                where = f"`{head.master_place}`" if head.master_place else "the output of a command"
                 text = "%s `%s`: a change of the master key was cut short and is finished now; "
                 text += "the table needs the new one, %s, from now on"
                 logger.warning(text, WHAT, self.path, where)
-            elif first != second:
-                self._write_head(self._head)
-                logger.warning("%s `%s`: a header was mended", WHAT, self.path)
+            self._renew_told(master_key)
         except StorageError as error:
             logger.warning("%s could not be mended: %s", WHAT, error)
 
@@ -264,8 +277,9 @@ class KeyTable:
     def rotate(self, master_key: bytes, *, place: str = "") -> None:
         """Put the table under another master key; payload keys and names key stay.
 
-        Both headers note the change first. Until they are written again at the end, either master
-        key opens the table, and the next `open` finishes what was cut short.
+        Both headers note the change first. Until they are written again, either master key opens
+        the table, and the next `open` finishes what was cut short. Then the slots are written once
+        more, under a wrapping key that no header has told.
 
         Args:
             master_key: 32 bytes; if the table is under it already, nothing is done.
@@ -278,22 +292,34 @@ class KeyTable:
             self._check_place()
             if self._head.is_rotating:  # since it could not be finished
                 self._finish_rotation()
-            check = check_of(master_key)
-            if check == self._head.checks[0]:
-                return
-            own = layout.wrapping_key(master_key, self.folder_id)
-            head = self._head.under(check, self._head.checks[0])._replace(master_place=place)
-            self._write_head(head, (own, *self._wrapping_keys))
-            self._finish_rotation()
+            check, salt = check_of(master_key), secrets.token_bytes(SALT_BYTES)
+            if check != self._head.checks[0]:
+                head = self._head.under(check, salt, is_told=True)._replace(master_place=place)
+                own = layout.wrapping_key(master_key, self.folder_id, salt)
+                self._write_head(head, (own, *self._wrapping_keys))
+                self._finish_rotation()
+            self._renew_told(master_key)
 
     def _finish_rotation(self) -> None:
-        """Encrypt each slot under the new master key, and clear the note in the headers."""
+        """Encrypt each slot under the new wrapping key, and clear the note in the headers."""
         with storage_errors(self.path):
             self._clean()
             keys = {number: self._by_id[key_id] for key_id, number in self._slots.items()}
             self._write_slots({number: self._pack(key, number) for number, key in keys.items()})
-            present, _ = self._head.checks
-            self._write_head(self._head.under(present), self._wrapping_keys[:1])
+            self._write_head(self._head.settled(), self._wrapping_keys[:1])
+
+    def _renew_told(self, master_key: bytes) -> None:
+        """Take a fresh wrapping key if the headers have told the present one.
+
+        Who has the master key of before, and a copy of the headers that told it, could otherwise
+        read the keys of later.
+        """
+        check, salt = check_of(master_key), secrets.token_bytes(SALT_BYTES)
+        if self._head.is_told and check == self._head.checks[0]:
+            own = layout.wrapping_key(master_key, self.folder_id, salt)
+            head = self._head.under(check, salt, is_told=False)
+            self._write_head(head, (own, *self._wrapping_keys))
+            self._finish_rotation()
 
     # --- keys -----------------------------------------------------------------------------------
 

@@ -347,7 +347,7 @@ def test_any_flipped_bit_of_the_file_costs_at_most_one_key(
 ) -> None:
     table.close()
     data, chance = Path(table_path).read_bytes(), random.Random(1)
-    places = [*range(264), *range(508, 520), 4095, *range(4096, 4116), *range(8190, 8450)]
+    places = [*range(304), *range(508, 520), 4095, *range(4096, 4116), *range(8190, 8450)]
     places += [chance.randrange(len(data)) for _ in range(200)]
     for at in places:
         with open(table_path, "r+b") as file:  # in its place, since a new file is flushed
@@ -489,8 +489,10 @@ def test_an_outsider_with_the_master_key_reads_a_table_as_the_document_draws_it(
     assert (header[:8], folder_id) == (b"TKVKEYS\x02", FOLDER_ID)
     assert (header[24:40], header[40:56]) == (STAMP, NO_STAMP)
     assert header[64:72] == hashlib.sha256(b"tieredkv master key" + MASTER).digest()[:8]
-    cipher = AESGCM(hmac.digest(MASTER, b"tieredkv key table" + folder_id, "sha256"))
-    plain = cipher.decrypt(header[80:92], header[92:172], header[:80] + header[264:4088])
+    text = b"tieredkv key table" + folder_id + header[80:96]
+    cipher = AESGCM(hmac.digest(MASTER, text, "sha256"))
+    assert header[96:120] == bytes(24)
+    plain = cipher.decrypt(header[120:132], header[132:212], header[:120] + header[304:4088])
     assert plain == table.names_key + bytes(32)
     assert header[512:2048].rstrip(b"\0") == b"/kv"
     assert header[2048:3584].rstrip(b"\0") == b"/key"

@@ -4,11 +4,12 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tests.storage.cuts import Left, cut_short, failing, unflushed
 from tests.storage.key_tables import (
@@ -34,6 +35,7 @@ from tests.storage.key_tables import (
 )
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
+from tieredkv.storage.keys import layout
 from tieredkv.storage.keys.layout import check_of
 from tieredkv.storage.keys.sweeps import Swept, sweep_tables
 from tieredkv.storage.keys.table import KeyTable
@@ -156,6 +158,47 @@ def test_each_cut_of_a_rotation_is_finished_by_a_start_with_either_key(
     assert set(openers) == set(order) and openers[-1] == "new"
 
 
+def test_who_saw_a_rotation_with_the_old_master_key_reads_no_slot_of_later(
+    table: KeyTable, table_path: str, tmp_path: Path
+) -> None:
+    table.close()
+    left = states(lambda table: table.rotate(OTHER), table_path, tmp_path)
+    seen = set[bytes]()
+    for folder, what, _ in left:
+        copy = folder / Path(table_path).name
+        for page in layout.header_pages(copy.read_bytes()):
+            head = layout.head_of(page)
+            if head is not None and check_of(MASTER) in head.checks:
+                kept = layout.open_header(page, head, MASTER)
+                assert kept is not None, what
+                seen.update(kept.wrapping_keys)
+    assert len(seen) == 2
+    ciphers = [AESGCM(key) for key in seen]
+
+    def num_read(path: str | Path) -> int:
+        data = Path(path).read_bytes()
+        slots = [data[FIRST_SLOT + SLOT * number :][:SLOT] for number in range(2)]
+        found = [
+            layout.unpack_slot(slot, number, FOLDER_ID, ciphers)
+            for number, slot in enumerate(slots)
+        ]
+        return len([key for key in found if key is not None])
+
+    assert num_read(table_path) == 0
+    # The same holds for each cut, once a start has had the new master key.
+    num_told = 0
+    for folder, what, is_torn in left:
+        copy = folder / Path(table_path).name
+        if not is_torn:
+            with suppress(MissingKeyError), unflushed():
+                opened(copy, MASTER)
+                num_told += num_read(copy)
+            with suppress(MissingKeyError), unflushed():
+                opened(copy, OTHER)
+                assert num_read(copy) == 0, what
+    assert num_told > 0
+
+
 def test_a_rotation_in_whole_blocks_of_the_device_loses_no_key(
     table: KeyTable, table_path: str, tmp_path: Path
 ) -> None:
@@ -193,7 +236,7 @@ def test_a_change_that_fails_changes_nothing_here_and_can_be_made_again(
 ) -> None:
     keys, stamps, checks = set(table), table.stamps, table.head.checks
     num_failed = 0
-    for after in range(10):
+    for after in range(20):
         try:
             with failing(call, errno.ENOSPC, after=after):
                 CHANGES[name](table)
@@ -201,7 +244,8 @@ def test_a_change_that_fails_changes_nothing_here_and_can_be_made_again(
             num_failed += 1
             table.check()
             assert (error.errno, set(table), table.stamps) == (errno.ENOSPC, keys, stamps)
-            found = KeyTable.look(table_path, FOLDER_ID, MASTER)
+            is_new = table.head.checks[0] == check_of(OTHER)
+            found = KeyTable.look(table_path, FOLDER_ID, OTHER if is_new else MASTER)
             gone = {key for key in keys if key.scope == ONE} if "drop" in name else set()
             assert keys - gone <= set(found)
         else:
