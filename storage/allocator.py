@@ -17,10 +17,10 @@ from itertools import chain, groupby, islice, product
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage.codec import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE
 from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.format.record import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn

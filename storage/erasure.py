@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 from tieredkv.errors import ConfigError, MissingKeyError
 from tieredkv.operate.calls import Verify
-from tieredkv.storage.codec import Extent
+from tieredkv.storage.format.record import Extent
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ErasureResult
 

@@ -14,9 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError, StorageError
-from tieredkv.storage import codec
-from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
-from tieredkv.storage.compression import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
 from tieredkv.storage.filesystem import (
     DIRECT_IO,
     NOT_SUPPORTED,
@@ -25,6 +22,32 @@ from tieredkv.storage.filesystem import (
     flush_folder,
     punch_hole,
     set_aside,
+)
+from tieredkv.storage.format.header import (
+    Encryption,
+    decode_encryption,
+    decode_header,
+    encode_header_into,
+    is_header_of,
+)
+from tieredkv.storage.format.planes import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
+from tieredkv.storage.format.record import (
+    CODEC_RAW,
+    HEADER_BYTES,
+    NO_RETENTIONS,
+    PACKED_HEADER_BYTES,
+    Extent,
+    Located,
+    Retentions,
+    clear_codec,
+    corrupt,
+    encrypted,
+    extent_bytes_for,
+    header_bytes_for,
+    is_encrypted,
+    padded_bytes,
+    payload_checksum,
+    scope_of,
 )
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
@@ -63,10 +86,17 @@ class SegmentFiles:
         block_names: hides the hashes of blocks, if there are keys.
     """
 
-    def __init__(self, folder: str, filesystem: Filesystem, keys: KeyTable | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        filesystem: Filesystem,
+        keys: KeyTable | None = None,
+        retentions: Retentions = NO_RETENTIONS,
+    ) -> None:
         self.folder = folder
         self.filesystem = filesystem
         self.keys = keys
+        self._retentions = retentions
         self.block_names = None if keys is None else Names(keys.names_key)
         self.direct_io = filesystem.can(DIRECT_IO)
         self.punch_hole = filesystem.can(PUNCHING)
@@ -239,22 +269,22 @@ class SegmentFiles:
         """
         if self.keys is not None:
             clear = payload[: record.size_bytes] if packed is None else packed.payload
-            number = codec.CODEC_RAW if packed is None else packed.codec
+            number = CODEC_RAW if packed is None else packed.codec
             written, image = self._encrypt(self.keys, extent, record, clear, number)
             # Cut as a block that is not encrypted: the last piece is no single page.
             start = HEADER_BYTES if packed is None else 0
             buffers = [each for each in (image[:start], image[start:]) if each]
         elif packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-            written = Located(record, extent, size, codec.payload_checksum(payload[:size]))
+            written = Located(record, extent, size, payload_checksum(payload[:size]))
             payload[size:padded] = bytes(padded - size)
             buffers = [scratch(HEADER_BYTES), payload[:padded]]
-            codec.encode_header_into(buffers[0], written)
+            encode_header_into(buffers[0], written, self._retentions)
         else:
-            checksum = codec.payload_checksum(packed.payload)
+            checksum = payload_checksum(packed.payload)
             written = Located(record, extent, len(packed.payload), checksum, packed.codec)
             buffers = [packed.image]
-            codec.encode_header_into(packed.image, written)
+            encode_header_into(packed.image, written, self._retentions)
         file = self._file(extent.segment)
         offset, whole, num_written = extent.number * file.extent_bytes, buffers.pop(), 0
         for start in range(0, len(whole), PIECE_BYTES):
@@ -263,27 +293,26 @@ class SegmentFiles:
             num_written += self._write(file, buffers, offset + num_written)
         return written
 
-    @staticmethod
     def _encrypt(
-        keys: KeyTable, extent: Extent, record: BlockRecord, payload: memoryview, number: int
+        self, keys: KeyTable, extent: Extent, record: BlockRecord, payload: memoryview, number: int
     ) -> tuple[Located, memoryview]:
         """Return a block's entry for the index, and the whole image of its extent.
 
         NOTE: in one go, since threads that encrypt 512 KiB at a time wait for the interpreter lock
         so often that stores took 1.21 times as long as without encryption, instead of 1.14.
         """
-        key = keys.of_scope(codec.scope_of(record))
+        key = keys.of_scope(scope_of(record))
         if key is None:
             raise IntegrityError("a block is written whose payload key was not made")
-        number, size = codec.encrypted(number), len(payload)
-        image = scratch(codec.extent_bytes_for(size, number, record.size_bytes))
-        start = codec.header_bytes_for(number)
+        number, size = encrypted(number), len(payload)
+        image = scratch(extent_bytes_for(size, number, record.size_bytes))
+        start = header_bytes_for(number)
         end = start + size
         how = encrypt(key, record, number, payload, image[start:end])
         image[end:] = bytes(len(image) - end)
-        checksum = codec.payload_checksum(image[start:end])
+        checksum = payload_checksum(image[start:end])
         written = Located(record, extent, size, checksum, number)
-        codec.encode_header_into(image, written, how)
+        encode_header_into(image, written, self._retentions, how)
         return written, image
 
     def read_block(self, located: Located, into: memoryview) -> None:
@@ -294,35 +323,35 @@ class SegmentFiles:
         its tag. Its checksum tells damage, and is not computed while there is none.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
-        block, number = into[: located.record.size_bytes], codec.clear_codec(located.codec)
-        if number == codec.CODEC_RAW and size == len(block):
+        block, number = into[: located.record.size_bytes], clear_codec(located.codec)
+        if number == CODEC_RAW and size == len(block):
             header, payload = scratch(HEADER_BYTES), block
             buffers = [header, into[: padded_bytes(size)]]
         elif number in WIDTHS and size < len(block):
-            header = scratch(padded_bytes(codec.PACKED_HEADER_BYTES + size))
-            payload = header[codec.PACKED_HEADER_BYTES :][:size]
+            header = scratch(padded_bytes(PACKED_HEADER_BYTES + size))
+            payload = header[PACKED_HEADER_BYTES:][:size]
             buffers = [header]
         else:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         if located.extent.segment not in self._files:
             what = f"the segment file of {located.extent} is missing"
             raise corrupt(block_hash, "missing_segment", what)
-        count = self._read(located.extent, [*buffers]) - codec.header_bytes_for(located.codec)
+        count = self._read(located.extent, [*buffers]) - header_bytes_for(located.codec)
         if count < size:
             what = f"only {max(count, 0)} of its {size} bytes are in the file"
             raise corrupt(block_hash, "truncated", what)
-        if not codec.is_header_of(self._named(codec.decode_header(header)), located):
+        if not is_header_of(self._named(decode_header(header)), located):
             what = "the extent header is damaged or belongs to another block"
             raise corrupt(block_hash, "header", what)
         if not self._may_be_clear(located):
             raise corrupt(block_hash, "key", "its payload is clear in an encrypted store")
-        if not codec.is_encrypted(located.codec):
+        if not is_encrypted(located.codec):
             _compare_checksum(located, payload)
-        elif not self._decrypt(located, codec.decode_encryption(header), payload):
+        elif not self._decrypt(located, decode_encryption(header), payload):
             self._read(located.extent, buffers)  # once more, since decrypting changed the bytes
             _compare_checksum(located, payload)
             raise corrupt(block_hash, "tag", "the payload is not the one that was encrypted")
-        if number != codec.CODEC_RAW:
+        if number != CODEC_RAW:
             with self.unpacking.timing(len(block)):
                 is_block = unpack(payload, number, block)
             if not is_block:
@@ -330,15 +359,15 @@ class SegmentFiles:
 
     def _may_be_clear(self, located: Located) -> bool:
         """Return False for a clear payload in a store where all were encrypted: it is forged."""
-        return self.keys is None or self.keys.has_clear or codec.is_encrypted(located.codec)
+        return self.keys is None or self.keys.has_clear or is_encrypted(located.codec)
 
-    def _decrypt(self, located: Located, how: codec.Encryption, payload: memoryview) -> bool:
+    def _decrypt(self, located: Located, how: Encryption, payload: memoryview) -> bool:
         """Decrypt a payload in place; return False if it is not the one that was encrypted."""
         record, block_hash = located.record, located.record.block_hash
         if self.keys is None:
             raise StorageError(f"`{self.folder}`: the keys of its blocks are not there")
         key = self.keys.of_id(how.key_id)
-        if key is None or key.scope != codec.scope_of(record):
+        if key is None or key.scope != scope_of(record):
             raise corrupt(block_hash, "key", "the key of its payload is gone")
         return decrypt(key, record, located.codec, how, payload)
 
@@ -347,7 +376,7 @@ class SegmentFiles:
 
         The header of a block that was stored before its store was encrypted has hashes, not names.
         """
-        if header is None or self.block_names is None or codec.is_encrypted(header.codec):
+        if header is None or self.block_names is None or is_encrypted(header.codec):
             return header
         return header._replace(record=self.block_names.hide_record(header.record))
 
@@ -371,9 +400,9 @@ class SegmentFiles:
         """Return what lies in an extent, and the id of its key; empty if it is not encrypted."""
         header = scratch(HEADER_BYTES)
         self._read(extent, [header])
-        found = codec.decode_header(header)
-        is_encrypted = found is not None and codec.is_encrypted(found.codec)
-        return found, codec.decode_encryption(header).key_id if is_encrypted else b""
+        found = decode_header(header, self._retentions)
+        has_key = found is not None and is_encrypted(found.codec)
+        return found, decode_encryption(header).key_id if has_key else b""
 
     def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
         """Fill aligned buffers from the start of an extent; return how many bytes were read."""
@@ -421,7 +450,7 @@ class SegmentFiles:
 
 
 def _compare_checksum(located: Located, payload: memoryview) -> None:
-    if codec.payload_checksum(payload) != located.payload_checksum:
+    if payload_checksum(payload) != located.payload_checksum:
         raise corrupt(located.record.block_hash, "checksum", "the payload fails its checksum")
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
-from tieredkv.storage.codec import FORMAT_VERSION
-from tieredkv.storage.format.record import Retentions
+from tieredkv.storage.format.record import FORMAT_VERSION, Retentions
 
 logger = logging.getLogger(__name__)
 

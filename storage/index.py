@@ -24,8 +24,9 @@ import numpy as np
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.folder import check_owner
+from tieredkv.storage.format.record import NO_RETENTIONS, Retentions
 from tieredkv.storage.index_entries import NAMES, ORDERS
-from tieredkv.storage.index_pages import DATA_FILE, Part, read_meta, read_part
+from tieredkv.storage.index_pages import DATA_FILE, read_meta
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_address_space
 from tieredkv.storage.verdicts import storage_errors
@@ -114,11 +115,16 @@ def _empty(folder_fd: int) -> None:
 
 
 class Index:
-    """The LMDB environment of a store."""
+    """The LMDB environment of a store.
 
-    def __init__(self, path: str, *, sync: bool) -> None:
+    Attributes:
+        retentions: the names of retention policies, by the numbers that the records have.
+    """
+
+    def __init__(self, path: str, *, sync: bool, retentions: Retentions = NO_RETENTIONS) -> None:
         self.path = path
         self.sync = sync
+        self.retentions = retentions
         self._opened: Any = None
         self._data_fd = -1
         self._file_end = 0
@@ -196,7 +202,7 @@ class Index:
             raise StorageError(errno.EBADF, f"the index at `{self.path}` is closed")
         env, dbs = self._opened
         with storage_errors(self.path), env.begin() as txn:
-            yield IndexTxn(txn, dbs)
+            yield IndexTxn(txn, dbs, self.retentions)
 
     @contextmanager
     def writing(self) -> Iterator[IndexTxn]:
@@ -204,14 +210,9 @@ class Index:
         env, dbs = self._opened
         with self._changing, storage_errors(self.path), env.begin(write=True) as txn:
             self.keep_ahead()
-            changes = IndexTxn(txn, dbs)
+            changes = IndexTxn(txn, dbs, self.retentions)
             yield changes
             changes.keep_meta()
-
-    def part(self, database: str, key: bytes) -> Part:
-        """Read thousands of values of a database at once; see `index_pages.read_part`."""
-        with self._changing, storage_errors(self.path):
-            return read_part(self.path, database, key)
 
     def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
         """Keep the file's length `num_bytes` beyond its last page; the extra bytes take no space.

@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 
 from tieredkv.errors import CorruptIndexError
-from tieredkv.storage import codec
-from tieredkv.storage.codec import expiry_key
+from tieredkv.storage.format.record import expiry_key, lru_hash, lru_key
 from tieredkv.storage.lifetimes import LifetimeCounts
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
@@ -79,7 +78,7 @@ class Meta(msgspec.Struct):
 ExtentList = Literal["pending", "free"]
 """A list of extents without a stored block: `pending` ones may hold old bytes, `free` ones none."""
 
-ORDERS = {"expiry": expiry_key, "lru": codec.lru_key}
+ORDERS = {"expiry": expiry_key, "lru": lru_key}
 """The databases that order the blocks, and how a record's key in each of them is made."""
 
 encode = msgspec.msgpack.Encoder().encode
@@ -128,7 +127,7 @@ def decode_segment(data: bytes) -> SegmentState:
 
 def decode_lru_hash(key: bytes) -> bytes:
     """Take the block hash from a key of `lru`."""
-    if not (block_hash := codec.lru_hash(key)):
+    if not (block_hash := lru_hash(key)):
         raise CorruptIndexError("a key of `lru` is damaged: it names no block")
     return block_hash
 

@@ -1,20 +1,15 @@
 """Reads the pages of an LMDB data file without LMDB.
 
 LMDB maps the file and trusts what it finds there, so a damaged page can end the process. Pages are
-read here with `pread` and checked before they are used: to find the file's version and any damage,
-and to read a whole database, since LMDB's cursors take a call for each entry. This module knows the
-layout of LMDB's data version 1, not the meaning of the entries.
+read here with `pread` and checked before they are used, to find the file's version and any damage.
+This module knows the layout of LMDB's data version 1, not the meaning of the entries.
 """
 
 import os
 import struct
-from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tieredkv.errors import CorruptIndexError, FormatVersionError
 
@@ -37,7 +32,6 @@ _META_END = _TREES_AT + 2 * _TREE.size + _META_TAIL.size
 _SNIFFED_BYTES = 128  # later versions have longer page headers before the magic number
 _MOST_UNWRITTEN_BYTES = 64 << 20  # a file may be this much shorter than its meta page says
 _MAX_DEPTH = 32  # the deepest tree that LMDB's cursors can walk
-_PART_BRANCHES = 16  # the most branch pages above the leaves of one part
 
 
 class Tree(NamedTuple):
@@ -129,42 +123,6 @@ def check_pages(folder: str) -> None:
             raise CorruptIndexError(f"the index at `{path}` is damaged: {error}") from None
 
 
-class Part(NamedTuple):
-    """The values of some entries of a database that follow each other.
-
-    Attributes:
-        data: [num_bytes] uint8, which holds all keys and values.
-        keys: [num_values], where the key of each value starts in `data`.
-        starts, ends: [num_values], of each value in `data`.
-        next_key: where the next part begins; None if this is the last one.
-    """
-
-    data: NDArray[np.uint8]
-    keys: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    next_key: bytes | None
-
-
-def read_part(folder: str, database: str, key: bytes) -> Part:
-    """Read the values of thousands of entries, from about a key on; some before it may be there.
-
-    Nothing may change the index meanwhile. A walk goes on at `next_key`, also if the index was
-    changed in between.
-
-    Raises:
-        FormatVersionError, CorruptIndexError, OSError: as `check_pages`.
-    """
-    path, nothing = os.path.join(folder, DATA_FILE), np.empty(0, np.int64)
-    if (meta := read_meta(folder)) is None:
-        return Part(np.empty(0, np.uint8), nothing, nothing, nothing, None)
-    with open(path, "rb", buffering=0) as file:
-        try:
-            return _Pages(file.fileno(), meta).part(database.encode(), key)
-        except CorruptIndexError as error:
-            raise CorruptIndexError(f"the index at `{path}` is damaged: {error}") from None
-
-
 class _Pages:
     """The pages of one file, with a mark on each page met; no page may be met twice."""
 
@@ -185,44 +143,6 @@ class _Pages:
                 pass
         for number in chain(*map(_ids, lists)):
             self._meet(number)
-
-    def part(self, database: bytes, key: bytes) -> Part:
-        """Read a part of a database as `read_part` does."""
-        tree = Tree(*_TREE.unpack(dict(self._walk(self._meta.main, is_main=True))[database]))
-        # The pages of one level that have the entries from `key` to `next_key`, each with its key.
-        pages, next_key = [(tree.root, b"")], None
-        if tree.root == _NO_ROOT:
-            pages, tree = [], tree._replace(depth=0)
-        for left in range(tree.depth - 2, 0, -1):  # levels of branches below these pages
-            [(number, least)] = pages
-            page = self._read(number)
-            _expect(_PAGE_HEADER.unpack_from(page)[2] == _BRANCH, number, "is no branch")
-            pages = _children(_nodes(page, number), number, least)
-            del pages[: bisect_right([first for _, first in pages], key) - 1]
-            most = _PART_BRANCHES if left == 1 else 1
-            if len(pages) > most:
-                next_key = pages[most][1]
-                _expect(next_key > key, pages[most][0], "has keys out of order")
-                del pages[most:]
-        numbers = np.array([number for number, _ in pages], np.int64)
-        if tree.depth > 1:
-            nodes = _all_nodes(self._read_all(numbers), numbers, _BRANCH)
-            numbers = nodes.low | nodes.high << 16 | nodes.flags << 32
-        leaves = self._read_all(numbers)
-        nodes = _all_nodes(leaves, numbers, _LEAF)
-        ends = nodes.starts + (nodes.low | nodes.high << 16)
-        is_so = (nodes.flags == 0) & (ends <= (nodes.page + 1) * self._size)
-        _expect_all(is_so, numbers[nodes.page], "has an entry beyond its end")
-        keys = nodes.starts - nodes.key_bytes
-        return Part(leaves.reshape(-1), keys, nodes.starts, ends, next_key)
-
-    def _read_all(self, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Read pages: [num_pages, page_bytes]."""
-        size, last = self._size, self._meta.last_page
-        _expect_all((numbers >= 2) & (numbers <= last), numbers, "is outside of the file")
-        pages = [os.pread(self._fd, size, number * size) for number in numbers.tolist()]
-        _expect_all(np.array(list(map(len, pages))) == size, numbers, "is missing")
-        return np.frombuffer(b"".join(pages), np.uint8).reshape(-1, size)
 
     def _meet(self, number: int) -> None:
         _expect(2 <= number <= self._meta.last_page, number, "is outside of the file")
@@ -328,50 +248,6 @@ def _children(nodes: list[Node], number: int, first_key: bytes) -> list[tuple[in
     return [(children[0][0], first_key), *children[1:]]
 
 
-class _Nodes(NamedTuple):
-    """The entries of many pages, in columns.
-
-    Attributes:
-        page: the place of the page among those pages.
-        low, high, flags: as in `Node`.
-        key_bytes: size of the key, which lies before the data.
-        starts: where the data starts, in all pages side by side.
-    """
-
-    page: NDArray[np.int64]
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
-    flags: NDArray[np.int64]
-    key_bytes: NDArray[np.int64]
-    starts: NDArray[np.int64]
-
-
-def _all_nodes(pages: NDArray[np.uint8], numbers: NDArray[np.int64], kind: int) -> _Nodes:
-    """Split many pages into their entries, as `_nodes` does for one.
-
-    Args:
-        pages: [num_pages, page_bytes], side by side.
-        numbers: [num_pages], of the pages.
-        kind: of the pages.
-    """
-    num_pages, size = pages.shape
-    words = pages.view("<u2")
-    kinds, lower, upper = words[:, 5:8].T.astype(np.int64)
-    is_so = (pages[:, :8].copy().view("<u8")[:, 0] == numbers) & (kinds == kind)
-    _expect_all(is_so, numbers, "is of another number or kind")
-    is_so = (lower >= _PAGE_HEADER.size) & (lower <= upper) & (upper <= size) & (lower % 2 == 0)
-    _expect_all(is_so, numbers, "has an invalid header")
-    first, nums = _PAGE_HEADER.size // 2, (lower - _PAGE_HEADER.size) // 2
-    offsets = words[:, first : first + nums.max(initial=0)]
-    in_page = offsets[np.arange(offsets.shape[1]) < nums[:, None]].astype(np.int64)
-    page = np.repeat(np.arange(num_pages), nums)
-    is_so = (upper[page] <= in_page) & (in_page <= size - _NODE_HEADER.size) & (in_page % 2 == 0)
-    _expect_all(is_so, numbers[page], "has an invalid offset")
-    at = (page * size + in_page) // 2
-    low, high, flags, key_bytes = (words.reshape(-1)[at + i].astype(np.int64) for i in range(4))
-    return _Nodes(page, low, high, flags, key_bytes, 2 * at + _NODE_HEADER.size + key_bytes)
-
-
 def _order(number: bytes) -> bytes:
     """Return the bytes by which transaction numbers sort."""
     return number.rjust(8, b"\0")[::-1]
@@ -391,8 +267,3 @@ def _ids(data: bytes) -> tuple[int, ...]:
 def _expect(is_so: bool, number: int, what: str) -> None:
     if not is_so:
         raise CorruptIndexError(f"page {number} {what}")
-
-
-def _expect_all(is_so: NDArray[np.bool], numbers: NDArray[np.int64], what: str) -> None:
-    if not is_so.all():
-        raise CorruptIndexError(f"page {numbers[~is_so][0]} {what}")

@@ -14,8 +14,22 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from tieredkv.errors import CorruptBlockError
-from tieredkv.storage import codec
-from tieredkv.storage.codec import Extent, Located, expiry_of, extent_key
+from tieredkv.storage.format.record import (
+    Extent,
+    Located,
+    Retentions,
+    decode_record,
+    encode_record,
+    expiry_of,
+    extent_key,
+    is_encrypted,
+    lru_order,
+    lru_prefix,
+    scope_of,
+    split_expiry_key,
+    split_extent_key,
+    to_us,
+)
 from tieredkv.storage.index_entries import (
     META_KEY,
     NAMES,
@@ -53,14 +67,15 @@ class IndexTxn:
 
     Attributes:
         gone: blocks whose entries were dropped; they may have got new ones since.
-        emptied: scopes of payload keys that have lost their last block; see `codec.scope_of`.
+        emptied: scopes of payload keys that have lost their last block; see `scope_of`.
     """
 
-    def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
+    def __init__(self, txn: Any, dbs: dict[str, Any], retentions: Retentions) -> None:
         self.gone: list[bytes] = []
         self.emptied: set[bytes] = set()
         self._txn = txn
         self._dbs = dbs
+        self._retentions = retentions
         self._blocks = dbs["blocks"]
 
     # --- blocks -----------------------------------------------------------------------------
@@ -72,7 +87,7 @@ class IndexTxn:
             CorruptBlockError: the record contradicts its checksum or key.
         """
         data = self._txn.get(block_hash, db=self._blocks)
-        return None if data is None else codec.decode_record(block_hash, data)
+        return None if data is None else decode_record(block_hash, data, self._retentions)
 
     def sound(self, block_hash: bytes) -> Located | None:
         """Return one decoded entry, or None if there is none or it is damaged."""
@@ -88,14 +103,14 @@ class IndexTxn:
         """
         found: dict[bytes, bytes] = {}
         damaged: list[bytes] = []
-        with self._txn.cursor(db=self._blocks) as cursor:
-            for block_hash in sorted(hashes):
-                if (data := cursor.get(block_hash)) is None:
-                    continue
-                if (expires_at := expiry_of(block_hash, data)) is None:
-                    damaged.append(block_hash)
-                elif now < expires_at:
-                    found[block_hash] = data
+        get, blocks = self._txn.get, self._blocks  # a cursor would take longer
+        for block_hash in sorted(hashes):
+            if (data := get(block_hash, None, blocks)) is None:
+                continue
+            if (expires_at := expiry_of(block_hash, data)) is None:
+                damaged.append(block_hash)
+            elif now < expires_at:
+                found[block_hash] = data
         return found, damaged
 
     def insert(self, located: Located) -> None:
@@ -130,9 +145,13 @@ class IndexTxn:
         """
         for key, data in self._walk("blocks", start):
             try:
-                yield key, codec.decode_record(key, data)
+                yield key, decode_record(key, data, self._retentions)
             except CorruptBlockError:
                 yield key, None
+
+    def records(self, start: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Return up to `limit` entries from a key on: keys and sealed records, as they are."""
+        return list(islice(self._walk("blocks", start), limit))
 
     def hashes_from(self, start: bytes) -> Iterator[bytes]:
         """Walk over the hashes of all entries from a key on, without looking at the entries."""
@@ -140,7 +159,8 @@ class IndexTxn:
 
     def _put_keys(self, located: Located) -> None:
         record = located.record
-        self._txn.put(record.block_hash, codec.encode_record(located), db=self._blocks)
+        sealed = encode_record(located, self._retentions)
+        self._txn.put(record.block_hash, sealed, db=self._blocks)
         for name, key_of in ORDERS.items():
             self._txn.put(key_of(record), b"", db=self._dbs[name])
 
@@ -152,10 +172,10 @@ class IndexTxn:
 
     def expired(self, now: float, limit: int) -> list[tuple[bytes, bytes]]:
         """Return up to `limit` expired keys of `expiry` with their block hashes, earliest first."""
-        due = codec.to_us(now)
+        due = to_us(now)
         found: list[tuple[bytes, bytes]] = []
         for key, _ in self._walk("expiry"):
-            expires_us, block_hash = understand("expiry", codec.split_expiry_key, key)
+            expires_us, block_hash = understand("expiry", split_expiry_key, key)
             if expires_us > due or len(found) >= limit:
                 break
             found.append((key, block_hash))
@@ -173,8 +193,8 @@ class IndexTxn:
         namespaces = [namespace for namespace, _ in self._walk("namespaces")]
         for is_kept in (False, True):
             some = [each for each in namespaces if (each[:TENANT_BYTES] in kept) == is_kept]
-            orders = [self._lru_keys(codec.lru_prefix(each)) for each in some]
-            yield from map(decode_lru_hash, merge(*orders, key=codec.lru_order))
+            orders = [self._lru_keys(lru_prefix(each)) for each in some]
+            yield from map(decode_lru_hash, merge(*orders, key=lru_order))
 
     # --- extents ------------------------------------------------------------------------------
 
@@ -189,7 +209,7 @@ class IndexTxn:
     def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
         """Walk over listed extents in order from a key on; nothing may change during the walk."""
         keys = (key for key, _ in self._walk(name, start))
-        return (understand(name, codec.split_extent_key, key) for key in keys)
+        return (understand(name, split_extent_key, key) for key in keys)
 
     def free(self, segment: int) -> Iterator[Extent]:
         """Walk over the free extents of one segment; nothing may change during the walk."""
@@ -256,8 +276,8 @@ class IndexTxn:
             self._txn.put(namespace, encode(counted), db=self._dbs["namespaces"])
         else:
             self._txn.delete(namespace, db=self._dbs["namespaces"])
-        if codec.is_encrypted(located.codec):
-            self._count_encrypted(codec.scope_of(located.record), sign)
+        if is_encrypted(located.codec):
+            self._count_encrypted(scope_of(located.record), sign)
 
     def _count_encrypted(self, scope: bytes, sign: int) -> None:
         self.meta.num_encrypted = max(self.meta.num_encrypted + sign, 0)

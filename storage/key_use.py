@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.codec import Extent, Located, is_encrypted, scope_of
+from tieredkv.storage.format.record import Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.index import Index
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.store_keys import StoreKeys

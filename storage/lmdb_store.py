@@ -18,13 +18,21 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import codec, recovery
+from tieredkv.storage import recovery
 from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, extent_bytes_for
-from tieredkv.storage.compression import Packed, Packing, extent_bytes_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
+from tieredkv.storage.format.record import (
+    Extent,
+    Located,
+    check_record,
+    corrupt,
+    decode_record,
+    expiry_key,
+    extent_bytes_for,
+)
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.key_use import KeyUse
@@ -66,6 +74,7 @@ class BlockStore:
         self.path = allocator.folder.path
         self._folder = allocator.folder
         self.index = allocator.index
+        self.retentions = allocator.index.retentions
         self.files = allocator.files
         self._space = allocator.space
         self.allocator = allocator
@@ -128,14 +137,14 @@ class BlockStore:
                 filesystem.check()
                 prepare(folder)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
-                index = Index(folder.index_path, sync=is_flushed)
+                index = Index(folder.index_path, sync=is_flushed, retentions=folder.retentions)
                 undo.callback(index.close)
                 with index.reading() as txn:
                     known_id = txn.meta.store_id
                 may_hold = folder.has_segments
                 found = try_keys(folder.path, options, known_id=known_id, has_blocks=may_hold)
                 use = KeyUse(index, *found)
-                files = SegmentFiles(folder.segments_path, filesystem, use.table)
+                files = SegmentFiles(folder.segments_path, filesystem, use.table, folder.retentions)
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
                 allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
@@ -183,7 +192,7 @@ class BlockStore:
     def locate(self, block_hash: bytes) -> Located | None:
         """Return where a block lies, for `read_payload`, or None on a miss; for any thread."""
         sealed = self.find([block_hash]).get(block_hash)
-        return None if sealed is None else codec.decode_record(block_hash, sealed)
+        return None if sealed is None else decode_record(block_hash, sealed, self.retentions)
 
     def read_payload(self, located: Located, into: memoryview) -> None:
         """Read a block's payload into `into` and check it; any thread may call this.
@@ -243,7 +252,7 @@ class BlockStore:
         tenants = [record.namespace[:TENANT_BYTES] for record in records]
         kinds = list(zip(sizes, tenants, strict=True))
         for record, size in zip(records, sizes, strict=True):
-            check_record(record)
+            check_record(record, self.retentions)
             self._space.check_fits(size)
         lent_before = set(self.allocator.lent)
         try:
@@ -510,7 +519,7 @@ class BlockStore:
         """Count a damaged record once; the next sweep drops it. Any thread may call this."""
         if block_hash not in self._damaged:
             self._damaged.add(block_hash)
-            self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
+            self._count_fault(corrupt(block_hash, "record", "its record is damaged"))
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
         """Drop a batch of blocks; if that fails, as on a full disk, try once more."""
@@ -566,7 +575,7 @@ class BlockStore:
             pinned_until=max(record.pinned_until, item.pinned_until),
             hits=record.hits + 1 if item.hits is None else max(record.hits, item.hits),
         )
-        check_record(new)
+        check_record(new, self.retentions)
         txn.replace(old, old._replace(record=new))
 
     def drop_bad(self, located: Located) -> None:

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
-from tieredkv.storage import codec
 from tieredkv.storage import worker_messages as messages
+from tieredkv.storage.format.record import linked_digests, with_digests
 from tieredkv.storage.results import BlockInfo, TouchItem
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
 from tieredkv.types import BlockRecord
@@ -63,8 +63,8 @@ class Names:
 
     def reveal_found(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """Return sealed records by block hash, with hashes in the places of names."""
-        digests = self.reveal(codec.linked_digests(found.values()))
-        return codec.with_digests(found.values(), digests)
+        digests = self.reveal(linked_digests(found.values()))
+        return with_digests(found.values(), digests)
 
 
 def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:

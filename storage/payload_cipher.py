@@ -1,7 +1,8 @@
 """Encryption of payloads: AES-256-GCM with a fresh random nonce for each write.
 
-This module knows bytes in memory; `tieredkv.storage.key_table` knows keys, `codec` the layout. Any
-thread may call it, and the interpreter lock is free while bytes are encrypted.
+This module knows bytes in memory; `tieredkv.storage.key_table` knows keys, and
+`tieredkv.storage.format` the layout. Any thread may call it, and the interpreter lock is free while
+bytes are encrypted.
 """
 
 import secrets
@@ -9,7 +10,8 @@ import secrets
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from tieredkv.storage.codec import Encryption, identity_of
+from tieredkv.storage.format.header import Encryption
+from tieredkv.storage.format.record import identity_of
 from tieredkv.storage.key_table import NONCE_BYTES, PayloadKey
 from tieredkv.types import BlockRecord
 
@@ -23,7 +25,7 @@ def encrypt(
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     encryptor = Cipher(algorithms.AES256(key.key), modes.GCM(nonce)).encryptor()
-    encryptor.authenticate_additional_data(identity_of(record, codec))
+    encryptor.authenticate_additional_data(identity_of(record, codec, len(payload)))
     encryptor.update_into(payload, into)
     encryptor.finalize()
     return Encryption(key.id, nonce, encryptor.tag)
@@ -37,7 +39,7 @@ def decrypt(
     The memory then holds bytes that nobody may use.
     """
     decryptor = Cipher(algorithms.AES256(key.key), modes.GCM(how.nonce, how.tag)).decryptor()
-    decryptor.authenticate_additional_data(identity_of(record, codec))
+    decryptor.authenticate_additional_data(identity_of(record, codec, len(payload)))
     decryptor.update_into(payload, payload)
     try:
         decryptor.finalize()

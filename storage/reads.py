@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.codec import Located, corrupt, decode_record, padded_bytes
-from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.format.record import Located, corrupt, decode_record, padded_bytes
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, ProbeDone
@@ -131,7 +131,7 @@ class Reads:
         if (sealed := self.find([block_hash]).get(block_hash)) is None:
             return
         try:
-            located = decode_record(block_hash, sealed)
+            located = decode_record(block_hash, sealed, self.store.retentions)
         except CorruptBlockError:  # whoever loads the block has it dropped
             return
 
@@ -154,7 +154,7 @@ class Reads:
         if sealed is None:
             return self._end(page, "missing")
         try:
-            located = decode_record(wanted.block_hash, sealed)
+            located = decode_record(wanted.block_hash, sealed, self.store.retentions)
         except CorruptBlockError:  # the seal is right, but the bytes under it are no record
             self.store.note_damaged(wanted.block_hash)
             return self._end(page, "missing")
@@ -190,5 +190,8 @@ class Reads:
         self._ended.append(PageLoaded(page.record.block_hash, page.page_id, reason, record, now))
 
 
-def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
-    return record.parent_hash, record.root, record.position, record.size_bytes
+def _identity(record: BlockRecord) -> tuple[object, ...]:
+    """Return what a load says of the block that it wants."""
+    owner = record.parent_hash, record.root, record.namespace
+    page = record.kind, record.part, record.page_form, record.size_bytes
+    return *owner, record.position, *page

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, MissingKeyError, StorageError, StoreFullError
 from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
-from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import lack_of_room
 from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.format.record import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.index import PAGE_BYTES, Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.index_txn import IndexTxn
@@ -349,7 +349,7 @@ def _fill_new_index(
         old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults, store_id=store_id
     )
     folder.make_draft()
-    draft = Index(folder.draft_path, sync=index.sync)
+    draft = Index(folder.draft_path, sync=index.sync, retentions=index.retentions)
     try:
         with draft.writing() as txn:
             txn.begin(meta, segments)

@@ -34,10 +34,10 @@ from tieredkv.operate.calls import EvictFilter, Prune
 from tieredkv.operate.verbs import Verbs
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.claims import Claims
-from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.deletions import Deletions
 from tieredkv.storage.fault_log import FaultLog
+from tieredkv.storage.format.record import Located
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_txn import batches
 from tieredkv.storage.lifetimes import RATE_SPAN_S

@@ -27,7 +27,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         budget_bytes: what its files may occupy, index included; None keeps the last budget.
         sync: `commit` flushes every group commit to the device; `none` leaves flushing to the
             system, which still lets blocks survive `kill -9`.
-        compression, element_bytes: see `tieredkv.storage.compression.Packing`.
+        compression, element_bytes: see `tieredkv.storage.format.planes.Packing`.
         encryption: whether new blocks are encrypted. `as_it_is` goes by the store and serves it
             without its keys where they are not there: no payload can be read then.
         key_dir, master_key, master_key_command: see `tieredkv.storage.store_keys`.
@@ -223,7 +223,7 @@ class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside
 
 
 class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
-    """What a lookup found: sealed records by block hash, for `codec.decode_record`.
+    """What a lookup found: sealed records by block hash, for `decode_record`.
 
     The worker has checked their seals. The engine decodes a record only when it uses it, as it uses
     few of them at a time.

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.claims import Claims
-from tieredkv.storage.codec import Extent, Located, padded_bytes
-from tieredkv.storage.compression import Packed, aligned_buffer, extent_bytes_of
 from tieredkv.storage.fault_log import FaultLog
+from tieredkv.storage.format.planes import Packed, aligned_buffer, extent_bytes_of
+from tieredkv.storage.format.record import Extent, Located, padded_bytes
 from tieredkv.storage.index_txn import TXN_BLOCKS
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover

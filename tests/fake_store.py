@@ -28,7 +28,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import Extent, Located, encode_record
+from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.results import NO_STATS, TouchItem
 from tieredkv.storage.worker_messages import (
     BlocksGone,
@@ -172,7 +172,7 @@ class FakeStore(StoreClient):
             record, _ = self.blocks.get(BlockHash(block_hash), (None, b""))
             if record is not None and record.expires_at > self._clock.now() and not self.is_down:
                 located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
-                found[block_hash] = encode_record(located)
+                found[block_hash] = encode_record(located, Retentions([record.retention]))
         self.told.append(LookupDone(job, found))
 
     def complete(

@@ -40,7 +40,7 @@ from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import Extent, Located, encode_record
+from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import (
     LentPage,
@@ -444,7 +444,7 @@ class Disk(StoreClient):
         for block_hash in hashes:
             if (record := self.records.get(block_hash)) is not None:
                 located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
-                found[block_hash] = encode_record(located)
+                found[block_hash] = encode_record(located, Retentions([record.retention]))
         self._add_event(
             self._device.time.now + self._device.machine.lookup_s, LookupDone(job, found)
         )

@@ -2,7 +2,7 @@
 
     root        = H("tieredkv/1", model fingerprint, KV dtype, layout, block size, TP, namespace)
     block_hash  = H(parent hash, tokens as packed uint32 little-endian)
-    namespace   = H(tenant)[:8] + H(tenant, cache salt, prompt cache key)[:24]
+    namespace   = H(tenant)[:8] + H(tenant, cache salt, prompt cache key)[:24], of 32 bytes
 
 Every field is written as a one-byte tag, a u32 length and its bytes, so that no two different
 inputs have the same encoding. Python's `hash()`, pickle, time and randomness are not used.
@@ -22,7 +22,7 @@ from typing import Any, cast
 import xxhash
 
 from tieredkv.errors import RequestError
-from tieredkv.types import TENANT_BYTES, BlockHash, HashAlgo, KVSpec
+from tieredkv.types import NAMESPACE_BYTES, TENANT_BYTES, BlockHash, HashAlgo, KVSpec
 
 IDENTITY_VERSION = b"tieredkv/1"
 LAYOUT = "block-contiguous/1"
@@ -63,7 +63,8 @@ def namespace_digest(
     """Return the digest of the namespace within which requests may share blocks.
 
     A salt or a key narrows the namespace of the tenant and never widens it. The digests of all
-    namespaces of a tenant begin with the same `TENANT_BYTES` bytes.
+    namespaces of a tenant begin with the same `TENANT_BYTES` bytes, and all have as many bytes,
+    with zeroes at the end where `algo` gives fewer.
 
     Raises:
         RequestError: the salt is empty or longer than 128 characters.
@@ -76,7 +77,9 @@ def namespace_digest(
         )
     who: _Fields = {0x30: tenant, 0x31: cache_salt, 0x32: prompt_cache_key}
     of_tenant = _digest(algo, b"namespace", {0x30: tenant})[:TENANT_BYTES]
-    return of_tenant + _digest(algo, b"namespace", who)[: 32 - TENANT_BYTES]
+    return (of_tenant + _digest(algo, b"namespace", who))[:NAMESPACE_BYTES].ljust(
+        NAMESPACE_BYTES, b"\0"
+    )
 
 
 def tenant_digest(tenant: str, *, algo: HashAlgo = "sha256") -> bytes:

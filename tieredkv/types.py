@@ -27,6 +27,9 @@ HashAlgo = Literal["sha256", "xxh3_128"]
 TENANT_BYTES = 8
 """Number of first bytes of a namespace's digest, which identify the tenant."""
 
+NAMESPACE_BYTES = 32
+"""Number of bytes of a namespace's digest."""
+
 PAGE_ALIGNMENT_BYTES = 4096
 """Arena pages and disk extents start and end on multiples of this, as O_DIRECT asks."""
 
@@ -81,7 +84,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         block_hash: the key; 32 bytes for SHA-256, 16 for xxh3_128.
         parent_hash: the hash of the block before it; the root for position 0.
         root: the chain's root digest: model, KV dtype, layout, block size, namespace.
-        namespace: digest of tenant and salt; tenants never share.
+        namespace: digest of tenant and salt, of 32 bytes; tenants never share.
         position: index of the block in its chain, 0 for the first.
         size_bytes: payload bytes, before any compression.
         retention: name of the longest retention policy that asked for the block.
@@ -90,6 +93,10 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         last_used: last hit or store.
         pinned_until: until then it is evicted only after all blocks that are not pinned.
         hits: how many requests found it, without the one that computed it.
+        kind: what the page holds; 0 is the keys and values of a block of tokens, as a chain has it.
+        part, num_parts: number of the page among those that belong together, and how many these
+            are; 0 and 1 for a block.
+        page_form: how the bytes of the page are laid out; 0 as `KVSpec` says.
     """
 
     block_hash: bytes
@@ -104,6 +111,10 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     last_used: float
     pinned_until: float = 0.0
     hits: int = 0
+    kind: int = 0
+    part: int = 0
+    num_parts: int = 1
+    page_form: int = 0
 
 
 Progress = Callable[[str, int, int], None]

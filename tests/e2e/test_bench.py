@@ -24,7 +24,7 @@ from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import crowd, crowd_figures, disk, raw, restore, sources
 from tieredkv.bench.ttft import Sample, compare, demote_all
 from tieredkv.cli.main import main
-from tieredkv.storage.codec import decode_header
+from tieredkv.storage.format.header import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
 
 CommandLine = Callable[..., tuple[int, str, str]]

@@ -22,7 +22,7 @@ from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.codec import HEADER_BYTES
+from tieredkv.storage.format.record import HEADER_BYTES
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("patience")

@@ -1,30 +1,29 @@
-"""Tables of blocks say what the records say, read by parts and without LMDB."""
+"""Tables of blocks say what the records say."""
 
-import itertools
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from tests.golden import refused
-from tests.storage.blocks import change_bytes, digest, make_record, told_by_engine
+from tests.storage.blocks import digest, make_record, told_by_engine
 from tieredkv.errors import CorruptIndexError
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import TIER_BITS, BlockTable, Kind, TableReader
-from tieredkv.storage import index_pages
-from tieredkv.storage.codec import Extent, Located, encode_record
-from tieredkv.storage.index import PAGE_BYTES, Index
-from tieredkv.storage.index_pages import DATA_FILE, Part
+from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
+from tieredkv.storage.index import Index
+from tieredkv.storage.index_pages import DATA_FILE
 from tieredkv.types import Tier
+
+NAMES = Retentions(["24h", "x", "y" * 32])
 
 
 def located(rnd: random.Random, number: int) -> Located:
-    """Return an entry; numbers and names have all the lengths that msgpack tells apart."""
+    """Return an entry with numbers of all lengths."""
     size = rnd.choice([16, 32])
 
     def some(name: str) -> bytes:
@@ -38,9 +37,9 @@ def located(rnd: random.Random, number: int) -> Located:
         block_hash=some(f"{number}"),
         parent_hash=some(f"parent {rnd.randrange(10)}"),
         root=some("root"),
-        namespace=digest(f"namespace {rnd.randrange(3)}")[: rnd.choice([16, 32])],
+        namespace=digest(f"namespace {rnd.randrange(3)}"),
         size_bytes=count(1 << 31),
-        retention=rnd.choice(["24h", "x", "y" * 32]),
+        retention=rnd.choice(NAMES.names),
         computed_at=rnd.choice([rnd.random() * 1e9, 5]),
         hits=count(1 << 31),
     )
@@ -50,17 +49,14 @@ def located(rnd: random.Random, number: int) -> Located:
 
 def table_of(*entries: tuple[bytes, bytes]) -> BlockTable:
     """Read sealed records by their keys, in the order of these."""
-    pieces = list(itertools.chain(*entries))
-    ends = np.cumsum([0, *map(len, pieces)])
-    reader = TableReader()
-    data = np.frombuffer(b"".join(pieces), np.uint8)
-    reader.add(Part(data, ends[:-1:2], ends[1:-1:2], ends[2::2], None))
+    reader = TableReader(NAMES)
+    reader.add(entries)
     return reader.table
 
 
 def sealed(entry: Located) -> tuple[bytes, bytes]:
     """Return an entry as the index has it."""
-    return entry.record.block_hash, encode_record(entry)
+    return entry.record.block_hash, encode_record(entry, NAMES)
 
 
 def told(table: BlockTable) -> list[tuple[object, ...]]:
@@ -95,23 +91,37 @@ def test_a_table_says_what_the_records_say() -> None:
     assert told(table_of(*map(sealed, entries))) == list(map(expected, entries))
 
 
+def numbered(number: int, **changes: float) -> Located:
+    """Return an entry whose hash sorts by a number."""
+    record = make_record(block_hash=bytes([number]) * 32, **changes)
+    return Located(record, Extent(1, number), 1, b"c" * 16)
+
+
 def test_bytes_that_are_no_record_of_their_key_are_left_out() -> None:
-    first, second, third, last = some_entries(2, 4)
-    endless = third._replace(record=replace(third.record, expires_at=math.inf))
-    key, record = sealed(second)
-    bad = [b"", record[:-1], b"\x95" * 30, random.Random(2).randbytes(220), sealed(last)[1]]
-    table = table_of(sealed(first), *((key, each) for each in bad), sealed(endless), sealed(last))
+    first, endless, last = numbered(0), numbered(7, expires_at=math.inf), numbered(9)
+    record = encode_record(last, NAMES)
+    bad = [b"", record[:-1], record + b"\0", random.Random(2).randbytes(240), record]
+    entries = [(bytes([1 + place]) * 32, data) for place, data in enumerate(bad)]
+    entries += [sealed(endless), (bytes([8]) * 20, record), (last.record.block_hash[:16], record)]
+    others = [sealed(last), (bytes([10]) * 64, record)]
+    table = table_of(sealed(first), *entries, *others)
     assert told(table) == [expected(first), expected(last)]
+    assert told(table_of(entries[0])) == told(table_of()) == []
 
 
 def test_keys_out_of_order_are_damage() -> None:
-    first, second = map(sealed, some_entries(5, 2))
+    first, second = (sealed(numbered(number)) for number in range(2))
+    for entries in ((second, first), (first, first)):
+        with refused(CorruptIndexError):
+            table_of(*entries)
+    reader = TableReader(NAMES)
+    reader.add([second])
     with refused(CorruptIndexError):
-        table_of(second, first)
+        reader.add([second])
 
 
 def test_expired_blocks_can_be_left_out() -> None:
-    table = table_of(sealed(Located(make_record(now=0.0), Extent(1, 1), 1, b"c" * 16)))
+    table = table_of(sealed(numbered(1, now=0.0)))
     assert [len(table.unexpired(now).blocks) for now in (0.0, 86_399.0, 86_400.0)] == [1, 1, 0]
 
 
@@ -134,58 +144,35 @@ def test_tables_are_joined_and_what_both_have_is_there_once() -> None:
             assert row[:-1] == expected(entry._replace(record=wanted, payload_bytes=0))[:-1]
 
 
-@contextmanager
-def opened(folder: Path) -> Iterator[Index]:
-    """Open a new index."""
-    (folder / DATA_FILE).touch()
-    index = Index(str(folder), sync=False)
-    yield index
-    index.close()
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    """A new index."""
+    (tmp_path / DATA_FILE).touch()
+    with closing(Index(str(tmp_path), sync=False, retentions=NAMES)) as index:
+        yield index
 
 
-def test_an_empty_index_has_one_empty_part(tmp_path: Path) -> None:
-    with opened(tmp_path) as index:
-        part = index.part("blocks", b"")
-    assert (len(part.starts), part.next_key) == (0, None)
-
-
-def insert(index: Index, entries: list[Located]) -> None:
+def insert(index: Index, entries: Sequence[Located]) -> None:
     with index.writing() as txn:
         for entry in entries:
             txn.insert(entry)
 
 
-@pytest.mark.parametrize("count", [1, 30, 3000])
-def test_parts_have_every_entry_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    monkeypatch.setattr(index_pages, "_PART_BRANCHES", 1)
+def test_a_walk_in_steps_has_every_entry_once_while_others_come(index: Index) -> None:
     rnd = random.Random(3)
-    entries = [located(rnd, i) for i in range(count)]
-    reader, num_parts = TableReader(), 1
-    with opened(tmp_path) as index:
-        insert(index, entries)
-        reader.add(part := index.part("blocks", b""))
-        while part.next_key is not None:
-            # New blocks move the borders of pages.
-            insert(index, [located(rnd, 10_000 * num_parts + i) for i in range(100)])
-            reader.add(part := index.part("blocks", part.next_key))
-            num_parts += 1
-    assert (num_parts > 2) == (count == 3000)
+    entries = [located(rnd, number) for number in range(300)]
+    insert(index, entries)
+    reader, start, num_steps = TableReader(NAMES), b"", 0
+    while True:
+        with index.reading() as txn:
+            found = txn.records(start, 64)
+        if not found:
+            break
+        reader.add(found)
+        start = found[-1][0] + b"\0"
+        num_steps += 1
+        insert(index, [located(rnd, 10_000 * num_steps + number) for number in range(10)])
     known = {row[:2] for row in told(reader.table)}
     assert len(known) == len(reader.table.blocks)
     assert {expected(entry)[:2] for entry in entries} <= known
-
-
-@pytest.mark.parametrize(("at", "num_bytes"), [(0, 1), (10, 1), (12, 2), (14, 2), (16, 2)])
-def test_a_damaged_page_is_named(tmp_path: Path, at: int, num_bytes: int) -> None:
-    rnd, file = random.Random(4), tmp_path / DATA_FILE
-    with opened(tmp_path) as index:
-        insert(index, [located(rnd, i) for i in range(100)])
-        page = index.part("blocks", b"").data[:PAGE_BYTES].tobytes()
-        place = file.read_bytes().index(page)
-        change_bytes(file, place + at, lambda _: b"\xff" * num_bytes, num_bytes)
-        with refused(CorruptIndexError):
-            index.part("blocks", b"")
-        change_bytes(file, place, lambda _: page, PAGE_BYTES)
-        assert len(index.part("blocks", b"").starts) == 100
+    assert num_steps >= 5

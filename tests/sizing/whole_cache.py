@@ -25,7 +25,7 @@ from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life
 from tieredkv.sizing.tiers import Room, Source
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import Extent, Located, encode_record
+from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored
 from tieredkv.types import BlockHash, BlockRecord
@@ -77,7 +77,7 @@ class _Disk(StoreClient):
         for block_hash in hashes:
             if (record := self._record(block_hash)) is not None:
                 located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
-                found[block_hash] = encode_record(located)
+                found[block_hash] = encode_record(located, Retentions([record.retention]))
         self._events.append(LookupDone(self._num_jobs, found))
         return self._num_jobs
 

@@ -23,16 +23,24 @@ from tieredkv.operate.models import KnownModels
 from tieredkv.operate.ram import NO_RAM_BLOCKS, part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
 from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
+from tieredkv.storage.format.record import (
+    Extent,
+    Retentions,
+    decode_record,
+    expiry_key,
+    extent_key,
+    lru_key,
+)
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
 from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.types import BlockRecord, Tier
+from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
 
 BLOCK_BYTES = 8192
 BUDGET_BYTES = 4 << 20
+RETENTIONS = Retentions(["24h"])
 
 
 def digest(name: str) -> bytes:
@@ -48,7 +56,12 @@ def payload_of(record: BlockRecord) -> bytes:
 def make_record(
     name: str = "a", position: int = 0, *, now: float = 1_800_000_000.0, **changes: Any
 ) -> BlockRecord:
-    """Return the record of block `position` of chain `name`, which is kept for a day."""
+    """Return the record of block `position` of chain `name`, which is kept for a day.
+
+    A namespace is filled up with zeroes.
+    """
+    if "namespace" in changes:
+        changes["namespace"] = changes["namespace"].ljust(NAMESPACE_BYTES, b"\0")
     parent = digest(f"{name}/{position - 1}") if position else digest("root")
     record = BlockRecord(
         block_hash=digest(f"{name}/{position}"),
@@ -85,8 +98,8 @@ class CheckedStore(BlockStore):
 
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
         """Return the records that `find` answers, decoded and in the order of the hashes."""
-        found = self.find(hashes)
-        return [decode_record(h, found[h]).record if h in found else None for h in hashes]
+        found, names = self.find(hashes), self.retentions
+        return [decode_record(h, found[h], names).record if h in found else None for h in hashes]
 
 
 def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:

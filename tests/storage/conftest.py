@@ -16,7 +16,7 @@ from tests.waiting import is_alive as is_alive
 from tests.waiting import wait_until as wait_until
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import decode_record
+from tieredkv.storage.format.record import Retentions, decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.worker_messages import (
@@ -30,6 +30,7 @@ from tieredkv.types import BlockRecord
 
 PAGE_BYTES = 32 * 1024
 NUM_PAGES = 64
+RETENTIONS = Retentions(StoreOptions(path="").disk_retentions)
 ROOT = b"R" * 32
 NAMESPACE = b"N" * 32
 DAY_S = 86_400.0
@@ -182,7 +183,7 @@ class Mailbox:
         assert done.job == job
         assert done.found.keys() <= set(hashes)
         return [
-            decode_record(each, done.found[each]).record if each in done.found else None
+            decode_record(each, done.found[each], RETENTIONS).record if each in done.found else None
             for each in hashes
         ]
 

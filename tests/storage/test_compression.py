@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -41,8 +40,8 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tieredkv.operate.ask import StoreControl
-from tieredkv.storage.codec import CODEC_RAW, Located, payload_checksum
-from tieredkv.storage.compression import Packed, Packing, pack, pays, unpack
+from tieredkv.storage.format.planes import Packed, Packing, pack, pays, unpack
+from tieredkv.storage.format.record import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockRecord
@@ -226,14 +225,12 @@ def test_the_extent_of_a_compressed_block_is_as_documented(tmp_path: Path) -> No
         found = located(store, record)
     (file,) = segment_files(tmp_path)
     extent = file.read_bytes()[found.extent.number * found.extent_bytes :][: found.extent_bytes]
-    assert extent[:8] == b"TKVSLOT\2"
-    (length,) = struct.unpack_from("<I", extent, 8)
-    header = msgspec.msgpack.decode(extent[28 : 12 + length])
-    assert not any(extent[12 + length : 512])
+    assert extent[:8] == b"TKVSLOT\3"
+    assert not any(extent[8 + 219 : 512])
     payload = extent[512 : 512 + found.payload_bytes]
     assert not any(extent[512 + found.payload_bytes :])
-    assert found.payload_checksum == payload_checksum(payload) == header[3]
-    assert header[4] == 1
+    assert found.payload_checksum == payload_checksum(payload) == extent[208:224]
+    assert extent[8 + 172] == 1
     low, high = struct.unpack_from("<2I", payload)
     assert (low, 8 + BLOCK_BYTES // 2 + high) == (BLOCK_BYTES // 2 | 1 << 31, len(payload))
     block = block_of(record)

@@ -16,6 +16,7 @@ from tests.fakes import FakeClock
 from tests.golden import refused
 from tests.storage.blocks import (
     BLOCK_BYTES,
+    RETENTIONS,
     CheckedStore,
     change_bytes,
     digest,
@@ -39,10 +40,21 @@ from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.ram import RamBlocks
-from tieredkv.storage import codec
-from tieredkv.storage.codec import Extent, Located, decode_encryption, decode_header, identity_of
-from tieredkv.storage.compression import WIDTHS
 from tieredkv.storage.extents import PIECE_BYTES
+from tieredkv.storage.format.header import decode_encryption, decode_header
+from tieredkv.storage.format.planes import WIDTHS
+from tieredkv.storage.format.record import (
+    FIRST_ENCRYPTED,
+    HEADER_BYTES,
+    Extent,
+    Located,
+    decode_record,
+    encode_record,
+    header_bytes_for,
+    identity_of,
+    scope_of,
+    split_scope,
+)
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
 from tieredkv.storage.results import TouchItem
@@ -105,7 +117,7 @@ def test_a_block_comes_back_from_disk_and_its_bytes_are_not_there(
     record = encrypted.record(size_bytes=BLOCK_BYTES)
     with encrypted.open(**options) as store:
         written = put_packed(store, record)
-        assert written.codec == codec.FIRST_ENCRYPTED + number
+        assert written.codec == FIRST_ENCRYPTED + number
         assert load(store, record) == compressible(record)
     with encrypted.open() as store:  # whatever new blocks are
         assert load(store, record) == compressible(record)
@@ -150,7 +162,7 @@ def test_equal_blocks_are_encrypted_differently_each_time(encrypted: Encrypted) 
             store.commit([written])
             image = image_of(encrypted.folder, written)
             nonces.add(decode_encryption(image).nonce)
-            extents.add(image[codec.HEADER_BYTES :])
+            extents.add(image[HEADER_BYTES:])
     assert (len(nonces), len(extents)) == (3, 3)
 
 
@@ -170,7 +182,7 @@ def locate(store: CheckedStore, record: BlockRecord) -> Located:
 @pytest.mark.parametrize(
     ("at", "reason"),
     [
-        (codec.HEADER_BYTES, "checksum"),  # the payload
+        (HEADER_BYTES, "checksum"),  # the payload
         (-36, "key"),  # in the header, behind the record: id, nonce, tag
         (-28, "tag"),
         (-16, "tag"),
@@ -206,7 +218,7 @@ def test_a_longer_life_needs_no_new_payload(encrypted: Encrypted) -> None:
 
 def scopes(store: CheckedStore) -> list[tuple[bytes, int]]:
     assert store.keys is not None
-    return [codec.split_scope(each.scope) for each in store.keys.table]
+    return [split_scope(each.scope) for each in store.keys.table]
 
 
 def test_there_is_a_key_for_each_namespace_and_hour(encrypted: Encrypted) -> None:
@@ -314,11 +326,11 @@ class Attacker:
     def _decrypt(image: bytes, table: KeyTable) -> bytes:
         if (located := decode_header(image)) is None:
             return b""
-        how, start = decode_encryption(image), codec.header_bytes_for(located.codec)
+        how, start = decode_encryption(image), header_bytes_for(located.codec)
         data = image[start : start + located.payload_bytes] + how.tag
         for key in table:
             try:
-                identity = identity_of(located.record, located.codec)
+                identity = identity_of(located.record, located.codec, located.payload_bytes)
                 return AESGCM(key.key).decrypt(how.nonce, data, identity)
             except InvalidTag:
                 continue
@@ -366,7 +378,7 @@ def test_an_evicted_id_is_erased_here_and_its_copies_follow_with_the_hour(
     with encrypted.open() as store:
         put(store, gone, kept)
         attacker = Attacker(encrypted, tmp_path / "copy")
-        ciphertexts = [image[codec.HEADER_BYTES :] for image in attacker.images() if any(image)]
+        ciphertexts = [image[HEADER_BYTES:] for image in attacker.images() if any(image)]
         evict(store, EvictFilter(ids=(gone.block_hash.hex(),)))
         still_there = [each for each in ciphertexts if each in on_disk(encrypted.folder)]
         assert len(still_there) == 1
@@ -452,7 +464,7 @@ def test_a_rebuild_finds_blocks_and_skips_those_without_keys(encrypted: Encrypte
     with encrypted.open() as store:
         put(store, kept, gone)
         assert store.keys is not None
-        store.keys.table.drop([codec.scope_of(gone)])
+        store.keys.table.drop([scope_of(gone)])
     shutil.rmtree(encrypted.folder / "index")
     with encrypted.open() as store:
         assert stored_hashes(store, [kept, gone]) == {kept.block_hash}
@@ -530,13 +542,14 @@ def test_names_are_turned_back_and_depend_on_the_key() -> None:
 def test_a_sealed_record_gets_its_hashes_back(encrypted: Encrypted) -> None:
     names = Names(b"k" * 32)
     for size in (16, 32):
-        record = encrypted.record(block_hash=digest("x")[:size], parent_hash=digest("y")[:size])
+        names_of = ("block_hash", "parent_hash", "root")
+        record = encrypted.record(**{name: digest(name)[:size] for name in names_of})
         located = Located(record, Extent(1, 2), BLOCK_BYTES, b"c" * 16)
         hidden = located._replace(record=names.hide_record(record))
-        sealed = codec.encode_record(hidden)
+        sealed = encode_record(hidden, RETENTIONS)
         [(block_hash, revealed)] = names.reveal_found({hidden.record.block_hash: sealed}).items()
         assert block_hash == record.block_hash
-        assert codec.decode_record(block_hash, revealed) == located
+        assert decode_record(block_hash, revealed, RETENTIONS) == located
 
 
 def test_what_the_engine_has_is_found_by_name() -> None:

@@ -12,6 +12,7 @@ import lmdb
 import pytest
 
 from tests.storage.blocks import (
+    RETENTIONS,
     change_bytes,
     digest,
     flip,
@@ -26,7 +27,13 @@ from tests.storage.blocks import (
     verify,
 )
 from tieredkv.errors import StorageError
-from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, decode_record, encode_record
+from tieredkv.storage.format.record import (
+    HEADER_BYTES,
+    Extent,
+    Located,
+    decode_record,
+    encode_record,
+)
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
@@ -89,8 +96,8 @@ class Filled:
 
     def rewrite(self, block_hash: bytes, **changes: Any) -> None:
         """Change a record and seal it again, so that its checksum is right."""
-        located = decode_record(block_hash, self.entry(block_hash))
-        self.put_entry(block_hash, encode_record(located._replace(**changes)))
+        located = decode_record(block_hash, self.entry(block_hash), RETENTIONS)
+        self.put_entry(block_hash, encode_record(located._replace(**changes), RETENTIONS))
 
 
 @contextmanager

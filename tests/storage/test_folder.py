@@ -339,7 +339,7 @@ def test_a_store_whose_creation_was_cut_short_is_created(tmp_path: Path, left: l
         assert put(store, RECORD) == [True]
     assert json.loads((path / "format.json").read_text()) == {
         "format": "tieredkv-store",
-        "version": 2,
+        "version": 3,
         "retentions": ["24h"],
     }
     assert not (path / "format.json.tmp").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.golden import refused
 from tests.storage.blocks import (
     BLOCK_BYTES,
+    RETENTIONS,
     CheckedStore,
     change_bytes,
     load,
@@ -19,8 +20,8 @@ from tests.storage.blocks import (
 from tests.storage.test_encryption import Encrypted, image_of, locate
 from tests.storage.test_encryption import encrypted as encrypted
 from tieredkv.errors import StorageError
-from tieredkv.storage import codec
-from tieredkv.storage.codec import decode_encryption
+from tieredkv.storage.format.header import decode_encryption, encode_header_into
+from tieredkv.storage.format.record import CODEC_RAW, HEADER_BYTES, payload_checksum
 from tieredkv.types import BlockRecord
 
 
@@ -32,11 +33,11 @@ def test_a_payload_is_bound_to_its_block(encrypted: Encrypted) -> None:
         found = {r.block_hash: image_of(encrypted.folder, locate(store, r)) for r in (one, other)}
         located = locate(store, other)
         forged = bytearray(found[other.block_hash])
-        forged[codec.HEADER_BYTES :] = found[one.block_hash][codec.HEADER_BYTES :]
-        checksum = codec.payload_checksum(bytes(forged[codec.HEADER_BYTES :][:BLOCK_BYTES]))
+        forged[HEADER_BYTES:] = found[one.block_hash][HEADER_BYTES:]
+        checksum = payload_checksum(bytes(forged[HEADER_BYTES:][:BLOCK_BYTES]))
         forged_entry = located._replace(payload_checksum=checksum)
         how = decode_encryption(found[one.block_hash])
-        codec.encode_header_into(forged, forged_entry, how)
+        encode_header_into(forged, forged_entry, RETENTIONS, how)
         change_bytes(
             segment_files(encrypted.folder)[0],
             located.extent.number * len(forged),
@@ -51,10 +52,10 @@ def forge_clear(store: CheckedStore, name: BlockRecord, guessed: BlockRecord) ->
     """Put a clear payload in the place of an encrypted one, as who knows the block's hash can."""
     located = locate(store, name)
     payload = bytes(BLOCK_BYTES)
-    checksum = codec.payload_checksum(payload)
-    forged = located._replace(codec=codec.CODEC_RAW, payload_checksum=checksum)
-    image = bytearray(codec.HEADER_BYTES) + payload
-    codec.encode_header_into(image, forged._replace(record=guessed))
+    checksum = payload_checksum(payload)
+    forged = located._replace(codec=CODEC_RAW, payload_checksum=checksum)
+    image = bytearray(HEADER_BYTES) + payload
+    encode_header_into(image, forged._replace(record=guessed), RETENTIONS)
     [file] = segment_files(Path(store.path))
     change_bytes(file, located.extent.number * len(image), lambda _: bytes(image), len(image))
     with store.index.writing() as txn:

@@ -31,7 +31,7 @@ from tests.storage.blocks import (
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.codec import HEADER_BYTES, Extent
+from tieredkv.storage.format.record import HEADER_BYTES, Extent
 from tieredkv.storage.index import PAGE_BYTES
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
@@ -228,12 +228,12 @@ def test_bytes_written_are_counted_over_all_lives_of_a_store(tmp_path: Path) -> 
 
 def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> None:
     clock = FakeClock()
-    record = make_record(expires_at=clock.now() + 10, retention="in_memory")
-    with open_store(tmp_path / "s", clock) as store:
+    record = make_record(expires_at=clock.now() + 10, retention="1h")
+    with open_store(tmp_path / "s", clock, disk_retentions=("24h", "1h")) as store:
         put(store, record)
         key = record.block_hash
         store.claim_or_touch([TouchItem(key, clock.now() + 1, clock.now() + 50, "24h")])
-        store.claim_or_touch([TouchItem(key, clock.now() - 1, clock.now() + 20, "in_memory")])
+        store.claim_or_touch([TouchItem(key, clock.now() - 1, clock.now() + 20, "1h")])
         (found,) = store.lookup([key])
         assert found is not None
         assert (found.expires_at, found.retention) == (clock.now() + 50, "24h")

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes import FakeClock
 from tests.golden import refused
-from tests.storage.blocks import make_record, open_store, payload_of, put
+from tests.storage.blocks import RETENTIONS, make_record, open_store, payload_of, put
 from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
@@ -26,10 +26,9 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.table import TableReader
 from tieredkv.storage import service, touches, write_share
-from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control_server import socket_address
+from tieredkv.storage.format.record import decode_record
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index_pages import Part
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
@@ -236,9 +235,9 @@ def test_lookups_and_loads_are_answered_in_the_middle_of_a_store(
         arena.page(1)[:] = payload_of(NEW)
         engine.hold_up(label, StoreCall([LentPage(NEW, 1)]))
         found = engine.lookup(OLD.block_hash, NEW.block_hash)
-        assert {key: decode_record(key, each).record for key, each in found.items()} == {
-            OLD.block_hash: OLD
-        }
+        assert {
+            key: decode_record(key, each, RETENTIONS).record for key, each in found.items()
+        } == {OLD.block_hash: OLD}
         assert engine.load(LentPage(OLD, 0)).ok
         assert arena.page(0) == payload_of(OLD)
         engine.gate.opened.set()
@@ -452,9 +451,9 @@ def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goe
     with open_store(path, Clock()) as store:
         put(store, *more)
 
-    def add_slowly(reader: TableReader, part: Part) -> None:
+    def add_slowly(reader: TableReader, entries: Sequence[tuple[bytes, bytes]]) -> None:
         time.sleep(1.5)
-        add(reader, part)
+        add(reader, entries)
 
     monkeypatch.setattr(TableReader, "add", add_slowly)
     monkeypatch.setattr(verbs, "_ENGINE_TIMEOUT_S", 1.2)  # it is asked twice

@@ -126,9 +126,9 @@ def test_a_crash_is_evidence_only_in_the_index(
 @pytest.mark.parametrize(
     ("returncode", "frame", "wanted"),
     [
-        (-signal.SIGBUS, "/x/storage/codec.py", (False, False)),
+        (-signal.SIGBUS, "/x/storage/format/record.py", (False, False)),
         (-signal.SIGBUS, "/x/storage/index.py", (True, False)),
-        (-signal.SIGSEGV, "/x/storage/codec.py", (False, True)),
+        (-signal.SIGSEGV, "/x/storage/format/record.py", (False, True)),
         (-signal.SIGBUS, None, (False, True)),
     ],
 )

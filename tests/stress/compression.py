@@ -25,7 +25,7 @@ import numpy as np
 from tests.storage.blocks import make_record
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
-from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.worker_messages import StoreOptions
 

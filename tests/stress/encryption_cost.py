@@ -35,7 +35,7 @@ from tieredkv.bench import raw
 from tieredkv.bench.disk import STAMPED
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.codec import extent_bytes_for
+from tieredkv.storage.format.record import extent_bytes_for
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
 from tieredkv.types import tracked

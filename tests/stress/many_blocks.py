@@ -34,7 +34,7 @@ import numpy as np
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.worker_messages import ControlRequest, LookupDone, StoreOptions

@@ -43,7 +43,7 @@ from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import Extent, Located, encode_record
+from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, LookupDone, PageStored, StoreCall, WorkerUp
 from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
@@ -52,6 +52,7 @@ BLOCK_BYTES = 8
 PROMPT_BLOCKS = 512
 FEW = 1024
 ROOT = BlockHash(b"step cost".ljust(32, b"\0"))
+RETENTIONS = Retentions(["24h"])
 PARAMS = SamplingParams(max_tokens=64, temperature=0.0)
 
 Row = dict[str, Any]
@@ -322,7 +323,9 @@ def _late_reads(entries: int) -> Steps:
         prefix = engine.prefix(PROMPT_BLOCKS)
         engine.cache.arrive(prefix)
         found: dict[bytes, bytes] = {
-            each: encode_record(Located(_record(each, now), Extent(1, 0), BLOCK_BYTES, bytes(16)))
+            each: encode_record(
+                Located(_record(each, now), Extent(1, 0), BLOCK_BYTES, bytes(16)), RETENTIONS
+            )
             for each in prefix.hashes
         }
         engine.worker.tell(LookupDone(prefix.lookup_job or 0, found))

@@ -34,10 +34,17 @@ from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import CODEC_RAW, Extent, Located, extent_bytes_for, payload_checksum
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import INDEX, SEGMENTS
+from tieredkv.storage.format.record import (
+    CODEC_RAW,
+    Extent,
+    Located,
+    Retentions,
+    extent_bytes_for,
+    payload_checksum,
+)
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
@@ -178,7 +185,7 @@ class _Disk:
         BlockStore.open(options, Clock()).close()
         extent_bytes = extent_bytes_for(INDEX_PAYLOAD_BYTES)
         with (
-            closing(Index(str(path / INDEX), sync=False)) as index,
+            closing(Index(str(path / INDEX), sync=False, retentions=Retentions(["24h"]))) as index,
             closing(SegmentFiles(str(path / SEGMENTS), Filesystem.explore(str(path)))) as files,
         ):
             files.open(1, extent_bytes, create=True)

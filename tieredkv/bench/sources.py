@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tieredkv.bench import raw
 from tieredkv.engine.core import EngineCore
-from tieredkv.storage.codec import extent_bytes_for
+from tieredkv.storage.format.record import extent_bytes_for
 from tieredkv.types import KVSpec, Tier
 
 LEAST_SHARE, MOST_SHARE = 0.95, 1.2

@@ -33,7 +33,7 @@ from tieredkv.cache.restores import DISK, HOST, Progress, Restore, Restores
 from tieredkv.cache.stretches import joined, stretches
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.codec import decode_record
+from tieredkv.storage.format.record import decode_record
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId, Tier
 
 logger = logging.getLogger(__name__)
@@ -460,8 +460,12 @@ class Promoter:
             decode_record(block_hash, sealed).record,
             parent_hash=prefix.hashes[index - 1] if index else prefix.root,
             root=prefix.root,
+            namespace=prefix.namespace,
             position=index,
             size_bytes=self._tiers.block_bytes,
+            kind=0,
+            part=0,
+            page_form=0,
         )
         tenant = record.namespace[:TENANT_BYTES]
         pages = host.allocate(1, tenant=tenant)

@@ -40,7 +40,7 @@ from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.codec import decode_record, expiry_of
+from tieredkv.storage.format.record import decode_record, expiry_of
 from tieredkv.storage.worker_messages import BlocksGone, ControlRequest, LookupDone, WorkerUp
 from tieredkv.types import BlockHash, Tier
 

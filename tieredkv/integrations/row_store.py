@@ -21,7 +21,7 @@ from tieredkv.errors import CorruptBlockError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import decode_record
+from tieredkv.storage.format.record import decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.worker_messages import (

@@ -9,8 +9,8 @@ from collections.abc import Generator, Iterable, Sequence
 from msgspec.structs import replace
 
 from tieredkv.operate.inspection import named_hashes
-from tieredkv.storage.codec import Located
-from tieredkv.storage.compression import codec_name
+from tieredkv.storage.format.planes import codec_name
+from tieredkv.storage.format.record import Located
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import BlockInfo

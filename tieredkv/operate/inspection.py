@@ -17,23 +17,27 @@ from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import TIER_BITS, Blocks, BlockTable, TableReader
-from tieredkv.storage.codec import Located, padded_bytes
-from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.format.record import Located, padded_bytes
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
 from tieredkv.storage.results import EvictResult, NamespaceUse, VerifyResult, named_blocks
 from tieredkv.types import Tier
 
+_READ_ENTRIES = 4096  # how many entries one step of `gathering` reads
+
 
 def gathering(store: BlockStore) -> Generator[None, None, BlockTable]:
     """Read all blocks, in steps. Blocks that come or go meanwhile may be in the table or not."""
-    reader, part = TableReader(), store.index.part("blocks", b"")
-    reader.add(part)
-    while part.next_key is not None:
+    reader, start = TableReader(store.index.retentions), b""
+    while True:
+        with store.index.reading() as txn:
+            entries = txn.records(start, _READ_ENTRIES)
+        if not entries:
+            return reader.table
+        reader.add(entries)
+        start = entries[-1][0] + b"\0"
         yield
-        part = store.index.part("blocks", part.next_key)
-        reader.add(part)
-    return reader.table
 
 
 def adding_up(table: BlockTable) -> list[NamespaceUse]:

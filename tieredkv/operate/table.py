@@ -1,23 +1,27 @@
 """A table of many blocks: their sealed records, read at once into the columns of a NumPy array.
 
-Records differ little in how msgpack lays them out. Those of one layout have each field at the same
-place, so NumPy reads it from all of them in one call. The seals are not checked, as that would take
-longer than all the rest, but each record has to repeat its key: a damaged record may be listed
-wrongly, but no block is served from a table. This module knows records, not the index.
+The fields of all records are at the same places, so NumPy reads each field from all of them in one
+call. The seals are not checked, as that would take longer than all the rest, but each record has to
+repeat its key: a damaged record may be listed wrongly, but no block is served from a table. This
+module knows records, not the index.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import compress, pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from tieredkv.errors import CorruptIndexError
-from tieredkv.storage.codec import RECORD_AT, Extent, Located
-from tieredkv.storage.index_pages import Part
-from tieredkv.types import BlockRecord, Tier
+from tieredkv.storage.format.record import (
+    HASH_SIZES,
+    MAX_DIGEST_BYTES,
+    NO_RETENTIONS,
+    RECORD_BYTES,
+    Retentions,
+)
+from tieredkv.types import Tier
 
 START_BYTES = 16
 """The first bytes of a hash, by which a table knows a block."""
@@ -48,15 +52,41 @@ else is as in the record.
 Blocks = NDArray[np.void]
 """[num_blocks] BLOCK."""
 
+RECORD = np.dtype(
+    [
+        ("seal", "V8"),
+        ("expires_at", "<f8"),
+        ("block_hash", ">u8", 4),
+        ("parent_hash", ">u8", 4),
+        ("root", "V32"),
+        ("namespace", "V32"),
+        ("position", "<u4"),
+        ("part", "<u4"),
+        ("size_bytes", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("segment", "<u4"),
+        ("extent", "<u4"),
+        ("hits", "<u4"),
+        ("codec", "u1"),
+        ("page_form", "u1"),
+        ("retention", "u1"),
+        ("hash_bytes", "u1"),
+        ("computed_at", "<f8"),
+        ("last_used", "<f8"),
+        ("pinned_until", "<f8"),
+        ("payload_checksum", "V16"),
+        ("page_kind", "u1"),
+        ("num_parts", "<u2"),
+        ("room", "V21"),
+    ]
+)
+"""The fields of a sealed record, as docs/format.md draws them."""
+
 _TIMES = ("computed_at", "expires_at", "last_used")
 _COPIED = ("position", "size_bytes", "payload_bytes", "hits", *_TIMES)
-_DIGESTS = ("block_hash", "parent_hash", "root", "namespace", "payload_checksum")
-_ARRAY = ""  # stands for the head of an array in the list below
-_ORDER = (_ARRAY, _ARRAY, *BlockRecord.__struct_fields__, _ARRAY, *Extent._fields)
-_ORDER += Located._fields[2:]
-_NUMBERS = {0xCA: ">f4", 0xCB: ">f8", 0xCC: "u1", 0xCD: ">u2", 0xCE: ">u4", 0xCF: ">u8"}
-_CLASS = np.arange(256, dtype=np.uint8)  # of the first byte of a value
-_CLASS[:0x80] = 0  # small numbers, each of which is a byte of its own
+_OWNERS = slice(RECORD.fields["root"][1], RECORD.fields["position"][1])  # root and namespace
+_KIND = slice(RECORD.fields["retention"][1], RECORD.fields["computed_at"][1])
+_KEYS = slice(RECORD.fields["block_hash"][1], RECORD.fields["parent_hash"][1])
 
 
 class Kind(NamedTuple):
@@ -100,11 +130,16 @@ class BlockTable(NamedTuple):
 
 
 class TableReader:
-    """Makes a table of index entries; one thread uses it."""
+    """Makes a table of index entries; one thread uses it.
 
-    def __init__(self) -> None:
+    Args:
+        retentions: the names of retention policies of the store.
+    """
+
+    def __init__(self, retentions: Retentions = NO_RETENTIONS) -> None:
+        self._retentions = retentions
         self._parts = [np.empty(0, BLOCK)]
-        self._last_key = -1
+        self._last_key = b""
         self._kinds: list[Kind] = []
         self._numbers = _Numbers()  # of the kinds, by the bytes of their fields
 
@@ -113,61 +148,47 @@ class TableReader:
         """The table of all records so far."""
         return BlockTable(np.concatenate(self._parts), self._kinds)
 
-    def add(self, part: Part) -> None:
-        """Add the sealed records of the next part of the index; what is no record is left out.
+    def add(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
+        """Add some entries of the index, keys and sealed records; what is no record is left out.
 
         Raises:
             CorruptIndexError: they are not in the order of their keys.
         """
-        blocks, is_read = np.zeros(len(part.starts), BLOCK), np.zeros(len(part.starts), bool)
-        lengths = part.ends - part.starts
-        for length in np.flatnonzero(np.bincount(lengths)).tolist():
-            places = np.flatnonzero((lengths == length) & (length > RECORD_AT))
-            rows = _rows(part.data, part.starts[places], length)
-            while len(places):
-                layout = _Layout.of(rows[0].tobytes())
-                is_alike = layout.fits(rows) if layout else np.arange(len(places)) == 0
-                some, alike = (
-                    (rows, places) if is_alike.all() else (rows[is_alike], places[is_alike])
-                )
-                if layout is not None:
-                    self._read(layout, some, blocks, alike)
-                    hashes = some[:, layout.slices["block_hash"]]
-                    keys = _rows(part.data, part.keys[alike], hashes.shape[1])
-                    is_read[alike] = (keys == hashes).all(axis=1)
-                rows, places = rows[~is_alike], places[~is_alike]
-        is_read &= np.isfinite(sum(blocks[name] for name in _TIMES))
-        keys = blocks["key"][is_read]
-        if np.any(keys[1:] < keys[:-1]):
+        keys = [self._last_key, *(key for key, _ in entries)]
+        if any(key >= other for key, other in pairwise(keys)):
             raise CorruptIndexError("the keys of `blocks` are out of order")
-        # The first ones may have been in the part before.
-        is_read &= blocks["key"] > self._last_key
-        self._parts.append(blocks if is_read.all() else blocks[is_read])
-        self._last_key = max([self._last_key, *keys[-1:].tolist()])
+        self._last_key = keys[-1]
+        is_so = [len(it) == RECORD_BYTES and len(key) in HASH_SIZES for key, it in entries]
+        entries = list(compress(entries, is_so))
+        rows = np.frombuffer(b"".join([it for _, it in entries]), RECORD)
+        data = rows.view(np.uint8).reshape(-1, RECORD_BYTES)
+        padded = b"".join([key.ljust(MAX_DIGEST_BYTES, b"\0") for key, _ in entries])
+        keys_of = np.frombuffer(padded, np.uint8).reshape(-1, MAX_DIGEST_BYTES)
+        is_read = (data[:, _KEYS] == keys_of).all(axis=1)
+        is_read &= rows["hash_bytes"] == [len(key) for key, _ in entries]
+        is_read &= np.isfinite(sum(rows[name] for name in _TIMES))
+        if not is_read.all():
+            rows, data = rows[is_read], data[is_read]
+        self._parts.append(self._read(rows, data))
 
-    def _read(
-        self, layout: "_Layout", rows: NDArray[np.uint8], blocks: Blocks, places: NDArray[np.intp]
-    ) -> None:
-        """Read rows of one layout into their places among the blocks."""
-        values = rows.view(layout.dtype)[:, 0]
+    def _read(self, rows: NDArray[np.void], data: NDArray[np.uint8]) -> Blocks:
+        """Return the blocks of records, which are given as RECORD and as bytes."""
+        blocks = np.empty(len(rows), BLOCK)
         for name in _COPIED:
-            blocks[name][places] = values[name]
-        block_hash, parent_hash = (
-            starts_of(rows[:, layout.slices[name]]) for name in ("block_hash", "parent_hash")
-        )
-        blocks["key"][places], blocks["key_rest"][places] = block_hash.T
-        blocks["parent_key"][places] = parent_hash[:, 0]
-        blocks["tiers"][places] = TIER_BITS[Tier.DISK]
-        # The two digests lie side by side; the heads before them tell how long they are.
-        owners = slice(layout.slices["root"].start - 2, layout.slices["namespace"].stop)
-        of_kind = np.hstack([rows[:, owners], rows[:, layout.slices["retention"]]])
+            blocks[name] = rows[name]
+        blocks["key"], blocks["key_rest"] = rows["block_hash"][:, :2].T
+        blocks["parent_key"] = rows["parent_hash"][:, 0]
+        blocks["tiers"] = TIER_BITS[Tier.DISK]
+        of_kind = np.hstack([data[:, _OWNERS], data[:, _KIND]])
         as_bytes = of_kind.view(f"V{of_kind.shape[1]}")[:, 0].tolist()
         kinds = list(map(self._numbers.__getitem__, as_bytes))
-        blocks["kind"][places] = kinds
+        blocks["kind"] = kinds
         for number in range(len(self._kinds), len(self._numbers)):
             row = rows[kinds.index(number)]
-            root, namespace, retention = (row[layout.slices[it]].tobytes() for it in Kind._fields)
-            self._kinds.append(Kind(root, namespace, retention.decode(errors="replace")))
+            root = row["root"].tobytes()[: row["hash_bytes"]]
+            name = self._retentions.name_of(int(row["retention"]))
+            self._kinds.append(Kind(root, row["namespace"].tobytes(), name))
+        return blocks
 
 
 class _Numbers(dict[bytes, int]):
@@ -176,86 +197,6 @@ class _Numbers(dict[bytes, int]):
     def __missing__(self, thing: bytes) -> int:
         self[thing] = number = len(self)
         return number
-
-
-class _Layout:
-    """Where the fields of a sealed record are.
-
-    Attributes:
-        slices: where the bytes of each field are.
-    """
-
-    def __init__(self, record: bytes) -> None:
-        """Look at a record.
-
-        Raises:
-            KeyError, IndexError: these bytes are none.
-        """
-        self.slices: dict[str, slice] = {}
-        self._record = record
-        self._formats: dict[str, str] = {}  # of the numbers
-        self._types: list[int] = []  # where msgpack tells types and lengths but those of numbers
-        self._number_types: list[int] = []
-        end = RECORD_AT
-        for name in _ORDER:
-            end = self._pass(name, end)
-        if end != len(record):
-            raise IndexError
-
-    @classmethod
-    def of(cls, record: bytes) -> "_Layout | None":
-        """Return the layout of bytes; None if they are no record."""
-        try:
-            return cls(record)
-        except (KeyError, IndexError):
-            return None
-
-    def _pass(self, name: str, at: int) -> int:
-        """Note where a field is, whose head is at a place; return where it ends."""
-        head, start = self._record[at], at + 1
-        if name not in (_ARRAY, "retention", *_DIGESTS):
-            self._number_types.append(at)
-            is_small = head < 0x80
-            form = self._formats[name] = "u1" if is_small else _NUMBERS[head]
-            start, size = start - is_small, np.dtype(form).itemsize
-        else:
-            self._types.append(at)
-            if name == _ARRAY:
-                return {0x90: start}[head & 0xF0]
-            if 0xA0 <= head < 0xC0:
-                size = head & 0x1F
-            else:
-                self._types.append(start)
-                size, start = self._record[start], {0xC4: start + 1, 0xD9: start + 1}[head]
-        self.slices[name] = slice(start, start + size)
-        return start + size
-
-    def fits(self, rows: NDArray[np.uint8]) -> NDArray[np.bool]:
-        """Return which records, as long as this one, have its layout."""
-        is_so = np.ones(len(rows), bool)
-        for at in self._types:
-            is_so &= rows[:, at] == self._record[at]
-        for at in self._number_types:
-            is_so &= _CLASS[rows[:, at]] == _CLASS[self._record[at]]
-        return is_so
-
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """The numbers of a row, by their fields."""
-        names = list(self._formats)
-        return np.dtype(
-            {
-                "names": names,
-                "formats": [self._formats[name] for name in names],
-                "offsets": [self.slices[name].start for name in names],
-                "itemsize": len(self._record),
-            }
-        )
-
-
-def _rows(data: NDArray[np.uint8], starts: NDArray[np.int64], length: int) -> NDArray[np.uint8]:
-    """Return pieces of some data: [num_starts, length]."""
-    return np.asarray(sliding_window_view(data, length)[starts])
 
 
 def numbers_of(starts: bytes) -> NDArray[np.uint64]:

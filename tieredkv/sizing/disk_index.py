@@ -16,7 +16,7 @@ from operator import attrgetter
 import msgspec
 
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.codec import to_us
+from tieredkv.storage.format.record import to_us
 from tieredkv.types import BlockHash
 
 
@@ -164,7 +164,7 @@ class DiskIndex:
             time_us = used.times[0]
             queued = used.lives[time_us]
             if time_us != self._sorted_us:
-                queued.sort(key=_HASH, reverse=True)  # as `codec.lru_order` orders records
+                queued.sort(key=_HASH, reverse=True)  # as `lru_order` orders records
                 queued.sort(key=_POSITION)
                 self._sorted_us = time_us
             while queued:

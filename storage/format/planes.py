@@ -21,15 +21,22 @@ from typing import NamedTuple
 import numpy as np
 from zstandard import ZstdCompressor, ZstdDecompressor, ZstdError, frame_content_size
 
-from tieredkv.storage import codec
-from tieredkv.storage.codec import PACKED_HEADER_BYTES, Located
+from tieredkv.storage.format.record import (
+    CODEC_RAW,
+    PACKED_HEADER_BYTES,
+    Located,
+    clear_codec,
+    extent_bytes_for,
+    is_encrypted,
+    padded_bytes,
+)
 from tieredkv.types import BlockRecord
 
 WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
 _LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
 _MOST_KEPT = 0.97  # a plane that stays larger is stored as it is, to save decoding time
 _IS_RAW = 1 << 31
-_NAMES = {codec.CODEC_RAW: "raw", 1: "zstd of 2-byte planes", 2: "zstd of 4-byte planes"}
+_NAMES = {CODEC_RAW: "raw", 1: "zstd of 2-byte planes", 2: "zstd of 4-byte planes"}
 ReadBlock = Callable[[Located, memoryview], object]
 
 
@@ -46,8 +53,8 @@ class Packed(NamedTuple):
 
 def codec_name(number: int) -> str:
     """Name a codec for people."""
-    name = _NAMES.get(codec.clear_codec(number), f"codec {number}")
-    return f"{name}, encrypted" if codec.is_encrypted(number) else name
+    name = _NAMES.get(clear_codec(number), f"codec {number}")
+    return f"{name}, encrypted" if is_encrypted(number) else name
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
@@ -104,7 +111,7 @@ def pack(block: memoryview, number: int) -> Packed | None:
     size, width = len(block), WIDTHS[number]
     if size % width:
         return None
-    image = aligned_buffer(codec.extent_bytes_for(size))
+    image = aligned_buffer(extent_bytes_for(size))
     elements = np.frombuffer(block, np.uint8).reshape(-1, width)
     lengths, end = [], PACKED_HEADER_BYTES + 4 * width
     for i in range(width):
@@ -119,12 +126,12 @@ def pack(block: memoryview, number: int) -> Packed | None:
         lengths.append(len(piece) | is_raw * _IS_RAW)
     struct.pack_into(f"<{width}I", image, PACKED_HEADER_BYTES, *lengths)
     payload = image[PACKED_HEADER_BYTES:end]
-    return Packed(image[: codec.extent_bytes_for(len(payload), number, size)], payload, number)
+    return Packed(image[: extent_bytes_for(len(payload), number, size)], payload, number)
 
 
 def extent_bytes_of(record: BlockRecord, packed: Packed | None) -> int:
     """Return the bytes of the extent that a block needs, uncompressed if `packed` is None."""
-    return len(packed.image) if packed else codec.extent_bytes_for(record.size_bytes)
+    return len(packed.image) if packed else extent_bytes_for(record.size_bytes)
 
 
 def unpack(payload: memoryview, number: int, into: memoryview) -> bool:
@@ -183,7 +190,7 @@ class Packing:
             StorageError: a block is gone or cannot be read; then nothing is decided.
         """
         sizes = [located.record.size_bytes for located in blocks]
-        pages = [aligned_buffer(codec.padded_bytes(size)) for size in sizes]
+        pages = [aligned_buffer(padded_bytes(size)) for size in sizes]
         begin = time.perf_counter()
         with ThreadPoolExecutor(num_readers) as pool:
             list(pool.map(read_block, blocks, pages))
