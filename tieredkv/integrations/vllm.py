@@ -31,6 +31,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 try:
     import vllm.v1.kv_offload.base as vllm_base
     import vllm.v1.kv_offload.tiering.base as vllm_tiering
@@ -368,8 +370,16 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         records = dict[int, BlockRecord]()
         for row, key in keys.items():
             found = request.answers.get(request.hash(key))
-            if found is not None:
-                records[row] = found
+            if found is not None:  # the worker refuses what is stored as another chunk than this
+                records[row] = replace(
+                    found,
+                    root=request.root,
+                    namespace=request.namespace,
+                    size_bytes=self._row_bytes,
+                    kind=0,
+                    part=0,
+                    page_form=0,
+                )
         self._rows.load(job_metadata.job_id, records, keys.keys() - records.keys())
 
     def submit_store(self, job_metadata: Any) -> None:

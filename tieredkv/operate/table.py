@@ -84,9 +84,10 @@ RECORD = np.dtype(
 
 _TIMES = ("computed_at", "expires_at", "last_used")
 _COPIED = ("position", "size_bytes", "payload_bytes", "hits", *_TIMES)
-_OWNERS = slice(RECORD.fields["root"][1], RECORD.fields["position"][1])  # root and namespace
-_KIND = slice(RECORD.fields["retention"][1], RECORD.fields["computed_at"][1])
-_KEYS = slice(RECORD.fields["block_hash"][1], RECORD.fields["parent_hash"][1])
+_AT = {name: at for name, (_, at, *_) in (RECORD.fields or {}).items()}
+_KEYS = slice(_AT["block_hash"], _AT["parent_hash"])
+_OWNERS = slice(_AT["root"], _AT["position"])  # root and namespace
+_KIND = slice(_AT["retention"], _AT["computed_at"])  # and the bytes of a hash
 
 
 class Kind(NamedTuple):
