@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -91,7 +92,7 @@ def test_a_table_says_what_the_records_say() -> None:
     assert told(table_of(*map(sealed, entries))) == list(map(expected, entries))
 
 
-def numbered(number: int, **changes: float) -> Located:
+def numbered(number: int, **changes: Any) -> Located:
     """Return an entry whose hash sorts by a number."""
     record = make_record(block_hash=bytes([number]) * 32, **changes)
     return Located(record, Extent(1, number), 1, b"c" * 16)

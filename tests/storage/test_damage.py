@@ -175,8 +175,8 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
     for segment in segment_files(path):
         segment.write_bytes(segment.read_bytes().replace(change, flip(change)))
     index = path / "index" / "data.mdb"
-    key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # only before its record
-    index.write_bytes(key.sub(bytes(32), index.read_bytes()))
+    key = re.compile(re.escape(victim) + b"(?=.{16}%s)" % re.escape(victim), re.DOTALL)
+    index.write_bytes(key.sub(bytes(32), index.read_bytes()))  # before its record, not in it
     with open_store(path) as store:
         found = VerifyResult()
         steps = inspection.verifying(store, found, repair=True)

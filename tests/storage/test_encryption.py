@@ -543,7 +543,8 @@ def test_a_sealed_record_gets_its_hashes_back(encrypted: Encrypted) -> None:
     names = Names(b"k" * 32)
     for size in (16, 32):
         names_of = ("block_hash", "parent_hash", "root")
-        record = encrypted.record(**{name: digest(name)[:size] for name in names_of})
+        hashes: dict[str, Any] = {name: digest(name)[:size] for name in names_of}
+        record = encrypted.record(**hashes)
         located = Located(record, Extent(1, 2), BLOCK_BYTES, b"c" * 16)
         hidden = located._replace(record=names.hide_record(record))
         sealed = encode_record(hidden, RETENTIONS)

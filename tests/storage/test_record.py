@@ -201,7 +201,7 @@ def test_what_a_payload_is_authenticated_with_is_every_field_that_never_changes(
         return identity_of(msgspec.structs.replace(record, **changes), codec, size)
 
     before = identity()
-    claims = dict.fromkeys(("expires_at", "last_used", "pinned_until"), 5.0)
+    claims: dict[str, Any] = dict.fromkeys(("expires_at", "last_used", "pinned_until"), 5.0)
     assert identity(hits=3, retention="", **claims) == before
     name = data.draw(st.sampled_from(["block_hash", "parent_hash", "root", "namespace"]))
     digests = bytearray(getattr(record, name))
@@ -217,7 +217,7 @@ def test_what_a_payload_is_authenticated_with_is_every_field_that_never_changes(
     changed.append(identity(num_parts=record.num_parts ^ 1 << 15))
     changed.append(identity(size_bytes=record.size_bytes ^ 1))
     if len(record.block_hash) == 16:
-        wider = {
+        wider: dict[str, Any] = {
             it: getattr(record, it) + bytes(16) for it in ("block_hash", "parent_hash", "root")
         }
         changed.append(identity(**wider))
