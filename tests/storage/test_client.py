@@ -6,6 +6,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -89,18 +90,18 @@ def test_a_size_that_is_no_multiple_of_4_kib_round_trips(harness: Harness) -> No
 def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> None:
     mail = Mailbox(harness.open())
     record = make_record("a", 3)
-    for change in (
-        {"parent_hash": b"x" * 32},
-        {"root": b"x" * 32},
-        {"position": 4},
+    changes: list[dict[str, Any]] = [
+        *({name: b"x" * 32} for name in ("parent_hash", "root", "namespace")),
+        *({name: 4} for name in ("position", "part", "kind", "page_form")),
         {"size_bytes": 4096},
-    ):
+    ]
+    for change in changes:
         mail.store([record])
         mail.client.load(lent_pages([msgspec.structs.replace(record, **change)]))
         (done,) = mail.take(PageLoaded)
         assert (done.ok, done.reason) == (False, "identity")
         assert mail.lookup([record.block_hash]) == [None]
-    assert mail.client.stats().faults == {"identity": 4}
+    assert mail.client.stats().faults == {"identity": len(changes)}
 
 
 def test_a_block_nobody_stored_is_missing(harness: Harness) -> None:

@@ -206,8 +206,9 @@ def test_what_a_payload_is_authenticated_with_is_every_field_that_never_changes(
     name = data.draw(st.sampled_from(["block_hash", "parent_hash", "root", "namespace"]))
     digests = bytearray(getattr(record, name))
     digests[data.draw(st.integers(0, len(digests) - 1))] ^= 1
+    other: dict[str, Any] = {name: bytes(digests)}
     changed = [
-        identity(**{name: bytes(digests)}),
+        identity(**other),
         identity(codec=(located.codec + 1) % 256),
         identity(size=8),
         identity(computed_at=record.computed_at + 1e6),
