@@ -161,7 +161,7 @@ class Store:
     def unused(self) -> set[tuple[int, int]]:
         """Return the extents that hold no stored block, whatever their headers say."""
         keys = [*self.database("free"), *self.database("pending")]
-        return {struct.unpack(">II", key) for key in keys}  # type: ignore[misc]
+        return {struct.unpack(">II", key) for key in keys}
 
     def payload(self, block: Block) -> bytes:
         """Read, check, decrypt and decompress the payload of a block."""
