@@ -105,7 +105,7 @@ def test_a_code_of_lmdbs_that_nobody_knows_is_no_damage() -> None:
         (-signal.SIGABRT, "/x/storage/index.py", (True, False)),
         (-signal.SIGBUS, "/x/storage/index_txn.py", (True, False)),
         (-signal.SIGFPE, "/x/storage/index.py", (False, True)),
-        (-signal.SIGSEGV, "/x/storage/compression.py", (False, True)),
+        (-signal.SIGSEGV, "/x/storage/format/planes.py", (False, True)),
         (-signal.SIGSEGV, "/x/other/index.py", (False, True)),
         (-signal.SIGSEGV, None, (False, True)),
         (-signal.SIGKILL, None, (False, False)),
