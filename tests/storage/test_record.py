@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tieredkv.storage.block_table import RECORD
 from xxhash import xxh3_64_digest
 
 from tests.golden import refused
 from tests.storage.blocks import RETENTIONS, digest, make_record
 from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.operate.table import RECORD
 from tieredkv.storage.format.header import (
     Encryption,
     decode_encryption,
