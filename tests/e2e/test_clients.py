@@ -132,7 +132,8 @@ def test_openai_is_refused_by_the_class_of_error(client: openai.OpenAI, server: 
     with pytest.raises(openai.BadRequestError) as bad:
         ask(model=MODEL, messages=user("a"), prompt_cache_retention="7d")
     assert (bad.value.param, bad.value.code) == ("prompt_cache_retention", "invalid_value")
-    golden.told(str(bad.value.body["message"]))
+    body: Any = bad.value.body
+    golden.told(body["message"])
     assert bad.value.request_id is not None
     with pytest.raises(openai.NotFoundError) as missing:
         ask(model="gpt-none", messages=user("a"))
