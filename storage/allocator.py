@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, product
@@ -293,16 +293,14 @@ class ExtentAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def clearing(self) -> Iterator[None]:
+    def clearing(self) -> Generator[None, None, StorageError | None]:
         """Drop keys without blocks, then erase dirty extents, in short steps.
 
-        Raises:
-            StorageError: the key table cannot be written; the extents are erased nevertheless.
+        Returns the error if the keys could not be dropped; the extents are erased nevertheless.
         """
-        try:
-            self.key_use.drop_unused()
-        finally:
-            yield from self.erasing()
+        failed = self.key_use.try_to_drop_unused()
+        yield from self.erasing()
+        return failed
 
     def erasing(self) -> Iterator[None]:
         """Erase dirty extents in short steps, each run at once; then unlink empty segments."""

@@ -7,7 +7,7 @@ the store's thread uses this module.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tieredkv.errors import StorageError
+from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.storage.format.record import Extent, Located, is_encrypted, scope_of
 from tieredkv.storage.index import Index
 from tieredkv.storage.key_table import KeyTable
@@ -86,6 +86,20 @@ class KeyUse:
     def known(self, key_ids: Iterable[bytes]) -> set[bytes]:
         """Return those ids whose keys are still there."""
         return {each for each in key_ids if self.table is not None and self.table.of_id(each)}
+
+    def try_to_drop_unused(self) -> StorageError | None:
+        """Drop the keys of scopes without blocks; return the error if the table cannot be written.
+
+        Raises:
+            CorruptIndexError, StoreFailedError: the index cannot be read.
+        """
+        try:
+            self.drop_unused()
+        except (CorruptIndexError, StoreFailedError):
+            raise
+        except StorageError as error:
+            return error
+        return None
 
     def drop_unused(self) -> list[bytes]:
         """Drop the keys of scopes without blocks; return their ids.

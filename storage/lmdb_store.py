@@ -39,15 +39,14 @@ from tieredkv.storage.key_use import KeyUse
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
 from tieredkv.storage.store_keys import try_keys
-from tieredkv.storage.verdicts import storage_errors
+from tieredkv.storage.verdicts import is_of_memory, storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_BLOCKS = 32
-_SMALLEST_INDEX_BYTES = 512 << 10
+_TRIAL_BLOCKS, _SMALLEST_INDEX_BYTES = 32, 512 << 10
 
 
 def minimum_budget_bytes(block_bytes: int) -> int:
@@ -152,7 +151,8 @@ class BlockStore:
             recovery.reach_budget(allocator, budget)
             use.begin_to_refuse_clear()
             use.suspect_all()
-            use.drop_unused()
+            if (failed := use.try_to_drop_unused()) is not None:
+                logger.warning("%s", failed)
             folder.note_budget(budget)  # used when the store is opened without a budget
             undo.pop_all()
         return cls(allocator, options, num_expired)
@@ -222,7 +222,7 @@ class BlockStore:
         reason = self._count_fault(error)
         if isinstance(error, CorruptBlockError):
             self.drop_bad(current)
-        elif not _is_of_memory(error):
+        elif not is_of_memory(error):
             self.allocator.faulty.add(current.extent)
         return reason
 
@@ -302,7 +302,7 @@ class BlockStore:
 
     def write_failed(self, extent: Extent, error: StorageError) -> None:
         """Count a failed write and take its extent back."""
-        if self._count_fault(error) == "io_error" and not _is_of_memory(error):
+        if self._count_fault(error) == "io_error" and not is_of_memory(error):
             self.allocator.faulty.add(extent)
         self.abandon(extent)
 
@@ -416,11 +416,13 @@ class BlockStore:
                 break
             self._num_expired += self._drop(due, now)
             yield
-        yield from self.allocator.clearing()  # this makes room for a rebuild
+        failed = yield from self.allocator.clearing()  # this makes room for a rebuild
         with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
         if (needs_rebuild or self._damaged) and not self.lacks_keys:
             self.make_index_again()
+        if failed is not None:
+            raise failed
 
     def take_gone(self) -> list[bytes]:
         """Return the blocks that have left the store since the last call, and are not back.
@@ -602,11 +604,6 @@ class BlockStore:
         if is_new:
             logger.warning("disk tier: %s: %s (further ones are only counted)", reason, error)
         return reason
-
-
-def _is_of_memory(error: StorageError) -> bool:
-    """Return whether the page of the block could not be reached, which is no fault of the disk."""
-    return error.errno == errno.EFAULT
 
 
 def reason_of(error: BaseException) -> str:

@@ -27,7 +27,8 @@ class TouchItem(msgspec.Struct, frozen=True, array_like=True):
 class EvictResult(NamedTuple):
     """What an operator's eviction freed; `unknown_ids` matched no chain.
 
-    The payload keys of the evicted blocks are erased, or kept while other blocks need them.
+    The payload keys of the evicted blocks are erased, or kept while other blocks need them. If keys
+    that no block needs could not be erased, `keys_error` says why, and each sweep tries again.
     """
 
     evicted_blocks: int
@@ -35,6 +36,7 @@ class EvictResult(NamedTuple):
     unknown_ids: tuple[str, ...] = ()
     erased_keys: tuple[str, ...] = ()
     kept_keys: tuple[str, ...] = ()
+    keys_error: str = ""
 
 
 NOTHING_EVICTED: Mapping[str, Any] = {
@@ -48,11 +50,15 @@ NOTHING_EVICTED: Mapping[str, Any] = {
 
 
 class PruneResult(NamedTuple):
-    """What a pruning freed, and how many blocks for which reason."""
+    """What a pruning freed, and how many blocks for which reason.
+
+    If payload keys that no block needs could not be erased, `keys_error` says why.
+    """
 
     pruned_blocks: int
     freed_bytes: int
     by_reason: dict[str, int]
+    keys_error: str = ""
 
 
 _ID_DIGITS = 32

@@ -122,3 +122,8 @@ def storage_errors(path: str) -> Iterator[None]:
     except OSError as error:
         kind, code = meaning_of_errno(error.errno or errno.EIO).value, error.errno or errno.EIO
         raise kind(code, f"`{error.filename or path}`: {described(error)}") from error
+
+
+def is_of_memory(error: StorageError) -> bool:
+    """Return whether the page of a block could not be reached, which is no fault of the disk."""
+    return error.errno == errno.EFAULT

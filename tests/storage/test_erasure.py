@@ -1,25 +1,28 @@
 """The command line on encrypted stores: keys that evict prints, proofs of erasure, rotation."""
 
 import asyncio
+import errno
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.golden import refused, told
 from tests.operate.test_ask import engine_that_says
-from tests.storage.blocks import change_bytes, digest, make_record, open_store, put
+from tests.storage.blocks import change_bytes, digest, evict, make_record, open_store, put, sweep
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tieredkv.cli.main import cli, main
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
-from tieredkv.errors import ConfigError, MissingKeyError, RequestError
+from tieredkv.errors import ConfigError, MissingKeyError, RequestError, StorageError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.server import admin
+from tieredkv.storage.key_table import KeyTable
+from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
 MINE, THEIRS = digest("tenant"), digest("other")
@@ -223,3 +226,55 @@ def test_an_eviction_names_the_blocks_to_the_engine_by_their_hashes(
     assert answer["disk"]["evicted_blocks"] == 3
     hashes = {each.block_hash for each in chain}
     assert {*asked[-1].following, *asked[-1].before} == hashes
+
+
+def hashes_of(store: BlockStore) -> list[bytes]:
+    with store.index.reading() as txn:
+        return list(txn.hashes_from(b""))
+
+
+@pytest.fixture
+def no_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key table from which no key can be dropped."""
+
+    def fail(*_: object) -> NoReturn:
+        raise StorageError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(KeyTable, "drop", fail)
+
+
+@pytest.mark.usefixtures("no_drops")
+def test_an_eviction_whose_keys_cannot_be_dropped_tells_what_it_did(stopped: Stopped) -> None:
+    with open_store(stopped.folder, Clock(), **stopped.options()) as store:
+        result = evict(store, EvictFilter(all=True))
+        assert (result.evicted_blocks, result.erased_keys) == (5, ())
+        assert {*result.kept_keys} == {*stopped.keys.values()}
+        assert "Read-only file system" in result.keys_error
+        assert store.stats().bytes_pending == 0
+        store.check()
+
+
+@pytest.mark.usefixtures("no_drops")
+def test_a_due_rebuild_comes_although_keys_cannot_be_dropped(stopped: Stopped) -> None:
+    with open_store(stopped.folder, Clock(), **stopped.options()) as store:
+        store.delete(hashes_of(store)[:1], "test")
+        store.ask_for_rebuild()
+        with pytest.raises(StorageError) as error:
+            sweep(store)
+        assert error.value.errno == errno.EROFS
+        assert store.stats().faults == {"index": 1}
+        with store.index.reading() as txn:
+            assert not txn.meta.needs_rebuild
+        store.check()
+
+
+@pytest.mark.usefixtures("no_drops")
+def test_a_store_whose_unused_keys_cannot_be_dropped_opens(
+    stopped: Stopped, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with open_store(stopped.folder, Clock(), **stopped.options()) as store:
+            store.delete(hashes_of(store), "test")
+    assert [each for each in caplog.messages if "Read-only file system" in each]
+    with open_store(stopped.folder, Clock(), **stopped.options()) as store:
+        assert store.stats().num_keys == 2

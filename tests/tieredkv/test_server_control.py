@@ -246,6 +246,7 @@ def test_a_prompt_is_told_of_alike(by_url: Ask, by_folder: Ask, tmp_path: Path) 
         {**EVICTED, "evicted_blocks": 0},
         {**EVICTED, "refused_blocks": 2},
         {**EVICTED, "disk": {"erased_keys": ["k"], "kept_keys": []}},
+        {**EVICTED, "disk": {"erased_keys": [], "kept_keys": ["k"], "keys_error": "read-only"}},
     ],
 )
 def test_what_an_eviction_could_not_do_is_told_alike(
@@ -256,10 +257,12 @@ def test_what_an_eviction_could_not_do_is_told_alike(
     evicted: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(store, "evicted", evicted)
+    is_kept = "keys_error" in (evicted["disk"] or {})
     for form in ([], ["--json"], ["-q"]):
         one = by_url("evict", ID, "-y", *form)
+        assert ("error: read-only\n" in one.stderr) is is_kept
         assert one == by_folder("evict", ID, "-y", *form)
-        assert one.returncode == int(evicted["disk"] is None)
+        assert one.returncode == int(evicted["disk"] is None or is_kept)
 
 
 def test_a_list_without_what_the_engine_has_is_warned_of_alike(

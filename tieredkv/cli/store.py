@@ -3,7 +3,7 @@
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +261,8 @@ def evict(
     `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
     uses is stored. Blocks that other chains use stay. --filter and --model evict the chains that
     `ls` lists with them. Requests that are being answered keep their blocks until they end. A block
-    counts once for each tier that it is evicted from. The exit code is 1 if nothing matches, or if
-    an ID is unknown.
+    counts once for each tier that it is evicted from. The exit code is 1 if nothing matches, if an ID
+    is unknown, or if keys that no block needs could not be destroyed.
 
     \b
     Examples:
@@ -311,9 +311,20 @@ def evict(
     disk = answer.get("disk") or {}
     lines += [f"erased key {key}" for key in disk.get("erased_keys", ())]
     kept = {*disk.get("kept_keys", ())} - {*disk.get("erased_keys", ())}
-    lines += [f"kept key {key}, which other blocks need" for key in sorted(kept)]
-    is_problem = bool(answer["unknown_ids"] or refused) or not num_blocks
+    why = _keys_problem(disk)
+    lines += [f"kept key {key}" + ", which other blocks need" * (not why) for key in sorted(kept)]
+    is_problem = bool(answer["unknown_ids"] or refused or why) or not num_blocks
     return Answer(answer, lines=lines, is_problem=is_problem)
+
+
+def _keys_problem(told: Mapping[str, Any]) -> str:
+    """Report on stderr why keys were kept that no block needs, and return it; empty if none was."""
+    if why := told.get("keys_error", ""):
+        hint = (
+            "the blocks are gone; the keys go with the next sweep once their table can be written"
+        )
+        click.echo(f"error: {why}\nhint: {hint}", err=True)
+    return str(why)
 
 
 def _blocks(count: int) -> str:
@@ -356,7 +367,9 @@ def prune(store: StoreControl, model_name: str | None, yes: bool, dry_run: bool)
     verb = "would drop" if dry_run else "dropped"
     lines = [f"{verb} {_blocks(answer['pruned_blocks'])}, {format_bytes(answer['freed_bytes'])}"]
     lines += [as_text(answer["by_reason"])] if answer["by_reason"] else []
-    return Answer({**answer, "dry_run": True} if dry_run else answer, lines=lines)
+    is_problem = bool(_keys_problem(answer))
+    document = {**answer, "dry_run": True} if dry_run else answer
+    return Answer(document, lines=lines, is_problem=is_problem)
 
 
 @store_verb

@@ -153,7 +153,7 @@ def evicting(
         chosen: the same blocks by their hashes.
     """
     now = store.clock.now()
-    key_ids = set[bytes]()
+    key_ids, failed = set[bytes](), None
     num_evicted = freed_bytes = 0
     for hashes in batches([*chosen.following, *chosen.before]):
         records = ((it, it.record) for it in map(store.locate, hashes) if it)
@@ -165,10 +165,11 @@ def evicting(
             store.delete([located.record.block_hash for located in doomed], "operator")
         yield
     if not which.dry_run:
-        yield from store.allocator.clearing()
+        failed = yield from store.allocator.clearing()
     kept_ids = store.key_use.known(key_ids)
     erased, kept = (tuple(sorted(map(bytes.hex, each))) for each in (key_ids - kept_ids, kept_ids))
-    return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids, erased, kept)
+    why = "" if failed is None else str(failed)
+    return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids, erased, kept, why)
 
 
 def verifying(

@@ -63,7 +63,7 @@ def dropping(
         doomed: blocks by reason.
         dry_run: whether they are only counted.
     """
-    by_reason, freed_bytes = Counter[str](), 0
+    by_reason, freed_bytes, failed = Counter[str](), 0, None
     for why, blocks in doomed.items():
         for hashes in batches((yield from reading_hashes(store, blocks))):
             with store.index.reading() as txn:
@@ -76,5 +76,6 @@ def dropping(
                 store.delete([located.record.block_hash for located in sound], "operator")
             yield
     if not dry_run:
-        yield from store.allocator.clearing()
-    return PruneResult(by_reason.total(), freed_bytes, dict(+by_reason))
+        failed = yield from store.allocator.clearing()
+    why = "" if failed is None else str(failed)
+    return PruneResult(by_reason.total(), freed_bytes, dict(+by_reason), why)
