@@ -261,8 +261,8 @@ def evict(
     `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
     uses is stored. Blocks that other chains use stay. --filter and --model evict the chains that
     `ls` lists with them. Requests that are being answered keep their blocks until they end. A block
-    counts once for each tier that it is evicted from. The exit code is 1 if nothing matches, if an ID
-    is unknown, or if keys that no block needs could not be destroyed.
+    counts once for each tier that it is evicted from. The exit code is 1 if nothing matches, if an
+    ID is unknown, or if keys that no block needs could not be destroyed.
 
     \b
     Examples:
