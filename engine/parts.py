@@ -153,7 +153,10 @@ def build_parts(
     rate_file = None
     if settings.disk_dir is not None:
         rate_file = open_rate_file(settings.disk_dir, tiers, model)
-        note_model(settings.disk_dir, known_model(settings, model, spec))
+        known = known_model(settings, model, spec)
+        note_model(settings.disk_dir, known)
+        if store is not None:
+            store.note_model(known)
     if rate_file is not None:
         stack.callback(rate_file.close)
     return Parts(

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
+from tieredkv.hashing import ModelIdentity
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.folder import hold_for_engine, trouble_with
 from tieredkv.storage.host import HostArena
@@ -93,6 +94,7 @@ class StoreClient:
         self._serves_since: float | None = None  # while the worker serves
         self.shares: dict[bytes, float] = {}
         self._stats = NO_STATS
+        self._model: ModelIdentity | None = None  # of the engine, once it is loaded
         self._num_lookups_dropped = self._num_touches_dropped = 0
         self._undeleted: dict[bytes, tuple[int, str]] = {}  # block -> job that deletes it, reason
         self._deletions: dict[int, list[bytes]] = {}  # job -> its blocks
@@ -183,6 +185,13 @@ class StoreClient:
         with self._lock:
             if self._accepts:
                 self._give_up(why)
+
+    def note_model(self, model: ModelIdentity) -> None:
+        """Have this and each later worker count the blocks that this model can never use."""
+        with self._lock:
+            self._model = model
+            if self._accepts:
+                self._send(messages.ModelCall(model))
 
     def reply_control(self, id: int, body: dict[str, Any], has_more: bool = False) -> None:
         """Answer a `ControlRequest`; a part that takes more than five seconds is dropped."""
@@ -435,6 +444,8 @@ class StoreClient:
                 if not self._stop.is_set():
                     self._serves_since = time.monotonic()
                     self._send_deletions()
+                    if self._model is not None:
+                        self._send(messages.ModelCall(self._model))
                 self._stats = stats
                 self._hold_folder()
                 self._has_served = True

@@ -323,6 +323,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         compression_rate, decompression_rate: bytes of blocks per second of one thread's time; 0 if
             nothing was packed or unpacked yet.
         store_error: why the last blocks could not be stored; empty once one was stored again.
+        num_other_model: blocks that were of another model than the engine's when this model was
+            loaded, so that no request can use them; None while they are not counted.
         num_lookups_dropped, num_touches_dropped: calls not carried out, because too much was
             waiting for a stuck worker; a dropped lookup is a miss, a dropped touch is lost.
         lifetimes: how long blocks are kept.
@@ -357,6 +359,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     direct_io: bool
     punch_hole: bool
     store_error: str = ""
+    num_other_model: int | None = None
     num_lookups_dropped: int = 0
     num_touches_dropped: int = 0
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
@@ -373,7 +376,7 @@ NO_STATS = StoreStats(
     **{  # type: ignore[arg-type]
         name: _NO_FIGURE.get(name, 0)
         for name in StoreStats.__struct_fields__
-        if name not in ("store_error", "lifetimes")
+        if name not in ("store_error", "num_other_model", "lifetimes")
     }
 )
 """The figures of a store that was not opened yet."""

@@ -30,6 +30,7 @@ from threading import Event, Thread
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
+from tieredkv.hashing import ModelIdentity
 from tieredkv.operate.calls import EvictFilter, Prune
 from tieredkv.operate.verbs import Verbs
 from tieredkv.storage import worker_messages as messages
@@ -45,6 +46,7 @@ from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
 from tieredkv.storage.names import Naming
+from tieredkv.storage.other_models import count_others
 from tieredkv.storage.reads import Reads
 from tieredkv.storage.results import Lifetimes, StoreStats
 from tieredkv.storage.sweeper import Sweeper
@@ -96,6 +98,7 @@ class StoreService:
         self._is_over = Event()
         self._has_all = Event()  # set when the front thread hands over nothing more
         self._stats = store.stats()  # as of the last turn; the front thread reads them too
+        self._num_others: int | None = None  # blocks of other models, once they are counted
         self._told_error = ""  # the last `store_error` that the engine was told
         self._warned_at = -math.inf
 
@@ -173,6 +176,16 @@ class StoreService:
         except StorageError as error:
             self._changes.hand(partial(self._log.report, "index", error))
 
+    def _count_others(self, model: ModelIdentity) -> None:
+        """Count the blocks of other models, on a thread of its own."""
+        store = self._store
+        try:
+            num_others = count_others(store.index, model, store.clock.now(), self._is_over)
+        except StorageError as error:
+            self._changes.hand(partial(self._log.report, "other models", error))
+        else:
+            self._changes.hand(partial(self._note_others, num_others))
+
     def _ask_engine(self, request: messages.ControlRequest) -> None:
         """Ask the engine, on a verb's thread, unless the engine has stopped reading."""
         if not self._channel.is_stuck:
@@ -220,6 +233,8 @@ class StoreService:
                 self._deletions.begin(message)
             case messages.EngineAnswer():
                 self._verbs.hear_engine(message)
+            case messages.ModelCall(model):
+                Thread(target=self._count_others, args=(model,), daemon=True).start()
             case messages.CloseCall():
                 self._is_closing = True
                 self._verbs.note_engine_ended()
@@ -284,6 +299,15 @@ class StoreService:
         """Whether changes are under way that the store does not close without."""
         return self._writes.are_under_way or self._server.is_answering(EvictFilter, Prune)
 
+    def _note_others(self, num_others: int | None) -> None:
+        self._num_others = num_others
+        if num_others:
+            logger.warning(
+                "%d blocks on disk are of another model, or of a tieredkv that identified this "
+                "model in another way; no request can use them, and they go when they expire",
+                num_others,
+            )
+
     def _accept_stores(self, call: messages.StoreCall) -> None:
         self._store.keep_shares(call.shares)
         self._writes.add(call.pages)
@@ -325,4 +349,9 @@ class StoreService:
         """Return the figures of the store and what this worker knows beside it, as of now."""
         error, num_dropped = self._writes.last_error, self._touches.num_dropped
         stats = self._store.stats(lifetimes)
-        return replace(stats, store_error=error, num_touches_dropped=num_dropped)
+        return replace(
+            stats,
+            store_error=error,
+            num_touches_dropped=num_dropped,
+            num_other_model=self._num_others,
+        )

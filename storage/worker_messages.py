@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
+from tieredkv.hashing import ModelIdentity
 from tieredkv.operate.calls import Call
 from tieredkv.storage.results import BlockInfo, ChainInfo, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
@@ -193,12 +194,18 @@ class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     has_more: bool = False
 
 
+class ModelCall(msgspec.Struct, frozen=True, array_like=True, tag="model"):
+    """The engine's model is loaded: count and tell the blocks that it can never use."""
+
+    model: ModelIdentity
+
+
 class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Finish the writes and evictions under way, close the store and exit."""
 
 
 _StoreCalls = LookupCall | LoadCall | StoreCall | ProbeCall | TouchCall | DeleteCall
-EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
+EngineMessage = Launch | _StoreCalls | EngineAnswer | ModelCall | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------
 

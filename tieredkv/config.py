@@ -167,7 +167,7 @@ class Settings:
     disk_encryption: Switch = _cache(
         "on",
         "Whether blocks on disk are encrypted, so that what has expired or was deleted cannot be "
-        "read in any copy of `disk_dir`. Blocks of an older store are read until they expire.",
+        "read in any copy of `disk_dir`.",
     )
     disk_key_dir: FilePath | None = _cache(
         None,

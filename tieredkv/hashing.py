@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import msgspec
 import xxhash
 
 from tieredkv.errors import RequestError
@@ -94,6 +95,28 @@ def model_root(
     model: _Fields = {0x10: fingerprint, 0x11: kv.dtype, 0x12: layout, 0x13: kv.block_size}
     rank: _Fields = {0x14: 0, 0x15: 1}  # the rank's number, and the number of ranks
     return BlockHash(_digest(algo, b"root", {**model, **rank, 0x16: namespace}))
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the roots of one model are made of, besides the namespace.
+
+    Attributes:
+        fingerprint: in hex.
+        dtype: of keys and values.
+        block_size: tokens a block.
+        hash_algo: which hash names its blocks.
+    """
+
+    fingerprint: str
+    dtype: str
+    block_size: int
+    hash_algo: HashAlgo
+
+    def root(self, namespace: bytes) -> BlockHash:
+        """Return the root of this model's chains in a namespace."""
+        heads = {"num_layers": 0, "num_kv_heads": 0, "head_dim": 0}  # are not part of it
+        spec = KVSpec(**heads, dtype=self.dtype, block_size=self.block_size)
+        return model_root(bytes.fromhex(self.fingerprint), spec, namespace, algo=self.hash_algo)
 
 
 def chain_hashes(

@@ -96,6 +96,9 @@ def df(store: Control, verbose: bool) -> Answer:
         lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
     if disk.get("store_error"):
         lines.append(f"warning: the last blocks could not be stored: {disk['store_error']}")
+    if num_others := disk.get("num_other_model"):
+        what = "of another model, so that no request can use them"
+        lines.append(f"other models: {_blocks(num_others)} at the start were {what}")
     lifetimes = told(disk, "lifetimes", Lifetimes)
     if lifetimes is not None and lifetimes.shortfall:
         lines.append(f"warning: the disk tier is too small: {lifetimes.shortfall}")

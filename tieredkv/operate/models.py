@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tieredkv.hashing import model_root
-from tieredkv.types import HashAlgo, KVSpec
+from tieredkv.hashing import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -22,28 +21,14 @@ MOST_MODELS = 64
 MOST_BYTES = 1 << 20
 
 
-class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model, by what its roots are made of.
+class KnownModel(ModelIdentity, frozen=True, kw_only=True):
+    """One model.
 
     Attributes:
         name: for people.
-        fingerprint: in hex.
-        dtype: of keys and values.
-        block_size: tokens a block.
-        hash_algo: which hash names its blocks.
     """
 
     name: str
-    fingerprint: str
-    dtype: str
-    block_size: int
-    hash_algo: HashAlgo
-
-    def root(self, namespace: bytes) -> bytes:
-        """Return the root of this model's chains in a namespace."""
-        heads = {"num_layers": 0, "num_kv_heads": 0, "head_dim": 0}  # are not part of it
-        spec = KVSpec(**heads, dtype=self.dtype, block_size=self.block_size)
-        return model_root(bytes.fromhex(self.fingerprint), spec, namespace, algo=self.hash_algo)
 
 
 class KnownModels:
