@@ -7,26 +7,26 @@ than needed. An extent that failed twice is not used again until the next start.
 
 import errno
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, product
+from types import MappingProxyType
 
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
+from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.format.record import Extent, Located, extent_bytes_for, extent_key
+from tieredkv.storage.format.record import Extent, Located, extent_key
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
-from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn
+from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.key_use import KeyUse
 from tieredkv.storage.space import Space
-from tieredkv.types import TENANT_BYTES
+from tieredkv.storage.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ExtentAllocator:
     Every extent below `num_used` of its segment is in exactly one state: it belongs to a stored
     block, it is free (erased), or it is pending. A pending extent is `lent` (a put is under way) or
     `dirty` (it will be reused or erased). A tenant with a share of the budget keeps that much when
-    other tenants need room. If no other blocks are left, its longest unused blocks are evicted.
+    other tenants need room; see `tieredkv.storage.tenants`.
 
     `lent` and `_dirty` mirror the pending extents of the last committed transaction. After a failed
     transaction, `reload` restores them. Only the store's thread uses this class.
@@ -61,6 +61,7 @@ class ExtentAllocator:
             the filesystem has no inode left.
         gone: blocks that have left the index since they were taken from here; they may have come
             back. None if nobody takes them.
+        tenants: decides whose blocks are evicted.
         key_use: told which payload keys may have lost their last block.
     """
 
@@ -71,7 +72,7 @@ class ExtentAllocator:
     clock: Clock
     failpoint: Callable[[str], None]
     key_use: KeyUse
-    shares: Mapping[bytes, float] = field(default_factory=dict)
+    tenants: Tenants = field(default_factory=Tenants)
     lent: dict[Extent, int] = field(default_factory=dict)
     # Keys are extent sizes; the size is 0 if the segment file is missing.
     _dirty: dict[int, dict[Extent, None]] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class ExtentAllocator:
             self.files.remove(segment)
         self._made.clear()
         self._dirty = {}
+        self.tenants.forget()
         for extent in pending - self.lent.keys():
             self._add_dirty(extent)
         self.space.measure()
@@ -115,6 +117,7 @@ class ExtentAllocator:
             if is_short and type(error) is StorageError:  # a page written in part is EIO for LMDB
                 raise StoreFullError(errno.ENOSPC, space.lack) from error
             raise
+        self.tenants.note(txn)
         if self.gone is not None:
             self.gone += txn.gone
         self.key_use.suspect(txn.emptied)
@@ -385,70 +388,66 @@ class ExtentAllocator:
 
     # --- evicting ---------------------------------------------------------------------------
 
-    def obtain(self, extent_bytes: int, tenant: bytes, count: int) -> list[Extent]:
-        """Take `count` extents, or fewer if eviction cannot make room for all of them.
+    def obtain(self, wanted: Sequence[tuple[int, bytes]]) -> list[Extent | None]:
+        """Lend an extent for each pair of a size and a tenant, or None if eviction makes no room.
 
-        Blocks are evicted only if there is no other room.
+        Blocks are evicted only if there is no other room, and once for each batch.
         """
-        extents: list[Extent] = []
+        found = dict[int, Extent]()
         self.has_no_file = False
-        while len(extents) < count:
-            short = min(count - len(extents), TXN_BLOCKS)
-            with self.changing() as txn:
-                taken = self.take(txn, extent_bytes, short)
-                if len(taken) < short and not self.has_no_file:
-                    spare = max(self.space.room_bytes, 0) + self.idle_bytes(txn)
-                    needed_bytes = (short - len(taken)) * extent_bytes
-                    needed_bytes = self.files.filesystem.spread_bytes(needed_bytes)
-                    self._evict(txn, needed_bytes - spare, tenant)
-                    taken += self.take(txn, extent_bytes, short - len(taken))
-                self.failpoint("reserve:before")
-            self.failpoint("reserve:done")
-            extents += taken
-            self.lent.update((extent, extent_bytes) for extent in taken)
-            missing_bytes = (short - len(taken)) * extent_bytes
-            missing_bytes = self.files.filesystem.spread_bytes(missing_bytes)
-            if missing_bytes and (self.has_no_file or not self.release_idle(missing_bytes)):
-                break
-        return extents
+        for places in batches(range(len(wanted))):
+            while missing := [place for place in places if place not in found]:
+                with self.changing() as txn:
+                    taken = self._take_for(txn, wanted, missing)
+                    short = [place for place in missing if place not in taken]
+                    if short and not self.has_no_file:
+                        spare = max(self.space.room_bytes, 0) + self.idle_bytes(txn)
+                        asked = Counter[bytes]()
+                        for size, tenant in (wanted[place] for place in short):
+                            asked[tenant] += size
+                        self._evict(txn, self._spread_bytes(wanted, short) - spare, asked)
+                        taken |= self._take_for(txn, wanted, short)
+                    self.failpoint("reserve:before")
+                self.failpoint("reserve:done")
+                found |= taken
+                self.lent.update((extent, wanted[place][0]) for place, extent in taken.items())
+                short = [place for place in missing if place not in found]
+                missing_bytes = self._spread_bytes(wanted, short)
+                if short and (self.has_no_file or not self.release_idle(missing_bytes)):
+                    return list(map(found.get, range(len(wanted))))
+        return list(map(found.get, range(len(wanted))))
 
-    def _kept(self, txn: IndexTxn, needed_bytes: int, tenant: bytes) -> set[bytes]:
-        """Return the tenants that an eviction of `needed_bytes` would leave below their share.
+    def _take_for(
+        self, txn: IndexTxn, wanted: Sequence[tuple[int, bytes]], places: Sequence[int]
+    ) -> dict[int, Extent]:
+        """Take extents for some places of `wanted` without evicting anything."""
+        of_size = dict[int, list[int]]()
+        for place in places:
+            of_size.setdefault(wanted[place][0], []).append(place)
+        taken = dict[int, Extent]()
+        for size, some in of_size.items():
+            taken.update(zip(some, self.take(txn, size, len(some)), strict=False))
+        return taken
 
-        The tenant that wants room gets back as much as it loses, so it is listed only if it is
-        already below its share.
-        """
-        if not self.shares:
-            return set()
-        spare = {each: -share * self.space.most_bytes for each, share in self.shares.items()}
-        others_bytes = 0  # of tenants without a share
-        for namespace, (num_blocks, num_bytes) in txn.namespaces().items():
-            has_bytes = num_blocks * extent_bytes_for(num_bytes // num_blocks)
-            if (owner := namespace[:TENANT_BYTES]) in spare:
-                spare[owner] += has_bytes
-            else:
-                others_bytes += has_bytes
-        least = dict.fromkeys(spare, float(needed_bytes))
-        if tenant:
-            least[tenant] = 0.0
-        elif others_bytes < needed_bytes:  # no tenant asks: evict from the one furthest above
-            least[max(spare, key=spare.__getitem__)] = -math.inf
-        return {each for each in spare if spare[each] < least[each]}
+    def _spread_bytes(self, wanted: Sequence[tuple[int, bytes]], places: Sequence[int]) -> int:
+        """Return the most that extents for some places of `wanted` can make files grow by."""
+        sums = Counter[int]()
+        for place in places:
+            sums[wanted[place][0]] += wanted[place][0]
+        return sum(map(self.files.filesystem.spread_bytes, sums.values()))
 
-    def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
+    def _evict(
+        self, txn: IndexTxn, needed_bytes: int, asked: Mapping[bytes, int] = MappingProxyType({})
+    ) -> int:
         """Drop blocks with `needed_bytes` of extents, up to `TXN_BLOCKS`; return how many.
 
-        Extents of every size count, because their space can be given back.
+        Extents of every size count, because their space can be given back. `asked` has how many
+        bytes of extents each tenant asks for.
         """
-        victims: list[Located] = []
-        for block_hash in txn.longest_unused(self._kept(txn, needed_bytes, tenant)):
-            if needed_bytes <= 0 or len(victims) >= TXN_BLOCKS:
-                break
-            with suppress(CorruptBlockError):
-                if (located := txn.get(block_hash)) is not None:
-                    victims.append(located)
-                    needed_bytes -= located.extent_bytes
-        if needed_bytes > 0 and not victims and txn.meta.totals.num_blocks:
+        if needed_bytes <= 0:
+            return 0
+        victims = self.tenants.choose(txn, needed_bytes, asked, self.space.most_bytes)
+        if not victims and txn.meta.totals.num_blocks:
             txn.meta.needs_rebuild = True  # blocks are stored, but their `lru` keys are lost
         for located in victims:
             self.remove(txn, located)

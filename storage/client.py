@@ -67,7 +67,8 @@ class StoreClient:
     has the worker killed, to be carried out by the next one.
 
     Attributes:
-        shares: the part of the budget that each tenant keeps, whatever other tenants store.
+        shares: the part of the budget that each tenant keeps, whatever other tenants store; to
+            change them, assign other ones.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StoreClient:
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._serves_since: float | None = None  # while the worker serves
         self.shares: dict[bytes, float] = {}
+        self._told_shares: dict[bytes, float] | None = None  # to the worker of now
         self._stats = NO_STATS
         self._model: ModelIdentity | None = None  # of the engine, once it is loaded
         self._num_lookups_dropped = self._num_touches_dropped = 0
@@ -140,7 +142,7 @@ class StoreClient:
 
     def store(self, pages: Sequence[LentPage]) -> None:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        self._lend(messages.StoreCall(list(pages), self.shares), PageStored)
+        self._lend(messages.StoreCall(list(pages)), PageStored)
 
     def probe(self, hashes: Sequence[bytes]) -> int:
         """Have blocks read into memory of the worker's own; answered by `ProbeDone`."""
@@ -260,6 +262,8 @@ class StoreClient:
             ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
             if self._accepts:
                 self._loans.update((end.page_id, end) for end in ends)
+                if isinstance(call, messages.StoreCall) and self.shares is not self._told_shares:
+                    call, self._told_shares = replace(call, shares=self.shares), self.shares
                 self._send(call)
                 return
             self._events += ends
@@ -443,6 +447,7 @@ class StoreClient:
             case messages.WorkerUp(stats):
                 if not self._stop.is_set():
                     self._serves_since = time.monotonic()
+                    self._told_shares = None
                     self._send_deletions()
                     if self._model is not None:
                         self._send(messages.ModelCall(self._model))

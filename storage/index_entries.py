@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 
 from tieredkv.errors import CorruptIndexError
-from tieredkv.storage.format.record import expiry_key, lru_hash, lru_key
+from tieredkv.storage.format.record import expiry_key, extent_bytes_for, lru_key, order_hash
 from tieredkv.storage.lifetimes import LifetimeCounts
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
@@ -31,6 +31,13 @@ class Totals(NamedTuple):
     def plus(self, num_blocks: int, payload_bytes: int) -> "Totals":
         """Return the sums; they never fall below zero, even if a damaged record was miscounted."""
         return Totals(max(self[0] + num_blocks, 0), max(self[1] + payload_bytes, 0))
+
+    @property
+    def extent_bytes(self) -> int:
+        """About how many bytes the extents of these blocks have."""
+        if not self.num_blocks:
+            return 0
+        return self.num_blocks * extent_bytes_for(self.payload_bytes // self.num_blocks)
 
 
 class SegmentState(NamedTuple):
@@ -125,9 +132,9 @@ def decode_segment(data: bytes) -> SegmentState:
     return state
 
 
-def decode_lru_hash(key: bytes) -> bytes:
-    """Take the block hash from a key of `lru`."""
-    if not (block_hash := lru_hash(key)):
+def decode_order(order: bytes) -> bytes:
+    """Take the block hash from a key of `lru` without its tenant."""
+    if not (block_hash := order_hash(order)):
         raise CorruptIndexError("a key of `lru` is damaged: it names no block")
     return block_hash
 

@@ -4,7 +4,8 @@ Every change to a block changes its secondary keys and the counters in the same 
 module knows databases and their entries, not segment files: extents are numbers here.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from heapq import merge
@@ -24,10 +25,10 @@ from tieredkv.storage.format.record import (
     extent_key,
     is_encrypted,
     lru_order,
-    lru_prefix,
     scope_of,
     split_expiry_key,
     split_extent_key,
+    tenant_of,
     to_us,
 )
 from tieredkv.storage.index_entries import (
@@ -39,8 +40,8 @@ from tieredkv.storage.index_entries import (
     SegmentState,
     Totals,
     decode_count,
-    decode_lru_hash,
     decode_meta,
+    decode_order,
     decode_segment,
     decode_totals,
     encode,
@@ -52,6 +53,7 @@ from tieredkv.types import TENANT_BYTES
 TXN_BLOCKS = 64
 """How many blocks one transaction changes at most."""
 
+MAX_KEY_BYTES = 256  # no key of the index is longer
 _NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
 
 Item = TypeVar("Item")
@@ -68,11 +70,15 @@ class IndexTxn:
     Attributes:
         gone: blocks whose entries were dropped; they may have got new ones since.
         emptied: scopes of payload keys that have lost their last block; see `scope_of`.
+        growth: by how many bytes the extents of each tenant have grown, negative if they shrank.
+        first_orders: the first of the `lru` keys that were added, of each tenant and without it.
     """
 
     def __init__(self, txn: Any, dbs: dict[str, Any], retentions: Retentions) -> None:
         self.gone: list[bytes] = []
         self.emptied: set[bytes] = set()
+        self.growth = Counter[bytes]()
+        self.first_orders: dict[bytes, bytes] = {}
         self._txn = txn
         self._dbs = dbs
         self._retentions = retentions
@@ -162,7 +168,10 @@ class IndexTxn:
         sealed = encode_record(located, self._retentions)
         self._txn.put(record.block_hash, sealed, db=self._blocks)
         for name, key_of in ORDERS.items():
-            self._txn.put(key_of(record), b"", db=self._dbs[name])
+            self._txn.put(key := key_of(record), b"", db=self._dbs[name])
+            if name == "lru":
+                tenant, order = key[:TENANT_BYTES], lru_order(key)
+                self.first_orders[tenant] = min(self.first_orders.get(tenant, order), order)
 
     def _delete_keys(self, located: Located) -> None:
         for name, key_of in ORDERS.items():
@@ -185,16 +194,33 @@ class IndexTxn:
         """Drop a key of `expiry` that belongs to no sound record."""
         self._txn.delete(key, db=self._dbs["expiry"])
 
-    def longest_unused(self, kept: Container[bytes] = ()) -> Iterator[bytes]:
-        """Walk over the block hashes of all namespaces, the longest unused first.
+    def longest_unused(self) -> Iterator[bytes]:
+        """Walk over the block hashes of all tenants, the longest unused first.
 
-        Blocks of the tenants in `kept` come after all others. Nothing may change during the walk.
+        Nothing may change during the walk.
         """
-        namespaces = [namespace for namespace, _ in self._walk("namespaces")]
-        for is_kept in (False, True):
-            some = [each for each in namespaces if (each[:TENANT_BYTES] in kept) == is_kept]
-            orders = [self._lru_keys(lru_prefix(each)) for each in some]
-            yield from map(decode_lru_hash, merge(*orders, key=lru_order))
+        orders = [self._orders_of(tenant) for tenant, _ in list(self.first_unused())]
+        yield from map(decode_order, merge(*orders))
+
+    def first_unused(self) -> Iterator[tuple[bytes, bytes]]:
+        """Return each tenant with blocks, and the first of its `lru` keys without the tenant."""
+        with self._txn.cursor(db=self._dbs["lru"]) as cursor:
+            is_there = cursor.first()
+            while is_there:
+                key = cursor.key()
+                yield (tenant := key[:TENANT_BYTES]), lru_order(key)
+                is_there = cursor.set_range(tenant + b"\xff" * (MAX_KEY_BYTES - TENANT_BYTES))
+
+    def next_unused(self, tenant: bytes, order: bytes) -> bytes | None:
+        """Return the first `lru` key of a tenant from one on, both without the tenant."""
+        with self._txn.cursor(db=self._dbs["lru"]) as cursor:
+            if cursor.set_range(tenant + order) and (key := cursor.key()).startswith(tenant):
+                return lru_order(key)
+        return None
+
+    def unused_block(self, order: bytes) -> Located | None:
+        """Return the block of an `lru` key without its tenant; None if its entry is damaged."""
+        return self.sound(decode_order(order))
 
     # --- extents ------------------------------------------------------------------------------
 
@@ -263,6 +289,13 @@ class IndexTxn:
         walk = self._walk("namespaces")
         return {key: decode_totals(data) for key, data in walk}
 
+    def tenant_bytes(self) -> Counter[bytes]:
+        """Return about how many bytes the extents of each tenant's blocks have."""
+        sums = Counter[bytes]()
+        for namespace, totals in self.namespaces().items():
+            sums[tenant_of(namespace)] += totals.extent_bytes
+        return sums
+
     def _count(self, located: Located, sign: int) -> None:
         """Add a block to the counters of its namespace and to the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
@@ -272,6 +305,8 @@ class IndexTxn:
         if data is not None:
             before = decode_totals(data)
         counted = before.plus(sign, payload_bytes)
+        grown_bytes = counted.extent_bytes - before.extent_bytes
+        self.growth[tenant_of(namespace)] += grown_bytes
         if counted.num_blocks:
             self._txn.put(namespace, encode(counted), db=self._dbs["namespaces"])
         else:
@@ -350,9 +385,9 @@ class IndexTxn:
         self.meta.totals, self.meta.num_encrypted = Totals(0, 0), 0
         self.meta.needs_rebuild = False
 
-    def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
-        keys = (key for key, _ in self._walk("lru", prefix))
-        return takewhile(lambda key: key.startswith(prefix), keys)
+    def _orders_of(self, tenant: bytes) -> Iterator[bytes]:
+        keys = (key for key, _ in self._walk("lru", tenant))
+        return map(lru_order, takewhile(lambda key: key.startswith(tenant), keys))
 
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk over a database's entries from a key on; nothing may change during the walk."""

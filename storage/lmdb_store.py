@@ -249,19 +249,14 @@ class BlockStore:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
         """
         sizes = list(map(extent_bytes_of, records, packed or [None] * len(records)))
-        tenants = [record.namespace[:TENANT_BYTES] for record in records]
-        kinds = list(zip(sizes, tenants, strict=True))
+        tenants = (record.namespace[:TENANT_BYTES] for record in records)
         for record, size in zip(records, sizes, strict=True):
             check_record(record, self.retentions)
             self._space.check_fits(size)
         lent_before = set(self.allocator.lent)
         try:
             self.allocator.enforce_budget()
-            lent = {
-                kind: iter(self.allocator.obtain(*kind, count))
-                for kind, count in Counter(kinds).items()  # in their order, so that runs are alike
-            }
-            answer = [next(lent[kind], None) for kind in kinds]
+            answer = self.allocator.obtain(list(zip(sizes, tenants, strict=True)))
             is_full = self._space.is_disk_full or self.allocator.has_no_file
             if is_full and not any(answer):
                 raise StoreFullError(errno.ENOSPC, self._space.lack)
@@ -357,7 +352,7 @@ class BlockStore:
 
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
         """Keep a share of the budget for each of these tenants from now on."""
-        self.allocator.shares = shares
+        self.allocator.tenants.keep_shares(shares)
 
     def abandon(self, extent: Extent) -> None:
         """Give back an extent that was not committed; no thread may still write to it."""

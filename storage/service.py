@@ -309,7 +309,8 @@ class StoreService:
             )
 
     def _accept_stores(self, call: messages.StoreCall) -> None:
-        self._store.keep_shares(call.shares)
+        if call.shares is not None:
+            self._store.keep_shares(call.shares)
         self._writes.add(call.pages)
 
     def _tell_gone(self) -> None:

@@ -163,8 +163,16 @@ class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    """Write blocks.
+
+    Attributes:
+        pages: that hold the blocks.
+        shares: the part of the budget that each tenant keeps from now on, so that a message does
+            not grow with the tenants; None for those told before.
+    """
+
     pages: list[LentPage]
-    shares: dict[bytes, float] = {}  # parts of the budget, by tenant; see `ExtentAllocator`
+    shares: dict[bytes, float] | None = None
 
 
 class ProbeCall(msgspec.Struct, frozen=True, array_like=True, tag="probe"):

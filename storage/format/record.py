@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.types import NAMESPACE_BYTES, PAGE_ALIGNMENT_BYTES, BlockRecord
+from tieredkv.types import NAMESPACE_BYTES, PAGE_ALIGNMENT_BYTES, TENANT_BYTES, BlockRecord
 
 FORMAT_VERSION = 3
 RECORD_BYTES = 240
@@ -35,7 +35,7 @@ _DEADLINE = struct.Struct("<d")
 
 _EXPIRY = struct.Struct(">Q")
 _SCOPE = struct.Struct(">32sI")
-_LRU = struct.Struct(">32sQI")
+_LRU = struct.Struct(f">{TENANT_BYTES}sQI")
 _EXTENT = struct.Struct(">II")
 _MAX_U8, _MAX_U16, _MAX_U32 = 0xFF, 0xFFFF, 0xFFFF_FFFF
 _NO_NAME = _MAX_U8  # the number of a name that is not in the list
@@ -349,7 +349,7 @@ def split_expiry_key(key: bytes) -> tuple[int, bytes]:
 
 
 def lru_key(record: BlockRecord) -> bytes:
-    """Key of `lru`: in each namespace the longest unused sorts first, a tail before its head.
+    """Key of `lru`: of each tenant the longest unused sorts first, a tail before its head.
 
     A pinned block counts as used until its pin ends.
     """
@@ -358,19 +358,19 @@ def lru_key(record: BlockRecord) -> bytes:
     return order + record.block_hash
 
 
-def lru_prefix(namespace: bytes) -> bytes:
-    """First bytes of every `lru` key of a namespace."""
-    return namespace.ljust(MAX_DIGEST_BYTES, b"\0")
+def tenant_of(namespace: bytes) -> bytes:
+    """Return the tenant of a namespace: the first bytes of the `lru` keys of its blocks."""
+    return namespace[:TENANT_BYTES].ljust(TENANT_BYTES, b"\0")
 
 
 def lru_order(key: bytes) -> bytes:
-    """Return what orders `lru` keys across namespaces: time, position from the tail, hash."""
-    return key[MAX_DIGEST_BYTES:]
+    """Return what orders `lru` keys across tenants: time, position from the tail, hash."""
+    return key[TENANT_BYTES:]
 
 
-def lru_hash(key: bytes) -> bytes:
-    """The block hash at the end of an `lru` key."""
-    return key[_LRU.size :]
+def order_hash(order: bytes) -> bytes:
+    """The block hash at the end of what `lru_order` returns; empty if there is none."""
+    return order[_LRU.size - TENANT_BYTES :]
 
 
 def extent_key(extent: Extent) -> bytes:
