@@ -170,7 +170,7 @@ class Index:
         folder of two links. A filesystem without symbolic links, such as FAT, sets room aside for
         every page of a file that grows, so there the lock file beside the data file will do.
         """
-        options = {
+        options: dict[str, Any] = {
             "max_dbs": len(NAMES),
             "map_size": MAP_BYTES,
             "mode": 0o600,

@@ -21,7 +21,7 @@ class Tenants:
     A tenant with a share of the budget keeps that much while other tenants have blocks. Invariants:
       - each tenant with blocks has a bound, and none of its keys in `lru` sorts before the bound;
       - a tenant is kept, because its next block would take it below its share, or it can be evicted
-        from; each of the two heaps has an entry for each of its tenants. Other entries are stale.
+        from; the heaps of either kind have an entry for each of its tenants. Others are stale.
 
     The state is that of the last committed transaction. After a failed one, call `forget`.
     """
@@ -37,6 +37,7 @@ class Tenants:
         # What would be left of a kept tenant without its next block, as a multiple of its share.
         self._spares: dict[bytes, float] = {}
         self._kept: list[tuple[float, bytes]] = []  # the same, negated, with the tenant
+        self._kept_bounds: list[tuple[bytes, bytes]] = []
 
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
         """Keep a share of the budget for each of these tenants from now on.
@@ -68,14 +69,17 @@ class Tenants:
                 self._bounds[tenant] = order
                 if tenant not in self._spares:
                     self._let_go(tenant)
+                else:
+                    heappush(self._kept_bounds, (order, tenant))
 
     def choose(
         self, txn: IndexTxn, needed_bytes: float, asked: Mapping[bytes, int], most_bytes: float
     ) -> list[Located]:
         """Choose blocks to evict, up to `TXN_BLOCKS`: the longest unused that no share keeps.
 
-        If no other blocks are left, those of the tenant furthest above its share are chosen, or
-        nearest below it. The caller removes the blocks in this transaction.
+        If no other blocks are left, the longest unused of all are chosen. Where nobody asks, they
+        are of the tenant furthest above its share, or nearest below it. The caller removes them in
+        this transaction.
 
         Args:
             txn: a transaction that has changed no block yet.
@@ -98,15 +102,15 @@ class Tenants:
                 if self._spares.pop(tenant, None) is not None:
                     self._let_go(tenant)
         victims, lost = list[Located](), Counter[bytes]()
-        while needed_bytes > 0 and len(victims) < TXN_BLOCKS and (found := self._next()):
+        while needed_bytes > 0 and len(victims) < TXN_BLOCKS and (found := self._next(asked)):
             tenant, was_kept = found
             bound = self._bounds[tenant]
             if (order := txn.next_unused(tenant, bound)) is None:
                 del self._bounds[tenant]  # it has no block any more
                 continue
             self._bounds[tenant] = order
-            if order != bound and not was_kept:  # another tenant's block may come first
-                self._let_go(tenant)
+            if order != bound:  # another tenant's block may come first
+                self._put_back(tenant, self._bytes[tenant] - lost[tenant], was_kept=was_kept)
                 continue
             if (located := txn.unused_block(order)) is None:
                 self._bounds[tenant] = order + b"\0"
@@ -114,7 +118,7 @@ class Tenants:
                 continue
             has_bytes, next_bytes = self._bytes[tenant] - lost[tenant], located.extent_bytes
             left_bytes = has_bytes - next_bytes + returned.get(tenant, 0)
-            is_kept = left_bytes < self._share(tenant) * most_bytes
+            is_kept = tenant in self._shares and left_bytes < self._share(tenant) * most_bytes
             if is_kept and not was_kept:
                 self._keep(tenant, has_bytes, next_bytes)
                 continue
@@ -122,10 +126,8 @@ class Tenants:
             needed_bytes -= next_bytes
             lost[tenant] += next_bytes
             self._bounds[tenant] = order + b"\0"
-            if is_kept:
-                self._keep(tenant, has_bytes - next_bytes, next_bytes)
-            else:
-                self._let_go(tenant)
+            self._next_bytes[tenant] = next_bytes
+            self._put_back(tenant, has_bytes - next_bytes, was_kept=is_kept)
         return victims
 
     def _share(self, tenant: bytes) -> float:
@@ -140,12 +142,17 @@ class Tenants:
         self._is_known = True
         self._let_all_go()
 
-    def _next(self) -> tuple[bytes, bool] | None:
+    def _next(self, asked: Mapping[bytes, int]) -> tuple[bytes, bool] | None:
         """Take the tenant whose block is to go next off its heap; tell whether it was kept."""
         while self._evictable:
             bound, tenant = heappop(self._evictable)
             if tenant not in self._spares and self._bounds.get(tenant) == bound:
                 return tenant, False
+        while asked and self._kept_bounds:
+            bound, tenant = heappop(self._kept_bounds)
+            if tenant in self._spares and self._bounds.get(tenant) == bound:
+                del self._spares[tenant]
+                return tenant, True
         while self._kept:
             spare, tenant = heappop(self._kept)
             if self._spares.get(tenant) == -spare:
@@ -153,13 +160,22 @@ class Tenants:
                 return tenant, True
         return None
 
+    def _put_back(self, tenant: bytes, has_bytes: int, *, was_kept: bool) -> None:
+        if was_kept:
+            self._keep(tenant, has_bytes, self._next_bytes[tenant])
+        else:
+            self._let_go(tenant)
+
     def _keep(self, tenant: bytes, has_bytes: int, next_bytes: int) -> None:
         spare = (has_bytes - next_bytes) / self._shares[tenant]
         self._spares[tenant], self._next_bytes[tenant] = spare, next_bytes
         heappush(self._kept, (-spare, tenant))
-        if len(self._kept) > 2 * len(self._spares) + _MOST_STALE:
+        heappush(self._kept_bounds, (self._bounds[tenant], tenant))
+        if max(len(self._kept), len(self._kept_bounds)) > 2 * len(self._spares) + _MOST_STALE:
             self._kept = [(-spare, each) for each, spare in self._spares.items()]
+            self._kept_bounds = [(self._bounds[each], each) for each in self._spares]
             heapify(self._kept)
+            heapify(self._kept_bounds)
 
     def _let_go(self, tenant: bytes) -> None:
         heappush(self._evictable, (self._bounds[tenant], tenant))
@@ -171,6 +187,7 @@ class Tenants:
         self._spares.clear()
         self._next_bytes.clear()
         self._kept.clear()
+        self._kept_bounds.clear()
         self._let_all_of_heap()
 
     def _let_all_of_heap(self) -> None:

@@ -500,7 +500,7 @@ def test_after_a_kill_the_trouble_is_what_keeps_the_next_worker_from_serving(
     harness.folder.chmod(0o777)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    wait_until(lambda: client.trouble)
+    wait_until(lambda: bool(client.trouble))
     harness.folder.chmod(0o700)
     assert client.trouble.startswith(f"`{harness.folder}` is writable by others")
     assert "SIGKILL" in client.trouble

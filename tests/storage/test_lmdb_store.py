@@ -33,7 +33,7 @@ from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.format.record import HEADER_BYTES, Extent
 from tieredkv.storage.index import PAGE_BYTES
-from tieredkv.storage.index_txn import IndexTxn
+from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import TouchItem, chain_id
 from tieredkv.types import BlockRecord
@@ -393,12 +393,12 @@ def test_a_batch_that_fails_half_way_keeps_no_extent(tmp_path: Path) -> None:
             raise OSError("the index cannot be written")
 
     met: list[str] = []
-    records = [make_record("small"), make_record("other", size_bytes=20_000)]
+    records = [make_record(f"{number}") for number in range(TXN_BLOCKS + 1)]
     with open_store(tmp_path / "s", failpoint=fail_at_the_second) as store:
         with pytest.raises(StorageError):
             store.reserve_many(records)
         store.check()
-        assert put(store, *records) == [True, True]
+        assert put(store, *records) == [True] * len(records)
         sweep(store)
         assert store.stats().bytes_pending == 0
         store.check()

@@ -47,7 +47,9 @@ class Model:
                 tenant = each.record.namespace[:8]
                 return -rest(each) / self.shares[tenant], tenant
 
-            chosen = next(filter(is_evictable, left), None) or min(left, key=is_above)
+            chosen = next(filter(is_evictable, left), None)
+            if chosen is None:
+                chosen = left[0] if asked else min(left, key=is_above)
             victims.append(chosen.record.block_hash)
             has[chosen.record.namespace[:8]] -= EXTENT_BYTES
             left.remove(chosen)

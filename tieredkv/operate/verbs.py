@@ -319,7 +319,10 @@ class Verbs:
             raise StoreUnreachableError(f"{gone}, but the engine is silent: {why}\n{hint}")
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
-        keys = {"erased_keys": [*result.erased_keys], "kept_keys": [*result.kept_keys]}
+        keys: dict[str, Any] = {
+            "erased_keys": [*result.erased_keys],
+            "kept_keys": [*result.kept_keys],
+        }
         keys |= {"keys_error": result.keys_error} if result.keys_error else {}
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
         return {**engine, **sums, "unknown_ids": unknown_ids, "disk": {**disk, **keys}}
