@@ -290,10 +290,16 @@ class IndexTxn:
         return {key: decode_totals(data) for key, data in walk}
 
     def tenant_bytes(self) -> Counter[bytes]:
-        """Return about how many bytes the extents of each tenant's blocks have."""
-        sums = Counter[bytes]()
+        """Return about how many bytes the extents of each tenant's blocks have.
+
+        If the counters of namespaces are not those of the store, the index will be made again.
+        """
+        sums, num_blocks = Counter[bytes](), 0
         for namespace, totals in self.namespaces().items():
             sums[tenant_of(namespace)] += totals.extent_bytes
+            num_blocks += totals.num_blocks
+        if num_blocks != self.meta.totals.num_blocks:
+            self.meta.needs_rebuild = True
         return sums
 
     def _count(self, located: Located, sign: int) -> None:
