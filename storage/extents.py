@@ -51,6 +51,7 @@ from tieredkv.storage.format.record import (
 )
 from tieredkv.storage.key_table import KeyTable
 from tieredkv.storage.names import Names
+from tieredkv.storage.own_files import open_own
 from tieredkv.storage.payload_cipher import decrypt, encrypt
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
@@ -129,14 +130,10 @@ class SegmentFiles:
         The file's name holds the segment number and the extent size.
         """
         path = os.path.join(self.folder, f"{segment:08d}-{extent_bytes}.seg")
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        flags |= os.O_DIRECT if self.direct_io else 0
+        flags = os.O_RDWR | (os.O_DIRECT if self.direct_io else 0)
         flags |= os.O_CREAT if create else 0
-        fd = os.open(path, flags, 0o600)
+        fd = open_own(path, flags)
         file = _File(path, fd, extent_bytes)
-        if (owner := os.fstat(fd).st_uid) != os.geteuid():
-            what = f"`{path}` belongs to uid {owner}, but this process runs as {os.geteuid()}"
-            raise StorageError(f"{what}; `chown` it")
         os.fchmod(fd, 0o600)
         self._files[segment] = file
         self.refresh(segment)

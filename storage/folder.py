@@ -10,21 +10,22 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
-from tieredkv.storage.format.record import FORMAT_VERSION, Retentions
+from tieredkv.errors import NoStoreError, StorageError, StoreBusyError
+from tieredkv.storage.format.record import Retentions
+from tieredkv.storage.marker import MARKER as MARKER
+from tieredkv.storage.marker import Marker, new_marker, read_marker, refuse_replaced, write_marker
+from tieredkv.storage.own_files import DRAFT_SUFFIX, check_own, open_own
+from tieredkv.storage.own_files import check_owner as check_owner
 
 logger = logging.getLogger(__name__)
 
-FORMAT_NAME = "tieredkv-store"
-MARKER = "format.json"
-_MARKER_DRAFT = "format.json.tmp"
 LOCK = "lock"
 SOCKET = "sock"
 INDEX = "index"
@@ -33,33 +34,22 @@ SET_ASIDE = "index.bad"
 _DRAFT, _COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
 _BUSY_POLL_S = 0.1
-_FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT, _COMPLETE)
-_MOST_MARKER_BYTES = 64 << 10
-
-
-class _Marker(msgspec.Struct):
-    """The content of `format.json`.
-
-    Attributes:
-        retentions: names of retention policies; a record has the place of one in this list.
-    """
-
-    format: str
-    version: int
-    retentions: list[str] = []
+INDEXES = (INDEX, SET_ASIDE, _DRAFT, _COMPLETE)
+_FOLDERS = (*INDEXES, SEGMENTS)
 
 
 class StoreFolder:
     """A store folder that is checked, marked and locked by this process; for one thread.
 
     Attributes:
+        marker: the content of `format.json`.
         retentions: names of retention policies, by their numbers in the records.
     """
 
-    retentions = Retentions()
-
-    def __init__(self, path: str, lock_fd: int) -> None:
+    def __init__(self, path: str, lock_fd: int, marker: Marker) -> None:
         self.path = path
+        self.marker = marker
+        self.retentions = Retentions(marker.retentions)
         self.index_path = os.path.join(path, INDEX)
         self.draft_path = os.path.join(path, _DRAFT)
         self._complete_path = os.path.join(path, _COMPLETE)
@@ -72,7 +62,13 @@ class StoreFolder:
 
     @classmethod
     def claim(
-        cls, path: str, *, create: bool, is_flushed: bool = True, retentions: Iterable[str] = ()
+        cls,
+        path: str,
+        *,
+        create: bool,
+        is_flushed: bool = True,
+        retentions: Iterable[str] = (),
+        destroy_replaced: Callable[[str], None] | None = None,
     ) -> "StoreFolder":
         """Check the folder, take its lock and make what is missing in it.
 
@@ -84,6 +80,8 @@ class StoreFolder:
             create: whether to make the folder if it does not exist.
             is_flushed: whether this writer flushes what it commits.
             retentions: names of retention policies; the list of the store gets those that are new.
+            destroy_replaced: destroys a store of the version before, under its lock, so that a new
+                one takes its place; without it, such a store is refused.
 
         Raises:
             StoreBusyError: another process writes to the store.
@@ -92,11 +90,20 @@ class StoreFolder:
                 store has no number left for the name of a retention policy.
         """
         path = os.path.abspath(path)
-        if not _check_folder(path, create=create):
+        found = check_folder(path, create=create)
+        if found is not None and found.is_replaced and destroy_replaced is None:
+            raise refuse_replaced(path)
+        if not os.path.isdir(path):
             make_folder(path)
         lock_fd = _take_lock(path)
         try:
-            folder = cls(path, lock_fd)
+            found = read_marker(path)
+            if found is not None and found.is_replaced:
+                if destroy_replaced is None:
+                    raise refuse_replaced(path)
+                destroy_replaced(path)
+                found = None
+            folder = cls(path, lock_fd, found or new_marker())
             boot = _boot_id()
             if folder._writer.get("unflushed_boot", boot) != boot:
                 logger.warning(
@@ -106,11 +113,10 @@ class StoreFolder:
                     folder.set_aside()
             unflushed = {} if is_flushed else {"unflushed_boot": boot}
             folder._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
-            marker = _read_marker(path)
-            known = Retentions(() if marker is None else marker.retentions)
+            known = folder.retentions
             folder.retentions = known.with_new(retentions)
-            if marker is None or folder.retentions is not known:
-                _write_marker(path, folder.retentions.names)
+            if found is None or folder.retentions is not known:
+                folder.mark(retentions=list(folder.retentions.names))
             folder.drop_draft()
             folder._replace_index()
             _make_index(folder.index_path)
@@ -120,6 +126,16 @@ class StoreFolder:
             os.close(lock_fd)
             raise
         return folder
+
+    def mark(self, **changes: Any) -> None:
+        """Change fields of `format.json`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        marker = msgspec.structs.replace(self.marker, **changes)
+        write_marker(self.path, marker)
+        self.marker = marker
 
     def note_budget(self, budget_bytes: int) -> None:
         """Save the budget, which applies when the store is opened without one."""
@@ -257,23 +273,28 @@ def has_engine(folder_fd: int) -> bool:
 def trouble_with(path: str) -> str:
     """Return why a store's folder would be refused now; empty if it would not. Nothing changes."""
     try:
-        _check_folder(path, create=True)
+        check_folder(path, create=True)
     except (StorageError, OSError) as error:
         return str(error)
     return ""
 
 
-def _check_folder(path: str, *, create: bool) -> bool:
-    """Raise an error unless `path` is a safe store folder; return False if it does not exist.
+def check_folder(path: str, *, create: bool) -> Marker | None:
+    """Raise an error unless `path` is a safe store folder, or may become one; nothing is changed.
 
-    Nothing is changed. A path that does not exist is an error unless `create` is set.
+    Args:
+        path: the folder.
+        create: whether it may be missing, or empty.
+
+    Returns:
+        what `format.json` says; None without it.
     """
     try:
         info = os.lstat(path)
     except FileNotFoundError:
         if not create:
             raise NoStoreError(f"there is no store at `{path}`") from None
-        return False
+        return None
     except OSError as error:
         why = f"cannot be reached: {error.strerror}; choose another folder"
         raise StorageError(f"`{path}` {why}") from error
@@ -284,81 +305,26 @@ def _check_folder(path: str, *, create: bool) -> bool:
     check_owner(path, info)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
-    if _read_marker(path) is None:
-        strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
+    if (marker := read_marker(path)) is None:
+        strangers = set(os.listdir(path)) - {LOCK, MARKER + DRAFT_SUFFIX}
         if not create:
             others = f" and contains other files, such as `{min(strangers)}`" if strangers else ""
             raise NoStoreError(f"`{path}` is not a tieredkv store: it has no {MARKER}{others}")
         if strangers:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")
-    files = (LOCK, *(os.path.join(INDEX, name) for name in INDEX_FILES))
-    for name in (*files, *_FOLDERS):
+    for name in _FOLDERS:
         part = os.path.join(path, name)
-        try:
+        with suppress(FileNotFoundError):
             part_info = os.lstat(part)
-        except FileNotFoundError:
-            continue
-        wanted = stat.S_ISDIR if name in _FOLDERS else stat.S_ISREG
-        if not wanted(part_info.st_mode):
-            wanted_kind = "folder" if name in _FOLDERS else "regular file"
-            raise StorageError(f"`{part}` must be a {wanted_kind}, and no symbolic link; remove it")
-        check_owner(part, part_info)
-    return True
-
-
-def check_owner(path: str, info: os.stat_result) -> None:
-    """Raise StorageError for what belongs to another user, or what others can write to."""
-    if info.st_uid != os.geteuid():
-        raise StorageError(
-            f"`{path}` belongs to uid {info.st_uid}, but this process runs as {os.geteuid()}; "
-            "`chown` it or choose another folder"
-        )
-    if info.st_mode & 0o022:
-        mode = f"{stat.S_IMODE(info.st_mode):04o}"
-        raise StorageError(f"`{path}` is writable by others (mode {mode}); run `chmod go-w {path}`")
-
-
-def _read_marker(path: str) -> _Marker | None:
-    """Return what the marker file says, or None without one; a foreign one raises an error."""
-    marker = os.path.join(path, MARKER)
-    try:
-        fd = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            info, text = os.fstat(fd), os.read(fd, _MOST_MARKER_BYTES)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(f"`{marker}` cannot be read: {error.strerror}") from error
-    check_owner(marker, info)
-    try:
-        found = msgspec.json.decode(text, type=_Marker)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        cure = "restore that file or remove the folder"
-        what = f"`{marker}` is damaged, so the store's version is unknown; {cure}"
-        raise StorageError(f"{what}: {error}") from None  # the index is not to blame
-    if found.format != FORMAT_NAME:
-        what = f"`{marker}` says that the folder belongs to `{found.format}`"
-        raise StorageError(f"{what}; choose another folder")
-    if found.version != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"the store at `{path}` has format version {found.version}, but this tieredkv reads "
-            f"{FORMAT_VERSION}; it was left untouched: use the tieredkv that wrote it, or choose "
-            "another folder"
-        )
-    return found
-
-
-def _write_marker(path: str, retentions: Sequence[str]) -> None:
-    draft, marker = os.path.join(path, _MARKER_DRAFT), _Marker(FORMAT_NAME, FORMAT_VERSION)
-    marker.retentions = list(retentions)
-    with open(_open_private(draft, os.O_TRUNC), "wb") as file:
-        file.write(msgspec.json.encode(marker) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(draft, os.path.join(path, MARKER))
+            if not stat.S_ISDIR(part_info.st_mode):
+                raise StorageError(f"`{part}` must be a folder, and no symbolic link; remove it")
+            check_owner(part, part_info)
+    for name in (LOCK, *(os.path.join(INDEX, name) for name in INDEX_FILES)):
+        part = os.path.join(path, name)
+        with suppress(FileNotFoundError):
+            check_own(part, os.lstat(part))
+    return marker
 
 
 def make_folder(path: str) -> None:
@@ -386,14 +352,7 @@ def make_missing(path: str | None) -> None:
 def _make_index(path: str) -> None:
     make_folder(path)
     for name in INDEX_FILES:
-        os.close(_open_private(os.path.join(path, name)))
-
-
-def _open_private(path: str, flags: int = 0) -> int:
-    """Open or create a file that only this user can read; symbolic links are refused."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
-    os.fchmod(fd, 0o600)
-    return fd
+        os.close(open_own(os.path.join(path, name), os.O_RDWR | os.O_CREAT))
 
 
 def check_unused(path: str, *, patience_s: float) -> None:
@@ -411,7 +370,7 @@ def check_unused(path: str, *, patience_s: float) -> None:
     """
     path, give_up_at = os.path.abspath(path), time.monotonic() + patience_s
     try:
-        fd = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_own(os.path.join(path, LOCK))
     except OSError:
         return
     try:
@@ -446,7 +405,9 @@ def _in_use(path: str, lock_fd: int) -> StoreBusyError:
 def _take_lock(path: str) -> int:
     lock = os.path.join(path, LOCK)
     try:
-        fd = _open_private(lock)
+        fd = open_own(lock, os.O_RDWR | os.O_CREAT)
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"`{lock}` cannot be opened: {error.strerror}") from error
     try:

@@ -123,6 +123,18 @@ def check_pages(folder: str) -> None:
             raise CorruptIndexError(f"the index at `{path}` is damaged: {error}") from None
 
 
+def count_entries(folder: str, database: str) -> int:
+    """Return how many entries a database has, by its root record.
+
+    Raises:
+        FormatVersionError, CorruptIndexError, OSError: as `check_pages`.
+    """
+    if (meta := read_meta(folder)) is None:
+        return 0
+    with open(os.path.join(folder, DATA_FILE), "rb", buffering=0) as file:
+        return _Pages(file.fileno(), meta).tree(database.encode()).num_entries
+
+
 class _Pages:
     """The pages of one file, with a mark on each page met; no page may be met twice."""
 
@@ -143,6 +155,12 @@ class _Pages:
                 pass
         for number in chain(*map(_ids, lists)):
             self._meet(number)
+
+    def tree(self, database: bytes) -> Tree:
+        """Return the root record of a database."""
+        trees = dict(self._walk(self._meta.main, is_main=True))
+        _expect(database in trees, 0, "describes a main tree that lacks a database")
+        return Tree(*_TREE.unpack(trees[database]))
 
     def _meet(self, number: int) -> None:
         _expect(2 <= number <= self._meta.last_page, number, "is outside of the file")

@@ -340,6 +340,8 @@ def test_a_store_whose_creation_was_cut_short_is_created(tmp_path: Path, left: l
     assert json.loads((path / "format.json").read_text()) == {
         "format": "tieredkv-store",
         "version": 3,
+        "id": "",
+        "stamp": "",
         "retentions": ["24h"],
     }
     assert not (path / "format.json.tmp").exists()

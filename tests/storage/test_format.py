@@ -102,6 +102,8 @@ def test_the_folder_holds_what_the_document_draws_and_is_closed_to_others(store:
     assert json.loads((store / "format.json").read_text()) == {
         "format": "tieredkv-store",
         "version": 3,
+        "id": "",
+        "stamp": "",
         "retentions": ["24h"],
     }
     assert store.stat().st_mode & 0o777 == 0o700

@@ -8,7 +8,6 @@ is busy for a while computes slower, and its disk is the one it was.
 
 import logging
 import os
-import stat
 import threading
 import time
 from typing import Annotated, Any, Literal
@@ -17,11 +16,11 @@ import msgspec
 
 from tieredkv.cache.rates import ComputeRate, LinkRate, Step
 from tieredkv.storage.folder import MARKER
+from tieredkv.storage.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
 
 NAME = "rates.json"
-_DRAFT = "rates.json.tmp"
 SAVE_S = 60.0
 """While steps are computed, the file is written again so often."""
 
@@ -29,7 +28,6 @@ CLOSE_S = 1.0
 """At the end, a disk that hangs is not waited for any longer."""
 
 MOST_BYTES = 1 << 20
-_PRIVATE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _BytesPerS = Annotated[float, msgspec.Meta(ge=1e3, le=1e13)]
 _Tokens = Annotated[float, msgspec.Meta(ge=1, le=1 << 30)]
@@ -92,18 +90,13 @@ def read_rates(folder: str) -> SavedRates | None:
     """Read the file of a store's folder; None if there is none.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no regular file, damaged or absurd.
+        OSError: it cannot be read, or is no regular file of this user.
+        ValueError: it is damaged or absurd.
     """
     try:
-        fd = os.open(os.path.join(folder, NAME), os.O_RDONLY | _PRIVATE)
+        return parse_rates(read_own(os.path.join(folder, NAME), MOST_BYTES))
     except FileNotFoundError:
         return None
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("it is no regular file")
-        text = file.read(MOST_BYTES + 1)
-    return parse_rates(text)
 
 
 def parse_rates(text: bytes) -> SavedRates:
@@ -208,12 +201,7 @@ class RateFile:
             folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.stat(MARKER, dir_fd=folder_fd)  # an unmounted store leaves an empty folder
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _PRIVATE
-                with open(os.open(_DRAFT, flags, 0o600, dir_fd=folder_fd), "wb") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.rename(_DRAFT, NAME, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+                replace_own(NAME, text, dir_fd=folder_fd)
             finally:
                 os.close(folder_fd)
             self._written = text

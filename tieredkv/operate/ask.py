@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -334,6 +335,7 @@ def _connect(folder_fd: int) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
+        _check_socket(folder_fd)
         sock.connect(socket_address(folder_fd))
     except PermissionError as error:
         sock.close()
@@ -343,3 +345,16 @@ def _connect(folder_fd: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _check_socket(folder_fd: int) -> None:
+    """Refuse a link in the place of the socket, and a socket of another user than the store's.
+
+    Raises:
+        StorageError: it is no socket of the store's owner.
+    """
+    found = os.stat(SOCKET, dir_fd=folder_fd, follow_symlinks=False)
+    owner = os.fstat(folder_fd).st_uid
+    if not stat.S_ISSOCK(found.st_mode) or found.st_nlink > 1 or found.st_uid != owner:
+        what = f"`{SOCKET}` in the folder of the store is no socket of the store's owner"
+        raise StorageError(f"{what}; remove it, and start the server again")

@@ -4,7 +4,6 @@ A block's root is a digest of the model's fingerprint among others. The file has
 model are made of. Without it, or without a model in it, chains are listed without name and tokens.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tieredkv.hashing import ModelIdentity
+from tieredkv.storage.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,8 @@ class KnownModels:
 def read_models(folder: str | Path) -> list[KnownModel]:
     """Read the file in a store's folder; models that cannot be read are not known."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(Path(folder, NAME), flags), "rb") as file:
-            return msgspec.json.decode(file.read(MOST_BYTES), type=list[KnownModel])
+        data = read_own(os.path.join(folder, NAME), MOST_BYTES)
+        return msgspec.json.decode(data, type=list[KnownModel])
     except FileNotFoundError:
         pass
     except (OSError, msgspec.MsgspecError) as error:
@@ -72,13 +71,7 @@ def note_model(folder: str | Path, model: KnownModel) -> None:
     """Add a model to the file; where that fails, its chains have no name."""
     known = [each for each in read_models(folder) if each != model]
     text = msgspec.json.encode([*known, model][-MOST_MODELS:]) + b"\n"
-    draft = Path(folder, f"{NAME}.tmp")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(draft, flags, 0o600), "wb") as file:
-            file.write(text)
-        draft.rename(Path(folder, NAME))
+        replace_own(os.path.join(folder, NAME), text)
     except OSError as error:
         logger.warning("`%s` in `%s` cannot be written: %s", NAME, folder, error)

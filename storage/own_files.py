@@ -1,0 +1,106 @@
+"""Files in the folder of a store, opened so that nobody who can write to it misleads their reader.
+
+A store's folder may lie on a volume that others can write to. So whatever is opened there must be a
+regular file of this user with one name: a link, a FIFO or a second name of another file is refused.
+This module knows how files are opened; it does not know what is in them.
+"""
+
+import os
+import stat
+from contextlib import suppress
+
+from tieredkv.errors import StorageError
+from tieredkv.storage.filesystem import flush_folder
+
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+DRAFT_SUFFIX = ".tmp"
+
+
+def open_own(path: str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
+    """Open a file of the store's folder; nothing is followed or truncated, and nothing waits.
+
+    Args:
+        path: the file, in the folder `dir_fd` if that is given.
+        flags: of `os.open`. With `O_CREAT` the file is closed to others.
+
+    Raises:
+        StorageError: it is no regular file, has another name as well, or belongs to another user.
+        OSError: it cannot be opened.
+    """
+    assert not flags & os.O_TRUNC, "a file is truncated after it was looked at"
+    found = None
+    with suppress(FileNotFoundError):
+        found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+    if found is not None:
+        check_own(path, found)
+    fd = os.open(path, flags | _SAFELY, 0o600, dir_fd=dir_fd)
+    try:
+        check_own(path, os.fstat(fd))  # it may have been replaced meanwhile
+        if flags & os.O_CREAT:
+            os.fchmod(fd, 0o600)  # the umask may have taken more
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_own(path: str, info: os.stat_result) -> None:
+    """Refuse what is no regular file of this user with one name, or what others can write to.
+
+    Raises:
+        StorageError: names what it is.
+    """
+    if not stat.S_ISREG(info.st_mode):
+        raise StorageError(f"`{path}` must be a regular file, and no symbolic link; remove it")
+    if info.st_nlink > 1:
+        what = f"`{path}` has {info.st_nlink} names, so a change of it would change another file"
+        raise StorageError(f"{what}; put a copy in its place")
+    check_owner(path, info)
+
+
+def check_owner(path: str, info: os.stat_result) -> None:
+    """Refuse what belongs to another user, or what others can write to.
+
+    Raises:
+        StorageError: names the user or the mode.
+    """
+    if info.st_uid != os.geteuid():
+        raise StorageError(
+            f"`{path}` belongs to uid {info.st_uid}, but this process runs as {os.geteuid()}; "
+            "`chown` it or choose another folder"
+        )
+    if info.st_mode & 0o022:
+        mode = f"{stat.S_IMODE(info.st_mode):04o}"
+        raise StorageError(f"`{path}` is writable by others (mode {mode}); run `chmod go-w {path}`")
+
+
+def read_own(path: str, most_bytes: int, *, dir_fd: int | None = None) -> bytes:
+    """Read a file of the store's folder; of a longer one, one byte more than `most_bytes`.
+
+    Raises:
+        StorageError, OSError: as `open_own`.
+    """
+    with open(open_own(path, dir_fd=dir_fd), "rb") as file:
+        return file.read(most_bytes + 1)
+
+
+def replace_own(path: str, data: bytes, *, dir_fd: int | None = None) -> None:
+    """Write a file of the store's folder whole, and have it take the place of the old one at once.
+
+    Whatever lies in the place of the draft is removed by its name.
+
+    Raises:
+        OSError: it cannot be written; the old file is there.
+    """
+    draft = path + DRAFT_SUFFIX
+    with suppress(FileNotFoundError):
+        os.unlink(draft, dir_fd=dir_fd)
+    with open(open_own(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    if dir_fd is None:
+        flush_folder(os.path.dirname(path))
+    else:
+        os.fsync(dir_fd)
