@@ -35,10 +35,9 @@ from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.folder import check_unused
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.worker_messages import BUSY_PATIENCE_S
+from tieredkv.storage.starts import check_start
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 
@@ -97,7 +96,7 @@ def build_parts(
         StorageError: the disk tier's folder is not usable; nothing in it was changed.
     """
     if settings.disk_dir is not None:
-        check_unused(settings.disk_dir, patience_s=BUSY_PATIENCE_S)
+        check_start(store_options(settings.disk_dir, settings))
     found = find_model(
         settings.model,
         dtype=settings.dtype,

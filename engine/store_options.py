@@ -5,7 +5,7 @@ from tieredkv.storage.worker_messages import StoreOptions
 
 
 def store_options(
-    folder: str, settings: Settings, *, element_bytes: int, tells_gone: bool = False
+    folder: str, settings: Settings, *, element_bytes: int = 2, tells_gone: bool = False
 ) -> StoreOptions:
     """Return the options of the store in a folder.
 
@@ -15,9 +15,10 @@ def store_options(
         element_bytes: of one number of keys and values.
         tells_gone: whether the worker tells which blocks have left the store.
     """
+    of_disk = [each for each in settings.policies if each.may_use_disk]
     return StoreOptions(
         path=folder,
-        disk_retentions=tuple(each.name for each in settings.policies if each.may_use_disk),
+        disk_retentions=tuple(each.name for each in of_disk),
         budget_bytes=settings.disk_size,
         sync=settings.disk_sync,
         write_limit=settings.disk_write_limit,
@@ -27,6 +28,7 @@ def store_options(
         key_dir=settings.disk_key_dir,
         master_key=settings.disk_master_key,
         master_key_command=settings.disk_master_key_command,
+        longest_s=max((each.absolute_s for each in of_disk), default=0.0),
         sweep_interval_s=settings.sweep_interval,
         clock_offset_file=settings.clock_offset_file,
         tells_gone=tells_gone,

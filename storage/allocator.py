@@ -24,7 +24,7 @@ from tieredkv.storage.format.record import Extent, Located, extent_key
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.key_use import KeyUse
+from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.space import Space
 from tieredkv.storage.tenants import Tenants
 
@@ -297,7 +297,7 @@ class ExtentAllocator:
     # --- giving back ------------------------------------------------------------------------
 
     def clearing(self) -> Generator[None, None, StorageError | None]:
-        """Drop keys without blocks, then erase dirty extents, in short steps.
+        """Destroy keys without blocks and dead ones, then erase dirty extents, in short steps.
 
         Returns the error if the keys could not be dropped; the extents are erased nevertheless.
         """

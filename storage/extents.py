@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tieredkv.errors import IntegrityError, StorageError
+from tieredkv.errors import StorageError
 from tieredkv.storage.filesystem import (
     DIRECT_IO,
     NOT_SUPPORTED,
@@ -44,15 +44,16 @@ from tieredkv.storage.format.record import (
     encrypted,
     extent_bytes_for,
     header_bytes_for,
+    identity_of,
     is_encrypted,
     padded_bytes,
     payload_checksum,
     scope_of,
 )
-from tieredkv.storage.key_table import KeyTable
+from tieredkv.storage.keys.cipher import Sealed, decrypt, encrypt
+from tieredkv.storage.keys.use import LivingKeys
 from tieredkv.storage.names import Names
 from tieredkv.storage.own_files import open_own
-from tieredkv.storage.payload_cipher import decrypt, encrypt
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -91,7 +92,7 @@ class SegmentFiles:
         self,
         folder: str,
         filesystem: Filesystem,
-        keys: KeyTable | None = None,
+        keys: LivingKeys | None = None,
         retentions: Retentions = NO_RETENTIONS,
     ) -> None:
         self.folder = folder
@@ -291,7 +292,7 @@ class SegmentFiles:
         return written
 
     def _encrypt(
-        self, keys: KeyTable, extent: Extent, record: BlockRecord, payload: memoryview, number: int
+        self, keys: LivingKeys, extent: Extent, record: BlockRecord, payload: memoryview, number: int
     ) -> tuple[Located, memoryview]:
         """Return a block's entry for the index, and the whole image of its extent.
 
@@ -300,16 +301,16 @@ class SegmentFiles:
         """
         key = keys.of_scope(scope_of(record))
         if key is None:
-            raise IntegrityError("a block is written whose payload key was not made")
+            raise corrupt(record.block_hash, "key", "its payload key has died meanwhile")
         number, size = encrypted(number), len(payload)
         image = scratch(extent_bytes_for(size, number, record.size_bytes))
         start = header_bytes_for(number)
         end = start + size
-        how = encrypt(key, record, number, payload, image[start:end])
+        how = encrypt(key, identity_of(record, number, size), payload, image[start:end])
         image[end:] = bytes(len(image) - end)
         checksum = payload_checksum(image[start:end])
         written = Located(record, extent, size, checksum, number)
-        encode_header_into(image, written, self._retentions, how)
+        encode_header_into(image, written, self._retentions, Encryption(key.id, *how))
         return written, image
 
     def read_block(self, located: Located, into: memoryview) -> None:
@@ -337,10 +338,10 @@ class SegmentFiles:
         if count < size:
             what = f"only {max(count, 0)} of its {size} bytes are in the file"
             raise corrupt(block_hash, "truncated", what)
-        if not is_header_of(self._named(decode_header(header)), located):
+        if not is_header_of(decode_header(header), located):
             what = "the extent header is damaged or belongs to another block"
             raise corrupt(block_hash, "header", what)
-        if not self._may_be_clear(located):
+        if self.keys is not None and not is_encrypted(located.codec):
             raise corrupt(block_hash, "key", "its payload is clear in an encrypted store")
         if not is_encrypted(located.codec):
             _compare_checksum(located, payload)
@@ -354,10 +355,6 @@ class SegmentFiles:
             if not is_block:
                 raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
 
-    def _may_be_clear(self, located: Located) -> bool:
-        """Return False for a clear payload in a store where all were encrypted: it is forged."""
-        return self.keys is None or self.keys.has_clear or is_encrypted(located.codec)
-
     def _decrypt(self, located: Located, how: Encryption, payload: memoryview) -> bool:
         """Decrypt a payload in place; return False if it is not the one that was encrypted."""
         record, block_hash = located.record, located.record.block_hash
@@ -366,32 +363,22 @@ class SegmentFiles:
         key = self.keys.of_id(how.key_id)
         if key is None or key.scope != scope_of(record):
             raise corrupt(block_hash, "key", "the key of its payload is gone")
-        return decrypt(key, record, located.codec, how, payload)
-
-    def _named(self, header: Located | None) -> Located | None:
-        """Return what a header says as the index says it.
-
-        The header of a block that was stored before its store was encrypted has hashes, not names.
-        """
-        if header is None or self.block_names is None or is_encrypted(header.codec):
-            return header
-        return header._replace(record=self.block_names.hide_record(header.record))
+        known = identity_of(record, located.codec, len(payload))
+        return decrypt(key, known, Sealed(how.nonce, how.tag), payload)
 
     def header_at(self, extent: Extent) -> Located | None:
         """Return what an extent's header says of its block; None if there is no sound header.
 
-        The header of a payload whose key is gone does not count, nor does one of a clear payload in
-        a store where all were encrypted.
+        In an encrypted store the header of a payload whose key is gone does not count, nor does one
+        of a clear payload.
         """
         found, key_id = self.stored_at(extent)
         place = (extent, self.extent_bytes(extent.segment))
         if found is None or (found.extent, found.extent_bytes) != place:
             return None
-        if self.keys is not None and key_id and self.keys.of_id(key_id) is None:
+        if self.keys is not None and (not key_id or self.keys.of_id(key_id) is None):
             return None
-        if not self._may_be_clear(found):
-            return None
-        return self._named(found)
+        return found
 
     def stored_at(self, extent: Extent) -> tuple[Located | None, bytes]:
         """Return what lies in an extent, and the id of its key; empty if it is not encrypted."""

@@ -165,7 +165,15 @@ class StoreFolder:
     @property
     def has_segments(self) -> bool:
         """Whether there are segment files, which may hold blocks."""
-        return bool(os.listdir(self.segments_path))
+        return has_segments(self.path)
+
+    def begin_anew(self) -> None:
+        """Replace every index by an empty one, for a store without blocks."""
+        for name in INDEXES:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(os.path.join(self.path, name))
+        _make_index(self.index_path)
+        self._identity = self._look()
 
     def make_draft(self) -> None:
         """Make an empty folder for a new index that will replace the present one."""
@@ -277,6 +285,13 @@ def trouble_with(path: str) -> str:
     except (StorageError, OSError) as error:
         return str(error)
     return ""
+
+
+def has_segments(path: str) -> bool:
+    """Return whether a store's folder has segment files, which may hold blocks."""
+    with suppress(FileNotFoundError):
+        return bool(os.listdir(os.path.join(path, SEGMENTS)))
+    return False
 
 
 def check_folder(path: str, *, create: bool) -> Marker | None:

@@ -66,7 +66,6 @@ class Meta(msgspec.Struct):
             again.
         faults: cache faults by reason.
         lifetimes: what was written lately, and the ages of blocks that were evicted.
-        store_id: of an encrypted store, as hexadecimal digits; its index has names for hashes.
         num_encrypted: how many of the blocks are encrypted.
     """
 
@@ -78,7 +77,6 @@ class Meta(msgspec.Struct):
     needs_rebuild: bool = False
     faults: dict[str, int] = {}
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
-    store_id: str = ""
     num_encrypted: int = 0
 
 

@@ -35,10 +35,11 @@ from tieredkv.storage.format.record import (
 )
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.key_use import KeyUse
+from tieredkv.storage.keys.store_keys import start_keys, try_keys
+from tieredkv.storage.keys.use import KeyUse
+from tieredkv.storage.replaced import destroy_replaced
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
-from tieredkv.storage.store_keys import try_keys
 from tieredkv.storage.verdicts import is_of_memory, storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
@@ -123,36 +124,41 @@ class BlockStore:
             MissingKeyError, StoreFullError, StorageError, ConfigError
         """
         with ExitStack() as undo:
-            is_flushed = options.sync == "commit"
+            is_flushed, is_server = options.sync == "commit", options.encryption != "as_it_is"
             with storage_errors(options.path):
                 folder = StoreFolder.claim(
                     options.path,
                     create=options.create,
                     is_flushed=is_flushed,
                     retentions=options.disk_retentions,
+                    destroy_replaced=partial(destroy_replaced, options) if is_server else None,
                 )
                 undo.callback(folder.release)
+                if is_server:
+                    keys, why = start_keys(folder, options), ""
+                else:
+                    keys, why = try_keys(folder, options)
+                if keys is not None:
+                    undo.callback(keys.close)
                 filesystem = Filesystem.explore(folder.path)
                 filesystem.check()
                 prepare(folder)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
                 index = Index(folder.index_path, sync=is_flushed, retentions=folder.retentions)
                 undo.callback(index.close)
-                with index.reading() as txn:
-                    known_id = txn.meta.store_id
-                may_hold = folder.has_segments
-                found = try_keys(folder.path, options, known_id=known_id, has_blocks=may_hold)
-                use = KeyUse(index, *found)
-                files = SegmentFiles(folder.segments_path, filesystem, use.table, folder.retentions)
+                use = KeyUse(index, clock, keys, why, options.longest_s)
+                files = SegmentFiles(
+                    folder.segments_path, filesystem, use.living, folder.retentions
+                )
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
                 allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
                 num_expired = recovery.recover(allocator, progress)
             recovery.reach_budget(allocator, budget)
-            use.begin_to_refuse_clear()
             use.suspect_all()
             if (failed := use.try_to_drop_unused()) is not None:
                 logger.warning("%s", failed)
+            use.sweep_others()
             folder.note_budget(budget)  # used when the store is opened without a budget
             undo.pop_all()
         return cls(allocator, options, num_expired)
@@ -167,6 +173,8 @@ class BlockStore:
             self.files.close()
             self.index.close()
         finally:
+            if self.keys is not None:
+                self.keys.close()
             self._folder.release()
 
     def __enter__(self) -> Self:
@@ -446,7 +454,6 @@ class BlockStore:
         """
         with self.index.reading() as txn:
             totals, noted, counts = txn.meta.totals, txn.meta.bytes_written, txn.meta.lifetimes
-            num_encrypted = txn.meta.num_encrypted
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -466,7 +473,6 @@ class BlockStore:
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             encryption="no keys" if self.lacks_keys else "off" if self.keys is None else "on",
-            num_clear=totals.num_blocks - num_encrypted,
             num_keys=0 if self.keys is None else len(self.keys.table),
             compression=self.packing.setting,
             is_compressing=self.packing.is_on,

@@ -20,7 +20,8 @@ def open_own(path: str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) 
     """Open a file of the store's folder; nothing is followed or truncated, and nothing waits.
 
     Args:
-        path: the file, in the folder `dir_fd` if that is given.
+        path: the file.
+        dir_fd: the folder that `path` is in, unless that is absolute.
         flags: of `os.open`. With `O_CREAT` the file is closed to others.
 
     Raises:

@@ -84,8 +84,7 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
     """Open the segments, erase what a crash left pending, and make a lost index again.
 
     A crash can leave a segment file that the index does not know. Such a file is removed if it
-    holds no block; if it holds one, the index is wrong and is made again. An index that knows
-    blocks by their hashes is made again with names once its store is encrypted.
+    holds no block; if it holds one, the index is wrong and is made again.
 
     Args:
         allocator: of the store.
@@ -108,8 +107,6 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
         known = txn.segments()
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
-    if files.keys is not None:
-        _give_names(allocator, files.keys.store_id.hex())
     unknown = _open_unknown(allocator)
     allocator.reload()
     for _ in allocator.erasing():  # what was evicted from an unknown file is erased as well
@@ -217,23 +214,6 @@ def _stray_blocks(allocator: ExtentAllocator, extents: Iterable[Extent]) -> Iter
 # --- a new index ------------------------------------------------------------------------------
 
 
-def _give_names(allocator: ExtentAllocator, store_id: str) -> None:
-    """Have the index of a store that is encrypted now know its blocks by names.
-
-    The old index is removed, since it knows them by their hashes.
-    """
-    with allocator.index.reading() as txn:
-        has_names, num_blocks = txn.meta.store_id == store_id, txn.meta.totals.num_blocks
-    if has_names:
-        return
-    if num_blocks:
-        allocator.folder.drop_set_aside()  # it may know blocks by their hashes as well
-        make_again(allocator)
-    else:
-        with allocator.index.writing() as txn:
-            txn.meta.store_id = store_id
-
-
 def make_again(allocator: ExtentAllocator) -> None:
     """Make the index again from its sound records, and from the headers in files unknown to it.
 
@@ -241,28 +221,21 @@ def make_again(allocator: ExtentAllocator) -> None:
     is a block whose payload key is gone.
     """
     unknown = _open_unknown(allocator)
-    keys, names = allocator.files.keys, allocator.files.block_names
+    keys = allocator.files.keys
     with allocator.index.reading() as txn:
         segments = txn.segments() | unknown
-        needs_names = names is not None and not txn.meta.store_id
 
     def is_readable(located: Located) -> bool:
-        if keys is None or not is_encrypted(located.codec):
+        if keys is None:
             return True
-        return keys.of_scope(scope_of(located.record)) is not None
-
-    def named(located: Located) -> Located:
-        if names is None or not needs_names:
-            return located
-        return located._replace(record=names.hide_record(located.record))
+        is_sealed = is_encrypted(located.codec)
+        return is_sealed and keys.of_scope(scope_of(located.record)) is not None
 
     def sound_records(txn: IndexTxn) -> Iterator[Found]:
         claims = Counter(chain(allocator.lent, (each.extent for _, each in txn.blocks() if each)))
         kept = set[Extent]()
         blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
-        sound = (
-            named(each) for each in blocks if each.extent.segment in segments and is_readable(each)
-        )
+        sound = (each for each in blocks if each.extent.segment in segments and is_readable(each))
         while some := list(islice(sound, _ADOPTED_EXTENTS)):
             extents = [each.extent for each in some]
             kept.update(extents)
@@ -331,23 +304,15 @@ def _fill_new_index(
 ) -> None:
     """Fill a new index in batches of blocks, then put it in the place of the old index.
 
-    The old index is set aside if it held anything, unless it was sound and is removed because it
-    has hashes where the new one has names. A failure before that changes nothing, except that the
-    blocks evicted to make room are already erased.
+    The old index is set aside if it held anything. A failure before that changes nothing, except
+    that the blocks evicted to make room are already erased.
     """
     index, folder, now = allocator.index, allocator.folder, allocator.clock.now()
     with index.reading() as txn:
         old, holds_blocks = txn.meta, any(True for _ in txn.blocks())
     next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
-    keys = allocator.files.keys
-    store_id = old.store_id if keys is None else keys.store_id.hex()
     faults = {**old.faults, "index": old.faults.get("index", 0) + 1}
-    is_bad = bool(old.format) or holds_blocks
-    if holds_blocks and store_id != old.store_id:  # it was sound, but knew no names
-        faults, is_bad = old.faults, False
-    meta = replace(
-        old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults, store_id=store_id
-    )
+    meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
     folder.make_draft()
     draft = Index(folder.draft_path, sync=index.sync, retentions=index.retentions)
     try:
@@ -362,7 +327,7 @@ def _fill_new_index(
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 allocator.failpoint("adopt:before")
         draft.flush()
-        folder.take_draft(sets_aside=is_bad)
+        folder.take_draft(sets_aside=bool(old.format) or holds_blocks)
     except BaseException as error:
         is_short = allocator.files.free_bytes() < allocator.space.headroom_bytes
         draft.close()

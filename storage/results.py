@@ -313,7 +313,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
             stored, or (`index`) an index that was made again.
         deleted: blocks deleted on request by reason.
         encryption: `on`, `off`, or `no keys` if the store is encrypted and served without them.
-        num_clear: blocks that are not encrypted.
         num_keys: payload keys, one for each namespace and hour of computing.
         compression, is_compressing: the setting, and whether new blocks are compressed.
         compression_trial: result of the trial of `auto`: the ratio, and the bytes per second
@@ -348,7 +347,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, int]
     deleted: dict[str, int]
     encryption: str
-    num_clear: int
     num_keys: int
     compression: str
     is_compressing: bool

@@ -332,6 +332,7 @@ class StoreService:
         self._warn_of_shortfall()
         told = messages.Completions([], self._stats)  # figures that change while nothing is stored
         self._front.hand(lambda: self._channel.send(told))
+        self._readers.submit(self._log.attempt, "keys", self._store.key_use.sweep_others)
         if trial := self._store.compression_trial(self._launch.options.num_readers):
             self._readers.submit(self._log.attempt, "compression", trial)
 

@@ -16,6 +16,7 @@ from tieredkv.types import BlockRecord
 from tieredkv.wire.process import Refused
 
 BUSY_PATIENCE_S = 5.0
+DAY_S = 86_400.0
 
 # --- Nouns -----------------------------------------------------------------------------------
 
@@ -29,9 +30,12 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         sync: `commit` flushes every group commit to the device; `none` leaves flushing to the
             system, which still lets blocks survive `kill -9`.
         compression, element_bytes: see `tieredkv.storage.format.planes.Packing`.
-        encryption: whether new blocks are encrypted. `as_it_is` goes by the store and serves it
-            without its keys where they are not there: no payload can be read then.
-        key_dir, master_key, master_key_command: see `tieredkv.storage.store_keys`.
+        encryption: whether the store is encrypted; one that is not as the setting says is refused.
+            `as_it_is`, of verbs, goes by the store and does without its keys where they are not
+            there: no payload can be read then.
+        key_dir, master_key, master_key_command: see `tieredkv.storage.keys.store_keys`.
+        longest_s: the longest `absolute` of the retention policies that allow the disk tier. A
+            payload key dies so long after its hour, whatever the index says of its blocks.
         sweep_interval_s: expired bytes are erased within this time.
         create: whether to make a new store if the folder is none.
         write_limit: bytes a second that may be written; 0 for no limit.
@@ -55,6 +59,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     key_dir: str | None = None
     master_key: str | None = None
     master_key_command: str | None = None
+    longest_s: float = DAY_S
     sweep_interval_s: float = 10.0
     create: bool = True
     write_limit: int = 0

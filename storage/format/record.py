@@ -19,6 +19,7 @@ FORMAT_VERSION = 3
 RECORD_BYTES = 240
 HASH_SIZES = (16, 32)
 MAX_DIGEST_BYTES = 32
+HOUR_S = 3600  # the blocks of a namespace that were computed in one hour have one payload key
 
 CODEC_RAW = 0
 FIRST_ENCRYPTED, NUM_CLEAR = 3, 3  # codecs 3, 4 and 5 are encrypted payloads of codecs 0, 1 and 2
@@ -320,14 +321,14 @@ def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: in
 
 def scope_of(record: BlockRecord) -> bytes:
     """Return which payload key is a block's: that of its namespace and its hour of computing."""
-    hour = min(max(int(record.computed_at // 3600), 0), _MAX_U32)
+    hour = min(max(int(record.computed_at // HOUR_S), 0), _MAX_U32)
     return _SCOPE.pack(record.namespace, hour)
 
 
 def split_scope(scope: bytes) -> tuple[bytes, int]:
     """Undo `scope_of`: the namespace and the first second of the hour."""
     namespace, hour = _SCOPE.unpack(scope)
-    return namespace, hour * 3600
+    return namespace, hour * HOUR_S
 
 
 # --- keys of the index ------------------------------------------------------------------------

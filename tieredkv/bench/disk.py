@@ -12,6 +12,7 @@ the store; a ratio compares the sample with the mean of these two. Rows:
 """
 
 import hashlib
+import math
 import os
 import random
 import shutil
@@ -43,14 +44,15 @@ from tieredkv.storage.format.record import (
     Located,
     Retentions,
     extent_bytes_for,
+    identity_of,
     payload_checksum,
 )
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
-from tieredkv.storage.key_table import PayloadKey
+from tieredkv.storage.keys.cipher import encrypt
+from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
-from tieredkv.storage.payload_cipher import encrypt
 from tieredkv.storage.worker_messages import (
     LentPage,
     LookupDone,
@@ -325,9 +327,9 @@ class _Disk:
 
 def _encrypt(block: bytes) -> None:
     """Encrypt as much as a block of the bench in one go, as a writer thread does."""
-    key = PayloadKey(bytes(8), bytes(32), bytes(36))
-    payload = memoryview(block)
-    encrypt(key, _record(0, len(block)), CODEC_RAW, payload, memoryview(bytearray(len(block))))
+    key = PayloadKey(bytes(8), bytes(32), bytes(36), math.inf)
+    known = identity_of(_record(0, len(block)), CODEC_RAW, len(block))
+    encrypt(key, known, memoryview(block), memoryview(bytearray(len(block))))
 
 
 def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]:

@@ -3,8 +3,8 @@
 import os
 
 from tieredkv.errors import ConfigError, StorageError
-from tieredkv.storage import master_key
 from tieredkv.storage.folder import make_missing
+from tieredkv.storage.keys import master
 
 
 def make_place(folder: str | None) -> None:
@@ -26,5 +26,5 @@ def temporary_keys(key_dir: str) -> dict[str, str]:
     """
     os.makedirs(key_dir, 0o700)
     path = os.path.join(key_dir, "master")
-    master_key.make_file(path)
+    master.make_file(path)
     return {"disk_key_dir": key_dir, "disk_master_key": path}

@@ -35,7 +35,7 @@ MODULES = {
     "serve": ("serve", "generate"),
     "settings": ("config",),
     "sizing": ("replay", "size"),
-    "store": ("df", "evict", "ls", "prune", "rotate", "verify"),
+    "store": ("adopt", "df", "evict", "ls", "prune", "rotate", "verify"),
     "top": ("top",),
     "warm": ("warm",),
 }
@@ -85,6 +85,7 @@ def cli(context: click.Context) -> None:
       tieredkv verify --disk-dir ./kv                      compare every block with its checksums
       tieredkv warm prompts.jsonl --retention 24h          compute prompts before they are needed
       tieredkv rotate --disk-dir ./kv                      replace the master key of the store
+      tieredkv adopt --disk-dir /restored/kv               have the keys belong to this copy
       tieredkv top --url http://127.0.0.1:8000             watch a running server
 
     \b

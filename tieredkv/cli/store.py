@@ -89,8 +89,7 @@ def df(store: Control, verbose: bool) -> Answer:
     if disk.get("encryption") == "no keys":
         lines.append("encryption: on, but the keys are not there, so no block can be read")
     elif disk.get("encryption", "off") != "off":
-        rest = f"; {disk['num_clear']} blocks of an older store are clear" * bool(disk["num_clear"])
-        lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys{rest}")
+        lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys")
     writer = answer.get("writer_pid")
     if disk:
         lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
@@ -301,7 +300,8 @@ def evict(
         stay = "stays where it is" if refused == 1 else "stay where they are"
         what = f"{_blocks(refused)} {stay}, as no retention lets that onto the disk"
         click.echo(f"error: {what}", err=True)
-    if not (answer["evicted_blocks"] or answer["unknown_ids"] or refused):
+    emptied_because = answer.get("emptied_because")
+    if not (answer["evicted_blocks"] or answer["unknown_ids"] or refused or emptied_because):
         click.echo("error: nothing matches, so no block was evicted", err=True)
     done, would = "evicted", "would evict"
     if wanted.to != "drop":
@@ -312,11 +312,15 @@ def evict(
     lines = [f"{done} {_blocks(num_blocks)}, {format_bytes(answer['freed_bytes'])}"]
     lines = lines if num_blocks else []  # the errors above say why there is none
     disk = answer.get("disk") or {}
+    if emptied_because is not None:
+        lines.append(f"the store was emptied, since no server would start on it: {emptied_because}")
+        lines += [f"its keys stay: {disk['kept_why']}"] if disk["kept_why"] else []
     lines += [f"erased key {key}" for key in disk.get("erased_keys", ())]
     kept = {*disk.get("kept_keys", ())} - {*disk.get("erased_keys", ())}
     why = _keys_problem(disk)
     lines += [f"kept key {key}" + ", which other blocks need" * (not why) for key in sorted(kept)]
-    is_problem = bool(answer["unknown_ids"] or refused or why) or not num_blocks
+    is_nothing = not num_blocks and emptied_because is None
+    is_problem = bool(answer["unknown_ids"] or refused or why) or is_nothing
     return Answer(answer, lines=lines, is_problem=is_problem)
 
 
@@ -458,7 +462,7 @@ def rotate(store: StoreControl, path: str | None, command: str | None) -> Answer
     """Replace the master key of an encrypted store; no block is rewritten.
 
     Without an option a new key takes the place of the old one in its file. Otherwise set
-    `disk_master_key` or `disk_master_key_command` to the new place, if the old one was set.
+    `disk_master_key` or `disk_master_key_command` to the new place before the next start.
 
     \b
     Example:
@@ -469,3 +473,20 @@ def rotate(store: StoreControl, path: str | None, command: str | None) -> Answer
     answer = store.rotate(path and str(Path(path).resolve()), command)
     lines = [f"{answer['keys']} keys are wrapped by the new master key: {answer['master_key']}"]
     return Answer(answer, lines=lines)
+
+
+@store_verb
+def adopt(store: StoreControl) -> Answer:
+    """Have the keys of an encrypted store belong to this copy of its folder.
+
+    A server refuses a copy or an old backup of a store, since its keys have gone on with the
+    original. Run this once, while no server uses either of the two. The original counts as the copy
+    from then on, and the next start destroys keys without a block in this folder.
+
+    \b
+    Example:
+      tieredkv adopt --disk-dir /mnt/restored/kv
+    """
+    answer = store.adopt()
+    done = "belong to this folder now" if answer["adopted"] else "belonged to this folder already"
+    return Answer(answer, lines=[f"The keys {done}."])

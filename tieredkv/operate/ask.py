@@ -33,8 +33,10 @@ from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.starts import adopt, empty, why_refused
 from tieredkv.storage.worker_messages import ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
+from tieredkv.types import Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel, Incoming
 from tieredkv.wire.process import Refused
 
@@ -65,8 +67,8 @@ class StoreControl:
         answer_timeout_s: how long a worker may say nothing before this is reported as an error. A
             worker that is busy with a long verb says so several times a second.
         clock_offset_file: for a worker that has to be started; see `tieredkv.clock`.
-        key_dir, master_key, master_key_command: for such a worker, where the keys of the store are
-            not where it remembers; see `tieredkv.storage.store_keys`.
+        key_dir, master_key, master_key_command: where the keys of the store are, for such a worker;
+            see `tieredkv.storage.keys.place`.
     """
 
     def __init__(
@@ -130,6 +132,14 @@ class StoreControl:
         """Replace the master key; `{"master_key", "keys"}`: where the new one is, keys it wraps."""
         return self.answer(Rotate(master_key=master_key, command=command))
 
+    def adopt(self) -> dict[str, Any]:
+        """Have the keys belong to this copy of the store; `{"adopted"}`: whether that was needed.
+
+        Raises:
+            ConfigError, MissingKeyError, StoreBusyError, StorageError: see `starts.adopt`.
+        """
+        return {"adopted": adopt(self._options)}
+
     def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one.
 
@@ -183,6 +193,8 @@ class StoreControl:
                 if is_for_engine_too and has_engine(folder_fd):
                     continue
                 with contextlib.suppress(StoreBusyError):
+                    if _is_of_whole_disk(call) and (why := why_refused(self._options)):
+                        return {**empty(self._options), "emptied_because": why}
                     return (yield from self._ask_own_worker(folder_fd, call, progress))
             if is_for_engine_too and has_engine(folder_fd):
                 what = f"an engine uses `{self._path}`, but its store worker is down"
@@ -321,6 +333,12 @@ def _add(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(other[key], int | list):
             added[key] = one[key] + other[key]
     return added
+
+
+def _is_of_whole_disk(call: Call) -> bool:
+    """Return whether a call is to drop every block on disk."""
+    is_so = isinstance(call, EvictFilter) and call.all and call.to == "drop" and not call.dry_run
+    return is_so and call.concerns(Tier.DISK)
 
 
 def _open_folder(path: str) -> int:

@@ -1,33 +1,72 @@
-"""Which payload keys are in use; those that are not leave the key table.
+"""Which payload keys are in use; those that are not, and those whose time is over, are destroyed.
 
-A key is in use while a block in the index was encrypted under it, or a write under way may be. Only
-the store's thread uses this module.
+A key is in use while a block in the index was encrypted under it, or a write under way may be. It
+dies at the second that its slot has, whatever the index says: then no block may have it any more.
+Only the store's thread uses `KeyUse`; any thread may use `LivingKeys`.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
-from tieredkv.storage.format.record import Extent, Located, is_encrypted, scope_of
+from tieredkv.storage.format.record import HOUR_S, Extent, Located, is_encrypted, scope_of, split_scope
 from tieredkv.storage.index import Index
-from tieredkv.storage.key_table import KeyTable
-from tieredkv.storage.store_keys import StoreKeys
+from tieredkv.storage.keys.layout import PayloadKey
+from tieredkv.storage.keys.store_keys import StoreKeys
+from tieredkv.storage.keys.table import KeyTable
 from tieredkv.types import BlockRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class LivingKeys:
+    """The payload keys of a store as those who move payloads see them.
+
+    Args:
+        table: the keys.
+        clock: tells whether a key is dead.
+    """
+
+    table: KeyTable
+    clock: Clock
+
+    @property
+    def names_key(self) -> bytes:
+        """The key of the names of blocks."""
+        return self.table.names_key
+
+    def of_scope(self, scope: bytes) -> PayloadKey | None:
+        """Return the key for new payloads of a scope; None if there is none, or it is dead."""
+        return self._living(self.table.of_scope(scope))
+
+    def of_id(self, key_id: bytes) -> PayloadKey | None:
+        """Return the key of an id; None if it was destroyed, or is dead."""
+        return self._living(self.table.of_id(key_id))
+
+    def _living(self, key: PayloadKey | None) -> PayloadKey | None:
+        return key if key is not None and self.clock.now() < key.dies_at else None
 
 
 @dataclass(eq=False)
 class KeyUse:
-    """Makes keys for new blocks, and drops keys without blocks.
+    """Makes keys for new blocks, and destroys keys without blocks and dead ones.
 
     Args:
         index: counts the blocks of each scope.
+        clock: tells which keys are dead.
         keys: of the store; None if it is not encrypted, or its keys are not there.
         lacks_keys: why the keys of an encrypted store are not there; empty otherwise.
+        longest_s: for how long after its computation a block may be read at most.
     """
 
     index: Index
+    clock: Clock
     keys: StoreKeys | None
     lacks_keys: str
+    longest_s: float
     _lent: dict[Extent, bytes] = field(default_factory=dict)  # scopes of writes under way
     _suspects: set[bytes] = field(default_factory=set)  # scopes that may have no block
 
@@ -35,6 +74,11 @@ class KeyUse:
     def table(self) -> KeyTable | None:
         """The payload keys, if there are any."""
         return None if self.keys is None else self.keys.table
+
+    @property
+    def living(self) -> LivingKeys | None:
+        """The payload keys as those who move payloads see them, if there are any."""
+        return None if self.keys is None else LivingKeys(self.keys.table, self.clock)
 
     def begin(self, records: Sequence[BlockRecord], extents: Sequence[Extent | None]) -> None:
         """See that there are keys for blocks that will be written into these extents.
@@ -45,8 +89,12 @@ class KeyUse:
         if self.table is not None:
             pairs = zip(records, extents, strict=True)
             scopes = {extent: scope_of(record) for record, extent in pairs if extent is not None}
-            self.table.add(scopes.values())
+            self.table.add({scope: self._death_of(scope) for scope in scopes.values()})
             self._lent |= scopes
+
+    def _death_of(self, scope: bytes) -> float:
+        """Return the second after which no block of a scope may be read."""
+        return split_scope(scope)[1] + HOUR_S + self.longest_s
 
     def end(self, extent: Extent) -> None:
         """Note that a write has ended."""
@@ -61,19 +109,6 @@ class KeyUse:
         """Note that any scope may have no block."""
         if self.table is not None:
             self.suspect(key.scope for key in self.table)
-
-    def begin_to_refuse_clear(self) -> None:
-        """Once the last block is gone that was stored before encryption, take no such block.
-
-        Raises:
-            StorageError: the key table cannot be written.
-        """
-        if self.keys is None or self.keys.is_shared or not self.keys.table.has_clear:
-            return
-        with self.index.reading() as txn:
-            num_clear = txn.meta.totals.num_blocks - txn.meta.num_encrypted
-        if not num_clear:
-            self.keys.table.refuse_clear()
 
     def ids_of(self, blocks: Iterable[Located]) -> set[bytes]:
         """Return the ids of the keys under which these blocks were encrypted."""
@@ -102,20 +137,25 @@ class KeyUse:
         return None
 
     def drop_unused(self) -> list[bytes]:
-        """Drop the keys of scopes without blocks; return their ids.
+        """Destroy the keys of scopes without blocks, and dead keys; return their ids.
 
         Raises:
             StorageError: the key table cannot be written; this is tried again.
         """
-        if self.keys is None or self.keys.is_shared or not self._suspects:
+        if self.table is None:
             return []
         suspects = self._suspects.difference(self._lent.values())
         with self.index.reading() as txn:
             unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
         try:
-            dropped = self.keys.table.drop(unused)
+            dropped = self.table.drop_dead(self.clock.now()) + self.table.drop(unused)
         except StorageError as error:
             what = "keys that no block needs could not be destroyed; each sweep tries again"
             raise type(error)(error.errno, f"{what}: {error.strerror}") from error
         self._suspects -= suspects
         return dropped
+
+    def sweep_others(self) -> None:
+        """Destroy dead keys in the tables of other stores that no worker holds."""
+        if self.keys is not None:
+            self.keys.sweep_others(self.clock.now())

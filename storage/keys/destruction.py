@@ -1,0 +1,96 @@
+"""Destroys the files of one store's keys, of this format version or the one before.
+
+Only files of the key folder that are named by the store's id are touched, and a master key only if
+a first start made it and nothing else needs it.
+"""
+
+import glob
+import logging
+import os
+from contextlib import suppress
+
+from tieredkv.errors import MissingKeyError
+from tieredkv.storage.keys import layout, master, trust
+from tieredkv.storage.keys.place import KeyPlace
+from tieredkv.storage.keys.sweeps import table_at, tables_under
+from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, erase
+
+logger = logging.getLogger(__name__)
+
+REPLACED_TABLE_VERSION = 1
+"""The version of the key tables of stores of the version before."""
+
+_REPLACED_CHECK_AT, _CHECK_BYTES = 24, 8  # in such a table: what tells one master key from another
+
+
+def destroy_table(place: KeyPlace) -> None:
+    """Destroy the key table of a store, then its master key if nothing else needs that.
+
+    Raises:
+        MissingKeyError: the table is not to be believed.
+        StoreBusyError: a process has it open.
+        StorageError: it cannot be overwritten or removed.
+    """
+    with suppress(FileNotFoundError):
+        os.lstat(place.table)
+        erase(place.table)
+    _destroy_master(place)
+
+
+def destroy_replaced_tables(place: KeyPlace) -> int:
+    """Destroy the keys of a store of the version before; return how many tables there were.
+
+    The master key goes first: without a table of the store it would not count as the one that a
+    first start made, so a crash in between would leave it.
+
+    Raises:
+        StorageError: a file cannot be overwritten or removed.
+    """
+    start = os.path.join(glob.escape(place.key_dir), f"{place.id}*{TABLE_SUFFIX}")
+    tables = [path for path in sorted(glob.glob(start)) if _is_replaced_table(path, place.id)]
+    if tables:
+        _destroy_master(place)
+    for path in tables:
+        erase(path)
+    return len(tables)
+
+
+def _is_replaced_table(path: str, id: str) -> bool:
+    with suppress(MissingKeyError):
+        found = table_at(path)
+        wanted = REPLACED_TABLE_VERSION, bytes.fromhex(id)
+        return found is not None and (found.version, found.folder_id) == wanted
+    return False
+
+
+def _destroy_master(place: KeyPlace) -> None:
+    """Destroy the master key that a first start made, unless something else needs it."""
+    path = place.own_master
+    if not os.path.lexists(path):
+        return
+    if place.options.master_key is not None:
+        with suppress(OSError):
+            if os.path.samefile(place.options.master_key, path):
+                return
+    try:
+        check = layout.check_of(master.read_file(path))
+        names = {os.path.basename(each) for each in tables_under(place.key_dir, check)}
+        if not names - {place.id + TABLE_SUFFIX} and not _replaced_under(place, check):
+            erase(path)
+    except MissingKeyError as error:
+        logger.warning("the master key of a store that was destroyed stays: %s", error)
+
+
+def _replaced_under(place: KeyPlace, check: bytes) -> bool:
+    """Return whether another store of the version before has its table under a master key."""
+    for path in glob.glob(os.path.join(glob.escape(place.key_dir), f"*{TABLE_SUFFIX}")):
+        if not os.path.basename(path).startswith(place.id):
+            with (
+                suppress(OSError),
+                open(trust.open_file(path, WHAT, follows_link=False), "rb") as file,
+            ):
+                start = file.read(_REPLACED_CHECK_AT + _CHECK_BYTES)
+                is_replaced = layout.version_of(start) == REPLACED_TABLE_VERSION
+                if is_replaced and start[_REPLACED_CHECK_AT:] == check:
+                    return True
+    return False

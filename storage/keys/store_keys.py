@@ -1,0 +1,312 @@
+"""Where the keys of a store are, and what a start does about them.
+
+The folder of keys, which a setting or this user's home names, is the only anchor of trust. Its
+files are named by the id that the store's folder has, and no path that the folder names is opened.
+The setting says whether a store is encrypted; a store that is not has no id, and no file of keys.
+
+Each start of a server writes a fresh stamp into the key table and into the folder. So a folder with
+another stamp is a copy or an old backup: its keys have gone on with another folder.
+
+This module knows which files there are and in which order they change;
+`tieredkv.storage.keys.table` knows the keys.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from enum import Enum, auto
+
+from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, StorageError
+from tieredkv.storage.emptying import empty_store
+from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.keys import master
+from tieredkv.storage.keys.destruction import destroy_table
+from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable, write_note
+from tieredkv.storage.keys.rotation import rotate_in_place
+from tieredkv.storage.keys.sweeps import sweep_tables
+from tieredkv.storage.keys.table import KeyTable
+from tieredkv.storage.limits import described
+from tieredkv.storage.marker import ID_BYTES, Marker, read_marker
+from tieredkv.storage.worker_messages import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+
+class Start(Enum):
+    """What a start does about the keys of a store."""
+
+    CLEAR = auto()
+    """Nothing: the store is not encrypted."""
+
+    MAKE = auto()
+    """It makes keys for a store without blocks."""
+
+    OPEN = auto()
+    """It opens the keys and writes a fresh stamp."""
+
+    DESTROY = auto()
+    """It destroys the keys of a store without blocks, which is not encrypted from now on."""
+
+    RENEW = auto()
+    """It empties a store whose key table is damaged, and makes new keys."""
+
+
+def plan(folder: str, marker: Marker | None, options: StoreOptions, *, has_blocks: bool) -> Start:
+    """Find out what a server's start does about the keys; nothing is made or changed.
+
+    Args:
+        folder: the store's folder.
+        marker: what `format.json` says; None for a new store.
+        options: whether the store is encrypted, and where its keys are.
+        has_blocks: whether the folder may hold blocks.
+
+    Raises:
+        ConfigError: setting and store disagree, or keys cannot be made where the settings say.
+        MissingKeyError: the keys are not there, or belong to a store of which this is a copy.
+    """
+    wants, is_encrypted = options.encryption == "on", marker is not None and bool(marker.id)
+    if wants != is_encrypted and has_blocks:
+        has, set_to = ("not encrypted", "on") if wants else ("encrypted", "off")
+        what = f"the store at `{folder}` is {has}, but `disk_encryption` is {set_to}"
+        raise ConfigError(f"{what}\n{_ways_out(folder, 'set it to what the store has')}")
+    if not wants:
+        return Start.DESTROY if is_encrypted else Start.CLEAR
+    place = KeyPlace(folder, options, marker.id if marker is not None else "")
+    place.check()
+    check_writable(place.key_dir)
+    if not is_encrypted:
+        if options.master_key is not None or options.master_key_command is not None:
+            place.read_master()
+        return Start.MAKE
+    assert marker is not None, "an encrypted store has a marker"
+    try:
+        table = place.look()
+    except DamagedTableError:
+        return Start.RENEW
+    except MissingKeyError as error:
+        raise _with_way_out(error, place) from error
+    check_stamp(folder, marker, table)
+    return Start.OPEN
+
+
+def check_stamp(folder: str, marker: Marker, table: KeyTable) -> None:
+    """Refuse a folder that is no longer the one of its key table.
+
+    Raises:
+        MissingKeyError: another folder has been served with these keys since.
+    """
+    if bytes.fromhex(marker.stamp) not in table.stamps:
+        what = f"`{folder}` is a copy or an old backup of a store whose keys, `{table.path}`,"
+        adopt = f"`tieredkv adopt --disk-dir {folder}` takes them here, so that the other folder"
+        raise MissingKeyError(
+            f"{what} another folder has used since\n{_ways_out(folder, f'{adopt} is the copy')}",
+            reason="copy",
+        )
+
+
+class StoreKeys:
+    """The keys of one store: its table, and where its master key comes from.
+
+    Attributes:
+        table: the key table, which is locked until `close`.
+    """
+
+    def __init__(self, place: KeyPlace, table: KeyTable) -> None:
+        self.place, self.table = place, table
+
+    def rotate(self, path: str | None, command: str | None) -> str:
+        """Replace the master key; no payload is rewritten. Returns where the new one is.
+
+        Args:
+            path: a file with the new master key, which is made if it does not exist.
+            command: prints the new master key. If neither is given, a new key takes the place of
+                the old one in its file.
+
+        Raises:
+            ConfigError: the path lies in the folder, or the old key cannot be replaced in place.
+            MissingKeyError: there is no such key, or none to replace.
+            StorageError: a file cannot be written; either key may apply.
+        """
+        place = self.place
+        if command is not None:
+            self.table.rotate(master.ask_command(command))
+            write_note(place.folder, place.table, None)
+            return f"the output of `{command}`"
+        if path is not None:
+            check_outside(path, place.folder, "--to")
+            is_there = os.path.lexists(path)
+            key = master.read_file(path) if is_there else master.make_file(path)
+            self.table.rotate(key, place=os.path.abspath(path))
+            write_note(place.folder, place.table, os.path.abspath(path))
+            return path
+        if place.master is None:
+            what = "the master key of the store is printed by a command"
+            raise MissingKeyError(f"{what}; name the command or the file of the new one")
+        rotate_in_place(self.table, place.master)
+        return place.master
+
+    def sweep_others(self, now: float) -> None:
+        """Destroy dead keys in the other tables of the key folder that no worker holds.
+
+        This reads files as long as there are keys.
+        """
+        sweep_tables(self.place.key_dir, now, has_store)
+
+    def close(self) -> None:
+        """Unlock the key table for the next process; may be called again."""
+        self.table.close()
+
+
+def has_store(path: str, folder_id: bytes) -> bool:
+    """Return whether the store of an id is, or may be, at a path."""
+    try:
+        marker = read_marker(path)
+    except OSError:
+        return True
+    return marker is not None and marker.id == folder_id.hex()
+
+
+def start_keys(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
+    """Open the keys of a store that a server is about to serve, or make them; write a fresh stamp.
+
+    Returns:
+        None for a store that is not encrypted.
+
+    Raises:
+        ConfigError, MissingKeyError: as `plan`; no file of keys is left behind.
+        StorageError: a file cannot be written.
+    """
+    start = plan(folder.path, folder.marker, options, has_blocks=folder.has_segments)
+    place = KeyPlace(folder.path, options, folder.marker.id)
+    match start:
+        case Start.CLEAR:
+            return None
+        case Start.DESTROY:
+            folder.begin_anew()
+            folder.mark(id="", stamp="")
+            destroy_table(place)
+            return None
+        case Start.MAKE:
+            folder.begin_anew()
+            return _make(folder, options)
+        case Start.RENEW:
+            emptied = empty_store(folder.path)
+            text = "both headers of the key table `%s` are damaged, so nothing in the store at `%s`"
+            text += " can be read any more: its %d blocks were removed, and it begins anew"
+            logger.warning(text, place.table, folder.path, emptied.num_blocks)
+            folder.begin_anew()
+            folder.mark(id="", stamp="")
+            destroy_table(place)
+            return _make(folder, options)
+        case Start.OPEN:
+            table = place.open()
+            try:
+                check_stamp(folder.path, folder.marker, table)
+                write_stamp(folder, table)
+            except BaseException:
+                table.close()
+                raise
+            return StoreKeys(place, table)
+
+
+def try_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
+    """Open the keys of a store for a verb, which goes by what the store is and can do without them.
+
+    Returns the keys and, if the store is encrypted and they are not there, why.
+    """
+    if not folder.marker.id:
+        return None, ""
+    place = KeyPlace(folder.path, options, folder.marker.id)
+    try:
+        table = place.open()
+        try:
+            check_stamp(folder.path, folder.marker, table)
+        except BaseException:
+            table.close()
+            raise
+    except (ConfigError, StorageError) as error:
+        return None, str(error)
+    return StoreKeys(place, table), ""
+
+
+def write_stamp(folder: StoreFolder, table: KeyTable) -> None:
+    """Write a fresh stamp into the table and into the folder, so that every copy has an old one.
+
+    A crash between two steps leaves a folder whose stamp is in the table.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    new, before = secrets.token_bytes(ID_BYTES), bytes.fromhex(folder.marker.stamp)
+    table.stamp(new, before, folder=folder.path)
+    folder.mark(stamp=new.hex())
+    table.stamp(new, new)
+
+
+def _make(folder: StoreFolder, options: StoreOptions) -> StoreKeys:
+    """Make the key table of a store, and its master key if none is given.
+
+    If any part of it fails, no file of it stays: the next start makes other keys.
+    """
+    place = KeyPlace(folder.path, options, secrets.token_hex(ID_BYTES))
+    place.check()
+    try:
+        os.makedirs(place.key_dir, 0o700, exist_ok=True)
+    except OSError as error:
+        what = f"the folder of keys `{place.key_dir}` cannot be made: {described(error)}"
+        raise ConfigError(f"{what}; set `disk_key_dir`") from error
+    made = list[str]()
+    table: KeyTable | None = None
+    try:
+        if is_own := place.master == place.own_master and options.master_key is None:
+            key = master.make_file(place.own_master)
+            made.append(place.own_master)
+        else:
+            key = place.read_master()
+        stamp = secrets.token_bytes(ID_BYTES)
+        table = KeyTable.create(
+            place.table,
+            bytes.fromhex(place.id),
+            key,
+            stamp,
+            folder=folder.path,
+            master_place=place.master or "",
+        )
+        made.append(place.table)
+        folder.mark(id=place.id, stamp=stamp.hex())
+        write_note(folder.path, place.table, place.master)
+    except BaseException:
+        if table is not None:
+            table.close()
+        with suppress(OSError):
+            folder.mark(id="", stamp="")
+        _unlink(made)
+        raise
+    if is_own:
+        text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
+        logger.warning(text, folder.path, place.own_master)
+    return StoreKeys(place, table)
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def _ways_out(folder: str, way_out: str) -> str:
+    evict = f"`tieredkv evict --all --disk-dir {folder}` empties the folder, which needs no keys"
+    return f"hint: {way_out}; or {evict}"
+
+
+def _with_way_out(error: MissingKeyError, place: KeyPlace) -> MissingKeyError:
+    if "\nhint:" in str(error):
+        return error
+    way_out = "put the keys back, as by mounting their folder"
+    if error.reason == "master key":
+        *_, head = sorted(place.heads(), key=lambda head: head.number)
+        where = f"`disk_master_key` = `{head.master_place}`"
+        way_out = f"the table names {where if head.master_place else '`disk_master_key_command`'}"
+    return MissingKeyError(f"{error}\n{_ways_out(place.folder, way_out)}", reason=error.reason)

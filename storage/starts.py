@@ -1,0 +1,174 @@
+"""What is done with a store that no worker serves: a look before a start, and two ways out.
+
+The look refuses what a start would refuse, before memory is taken and a model is loaded, and
+changes nothing. `adopt` and `empty` are for stores that a start refuses. None of them opens the
+index.
+"""
+
+import logging
+import os
+from typing import Any
+
+from tieredkv.errors import ConfigError, MissingKeyError
+from tieredkv.storage.emptying import Emptied, empty_store
+from tieredkv.storage.folder import StoreFolder, check_folder, check_unused, has_segments
+from tieredkv.storage.keys.destruction import destroy_table
+from tieredkv.storage.keys.place import KeyPlace
+from tieredkv.storage.keys.store_keys import plan, write_stamp
+from tieredkv.storage.marker import Marker
+from tieredkv.storage.replaced import destroy_replaced
+from tieredkv.storage.worker_messages import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+
+def check_start(options: StoreOptions) -> None:
+    """Refuse a store that the start of a server with these options would refuse.
+
+    Nothing is made or changed. The start looks again.
+
+    Raises:
+        StoreBusyError: another process writes to the store, and does not go.
+        ConfigError: setting and store disagree, or the keys cannot be where the settings say.
+        MissingKeyError: the keys are not there, or the folder is a copy.
+        StorageError: the folder is not safe, or its format has another version.
+    """
+    path = os.path.abspath(options.path)
+    check_unused(path, patience_s=options.busy_patience_s)
+    marker = check_folder(path, create=options.create)
+    is_kept = marker is not None and not marker.is_replaced
+    plan(path, marker, options, has_blocks=is_kept and has_segments(path))
+    if options.encryption == "on":
+        _tell_of_one_volume(path, KeyPlace(path, options, "").key_dir)
+
+
+def is_on_one_volume(folder: str, key_dir: str) -> bool:
+    """Return whether a store and its keys lie, or will lie, on one filesystem."""
+    return _device_of(folder) == _device_of(key_dir)
+
+
+def _device_of(path: str) -> int:
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev
+
+
+def _tell_of_one_volume(folder: str, key_dir: str) -> None:
+    if is_on_one_volume(folder, key_dir):
+        text = (
+            "the keys in `%s` lie on the same volume as `%s`: encryption protects copies of that "
+        )
+        text += "folder, not against those who can read or write the whole volume"
+        logger.info(text, key_dir, folder)
+
+
+def adopt(options: StoreOptions) -> bool:
+    """Have the keys of a store belong to this copy of its folder, and no longer to any other.
+
+    Returns whether that was needed.
+
+    Raises:
+        ConfigError: the store is not encrypted.
+        MissingKeyError: its keys are not there.
+        StoreBusyError: a server uses the folder or the keys.
+        StorageError: the folder holds no store of this version, or cannot be written.
+    """
+    folder = StoreFolder.claim(options.path, create=False)
+    try:
+        if not folder.marker.id:
+            what = f"the store at `{folder.path}` is not encrypted, so it has no keys to adopt"
+            raise ConfigError(what)
+        table = KeyPlace(folder.path, options, folder.marker.id).open()
+        try:
+            is_needed = bytes.fromhex(folder.marker.stamp) not in table.stamps
+            write_stamp(folder, table)
+        finally:
+            table.close()
+    finally:
+        folder.release()
+    return is_needed
+
+
+def why_refused(options: StoreOptions) -> str:
+    """Return why a server's start would refuse a store; empty if it would not, with some setting.
+
+    A store of the version before counts, since nothing else can be done with it than to destroy it.
+
+    Raises:
+        StoreBusyError, NoStoreError, StorageError: the folder is in use, no store or not safe.
+    """
+    path = os.path.abspath(options.path)
+    marker = check_folder(path, create=False)
+    if marker is None or not (marker.is_replaced or marker.id):
+        return ""
+    if marker.is_replaced:
+        return "it has the format version before"
+    try:
+        place = KeyPlace(path, options, marker.id)
+        if bytes.fromhex(marker.stamp) in place.look().stamps:
+            return ""
+    except (MissingKeyError, ConfigError) as error:
+        return str(error)
+    return "it is a copy or an old backup of another folder"
+
+
+def empty(options: StoreOptions) -> dict[str, Any]:
+    """Destroy all blocks of a store that a start refuses, and its keys; this needs no keys.
+
+    The keys of a store of which this folder is a copy stay.
+
+    Returns:
+        what `evict` answers.
+
+    Raises:
+        StoreBusyError: a process uses the folder or the keys.
+        StorageError: a file cannot be removed; the next call goes on.
+    """
+    emptied = list[Emptied]()
+
+    def destroy(path: str) -> None:
+        emptied.append(destroy_replaced(options, path))
+
+    folder = StoreFolder.claim(options.path, create=False, destroy_replaced=destroy)
+    kept_why = ""
+    try:
+        if folder.marker.id:
+            kept_why = _destroy_keys(folder, options)
+            emptied.append(empty_store(folder.path))
+            folder.begin_anew()
+            folder.mark(id="", stamp="")
+    finally:
+        folder.release()
+    num_blocks = sum(each.num_blocks for each in emptied)
+    num_bytes = sum(each.num_bytes for each in emptied)
+    sums = {"evicted_blocks": num_blocks, "freed_bytes": num_bytes}
+    keys = {"erased_keys": [], "kept_keys": [], "kept_why": kept_why}
+    return {**sums, "unknown_ids": [], "disk": {**sums, **keys}}
+
+
+def _destroy_keys(folder: StoreFolder, options: StoreOptions) -> str:
+    """Destroy the keys of a store if they belong to this folder; return why they stay, if so."""
+    try:
+        place = KeyPlace(folder.path, options, folder.marker.id)
+        why = _not_its(place, folder.marker)
+    except (ConfigError, MissingKeyError) as error:
+        return str(error)
+    if not why:
+        destroy_table(place)
+    return why
+
+
+def _not_its(place: KeyPlace, marker: Marker) -> str:
+    """Return why a key table does not belong to a folder with this marker; empty if it does.
+
+    Nobody vouches for what the table says without the master key, but only its owner can write it.
+
+    Raises:
+        MissingKeyError: it is absent, not to be believed or of another format version.
+    """
+    found = place.heads()
+    if not found:
+        return ""  # it is damaged, and named by the store's id
+    if any(bytes.fromhex(marker.stamp) in head.stamps for head in found):
+        return ""
+    return f"`{place.table}` belongs to the folder of which this one is a copy"
