@@ -147,14 +147,20 @@ def empty(options: StoreOptions) -> dict[str, Any]:
 
 
 def _destroy_keys(folder: StoreFolder, options: StoreOptions) -> str:
-    """Destroy the keys of a store if they belong to this folder; return why they stay, if so."""
+    """Destroy the keys of a store if they belong to this folder; return why some stay, if so."""
+    place = KeyPlace(folder.path, options, folder.marker.id)
+    why = ""
     try:
-        place = KeyPlace(folder.path, options, folder.marker.id)
         why = _not_its(place, folder.marker)
-    except (ConfigError, MissingKeyError) as error:
+    except ConfigError as error:
         return str(error)
-    if not why:
-        destroy_table(place)
+    except MissingKeyError as error:
+        why = str(error)
+        if error.reason == "absent":
+            destroy_table(place)  # what is left of it
+    else:
+        if not why:
+            destroy_table(place)
     return why
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from tieredkv.errors import MissingKeyError
 from tieredkv.storage.keys import layout, master, trust
 from tieredkv.storage.keys.place import KeyPlace
-from tieredkv.storage.keys.sweeps import table_at, tables_under
+from tieredkv.storage.keys.sweeps import tables_under
 from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, erase
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 REPLACED_TABLE_VERSION = 1
 """The version of the key tables of stores of the version before."""
 
-_REPLACED_CHECK_AT, _CHECK_BYTES = 24, 8  # in such a table: what tells one master key from another
+# In such a table: id of the store, and what tells one master key from another.
+_REPLACED_ID_AT, _REPLACED_CHECK_AT, _CHECK_BYTES = 8, 24, 8
 
 
 def destroy_table(place: KeyPlace) -> None:
@@ -56,24 +57,36 @@ def destroy_replaced_tables(place: KeyPlace) -> int:
 
 
 def _is_replaced_table(path: str, id: str) -> bool:
-    with suppress(MissingKeyError):
-        found = table_at(path)
-        wanted = REPLACED_TABLE_VERSION, bytes.fromhex(id)
-        return found is not None and (found.version, found.folder_id) == wanted
-    return False
+    """Return whether a file is a key table of version 1 of an id, or was overwritten as one."""
+    start = _start_of(path)
+    is_so = layout.version_of(start) == REPLACED_TABLE_VERSION
+    is_so &= start[_REPLACED_ID_AT:_REPLACED_CHECK_AT] == bytes.fromhex(id)
+    return is_so or (bool(start) and not any(start))
+
+
+def _start_of(path: str) -> bytes:
+    """Return the first bytes of a file of the key folder; none of what is not to be believed."""
+    with suppress(OSError), open(trust.open_file(path, WHAT, follows_link=False), "rb") as file:
+        return file.read(_REPLACED_CHECK_AT + _CHECK_BYTES)
+    return b""
 
 
 def _destroy_master(place: KeyPlace) -> None:
     """Destroy the master key that a first start made, unless something else needs it."""
     path = place.own_master
     if not os.path.lexists(path):
-        return
+        return None
     if place.options.master_key is not None:
         with suppress(OSError):
             if os.path.samefile(place.options.master_key, path):
-                return
+                return None
     try:
-        check = layout.check_of(master.read_file(path))
+        try:
+            check = layout.check_of(master.read_file(path))
+        except MissingKeyError as error:
+            if error.reason != "no key":
+                raise
+            return erase(path)  # a destruction that was cut short has overwritten it
         names = {os.path.basename(each) for each in tables_under(place.key_dir, check)}
         if not names - {place.id + TABLE_SUFFIX} and not _replaced_under(place, check):
             erase(path)
@@ -85,12 +98,8 @@ def _replaced_under(place: KeyPlace, check: bytes) -> bool:
     """Return whether another store of the version before has its table under a master key."""
     for path in glob.glob(os.path.join(glob.escape(place.key_dir), f"*{TABLE_SUFFIX}")):
         if not os.path.basename(path).startswith(place.id):
-            with (
-                suppress(OSError),
-                open(trust.open_file(path, WHAT, follows_link=False), "rb") as file,
-            ):
-                start = file.read(_REPLACED_CHECK_AT + _CHECK_BYTES)
-                is_replaced = layout.version_of(start) == REPLACED_TABLE_VERSION
-                if is_replaced and start[_REPLACED_CHECK_AT:] == check:
-                    return True
+            start = _start_of(path)
+            is_replaced = layout.version_of(start) == REPLACED_TABLE_VERSION
+            if is_replaced and start[_REPLACED_CHECK_AT:] == check:
+                return True
     return False
