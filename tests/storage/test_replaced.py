@@ -15,8 +15,8 @@ from tests.storage.blocks import load, make_record, open_store, payload_of, put,
 from tests.storage.test_folder import tree
 from tests.storage.test_store_keys import Place
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.folder import MARKER, StoreFolder
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.place import NOTE

@@ -15,8 +15,8 @@ from tests.storage.blocks import evict, load, payload_of, put, sweep
 from tests.storage.test_crash_points import FINISHED, in_child
 from tests.storage.test_replaced import OldPlace
 from tests.storage.test_store_keys import Place, damage_headers
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage import starts
-from tieredkv.storage.calls import EvictFilter
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.keys.store_keys import start_keys
 from tieredkv.storage.replaced import destroy_replaced

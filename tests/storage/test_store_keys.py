@@ -26,9 +26,9 @@ from tests.storage.blocks import (
 from tests.storage.test_encryption import HOUR_S, Encrypted
 from tests.storage.test_folder import tree
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBusyError
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage import codec, starts
-from tieredkv.storage.calls import EvictFilter
-from tieredkv.storage.control import StoreControl
 from tieredkv.storage.folder import MARKER
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
