@@ -38,6 +38,7 @@ from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.starts import check_start
+from tieredkv.storage.worker_messages import BUSY_PATIENCE_S
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 
@@ -96,7 +97,8 @@ def build_parts(
         StorageError: the disk tier's folder is not usable; nothing in it was changed.
     """
     if settings.disk_dir is not None:
-        check_start(store_options(settings.disk_dir, settings))
+        options = store_options(settings.disk_dir, settings)
+        check_start(options, patience_s=BUSY_PATIENCE_S)
     found = find_model(
         settings.model,
         dtype=settings.dtype,

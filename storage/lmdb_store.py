@@ -35,9 +35,9 @@ from tieredkv.storage.format.record import (
 )
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.keys.store_keys import start_keys, try_keys
+from tieredkv.storage.keys.store_keys import open_keys
 from tieredkv.storage.keys.use import KeyUse
-from tieredkv.storage.replaced import destroy_replaced
+from tieredkv.storage.replaced import claim_folder
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
 from tieredkv.storage.verdicts import is_of_memory, storage_errors
@@ -124,32 +124,21 @@ class BlockStore:
             MissingKeyError, StoreFullError, StorageError, ConfigError
         """
         with ExitStack() as undo:
-            is_flushed, is_server = options.sync == "commit", options.encryption != "as_it_is"
             with storage_errors(options.path):
-                folder = StoreFolder.claim(
-                    options.path,
-                    create=options.create,
-                    is_flushed=is_flushed,
-                    retentions=options.disk_retentions,
-                    destroy_replaced=partial(destroy_replaced, options) if is_server else None,
-                )
+                folder = claim_folder(options)
                 undo.callback(folder.release)
-                if is_server:
-                    keys, why = start_keys(folder, options), ""
-                else:
-                    keys, why = try_keys(folder, options)
+                keys, why = open_keys(folder, options)
                 if keys is not None:
                     undo.callback(keys.close)
                 filesystem = Filesystem.explore(folder.path)
                 filesystem.check()
                 prepare(folder)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
-                index = Index(folder.index_path, sync=is_flushed, retentions=folder.retentions)
+                names = folder.retentions
+                index = Index(folder.index_path, sync=options.sync == "commit", retentions=names)
                 undo.callback(index.close)
                 use = KeyUse(index, clock, keys, why, options.longest_s)
-                files = SegmentFiles(
-                    folder.segments_path, filesystem, use.living, folder.retentions
-                )
+                files = SegmentFiles(folder.segments_path, filesystem, use.living, names)
                 undo.callback(files.close)
                 space = Space(folder, files, earlier)
                 allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)

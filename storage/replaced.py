@@ -6,10 +6,12 @@ A cache of at most some days is not worth a migration. Its keys go first, then i
 import logging
 import os
 import re
+from functools import partial
 
 import msgspec
 
 from tieredkv.storage.emptying import Emptied, empty_store
+from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.keys.destruction import destroy_replaced_tables
 from tieredkv.storage.keys.place import NOTE, KeyPlace
 from tieredkv.storage.marker import REPLACED_VERSION
@@ -21,6 +23,22 @@ logger = logging.getLogger(__name__)
 
 _MOST_NOTE_BYTES = 64 << 10
 _ID = re.compile("[0-9a-f]{32}")
+
+
+def claim_folder(options: StoreOptions) -> StoreFolder:
+    """Claim the folder of a store; for a server, a store of the version before gives way.
+
+    Raises:
+        ConfigError, StorageError: as `StoreFolder.claim` and `destroy_replaced`.
+    """
+    is_server = options.encryption != "as_it_is"
+    return StoreFolder.claim(
+        options.path,
+        create=options.create,
+        is_flushed=options.sync == "commit",
+        retentions=options.disk_retentions,
+        destroy_replaced=partial(destroy_replaced, options) if is_server else None,
+    )
 
 
 def destroy_replaced(options: StoreOptions, folder: str) -> Emptied:

@@ -22,10 +22,14 @@ from tieredkv.storage.worker_messages import StoreOptions
 logger = logging.getLogger(__name__)
 
 
-def check_start(options: StoreOptions) -> None:
+def check_start(options: StoreOptions, *, patience_s: float) -> None:
     """Refuse a store that the start of a server with these options would refuse.
 
     Nothing is made or changed. The start looks again.
+
+    Args:
+        options: of the start.
+        patience_s: for so long another writer is given time to go.
 
     Raises:
         StoreBusyError: another process writes to the store, and does not go.
@@ -34,7 +38,7 @@ def check_start(options: StoreOptions) -> None:
         StorageError: the folder is not safe, or its format has another version.
     """
     path = os.path.abspath(options.path)
-    check_unused(path, patience_s=options.busy_patience_s)
+    check_unused(path, patience_s=patience_s)
     marker = check_folder(path, create=options.create)
     is_kept = marker is not None and not marker.is_replaced
     plan(path, marker, options, has_blocks=is_kept and has_segments(path))

@@ -22,8 +22,8 @@ from tieredkv.storage.limits import described
 WHAT = "the master key"
 MASTER_SUFFIX = ".master"
 LOST_HINT = (
-    "hint: restore it from a copy; without it nothing in the store can be read, so if there is no "
-    "copy, empty the store with `tieredkv evict --all` or give another `disk_dir`"
+    "hint: restore it from a copy, without which nothing in the store can be read, or give another "
+    "`disk_dir`"
 )
 _COMMAND_TIMEOUT_S = 30.0
 _MOST_BYTES = 1024  # of a file or an output that could hold a key

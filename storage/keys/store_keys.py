@@ -86,7 +86,7 @@ def plan(folder: str, marker: Marker | None, options: StoreOptions, *, has_block
     except DamagedTableError:
         return Start.RENEW
     except MissingKeyError as error:
-        raise _with_way_out(error, place) from error
+        raise _with_way_out(error, folder) from error
     check_stamp(folder, marker, table)
     return Start.OPEN
 
@@ -168,11 +168,17 @@ def has_store(path: str, folder_id: bytes) -> bool:
     return marker is not None and marker.id == folder_id.hex()
 
 
-def start_keys(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
+def open_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
+    """Open the keys of a store as `start_keys` does for a server, or as `try_keys` for a verb."""
+    is_of_verb = options.encryption == "as_it_is"
+    return try_keys(folder, options) if is_of_verb else start_keys(folder, options)
+
+
+def start_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
     """Open the keys of a store that a server is about to serve, or make them; write a fresh stamp.
 
     Returns:
-        None for a store that is not encrypted.
+        the keys, or None for a store that is not encrypted; and, as `try_keys`, why there are none.
 
     Raises:
         ConfigError, MissingKeyError: as `plan`; no file of keys is left behind.
@@ -182,15 +188,15 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
     place = KeyPlace(folder.path, options, folder.marker.id)
     match start:
         case Start.CLEAR:
-            return None
+            return None, ""
         case Start.DESTROY:
             folder.begin_anew()
             folder.mark(id="", stamp="")
             destroy_table(place)
-            return None
+            return None, ""
         case Start.MAKE:
             folder.begin_anew()
-            return _make(folder, options)
+            return _make(folder, options), ""
         case Start.RENEW:
             emptied = empty_store(folder.path)
             text = "both headers of the key table `%s` are damaged, so nothing in the store at `%s`"
@@ -199,7 +205,7 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
             folder.begin_anew()
             folder.mark(id="", stamp="")
             destroy_table(place)
-            return _make(folder, options)
+            return _make(folder, options), ""
         case Start.OPEN:
             table = place.open()
             try:
@@ -208,7 +214,7 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
             except BaseException:
                 table.close()
                 raise
-            return StoreKeys(place, table)
+            return StoreKeys(place, table), ""
 
 
 def try_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
@@ -297,16 +303,15 @@ def _unlink(paths: Iterable[str]) -> None:
 
 
 def _ways_out(folder: str, way_out: str) -> str:
-    evict = f"`tieredkv evict --all --disk-dir {folder}` empties the folder, which needs no keys"
-    return f"hint: {way_out}; or {evict}"
+    return f"hint: {way_out}; or {_evict_all(folder)}"
 
 
-def _with_way_out(error: MissingKeyError, place: KeyPlace) -> MissingKeyError:
-    if "\nhint:" in str(error):
-        return error
-    way_out = "put the keys back, as by mounting their folder"
-    if error.reason == "master key":
-        *_, head = sorted(place.heads(), key=lambda head: head.number)
-        where = f"`disk_master_key` = `{head.master_place}`"
-        way_out = f"the table names {where if head.master_place else '`disk_master_key_command`'}"
-    return MissingKeyError(f"{error}\n{_ways_out(place.folder, way_out)}", reason=error.reason)
+def _evict_all(folder: str) -> str:
+    return f"`tieredkv evict --all --disk-dir {folder}` empties the folder, which needs no keys"
+
+
+def _with_way_out(error: MissingKeyError, folder: str) -> MissingKeyError:
+    has_hint = "\nhint:" in str(error)
+    more = _ways_out(folder, "put the keys back, as by mounting their folder")
+    text = f"{error}; or {_evict_all(folder)}" if has_hint else f"{error}\n{more}"
+    return MissingKeyError(text, reason=error.reason)

@@ -17,9 +17,8 @@ from tests.storage.test_replaced import OldPlace
 from tests.storage.test_store_keys import Place, damage_headers
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage import starts
-from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.keys.store_keys import start_keys
-from tieredkv.storage.replaced import destroy_replaced
+from tieredkv.storage.replaced import claim_folder
 
 _CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "fdatasync", "ftruncate", "pwrite", "open")
 
@@ -43,12 +42,8 @@ def die_before(step: int) -> None:
 def start(place: Place, **changes: Any) -> None:
     """Do what a server's start does before it opens the index."""
     options = place.options(**changes)
-    folder = StoreFolder.claim(
-        str(place.folder),
-        create=True,
-        destroy_replaced=lambda path: destroy_replaced(options, path) and None,
-    )
-    keys = start_keys(folder, options)
+    folder = claim_folder(options)
+    keys, _ = start_keys(folder, options)
     if keys is not None:
         keys.close()
     folder.release()

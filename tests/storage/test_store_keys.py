@@ -44,14 +44,13 @@ class Place(Encrypted):
 
     def options(self, **changes: Any) -> StoreOptions:
         told: dict[str, Any] = {"path": str(self.folder), "encryption": "on"}
-        told |= {"key_dir": str(self.key_dir), "busy_patience_s": 0.0}
-        return StoreOptions(**(told | changes))
+        return StoreOptions(**(told | {"key_dir": str(self.key_dir)} | changes))
 
     def check_start(self, **changes: Any) -> None:
         """Look whether a server's start would go well; nothing may change."""
         before = tree(self.folder.parent)
         try:
-            starts.check_start(self.options(**changes))
+            starts.check_start(self.options(**changes), patience_s=0.0)
         finally:
             assert tree(self.folder.parent) == before
 
