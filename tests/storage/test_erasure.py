@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,7 +58,8 @@ def old_bytes(old: bytes, _: bytes) -> bytes:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Stopped:
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stopped:
+    monkeypatch.setenv("TIEREDKV_DISK_KEY_DIR", str(tmp_path / "keys"))
     return Stopped(tmp_path)
 
 
@@ -135,9 +137,8 @@ def test_a_store_that_is_not_encrypted_has_nothing_to_prove_or_rotate(tmp_path: 
 
 def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
     [master] = stopped.key_dir.glob("*.master")
-    key = master.read_bytes()
     master.unlink()
-    control = StoreControl(stopped.folder)
+    control = StoreControl(stopped.folder, key_dir=str(stopped.key_dir))
     disk = control.df()["disk"]
     assert (disk["blocks"], disk["encryption"]) == (5, "no keys")
     told = "encryption: on, but the keys are not there, so no block can be read"
@@ -149,24 +150,29 @@ def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
         control.prove_erased("12" * 8)
     with refused(MissingKeyError):
         control.rotate(None, None)
-    assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 5
-    master.write_bytes(key)
-    master.chmod(0o600)
-    answer = StoreControl(stopped.folder).prove_erased(stopped.keys[MINE])
-    assert answer["erased"]
+    text = stopped.invoke("evict", "--all", "-y").stdout.splitlines()
+    assert text[0].startswith("evicted 5 blocks") and text[1].startswith("the store was emptied")
+    assert list(stopped.key_dir.iterdir()) == []
+    assert control.df()["disk"]["encryption"] == "off"
 
 
-def test_df_tells_of_encryption_and_of_clear_blocks(tmp_path: Path) -> None:
-    folder, now = tmp_path / "kv", Clock().now()
-    with open_store(folder, Clock()) as store:
-        put(store, make_record("old", now=now))
-    options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
-    open_store(folder, Clock(), **options).close()
-    shown = CliRunner().invoke(cli, ["df", "--disk-dir", str(folder)]).stdout
-    assert "encryption: on, 0 keys; 1 blocks of an older store are clear" in shown
+def test_df_tells_of_encryption(stopped: Stopped) -> None:
+    assert "encryption: on, 2 keys" in stopped.invoke("df").stdout.splitlines()
 
 
-def test_the_master_key_is_rotated_without_rewriting_payloads(stopped: Stopped) -> None:
+def test_a_copy_adopts_the_keys_from_the_command_line(stopped: Stopped, tmp_path: Path) -> None:
+    shutil.copytree(stopped.folder, tmp_path / "copy")
+    open_store(stopped.folder, Clock(), **stopped.options()).close()
+    stopped.folder = tmp_path / "copy"
+    assert "encryption: on, but the keys are not there" in stopped.invoke("df").stdout
+    assert stopped.invoke("adopt").stdout == "The keys belong to this folder now.\n"
+    assert stopped.ask("adopt") == {"adopted": False}
+    assert stopped.ask("verify")["checked"] == 5
+
+
+def test_the_master_key_is_rotated_without_rewriting_payloads(
+    stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [file] = (stopped.folder / "segments").iterdir()
     [master] = stopped.key_dir.glob("*.master")
     before, key = file.read_bytes(), master.read_bytes()
@@ -176,6 +182,7 @@ def test_the_master_key_is_rotated_without_rewriting_payloads(stopped: Stopped) 
     assert stopped.ask("verify") == {"checked": 5, "bad": 0, "by_reason": {}, "repaired": 0}
     given = stopped.key_dir.parent / "given"
     assert stopped.ask("rotate", "--to", str(given))["master_key"] == str(given)
+    monkeypatch.setenv("TIEREDKV_DISK_MASTER_KEY", str(given))
     master.unlink()
     assert stopped.ask("verify")["checked"] == 5
     assert (
@@ -197,7 +204,7 @@ def test_a_running_store_is_rotated_and_proved_beside_its_engine(
     options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
     box, chain = Mailbox(harness.open(**options)), make_chain("a", 3)
     box.store(chain)
-    control = StoreControl(harness.folder)
+    control = StoreControl(harness.folder, key_dir=options["key_dir"])
     before = control.rotate(None, None)
     assert before["keys"] == 1
     assert all(done.ok for done in box.load(chain))
