@@ -68,7 +68,7 @@ class StoreFolder:
         create: bool,
         is_flushed: bool = True,
         retentions: Iterable[str] = (),
-        destroy_replaced: Callable[[str], None] | None = None,
+        destroy_replaced: Callable[[str], object] | None = None,
     ) -> "StoreFolder":
         """Check the folder, take its lock and make what is missing in it.
 

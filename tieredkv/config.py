@@ -167,12 +167,12 @@ class Settings:
     disk_encryption: Switch = _cache(
         "on",
         "Whether blocks on disk are encrypted, so that what has expired or was deleted cannot be "
-        "read in any copy of `disk_dir`.",
+        "read in any copy of `disk_dir`. A store that has blocks must be as the setting says.",
     )
     disk_key_dir: FilePath | None = _cache(
         None,
         "Folder of the key table, and of the master key if none is given; it must not lie in "
-        "`disk_dir`. By default ~/.local/state/tieredkv/keys, or where the keys of the store are.",
+        "`disk_dir`. By default ~/.local/state/tieredkv/keys.",
     )
     disk_master_key: FilePath | None = _cache(
         None,

@@ -610,7 +610,7 @@ def open_to_others(place: Place) -> None:
     place.table.chmod(0o644)
 
 
-REASONS = {
+REASONS: dict[Callable[[Place], None], str] = {
     absent: "absent",
     without_master: "absent",
     another_master: "master key",

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from tests.serving import COMMAND, heed_ctrl_c, tieredkv
 from tests.storage.blocks import digest, make_record, open_store, put
 from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
-from tieredkv.cli import output
+from tieredkv.cli import doctor, output
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
 from tieredkv.clock import Clock
@@ -38,6 +39,7 @@ from tieredkv.errors import (
 from tieredkv.operate import calls
 from tieredkv.operate.ask import Asking, StoreControl
 from tieredkv.operate.calls import Ls
+from tieredkv.storage import starts
 from tieredkv.storage.results import short_id
 from tieredkv.units import format_duration
 
@@ -232,6 +234,23 @@ def test_doctor_tells_the_plans_for_a_model_by_the_rates_that_a_server_has_left(
     assert run_main(words) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert {it["split_token"] for it in plans if it["tier"] == "disk"} == {2048, 8192, 32_704}
+
+
+def test_doctor_says_whether_a_start_could_use_the_folder_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(key_dir: Path) -> tuple[str, str]:
+        _, status, detail = doctor.check_keys(str(tmp_path / "kv"), str(key_dir))
+        return status, detail
+
+    monkeypatch.setattr(starts, "_device_of", lambda path: Path(path).name)
+    assert check(tmp_path / "keys")[0] == "ok"
+    assert "another volume" in check(tmp_path / "keys")[1]
+    assert "protects copies of that folder" in check(tmp_path / "elsewhere" / "kv")[1]
+    (tmp_path / "file").touch()
+    status, detail = check(tmp_path / "file")
+    assert status == "fail" and "disk_key_dir" in detail
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:
@@ -533,6 +552,7 @@ def test_a_socket_of_another_account_is_named(
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
+    os.mknod(tmp_path / "sock", stat.S_IFSOCK | 0o600)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert run_main(["df", "--disk-dir", str(tmp_path)]) == 1
     told(capsys.readouterr().err)

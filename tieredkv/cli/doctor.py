@@ -15,10 +15,13 @@ import click
 from tieredkv.cli.output import Answer, answering
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
-from tieredkv.errors import StorageError
+from tieredkv.environment import default_key_dir
+from tieredkv.errors import ConfigError, StorageError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.filesystem import Call, Filesystem
 from tieredkv.storage.folder import MARKER
+from tieredkv.storage.keys.place import check_writable
+from tieredkv.storage.starts import is_on_one_volume
 from tieredkv.units import format_bytes
 
 LITTLE_FREE_BYTES = 1 << 30
@@ -30,7 +33,7 @@ Finding = tuple[str, str, str]
 
 @click.command()
 @click.argument("model", required=False)
-@settings_options("dtype", "device", "block_size", "disk_dir", "disk_read_limit")
+@settings_options("dtype", "device", "block_size", "disk_dir", "disk_key_dir", "disk_read_limit")
 @answering
 def doctor(loaded: LoadedSettings) -> Answer:
     """Check what this machine can do for each tier.
@@ -50,6 +53,8 @@ def doctor(loaded: LoadedSettings) -> Answer:
     findings = [*_software(), *_memory(settings.host_size)]
     if settings.disk_dir is not None:
         findings += _disk(Path(settings.disk_dir))
+        if settings.disk_encryption == "on":
+            findings.append(check_keys(settings.disk_dir, settings.disk_key_dir))
     document: dict[str, Any] = {}
     if "fail" not in [status for _, status, _ in findings]:
         from tieredkv.cli import outlook
@@ -133,6 +138,21 @@ def _disk(folder: Path) -> Iterator[Finding]:
         what = f"files grow by {format_bytes(step)} at once"
         detail = f"{what}, so a small `disk_size` holds few blocks"
         yield "space", "warn", detail
+
+
+def check_keys(folder: str, key_dir: str | None) -> Finding:
+    """Report whether a start could use the folder of keys, and whom encryption keeps out."""
+    try:
+        key_dir = os.path.abspath(key_dir or default_key_dir())
+        check_writable(key_dir)
+    except (ConfigError, StorageError) as error:
+        return "folder of keys", "fail", str(error)
+    if is_on_one_volume(os.path.abspath(folder), key_dir):
+        what = (
+            f"`{key_dir}` is on the volume of `disk_dir`: encryption protects copies of that folder"
+        )
+        return "folder of keys", "ok", f"{what}, not against those who can write to the volume"
+    return "folder of keys", "ok", f"`{key_dir}` is on another volume than `disk_dir`"
 
 
 def _store(folder: Path) -> Finding:

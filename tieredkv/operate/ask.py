@@ -33,7 +33,6 @@ from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.starts import adopt, empty, why_refused
 from tieredkv.storage.worker_messages import ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
 from tieredkv.types import Tier
@@ -138,7 +137,9 @@ class StoreControl:
         Raises:
             ConfigError, MissingKeyError, StoreBusyError, StorageError: see `starts.adopt`.
         """
-        return {"adopted": adopt(self._options)}
+        from tieredkv.storage import starts  # loads what most verbs do not need
+
+        return {"adopted": starts.adopt(self._options)}
 
     def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one.
@@ -193,8 +194,8 @@ class StoreControl:
                 if is_for_engine_too and has_engine(folder_fd):
                     continue
                 with contextlib.suppress(StoreBusyError):
-                    if _is_of_whole_disk(call) and (why := why_refused(self._options)):
-                        return {**empty(self._options), "emptied_because": why}
+                    if (emptied := self._empty_refused(call)) is not None:
+                        return emptied
                     return (yield from self._ask_own_worker(folder_fd, call, progress))
             if is_for_engine_too and has_engine(folder_fd):
                 what = f"an engine uses `{self._path}`, but its store worker is down"
@@ -209,6 +210,19 @@ class StoreControl:
             "hint: the server may be starting or stopping, so try again; "
             "if it has another version, use the `tieredkv` of that version"
         )
+
+    def _empty_refused(self, call: Call) -> dict[str, Any] | None:
+        """Empty a store that no server would start on, if a call is to drop every block on disk.
+
+        Returns what the call answers; None if a worker has to carry it out.
+        """
+        if not _is_of_whole_disk(call):
+            return None
+        from tieredkv.storage import starts  # loads what most verbs do not need
+
+        if not (why := starts.why_refused(self._options)):
+            return None
+        return {**starts.empty(self._options), "emptied_because": why}
 
     def _ask_own_worker(
         self,
@@ -337,8 +351,10 @@ def _add(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def _is_of_whole_disk(call: Call) -> bool:
     """Return whether a call is to drop every block on disk."""
-    is_so = isinstance(call, EvictFilter) and call.all and call.to == "drop" and not call.dry_run
-    return is_so and call.concerns(Tier.DISK)
+    if not isinstance(call, EvictFilter):
+        return False
+    is_whole = call.all and call.to == "drop" and not call.dry_run
+    return is_whole and call.concerns(Tier.DISK)
 
 
 def _open_folder(path: str) -> int:
