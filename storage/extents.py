@@ -292,7 +292,12 @@ class SegmentFiles:
         return written
 
     def _encrypt(
-        self, keys: LivingKeys, extent: Extent, record: BlockRecord, payload: memoryview, number: int
+        self,
+        keys: LivingKeys,
+        extent: Extent,
+        record: BlockRecord,
+        payload: memoryview,
+        number: int,
     ) -> tuple[Located, memoryview]:
         """Return a block's entry for the index, and the whole image of its extent.
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tieredkv.errors import FormatVersionError, StorageError
+from tieredkv.storage.format.record import FORMAT_VERSION
 from tieredkv.storage.own_files import read_own, replace_own
 
 MARKER = "format.json"

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
-from tieredkv.storage.format.record import HOUR_S, Extent, Located, is_encrypted, scope_of, split_scope
+from tieredkv.storage.format.record import (
+    HOUR_S,
+    Extent,
+    Located,
+    is_encrypted,
+    scope_of,
+    split_scope,
+)
 from tieredkv.storage.index import Index
 from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.keys.store_keys import StoreKeys

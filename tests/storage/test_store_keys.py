@@ -28,8 +28,9 @@ from tests.storage.test_folder import tree
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBusyError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import codec, starts
+from tieredkv.storage import starts
 from tieredkv.storage.folder import MARKER
+from tieredkv.storage.format.record import scope_of
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
@@ -275,7 +276,7 @@ def test_keys_that_the_folder_names_are_not_used(place: Place) -> None:
         assert load(store, record) == payload_of(record)
         put(store, new)
     assert tree(planted) == before
-    assert codec.scope_of(new) in [each.scope for each in look(place)]
+    assert scope_of(new) in [each.scope for each in look(place)]
     (place.folder / NOTE).unlink()
     with place.open() as store:
         assert load(store, new) == payload_of(new)
@@ -570,7 +571,7 @@ def test_a_lost_slot_costs_its_blocks_only(place: Place) -> None:
         put(store, one, two)
     keys = {each.scope: each for each in look(place)}
     data = bytearray(place.table.read_bytes())
-    data[data.index(keys[codec.scope_of(one)].id) + 60] ^= 1
+    data[data.index(keys[scope_of(one)].id) + 60] ^= 1
     place.table.write_bytes(data)
     place.check_start()
     with place.open() as store:
