@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.own_files import flush_folder as flush_folder
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -51,15 +52,6 @@ def set_aside(fd: int, offset: int, size: int) -> None:
 def punch_hole(fd: int, offset: int, size: int) -> None:
     """Give the space of a part of a file back; that part reads as zeroes from then on."""
     _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size)
-
-
-def flush_folder(path: str) -> None:
-    """Flush the names of a folder to the device, so that a change of them survives a power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _fallocate(fd: int, mode: int, offset: int, size: int) -> None:

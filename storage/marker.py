@@ -16,7 +16,6 @@ from tieredkv.storage.own_files import read_own, replace_own
 
 MARKER = "format.json"
 FORMAT_NAME = "tieredkv-store"
-FORMAT_VERSION = 3
 REPLACED_VERSION = 2
 """The version of which a store is destroyed by a server's first start."""
 

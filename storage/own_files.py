@@ -10,7 +10,6 @@ import stat
 from contextlib import suppress
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.filesystem import flush_folder
 
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 DRAFT_SUFFIX = ".tmp"
@@ -105,3 +104,12 @@ def replace_own(path: str, data: bytes, *, dir_fd: int | None = None) -> None:
         flush_folder(os.path.dirname(path))
     else:
         os.fsync(dir_fd)
+
+
+def flush_folder(path: str) -> None:
+    """Flush the names of a folder to the device, so that a change of them survives a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
