@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from tieredkv.errors import StorageError
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.own_files import flush_folder as flush_folder
+from tieredkv.storage.own_files import open_own
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -115,9 +116,10 @@ class Filesystem:
         """
         path = os.path.join(folder, _TRIAL_NAME)
         calls, growth_bytes = [], PAGE_ALIGNMENT_BYTES
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(path, flags, 0o600)  # a trial that a crash has left is emptied
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # one that a crash has left, or a name that somebody has put there
+            fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise StorageError(error.errno, f"`{path}`: {error.strerror}") from error

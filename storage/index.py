@@ -23,12 +23,12 @@ import lmdb
 import numpy as np
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.folder import check_owner
 from tieredkv.storage.format.record import NO_RETENTIONS, Retentions
 from tieredkv.storage.index_entries import NAMES, ORDERS
 from tieredkv.storage.index_pages import DATA_FILE, read_meta
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_address_space
+from tieredkv.storage.own_files import check_owner, open_own
 from tieredkv.storage.verdicts import storage_errors
 
 MAP_BYTES = 64 << 30
@@ -36,7 +36,6 @@ _LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VE
 _COMPACTED = "compact.mdb"
 _LOCK_FILE = "lock.mdb"
 _LINKS = "index.open"  # beside the index: the folder through which LMDB finds its two files
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO cannot hold up what is opened so
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a filesystem without symbolic links
 _AHEAD_BYTES = 2 << 20  # more than one ordinary transaction adds to the file
 PAGE_BYTES = 4096
@@ -140,7 +139,7 @@ class Index:
                 os.unlink(_COMPACTED, dir_fd=index_fd)
             read_meta(self.path)
             check_address_space(f"the index at `{self.path}`", MAP_BYTES)
-            data_fd = os.open(DATA_FILE, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600, dir_fd=index_fd)
+            data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
             try:
                 env = self._open_through_links(store, store_fd, index_fd, data_fd)
                 # NOTE: the file is given its full length. Otherwise, reading a page that a short
@@ -238,7 +237,7 @@ class Index:
         path, first_page = os.path.join(self.path, DATA_FILE), 0
         with self.reading():
             page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
+        with suppress(OSError), open(open_own(path), "rb", buffering=0) as file:
             while data := file.read(_READ_AHEAD_BYTES):
                 pages = np.frombuffer(data, _PAGE, len(data) // PAGE_BYTES)
                 pages = pages[:: page_bytes // PAGE_BYTES]
@@ -304,9 +303,10 @@ class Index:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
         draft = os.path.join(self.path, _COMPACTED)
         with storage_errors(self.path):
-            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with suppress(FileNotFoundError):
+                os.unlink(draft)
+            fd = open_own(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
-                os.fchmod(fd, 0o600)
                 os.ftruncate(fd, self.used_bytes())  # see `keep_ahead`
                 self._opened[0].copyfd(fd, compact=True)
                 os.fsync(fd)

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from tieredkv.errors import CorruptIndexError, FormatVersionError
+from tieredkv.storage.own_files import open_own
 
 DATA_VERSION = 1
 """The data version that LMDB 0.9 writes."""
@@ -65,7 +66,7 @@ def read_meta(folder: str) -> Meta | None:
         OSError: the file cannot be read.
     """
     path = os.path.join(folder, DATA_FILE)
-    with open(path, "rb", buffering=0) as file:
+    with open(open_own(path), "rb", buffering=0) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if not size_bytes:
             return None
@@ -115,7 +116,7 @@ def check_pages(folder: str) -> None:
     if (meta := read_meta(folder)) is None:
         return
     path = os.path.join(folder, DATA_FILE)
-    with open(path, "rb", buffering=0) as file:
+    with open(open_own(path), "rb", buffering=0) as file:
         pages = _Pages(file.fileno(), meta)
         try:
             pages.check()
@@ -131,7 +132,7 @@ def count_entries(folder: str, database: str) -> int:
     """
     if (meta := read_meta(folder)) is None:
         return 0
-    with open(os.path.join(folder, DATA_FILE), "rb", buffering=0) as file:
+    with open(open_own(os.path.join(folder, DATA_FILE)), "rb", buffering=0) as file:
         return _Pages(file.fileno(), meta).tree(database.encode()).num_entries
 
 

@@ -69,7 +69,7 @@ def assert_is_new(place: Place) -> None:
         assert load(store, record) == payload_of(record)
         store.check()
     assert place.marker["version"] == 3
-    assert not list(place.folder.glob("index.*"))
+    assert not list(place.folder.glob("index.[bn]*"))
 
 
 def test_a_start_destroys_the_store_and_the_keys_that_it_made(

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from tests.storage.blocks import (
 )
 from tests.storage.test_encryption import HOUR_S, Encrypted
 from tests.storage.test_folder import tree
+from tieredkv.cache.rate_file import read_rates
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBusyError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.models import KnownModel, note_model, read_models
 from tieredkv.storage import starts
 from tieredkv.storage.folder import MARKER
 from tieredkv.storage.format.record import scope_of
@@ -390,6 +393,43 @@ def test_a_file_with_two_names_a_link_or_a_fifo_is_not_opened(
         place.open()
     assert file.name in str(error.value)
     assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["trial", "index/compact.mdb", f"{MARKER}.tmp", f"{NOTE}.tmp"])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_link_in_the_place_of_a_file_that_is_to_be_made_is_not_written_through(
+    place: Place, name: str, link: Callable[[Path, Path], None]
+) -> None:
+    place.stores()
+    victim = place.folder.with_name("victim")
+    victim.write_bytes(b"precious")
+    link(victim, place.folder / name)
+    with place.open() as store:
+        with suppress(FileExistsError):
+            link(victim, place.folder / name)
+        store.index.compact()
+        assert store.keys is not None
+        store.keys.rotate(None, f"echo {'12' * 32}")
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("name", ["models.json", "rates.json"])
+@pytest.mark.parametrize("replace", [hard_link, symbolic_link, fifo])
+def test_the_files_of_an_engine_are_not_read_through_a_link_or_a_fifo(
+    place: Place, name: str, replace: Callable[[Path, Path], None]
+) -> None:
+    place.stores()
+    model = KnownModel(name="a", fingerprint="", dtype="f", block_size=16, hash_algo="sha256")
+    note_model(place.folder, model)
+    (place.folder / "rates.json").write_bytes(b"")
+    replace(place.folder / name, place.folder.with_name("elsewhere"))
+    if name == "models.json":
+        assert read_models(place.folder) == []
+        note_model(place.folder, model)  # in the place of what is there
+        assert read_models(place.folder) == [model]
+    else:
+        with pytest.raises(StorageError, match=name):
+            read_rates(str(place.folder))
 
 
 @pytest.mark.parametrize("replace", [symbolic_link, fifo])
