@@ -3,6 +3,8 @@
 It shares no code with tieredkv, and serves to find out whether the pages say all that one needs.
 """
 
+import hashlib
+import hmac
 import json
 import re
 import struct
@@ -13,6 +15,8 @@ from typing import Any
 
 import lmdb
 import zstandard
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
@@ -203,3 +207,57 @@ def unpacked(data: bytes, width: int, page_bytes: int) -> bytes:
         at = end
     expect(at == len(data), "something lies behind the planes")
     return bytes(page)
+
+
+class Keys:
+    """The keys of a table, `FOLDER_ID.keys`, that has no damage but in single slots.
+
+    Args:
+        path: of the file.
+        master_key: 32 bytes.
+
+    Attributes:
+        payload_keys: by their ids.
+        deaths: for each scope the second from which on its key decrypts nothing.
+        num_damaged: slots whose seal or tag is wrong.
+    """
+
+    def __init__(self, path: Path, master_key: bytes) -> None:
+        data = path.read_bytes()
+        pages = [data[at : at + 4096] for at in (0, 4096)]
+        sound = [page for page in pages if page[4088:] == xxh3_64_digest(page[:4088])]
+        expect(bool(sound), "both headers are damaged")
+        header = max(sound, key=lambda page: page[56:64][::-1])
+        expect(header[:8] == b"TKVKEYS\x02", "another version of the key table")
+        check = hashlib.sha256(b"tieredkv master key" + master_key).digest()[:8]
+        salts = {header[64:72]: (header[80:96], 120), header[72:80]: (header[96:112], 212)}
+        expect(check in salts, "another master key")
+        salt, at = salts[check]
+        self.folder_id = header[8:24]
+        message = b"tieredkv key table" + self.folder_id + salt
+        wrapping_key = hmac.digest(master_key, message, "sha256")
+        facts = header[:120] + header[304:4088]
+        kept = AESGCM(wrapping_key).decrypt(header[at : at + 12], header[at + 12 : at + 92], facts)
+        self.names_key, other_key = kept[:32], kept[32:]
+        self.payload_keys: dict[bytes, bytes] = {}
+        self.deaths: dict[bytes, float] = {}
+        self.num_damaged = 0
+        for number, start in enumerate(range(8192, len(data), 128)):
+            if any(slot := data[start : start + 128]):
+                self._read(number, slot, [wrapping_key, other_key])
+
+    def _read(self, number: int, slot: bytes, wrapping_keys: list[bytes]) -> None:
+        place = self.folder_id + struct.pack("<Q", number)
+        for wrapping_key in wrapping_keys if slot[120:] == xxh3_64_digest(slot[:120]) else []:
+            try:
+                key = AESGCM(wrapping_key).decrypt(slot[52:64], slot[64:112], place + slot[:52])
+            except InvalidTag:
+                continue
+            self.payload_keys[slot[:8]] = key
+            (self.deaths[slot[8:44]],) = struct.unpack_from("<d", slot, 44)
+            return
+        self.num_damaged += 1
+
+    def hash_of(self, name: bytes) -> bytes:
+        """Turn a name into the hash of the block."""
+        return Cipher(algorithms.AES256(self.names_key), modes.ECB()).decryptor().update(name)

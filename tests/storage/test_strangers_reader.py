@@ -5,20 +5,34 @@ The reader is `strangers_reader`; the rest of this file checks what it says.
 
 import ast
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from transformers import AutoModelForCausalLM
 
+from tests.fakes import FakeClock
 from tests.storage import strangers_reader
-from tests.storage.blocks import make_record, open_store, payload_of, put
+from tests.storage.blocks import (
+    change_bytes,
+    digest,
+    flip,
+    make_record,
+    open_store,
+    payload_of,
+    put,
+)
 from tests.storage.strangers_reader import Block, Store
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.tiny import init_tiny_weights
+from tieredkv.storage.keys.table import KeyTable
+from tieredkv.storage.names import Names
 
 PROMPT = "".join(chr(0x21 + number * 7 % 90) for number in range(100))
 OTHER = PROMPT[:48] + "~" * 40
@@ -151,3 +165,61 @@ def test_a_flipped_byte_of_a_record_or_payload_is_seen(tmp_path: Path, at: int) 
         data[block.extent * size + place] ^= 1
     path.write_bytes(data)
     assert store.payload(block) == payload_of(record)
+
+
+# --- encrypted stores -----------------------------------------------------------------------------
+
+MASTER = bytes(range(32))
+FOLDER_ID = bytes(range(16, 32))
+
+
+def test_it_decrypts_payloads_with_their_keys(tmp_path: Path) -> None:
+    records = [
+        make_record("a", position, now=1_800_000_000.0 + 3600 * position) for position in range(3)
+    ]
+    options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
+    with open_store(tmp_path / "kv", FakeClock(1_800_010_000.0), **options) as made:
+        put(made, *records)
+        assert made.keys is not None
+        keys = {key.id: key.key for key in made.keys.table}
+    store = Store(tmp_path / "kv", keys)
+    blocks = {block.block: block for block in store.blocks()}
+    assert (len(keys), {block.codec for block in blocks.values()}) == (3, {3})
+    for record in records:
+        assert store.payload(blocks[record.block_hash]) == payload_of(record)
+    first, second = (blocks[record.block_hash] for record in records[:2])
+    with pytest.raises(InvalidTag):  # a payload is bound to its block
+        data = store.image(first.segment, first.extent)
+        nonce, tag = data[256:268], data[268:284]
+        payload = data[4096 : 4096 + first.payload_bytes]
+        other = strangers_reader.identity(second.record)
+        AESGCM(keys[data[248:256]]).decrypt(nonce, payload + tag, other)
+
+
+def test_it_reads_a_key_table(tmp_path: Path) -> None:
+    path, scopes = tmp_path / "t.keys", {bytes([number]) * 36: 5e9 + number for number in range(40)}
+    with closing(KeyTable.create(str(path), FOLDER_ID, MASTER, b"s" * 16)) as table:
+        table.add(scopes)
+        table.drop([bytes(36)])
+        wanted = {key.id: key.key for key in table}
+        names_key = table.names_key
+    keys = strangers_reader.Keys(path, MASTER)
+    assert (keys.folder_id, keys.names_key, keys.num_damaged) == (FOLDER_ID, names_key, 0)
+    assert keys.payload_keys == wanted
+    assert keys.deaths == {scope: death for scope, death in scopes.items() if scope != bytes(36)}
+    hashes = [digest("a"), digest("b")[:16]]
+    assert list(map(keys.hash_of, Names(names_key).hide(hashes))) == hashes
+    with pytest.raises(strangers_reader.DamagedError):
+        strangers_reader.Keys(path, bytes(32))
+
+
+@pytest.mark.parametrize(("at", "num_lost"), [(60, 0), (4096 + 100, 0), (8192 + 128 * 5 + 70, 1)])
+def test_a_damaged_byte_of_a_key_table_costs_it_one_key_at_most(
+    tmp_path: Path, at: int, num_lost: int
+) -> None:
+    path = tmp_path / "t.keys"
+    with closing(KeyTable.create(str(path), FOLDER_ID, MASTER, b"s" * 16)) as table:
+        table.add({bytes([number]) * 36: 5e9 for number in range(10)})
+    change_bytes(path, at, flip)
+    keys = strangers_reader.Keys(path, MASTER)
+    assert (len(keys.payload_keys), keys.num_damaged) == (10 - num_lost, num_lost)
