@@ -86,7 +86,7 @@ def plan(folder: str, marker: Marker | None, options: StoreOptions, *, has_block
     except DamagedTableError:
         return Start.RENEW
     except MissingKeyError as error:
-        raise _with_way_out(error, folder) from error
+        raise _with_way_out(error, place) from error
     check_stamp(folder, marker, table)
     return Start.OPEN
 
@@ -310,8 +310,18 @@ def _evict_all(folder: str) -> str:
     return f"`tieredkv evict --all --disk-dir {folder}` empties the folder, which needs no keys"
 
 
-def _with_way_out(error: MissingKeyError, folder: str) -> MissingKeyError:
+def _with_way_out(error: MissingKeyError, place: KeyPlace) -> MissingKeyError:
+    way_out = "put the keys back, as by mounting their folder"
+    if error.reason == "master key" and (where := _master_place(place)):
+        way_out = f"set `disk_master_key` = `{where}`, where the table has it"
     has_hint = "\nhint:" in str(error)
-    more = _ways_out(folder, "put the keys back, as by mounting their folder")
-    text = f"{error}; or {_evict_all(folder)}" if has_hint else f"{error}\n{more}"
-    return MissingKeyError(text, reason=error.reason)
+    more = (
+        f"; or {_evict_all(place.folder)}" if has_hint else f"\n{_ways_out(place.folder, way_out)}"
+    )
+    return MissingKeyError(f"{error}{more}", reason=error.reason)
+
+
+def _master_place(place: KeyPlace) -> str:
+    """Return where a key table says that its master key is; empty if it names the present place."""
+    newest = max(place.heads(), key=lambda head: head.number)
+    return "" if newest.master_place == place.master else newest.master_place

@@ -3,7 +3,6 @@
 They are read without tieredkv's own code, but for the golden bytes of a record and a header.
 """
 
-import hashlib
 import json
 import re
 import struct
@@ -13,11 +12,11 @@ from typing import Any
 import lmdb
 import msgspec
 import pytest
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec.structs import replace
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
+from tests.storage.strangers_reader import Keys
 from tieredkv import LLM, SamplingParams
 from tieredkv.storage.format.header import Encryption, encode_header_into
 from tieredkv.storage.format.record import (
@@ -148,7 +147,6 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
         "totals": totals,
         "needs_rebuild": False,
         "faults": {},
-        "store_id": "",
         "num_encrypted": 0,
     }
     assert list(map(msgspec.msgpack.decode, databases["namespaces"].values())) == [totals]
@@ -290,25 +288,13 @@ def test_an_outsider_with_the_keys_decrypts_what_the_document_draws(
 ) -> None:
     """Read keys, names and payloads as docs/encryption.md says, without tieredkv's own code."""
     note = json.loads((encrypted / "encryption.json").read_text())
-    store_id = bytes.fromhex(note["store_id"])
-    master_key = bytes.fromhex(Path(note["master_key"]).read_text())
+    marker = json.loads((encrypted / "format.json").read_text())
+    keys = Keys(Path(note["key_table"]), bytes.fromhex(Path(note["master_key"]).read_text()))
+    assert Path(note["key_table"]).name == f"{marker['id']}.keys"
+    assert keys.folder_id == bytes.fromhex(marker["id"])
     table = Path(note["key_table"]).read_bytes()
-    assert table[:24] == b"TKVKEYS\1" + store_id
-    check = hashlib.sha256(b"tieredkv master key" + master_key).digest()
-    assert table[24:32] == check[:8]
-    table_key = AESGCM(master_key).decrypt(table[32:44], table[44:92], table[:24])
-    frames, at = list[bytes](), 92
-    while at < len(table):
-        (length,) = struct.unpack_from("<I", table, at)
-        sealed, place = table[at + 4 :][:length], store_id + struct.pack("<Q", len(frames))
-        frames.append(AESGCM(table_key).decrypt(sealed[:12], sealed[12:], place))
-        at += 4 + length
-    first, *others = map(msgspec.msgpack.decode, frames)
-    assert first["folder"] == str(encrypted)
-    keys = {
-        key_id: (key, scope) for each in (first, *others) for key_id, key, scope in each["keys"]
-    }
-    names = Cipher(algorithms.AES256(first["names_key"]), modes.ECB())
+    assert table[24:40] == bytes.fromhex(marker["stamp"])
+    assert table[512:2048].rstrip(b"\0") == str(encrypted).encode()
     clear = {key: entry_of(record) for key, record in databases["blocks"].items()}
     [file] = (encrypted / "segments").iterdir()
     [clear_file] = (store / "segments").iterdir()
@@ -321,13 +307,14 @@ def test_an_outsider_with_the_keys_decrypts_what_the_document_draws(
         record = extent[8:248]
         it = entry_of(record)
         key_id, nonce, tag = struct.unpack_from("8s12s16s", extent, 248)
-        key, scope = keys[key_id]
-        assert scope == it["namespace"] + struct.pack(">I", int(it["computed_at"] // 3600))
+        key, hour = keys.payload_keys[key_id], int(it["computed_at"] // 3600)
+        scope = it["namespace"] + struct.pack(">I", hour)
+        assert keys.deaths[scope] == 3600 * (hour + 1) + 86_400
         data = extent[4096 : 4096 + it["payload_bytes"]]
         assert (it["codec"], it["checksum"]) == (3, xxh3_128_digest(data))
         identity = record[16:160] + record[172:174] + record[175:184] + record[216:219]
         payload = AESGCM(key).decrypt(nonce, data + tag, identity)
-        number = clear[names.decryptor().update(it["block"])]["extent"]
+        number = clear[keys.hash_of(it["block"])]["extent"]
         assert payload == clear_extents[number * EXTENT_BYTES + 4096 :][: it["payload_bytes"]]
         found += 1
     assert found == NUM_BLOCKS
@@ -342,4 +329,4 @@ def test_the_index_of_an_encrypted_store_counts_blocks_by_key(encrypted: Path) -
         [(_, data)] = txn.cursor(db=env.open_db(b"meta", txn=txn))
         meta = msgspec.msgpack.decode(data)
     assert sum(map(msgspec.msgpack.decode, counts.values())) == NUM_BLOCKS
-    assert (meta["num_encrypted"], len(meta["store_id"])) == (NUM_BLOCKS, 32)
+    assert meta["num_encrypted"] == NUM_BLOCKS
