@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import pytest
 from click.testing import CliRunner, Result
-from tieredkv.storage.key_table import KeyTable
 
 from tests.golden import refused, told
 from tests.operate.test_ask import engine_that_says
@@ -23,6 +22,7 @@ from tieredkv.errors import ConfigError, MissingKeyError, RequestError, StorageE
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.server import admin
+from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
