@@ -128,7 +128,7 @@ def fill(folder: Path) -> KnownModel:
     namespace, now = b"n" * 32, Clock().now()
     with open_store(folder, Clock(), budget_bytes=64 << 20) as store:
         for length in range(1, 6):
-            root = model.root(namespace) if length < 4 else b"other" * 6
+            root = model.root(namespace) if length < 4 else b"o" * 32
             records = [
                 make_record(
                     f"{length}",
