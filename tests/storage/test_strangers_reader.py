@@ -4,6 +4,7 @@ The reader is `strangers_reader`; the rest of this file checks what it says.
 """
 
 import ast
+import json
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -173,16 +174,25 @@ MASTER = bytes(range(32))
 FOLDER_ID = bytes(range(16, 32))
 
 
-def test_it_decrypts_payloads_with_their_keys(tmp_path: Path) -> None:
+def keys_of(folder: Path, key_folder: Path) -> strangers_reader.Keys:
+    """Read the keys of a store from the folder of keys, where the store's id names their files."""
+    id_ = json.loads((folder / "format.json").read_text())["id"]
+    master_key = bytes.fromhex((key_folder / f"{id_}.master").read_text())
+    return strangers_reader.Keys(key_folder / f"{id_}.keys", master_key)
+
+
+def test_it_decrypts_payloads_with_the_keys_of_the_folder_of_keys(tmp_path: Path) -> None:
     records = [
         make_record("a", position, now=1_800_000_000.0 + 3600 * position) for position in range(3)
     ]
     options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
     with open_store(tmp_path / "kv", FakeClock(1_800_010_000.0), **options) as made:
         put(made, *records)
-        assert made.keys is not None
-        keys = {key.id: key.key for key in made.keys.table}
+    table = keys_of(tmp_path / "kv", tmp_path / "keys")
+    keys, scopes = table.payload_keys, {record.computed_at // 3600 for record in records}
     store = Store(tmp_path / "kv", keys)
+    assert {int.from_bytes(scope[32:], "big") for scope in table.deaths} == scopes
+    assert {scope[:32] for scope in table.deaths} == {records[0].namespace}
     blocks = {block.block: block for block in store.blocks()}
     assert (len(keys), {block.codec for block in blocks.values()}) == (3, {3})
     for record in records:
