@@ -15,6 +15,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.slices import Answer
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
+from tieredkv.storage.names import NO_NAMES, Names
 
 PART_BLOCKS = 512
 """Told of in one message."""
@@ -22,14 +23,14 @@ PART_BLOCKS = 512
 _COPIED = ("position", "hits", "computed_at", "last_used")
 
 
-def list_blocks(tiers: Tiers) -> Answer:
-    """Make the parts of a list of all blocks; see `operate.ram`."""
+def list_blocks(tiers: Tiers, names: Names = NO_NAMES) -> Answer:
+    """Make the parts of a list of all blocks by their names; see `operate.ram`."""
     for entries in cut(tiers.catalog.entries(), PART_BLOCKS):
-        yield _part(tiers, entries)
+        yield _part(tiers, entries, names)
     return {}
 
 
-def _part(tiers: Tiers, entries: Sequence[Entry]) -> dict[str, Any]:
+def _part(tiers: Tiers, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
     """Describe some blocks, without their copies on disk."""
     catalog, hashes = tiers.catalog, [entry.block_hash for entry in entries]
     rows, numbers = np.zeros(len(entries), BLOCK), dict[tuple[bytes, bytes, str], int]()
@@ -42,10 +43,10 @@ def _part(tiers: Tiers, entries: Sequence[Entry]) -> dict[str, Any]:
         is_there = np.array([copy is not None and copy.is_ready for copy in copies])
         rows["tiers"] += is_there * np.uint8(TIER_BITS[tier])
     of_claims = {entry.claims: entry for entry in entries}
-    names = {claims: catalog.retention(entry) for claims, entry in of_claims.items()}
+    retentions = {claims: catalog.retention(entry) for claims, entry in of_claims.items()}
     rows["kind"] = [
-        numbers.setdefault((it.root, it.namespace, names[it.claims]), len(numbers))
+        numbers.setdefault((it.root, it.namespace, retentions[it.claims]), len(numbers))
         for it in entries
     ]
-    parents = [entry.parent_hash for entry in entries]
-    return part_of(rows, hashes, parents, [Kind(*kind) for kind in numbers])
+    parents = names.hide([entry.parent_hash for entry in entries])
+    return part_of(rows, names.hide(hashes), parents, [Kind(*kind) for kind in numbers])

@@ -19,7 +19,7 @@ from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.slices import Slices
 from tieredkv.operate.calls import Inspect
-from tieredkv.storage.worker_messages import LookupDone
+from tieredkv.storage.tier import LookupDone
 from tieredkv.types import BlockHash, Tier
 
 Tell = Callable[[dict[str, Any]], object]

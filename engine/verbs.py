@@ -1,7 +1,8 @@
 """What an operator asks of a running engine, carried out in VRAM and host memory.
 
 The server sends these requests, or the store's worker passes them on: see `operate.verbs` for the
-worker's part.
+worker's part. To an operator a block is called by its name in the store: ids are made of names, and
+lists and descriptions have names in the places of hashes.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,6 +13,7 @@ import msgspec
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.chain_search import ChainSearch, named
+from tieredkv.cache.disk_link import Read
 from tieredkv.cache.evictions import IsWanted
 from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying, whole
 from tieredkv.cache.tiered import TieredCache
@@ -22,9 +24,10 @@ from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.operate.models import KnownModel
+from tieredkv.storage.names import NO_NAMES, Names
 from tieredkv.storage.results import BlockInfo, named_blocks
 from tieredkv.storage.worker_messages import ControlRequest
-from tieredkv.types import BlockHash, BlockRecord, Tier
+from tieredkv.types import BlockHash, Tier
 
 EVERYTHING = EvictFilter(all=True)
 
@@ -84,6 +87,12 @@ class Verbs:
                 self.slices.begin(telling(self._answer_worker(event), tell))
         self.slices.go_on()
 
+    @property
+    def _names(self) -> Names:
+        """What the store calls blocks; without a store, or before it was ever up, their hashes."""
+        store = self._tiers.store
+        return NO_NAMES if store is None else store.names
+
     def _answer_alone(self, call: Call) -> Answer:
         if isinstance(call, Ls):
             yield {"now": self._tiers.clock.now(), "model": msgspec.to_builtins(self._model)}
@@ -119,7 +128,7 @@ class Verbs:
             case Df():
                 return self._tier_stats.read()
             case Ls():
-                return (yield from list_blocks(self._tiers))
+                return (yield from list_blocks(self._tiers, self._names))
             case Inspect():
                 return (yield from self._inspect(call, following))
             case EvictFilter():
@@ -135,9 +144,9 @@ class Verbs:
         """
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         first, last = named_blocks(call.id) or ("", "")
-        waiting = [*told, *(yield from named(catalog, last or first))]
+        waiting = [*told, *(yield from named(catalog, last or first, self._names))]
         if call.following:
-            search = ChainSearch(catalog, (call.id,), told)
+            search = ChainSearch(catalog, (call.id,), told, names=self._names)
             yield from search.find()
             for some in cut(search, SCANNED_BLOCKS):
                 waiting += some
@@ -153,7 +162,7 @@ class Verbs:
                 found.add(entry.block_hash)
                 infos.append(self._described(entry))
                 waiting.append(entry.parent_hash)
-            yield {"blocks": msgspec.to_builtins(infos)} if infos else None
+            yield {"blocks": msgspec.to_builtins(self._names.hide_infos(infos))} if infos else None
         yield from emptying(found)
         return {"blocks": []}
 
@@ -174,11 +183,11 @@ class Verbs:
     ) -> Answer:
         """Drop copies, or begin to move blocks down; a dry run only counts them."""
         tiers, now = self._tiers, self._tiers.clock.now()
-        search = ChainSearch(tiers.catalog, wanted.ids, following, before)
+        search = ChainSearch(tiers.catalog, wanted.ids, following, before, self._names)
         if wanted.ids:
             yield from search.find()
 
-        def is_wanted(block: Entry | BlockRecord) -> bool:
+        def is_wanted(block: Entry | Read) -> bool:
             is_of_chains = not wanted.ids or block.block_hash in search
             return is_of_chains and wanted.matches(block.namespace, block.last_used, now)
 

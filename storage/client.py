@@ -1,6 +1,7 @@
 """The engine's side of the store worker: it sends jobs, receives events and lends pages.
 
-It knows when a worker process lives and which pages the worker may be touching. It does not know
+It knows when a worker process lives and which pages the worker may be touching. It turns the hashes
+by which the engine knows blocks into the names by which the store does, and back. It does not know
 what is stored, nor where a page's bytes go next.
 """
 
@@ -12,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -22,8 +23,10 @@ from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.folder import hold_for_engine, trouble_with
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.limits import described
+from tieredkv.storage.names import NO_NAMES, Names
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
-from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
+from tieredkv.storage.tier import Gone, Lent, Loaded, LookupDone, ProbeDone, Restarted, Stored
+from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
 from tieredkv.wire.process import Refused
 
@@ -36,15 +39,15 @@ _HASHES_A_CALL = 1 << 16
 _UNSENT = 0  # in the place of the number of a job
 
 
-Ending = PageLoaded | PageStored
-Event = (
-    messages.LookupDone
-    | messages.ProbeDone
-    | Ending
-    | messages.BlocksGone
-    | messages.WorkerUp
-    | messages.ControlRequest
-)
+Ending = Loaded | Stored
+Event = LookupDone | ProbeDone | Ending | Gone | Restarted | ControlRequest
+
+
+class _Loan(NamedTuple):
+    """A page on loan: what the store calls its block, and how the loan ends if the worker dies."""
+
+    name: bytes
+    ending: Ending
 
 
 class StoreClient:
@@ -69,6 +72,7 @@ class StoreClient:
     Attributes:
         shares: the part of the budget that each tenant keeps, whatever other tenants store; to
             change them, assign other ones.
+        names: what the store calls blocks, as the last worker said; that worker may be down.
     """
 
     def __init__(
@@ -88,13 +92,14 @@ class StoreClient:
         self._lock = threading.Lock()
         self._jobs = itertools.count(1)
         self._events: deque[Event] = deque()
-        self._lookups: set[int] = set()  # jobs not answered yet
+        self._lookups: dict[int, list[bytes]] = {}  # jobs not answered yet, and their blocks
         self._probes: set[int] = set()  # jobs not answered yet
-        self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
+        self._loans: dict[int, _Loan] = {}  # by page
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._serves_since: float | None = None  # while the worker serves
         self.shares: dict[bytes, float] = {}
         self._told_shares: dict[bytes, float] | None = None  # to the worker of now
+        self.names = NO_NAMES
         self._stats = NO_STATS
         self._model: ModelIdentity | None = None  # of the engine, once it is loaded
         self._num_lookups_dropped = self._num_touches_dropped = 0
@@ -128,21 +133,22 @@ class StoreClient:
         with self._lock:
             job = next(self._jobs)
             if self._accepts and not self._is_stuck:
-                self._lookups.add(job)
-                self._send(messages.LookupCall(job, list(hashes)))
+                names = self.names.hide(hashes)
+                self._lookups[job] = [*hashes]
+                self._send(messages.LookupCall(job, names))
                 return job
             self._num_lookups_dropped += self._accepts
-            self._events.append(messages.LookupDone(job, {}))
+            self._events.append(LookupDone(job, {}))
         self._wake()
         return job
 
-    def load(self, pages: Sequence[LentPage]) -> None:
-        """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        self._lend(messages.LoadCall(list(pages)), PageLoaded)
+    def load(self, lent: Sequence[Lent]) -> None:
+        """Read blocks into pages; each page is on loan until its `Loaded`."""
+        self._lend(lent, Loaded)
 
-    def store(self, pages: Sequence[LentPage]) -> None:
-        """Write blocks from pages; each page is on loan until its `PageStored`."""
-        self._lend(messages.StoreCall(list(pages)), PageStored)
+    def store(self, lent: Sequence[Lent]) -> None:
+        """Write blocks from pages; each page is on loan until its `Stored`."""
+        self._lend(lent, Stored)
 
     def probe(self, hashes: Sequence[bytes]) -> int:
         """Have blocks read into memory of the worker's own; answered by `ProbeDone`."""
@@ -150,9 +156,9 @@ class StoreClient:
             job = next(self._jobs)
             if self._accepts and not self._is_stuck:
                 self._probes.add(job)
-                self._send(messages.ProbeCall(job, list(hashes)))
+                self._send(messages.ProbeCall(job, self.names.hide(hashes)))
                 return job
-            self._events.append(messages.ProbeDone(job, []))
+            self._events.append(ProbeDone(job, []))
         self._wake()
         return job
 
@@ -160,7 +166,9 @@ class StoreClient:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
         with self._lock:
             if self._accepts and not self._is_stuck:
-                self._send(messages.TouchCall(list(items)))
+                names = self.names.hide([each.block_hash for each in items])
+                pairs = zip(items, names, strict=True)
+                self._send(messages.TouchCall([replace(it, block_hash=name) for it, name in pairs]))
             else:
                 self._num_touches_dropped += len(items)
 
@@ -256,18 +264,31 @@ class StoreClient:
             text += " they were being written, until they expire"
             logger.warning(text, self._options.path, num_undeleted)
 
-    def _lend(self, call: messages.LoadCall | messages.StoreCall, ending: type[Ending]) -> None:
+    def _lend(self, lent: Sequence[Lent], ending: type[Loaded] | type[Stored]) -> None:
         with self._lock:
             fault = "worker_died" if self._accepts else "worker_down"
-            ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
+            ends = [ending(each.block_hash, each.page_id, fault) for each in lent]
             if self._accepts:
-                self._loans.update((end.page_id, end) for end in ends)
-                if isinstance(call, messages.StoreCall) and self.shares is not self._told_shares:
-                    call, self._told_shares = replace(call, shares=self.shares), self.shares
-                self._send(call)
+                named = self._named(lent)
+                for each, end in zip(named, ends, strict=True):
+                    self._loans[each.page_id] = _Loan(each.block_hash, end)
+                if ending is Loaded:
+                    self._send(messages.LoadCall(named))
+                    return
+                is_new, self._told_shares = self.shares is not self._told_shares, self.shares
+                self._send(messages.StoreCall(named, self.shares if is_new else None))
                 return
             self._events += ends
         self._wake()
+
+    def _named(self, lent: Sequence[Lent]) -> list[Lent]:
+        """Return pages with names in the places of hashes."""
+        names = self.names.hide([each.block_hash for each in lent])
+        parents = iter(self.names.hide([it.parent_hash for it in lent if it.parent_hash]))
+        return [
+            replace(it, block_hash=name, parent_hash=next(parents) if it.parent_hash else None)
+            for it, name in zip(lent, names, strict=True)
+        ]
 
     # --- out ---------------------------------------------------------------------------------
 
@@ -303,7 +324,7 @@ class StoreClient:
         job = next(self._jobs)
         self._deletions[job] = hashes
         self._undeleted |= dict.fromkeys(hashes, (job, reason))
-        self._send(messages.DeleteCall(job, hashes, reason))
+        self._send(messages.DeleteCall(job, self.names.hide(hashes), reason))
 
     def _send_deletions(self) -> None:
         """Send what the last worker did not answer to the new one, before all else."""
@@ -422,19 +443,22 @@ class StoreClient:
 
     def _take(self, message: messages.WorkerMessage) -> None:
         match message:
-            case messages.Completions(pages, stats):
-                self._events += [done for done in pages if self._return_page(done)]
+            case messages.Completions(ended, stats):
+                self._events += filter(None, map(self._end_loan, ended))
                 self._stats = stats
-            case messages.LookupDone(job):
-                if job in self._lookups:
-                    self._lookups.remove(job)
-                    self._events.append(message)
-            case messages.ProbeDone(job):
+            case messages.LookupAnswer(job, records):
+                if (hashes := self._lookups.pop(job, None)) is not None:
+                    found = {it: each for it, each in zip(hashes, records, strict=True) if each}
+                    self._events.append(LookupDone(job, found))
+            case ProbeDone(job):
                 if job in self._probes:
                     self._probes.remove(job)
                     self._events.append(message)
-            case messages.BlocksGone() | messages.ControlRequest():
-                self._events.append(message)
+            case Gone(names):
+                self._events.append(Gone(self.names.reveal(names)))
+            case messages.ControlRequest(_, _, following, before):
+                following, before = self.names.reveal(following), self.names.reveal(before)
+                self._events.append(replace(message, following=following, before=before))
             case messages.DeleteDone(job):
                 for block_hash in self._deletions.pop(job, []):
                     if self._undeleted.get(block_hash, (_UNSENT, ""))[0] == job:
@@ -444,7 +468,8 @@ class StoreClient:
             case messages.IndexSetAside(text):
                 self._index = "as_it_is"
                 logger.warning("%s", text)
-            case messages.WorkerUp(stats):
+            case messages.WorkerUp(stats, names_key):
+                self.names = Names(names_key)
                 if not self._stop.is_set():
                     self._serves_since = time.monotonic()
                     self._told_shares = None
@@ -455,7 +480,7 @@ class StoreClient:
                 self._hold_folder()
                 self._has_served = True
                 if self._started.is_set():
-                    self._events.append(message)
+                    self._events.append(Restarted())
                 self._started.set()
 
     def _hold_folder(self) -> None:
@@ -480,23 +505,24 @@ class StoreClient:
             return os.path.samestat(before, os.stat(self._options.path))
         return False
 
-    def _return_page(self, done: Ending) -> bool:
-        loan = self._loans.get(done.page_id)
-        is_its = loan is not None and loan.block_hash == done.block_hash
-        if not is_its or type(loan) is not type(done):
+    def _end_loan(self, told: Ending) -> Ending | None:
+        """Take a page back; return the event, or None if the page was not on that loan."""
+        loan = self._loans.get(told.page_id)
+        is_its = loan is not None and loan.name == told.block_hash
+        if loan is None or not is_its or type(loan.ending) is not type(told):
             text = "the store worker completed a load or store of page %d that nobody asked for"
-            logger.error(text, done.page_id)
-            return False
-        del self._loans[done.page_id]
-        return True
+            logger.error(text, told.page_id)
+            return None
+        del self._loans[told.page_id]
+        return replace(told, block_hash=loan.ending.block_hash)
 
     def _end_all(self) -> None:
         """Answer every job that a worker left open; called only once it is dead and reaped."""
         with self._lock:
             self._worker = None
-            self._events += self._loans.values()
-            self._events += [messages.LookupDone(job, {}) for job in sorted(self._lookups)]
-            self._events += [messages.ProbeDone(job, []) for job in sorted(self._probes)]
+            self._events += [loan.ending for loan in self._loans.values()]
+            self._events += [LookupDone(job, {}) for job in sorted(self._lookups)]
+            self._events += [ProbeDone(job, []) for job in sorted(self._probes)]
             self._loans.clear()
             self._lookups.clear()
             self._probes.clear()

@@ -78,9 +78,9 @@ class BlockStore:
         self.files = allocator.files
         self._space = allocator.space
         self.allocator = allocator
-        self.names = allocator.files.block_names
         self.key_use = allocator.key_use
         self.keys, self.lacks_keys = self.key_use.keys, self.key_use.lacks_keys
+        self.names_key = b"" if self.keys is None else self.keys.table.names_key
         self.clock = allocator.clock
         self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
         self.packing = Packing(options.compression, options.element_bytes)

@@ -18,9 +18,8 @@ from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Located, corrupt, decode_record, padded_bytes
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
-from tieredkv.storage.worker_messages import LentPage, PageLoaded, ProbeDone
+from tieredkv.storage.tier import BlockLife, Lent, Loaded, ProbeDone
 from tieredkv.storage.write_share import WriteShare
-from tieredkv.types import BlockRecord
 
 _MAX_LOCATES_A_TURN = 64
 _READS_A_THREAD = 4  # enough to keep the threads busy while the next loads are located
@@ -58,13 +57,13 @@ class Reads:
     share: WriteShare
     find: Find
     judge: Judge
-    _waiting: deque[LentPage] = field(default_factory=deque)
+    _waiting: deque[Lent] = field(default_factory=deque)
     _num_reading: int = 0
-    _ended: list[PageLoaded] = field(default_factory=list)
+    _ended: list[Loaded] = field(default_factory=list)
     _probes: deque[_Probe] = field(default_factory=deque)
     _ended_probes: list[ProbeDone] = field(default_factory=list)
 
-    def add(self, pages: Iterable[LentPage]) -> None:
+    def add(self, pages: Iterable[Lent]) -> None:
         """Have blocks read into these pages, after those that wait already."""
         self._waiting += pages
 
@@ -80,7 +79,7 @@ class Reads:
             self._answer(page, "closing")
         self._waiting.clear()
 
-    def take_ended(self) -> list[PageLoaded]:
+    def take_ended(self) -> list[Loaded]:
         """Return the loads that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
@@ -108,13 +107,13 @@ class Reads:
         if not self.can_start:
             self._start_probes()
             return
-        pages: list[LentPage] = []
+        pages: list[Lent] = []
         while self.can_start and len(pages) < _MAX_LOCATES_A_TURN:
             pages.append(self._waiting.popleft())
             self._num_reading += 1
-        found = self.find([page.record.block_hash for page in pages])
+        found = self.find([page.block_hash for page in pages])
         for page in pages:
-            self._start(page, found.get(page.record.block_hash))
+            self._start(page, found.get(page.block_hash))
 
     def _start_probes(self) -> None:
         """Start reads of the first probe while no load waits, and end those that have been read."""
@@ -149,49 +148,41 @@ class Reads:
         self.share.note_read(0)
         self.mover.start(0, read, end)
 
-    def _start(self, page: LentPage, sealed: bytes | None) -> None:
-        wanted = page.record
+    def _start(self, page: Lent, sealed: bytes | None) -> None:
         if sealed is None:
             return self._end(page, "missing")
         try:
-            located = decode_record(wanted.block_hash, sealed, self.store.retentions)
+            located = decode_record(page.block_hash, sealed, self.store.retentions)
         except CorruptBlockError:  # the seal is right, but the bytes under it are no record
-            self.store.note_damaged(wanted.block_hash)
+            self.store.note_damaged(page.block_hash)
             return self._end(page, "missing")
         end = partial(self._end_read, page, located)
-        if _identity(located.record) != _identity(wanted):
+        if not page.is_of(located.record):
             # This block must be dropped, or the right one could never take its place.
             what = "its record describes another block"
-            return end(corrupt(wanted.block_hash, "identity", what))
+            return end(corrupt(page.block_hash, "identity", what))
         self.share.note_read(0)
         return self.mover.start(page.page_id, partial(self.store.read_payload, located), end)
 
-    def _end_read(self, page: LentPage, located: Located, error: StorageError | None) -> None:
+    def _end_read(self, page: Lent, located: Located, error: StorageError | None) -> None:
         if error is None:
-            self.share.note_read(page.record.size_bytes)
-            self._end(page, "", located.record)
+            self.share.note_read(page.size_bytes)
+            self._end(page, "", BlockLife.of(located.record))
         else:
             self.judge(located, error, partial(self._end_failed, page))
 
-    def _end_failed(self, page: LentPage, reason: str) -> None:
+    def _end_failed(self, page: Lent, reason: str) -> None:
         if reason == "evicted":  # the block may also have moved since it was located: look again
             self._num_reading -= 1
             self._waiting.append(page)
         else:
-            self.share.note_read(page.record.size_bytes)
+            self.share.note_read(page.size_bytes)
             self._end(page, reason)
 
-    def _end(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
+    def _end(self, page: Lent, reason: str, life: BlockLife | None = None) -> None:
         self._num_reading -= 1
-        self._answer(page, reason, record)
+        self._answer(page, reason, life)
 
-    def _answer(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
+    def _answer(self, page: Lent, reason: str, life: BlockLife | None = None) -> None:
         now = time.monotonic()
-        self._ended.append(PageLoaded(page.record.block_hash, page.page_id, reason, record, now))
-
-
-def _identity(record: BlockRecord) -> tuple[object, ...]:
-    """Return what a load says of the block that it wants."""
-    owner = record.parent_hash, record.root, record.namespace
-    page = record.kind, record.part, record.page_form, record.size_bytes
-    return *owner, record.position, *page
+        self._ended.append(Loaded(page.block_hash, page.page_id, reason, life, now))

@@ -45,11 +45,11 @@ from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
-from tieredkv.storage.names import Naming
 from tieredkv.storage.other_models import count_others
 from tieredkv.storage.reads import Reads
 from tieredkv.storage.results import Lifetimes, StoreStats
 from tieredkv.storage.sweeper import Sweeper
+from tieredkv.storage.tier import Gone
 from tieredkv.storage.touches import GatheredTouches
 from tieredkv.storage.write_share import WriteShare
 from tieredkv.storage.writes import Writes
@@ -77,7 +77,6 @@ class StoreService:
         self._channel = channel
         self._arena = arena
         self._front, self._changes = Loop(), Loop()  # of the front thread and the index thread
-        self._naming = Naming(store.names)
         num_writers = options.writers(is_encrypted=store.keys is not None)
         self._readers = ThreadPoolExecutor(options.num_readers)
         self._writers = ThreadPoolExecutor(num_writers)
@@ -148,7 +147,7 @@ class StoreService:
     def _serve(self) -> None:
         # A question that came before `WorkerUp` would be answered to nobody: until then the engine
         # sends nothing to this worker.
-        self._tell_engine(messages.WorkerUp(self._stats))
+        self._tell_engine(messages.WorkerUp(self._stats, self._store.names_key))
         self._server.start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
 
@@ -192,8 +191,7 @@ class StoreService:
             self._tell_engine(request)
 
     def _tell_engine(self, message: messages.WorkerMessage) -> None:
-        """Send a message to the engine, which knows blocks by their hashes."""
-        self._channel.send(self._naming.tell(message))
+        self._channel.send(message)
 
     # --- front thread --------------------------------------------------------------------------
 
@@ -215,12 +213,14 @@ class StoreService:
 
     def _hear_engine(self) -> None:
         for message in self._channel.receive():
-            self._obey(self._naming.hear(message))
+            self._obey(message)
 
     def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                self._tell_engine(messages.LookupDone(job, self._find("lookup", hashes)))
+                found = self._find("lookup", hashes)
+                records = [found.get(each, b"") for each in hashes]
+                self._tell_engine(messages.LookupAnswer(job, records))
             case messages.LoadCall(pages):
                 self._reads.add(pages)
             case messages.ProbeCall(job, hashes):
@@ -316,8 +316,7 @@ class StoreService:
     def _tell_gone(self) -> None:
         """Have the front thread tell which blocks have left, after it told what was stored."""
         for hashes in batches(self._log.attempt("gone", self._store.take_gone) or []):
-            told = messages.BlocksGone([*hashes])
-            self._front.hand(partial(self._tell_engine, told))
+            self._front.hand(partial(self._tell_engine, Gone([*hashes])))
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""

@@ -2,6 +2,7 @@
 
 Each message is one tagged struct, framed by `tieredkv.wire.channel`. This module knows only the
 shapes of messages. The modules `worker`, `client` and `control` know who answers what, and when.
+Here, all hashes of blocks and of their parents are names: see `storage.names`.
 """
 
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, Tiered
 from tieredkv.hashing import ModelIdentity
 from tieredkv.operate.calls import Call
 from tieredkv.storage.results import BlockInfo, ChainInfo, StoreStats, TouchItem
-from tieredkv.types import BlockRecord
+from tieredkv.storage.tier import Gone, Lent, Loaded, ProbeDone, Stored
 from tieredkv.wire.process import Refused
 
 BUSY_PATIENCE_S = 5.0
@@ -105,56 +106,6 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
     stack_fd: int
 
 
-class LentPage(msgspec.Struct, frozen=True, array_like=True):
-    """A page lent to the worker, to load a block into it or to store the block that it holds.
-
-    For a load, `record` is what the stored record must say. A page is on one loan at a time, so the
-    number of the page identifies the loan.
-    """
-
-    record: BlockRecord
-    page_id: int
-
-
-class PageReturned(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one loan; `reason` tells why it failed, and is empty if it succeeded."""
-
-    block_hash: bytes
-    page_id: int
-    reason: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the block was loaded or stored."""
-        return not self.reason
-
-
-class PageLoaded(PageReturned, frozen=True, array_like=True, tag="loaded"):
-    """The end of one load.
-
-    Attributes:
-        record: of the block, if `ok`.
-        ended_at: when the bytes had been read, in seconds of the system's monotonic clock.
-    """
-
-    record: BlockRecord | None = None
-    ended_at: float = 0.0
-
-
-class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
-    """The end of one store; if `ok`, the block survives a kill of every tieredkv process.
-
-    Attributes:
-        is_held_back: whether reads or the write limit delayed the write, so that the time that it
-            took does not tell how fast the disk is.
-        ended_at: when the bytes had been written, in seconds of the system's monotonic clock; 0.0
-            if nothing was written.
-    """
-
-    is_held_back: bool = False
-    ended_at: float = 0.0
-
-
 # --- Engine to worker ------------------------------------------------------------------------
 
 
@@ -164,7 +115,7 @@ class LookupCall(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
 
 
 class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    pages: list[LentPage]
+    pages: list[Lent]
 
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
@@ -176,7 +127,7 @@ class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
             not grow with the tenants; None for those told before.
     """
 
-    pages: list[LentPage]
+    pages: list[Lent]
     shares: dict[bytes, float] | None = None
 
 
@@ -231,9 +182,15 @@ class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
 
 
 class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A new worker serves the store."""
+    """A new worker serves the store.
+
+    Attributes:
+        stats: the store's figures.
+        names_key: of the names by which it knows blocks; empty if the store is not encrypted.
+    """
 
     stats: StoreStats
+    names_key: bytes = b""
 
 
 class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside"):
@@ -242,44 +199,21 @@ class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside
     text: str
 
 
-class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
-    """What a lookup found: sealed records by block hash, for `decode_record`.
-
-    The worker has checked their seals. The engine decodes a record only when it uses it, as it uses
-    few of them at a time.
-    """
+class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, tag="records"):
+    """The record of each block that was asked for, in the same order; empty for a miss."""
 
     job: int
-    found: dict[bytes, bytes]
-
-
-class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
-    """The end of a probe.
-
-    Attributes:
-        job: of the `ProbeCall`.
-        ended_at: when each block had been read, ascending, in seconds of the system's monotonic
-            clock. Blocks that could not be read have none.
-    """
-
-    job: int
-    ended_at: list[float]
+    records: list[bytes]
 
 
 class DeleteDone(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
     job: int
 
 
-class BlocksGone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Blocks that have left the store, for whatever reason, if `StoreOptions.tells_gone`."""
-
-    hashes: list[bytes]
-
-
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Pages whose loans have ended since the last message, and the store's figures after that."""
 
-    pages: list[PageLoaded | PageStored]
+    pages: list[Loaded | Stored]
     stats: StoreStats
 
 
@@ -304,10 +238,10 @@ WorkerMessage = (
     | WorkerUp
     | IndexSetAside
     | Refused
-    | LookupDone
+    | LookupAnswer
     | ProbeDone
     | DeleteDone
-    | BlocksGone
+    | Gone
     | Completions
     | ControlRequest
 )

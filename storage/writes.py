@@ -24,7 +24,7 @@ from tieredkv.storage.format.record import Extent, Located, padded_bytes
 from tieredkv.storage.index_txn import TXN_BLOCKS
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
-from tieredkv.storage.worker_messages import LentPage, PageStored
+from tieredkv.storage.tier import Lent, Stored
 from tieredkv.storage.write_share import WriteShare
 from tieredkv.types import BlockRecord
 
@@ -44,10 +44,11 @@ class WriteTask:
     The extent is None until the block is compressed, because its size is not known before.
     `gives_way` says whether the thread leaves the block unwritten once there are reads;
     `num_in_vain` are the bytes that it has written by then. `is_held_back` and `ended_at` are for
-    `PageStored`.
+    `Stored`.
     """
 
-    page: LentPage
+    page_id: int
+    record: BlockRecord
     packed: Packed | None = None
     extent: Extent | None = None
     written: Located | None = None
@@ -59,7 +60,7 @@ class WriteTask:
     @property
     def size(self) -> int:
         """Bytes of the extent that the block needs."""
-        return extent_bytes_of(self.page.record, self.packed)
+        return extent_bytes_of(self.record, self.packed)
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class Writes:
     _refused: BlockRecord | None = None  # the last block that could not be stored
     _is_hurried: bool = False
     # A function among those that wait is a barrier; see `add_barrier`.
-    _waiting: deque[LentPage | Callable[[], None]] = field(default_factory=deque)
+    _waiting: deque[WriteTask | Callable[[], None]] = field(default_factory=deque)
     _packed: deque[WriteTask] = field(default_factory=deque)
     _reserved: deque[WriteTask] = field(default_factory=deque)
     _num_writing: int = 0  # compressions included
@@ -99,17 +100,17 @@ class Writes:
     _was_held_back: bool = False  # before this turn
     _written: list[WriteTask] = field(default_factory=list)
     _written_since: float = 0.0
-    _ended: list[PageStored] = field(default_factory=list)
+    _ended: list[Stored] = field(default_factory=list)
 
     # --- what comes and goes -------------------------------------------------------------------
 
-    def add(self, pages: Iterable[LentPage]) -> None:
+    def add(self, pages: Iterable[Lent]) -> None:
         """Have the blocks in these pages written, after those that wait already."""
         for page in pages:
             if (record := self.claims.of_block(page.record)) is None:
-                self._end(page, "retention")
+                self._ended.append(Stored(page.block_hash, page.page_id, "retention"))
             else:
-                self._waiting.append(replace(page, record=record))
+                self._waiting.append(WriteTask(page.page_id, record))
 
     def add_barrier(self, call: Callable[[], None]) -> None:
         """Call a function once every store before it is committed and none after it has begun."""
@@ -154,7 +155,7 @@ class Writes:
         """Give way to nothing from now on, because the store closes."""
         self._is_hurried = True
 
-    def take_ended(self) -> list[PageStored]:
+    def take_ended(self) -> list[Stored]:
         """Return the stores that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
@@ -202,10 +203,9 @@ class Writes:
                     self._is_held_back = True
                     return
                 self._start_task(self._reserved.popleft(), gives_way=not is_reading)
-            elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
+            elif isinstance(head, WriteTask) and len(self._packed) + self._num_writing < max_packed:
                 self._waiting.popleft()
-                task = WriteTask(head)
-                self._start_task(task) if is_packing else self._packed.append(task)
+                self._start_task(head) if is_packing else self._packed.append(head)
             elif self._packed:
                 if not self._reserve():
                     return
@@ -233,14 +233,14 @@ class Writes:
         task.gives_way = gives_way
         task.is_held_back |= self._was_held_back or self._is_held_back
         move, end = partial(self._move, task), partial(self._end_task, task)
-        self.mover.start(task.page.page_id, move, end)
+        self.mover.start(task.page_id, move, end)
 
     def _move(self, task: WriteTask, page: memoryview) -> None:
         """Compress or write a block, on a writer thread."""
         if task.extent is None:
-            task.packed = self.store.packing.pack(page[: task.page.record.size_bytes])
+            task.packed = self.store.packing.pack(page[: task.record.size_bytes])
         else:
-            what = (task.page.record, page, task.packed, partial(self._give_way, task))
+            what = (task.record, page, task.packed, partial(self._give_way, task))
             with contextlib.suppress(_GivesWayError):
                 task.written = self.store.write_payload(task.extent, *what)
                 task.packed = None  # its memory
@@ -257,8 +257,8 @@ class Writes:
         if error is not None:
             if task.extent is not None:
                 self.store.write_failed(task.extent, error)
-            self._end(task.page, _refusal(error))
-            self._note_refusal(task.page.record, error)
+            self._end(task, _refusal(error))
+            self._note_refusal(task.record, error)
         elif task.extent is None:
             self._packed.append(task)
         elif task.written is None:
@@ -277,12 +277,12 @@ class Writes:
         self._packed.clear()
         try:
             batch = self._leave_out_known(batch)
-            records = [task.page.record for task in batch]
+            records = [task.record for task in batch]
             extents = self.store.reserve_many(records, [task.packed for task in batch])
         except StorageError as error:
-            self._note_refusal(batch[0].page.record, error)
+            self._note_refusal(batch[0].record, error)
             for task in batch:
-                self._end(task.page, _refusal(error))
+                self._end(task, _refusal(error))
             return True
         waiting = []
         for task, extent in zip(batch, extents, strict=True):
@@ -294,17 +294,17 @@ class Writes:
             else:
                 # After an error, extents that were written in vain may be what leaves no room.
                 self.last_error = self.last_error or "the budget leaves no room for another block"
-                self._refused = task.page.record
-                self._end(task.page, "full")
+                self._refused = task.record
+                self._end(task, "full")
         self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
 
     def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
         """Acknowledge blocks that are stored already and keep their claims; return the others."""
-        known = [task for task in batch if self.store.holds(task.page.record)]
-        self.store.claim_or_touch([task.page.record for task in known])
+        known = [task for task in batch if self.store.holds(task.record)]
+        self.store.claim_or_touch([task.record for task in known])
         for task in known:
-            self._end(task.page, "")
+            self._end(task, "")
         return [task for task in batch if task not in known]
 
     # --- transactions --------------------------------------------------------------------------
@@ -327,11 +327,11 @@ class Writes:
             self._note_stored()
         except StorageError as error:
             reasons = [_refusal(error)] * len(group)
-            self._note_refusal(group[0].page.record, error)
+            self._note_refusal(group[0].record, error)
         for task, reason in zip(group, reasons, strict=True):
-            page_id, block_hash = task.page.page_id, task.page.record.block_hash
+            page_id, block_hash = task.page_id, task.record.block_hash
             times = task.is_held_back, task.ended_at
-            self._ended.append(PageStored(block_hash, page_id, reason, *times))
+            self._ended.append(Stored(block_hash, page_id, reason, *times))
 
     def _note_refusal(self, record: BlockRecord, error: StorageError) -> None:
         """Report why blocks are not stored, and keep the reason for `stats`."""
@@ -343,8 +343,8 @@ class Writes:
         self.last_error, self._refused = "", None
         self.log.note_works("store")
 
-    def _end(self, page: LentPage, reason: str) -> None:
-        self._ended.append(PageStored(page.record.block_hash, page.page_id, reason))
+    def _end(self, task: WriteTask, reason: str) -> None:
+        self._ended.append(Stored(task.record.block_hash, task.page_id, reason))
 
 
 def _refusal(error: StorageError) -> str:

@@ -29,15 +29,9 @@ from tieredkv.config import Restore
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.results import NO_STATS, TouchItem
-from tieredkv.storage.worker_messages import (
-    BlocksGone,
-    LentPage,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    WorkerUp,
-)
+from tieredkv.storage.names import NO_NAMES
+from tieredkv.storage.results import TouchItem
+from tieredkv.storage.tier import BlockLife, Gone, Lent, Loaded, LookupDone, Restarted, Stored
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 BLOCK_BYTES = 64
@@ -79,13 +73,13 @@ def payload_of(block_hash: bytes) -> bytes:
 class Job:
     """One page lent to the store, to write a block from or to read it into."""
 
-    page: LentPage
+    page: Lent
     is_store: bool
 
     @property
     def block_hash(self) -> BlockHash:
         """Hash of the block that the page holds or will hold."""
-        return BlockHash(self.page.record.block_hash)
+        return BlockHash(self.page.block_hash)
 
 
 class FakeStore(StoreClient):
@@ -104,6 +98,7 @@ class FakeStore(StoreClient):
     def __init__(self, arena: torch.Tensor, clock: Clock) -> None:
         self._memory = arena
         self._clock = clock
+        self.names = NO_NAMES
         self._numbers = itertools.count(1)
         self.told: list[Event] = []
         self.lookups: list[tuple[int, list[bytes]]] = []
@@ -126,15 +121,15 @@ class FakeStore(StoreClient):
         self.lookups.append((job, list(hashes)))
         return job
 
-    def load(self, pages: Sequence[LentPage]) -> None:
-        self.loaded.extend(BlockHash(page.record.block_hash) for page in pages)
+    def load(self, pages: Sequence[Lent]) -> None:
+        self.loaded.extend(BlockHash(page.block_hash) for page in pages)
         self._open_jobs(pages, is_store=False)
 
-    def store(self, pages: Sequence[LentPage]) -> None:
+    def store(self, pages: Sequence[Lent]) -> None:
         for page in pages:
-            assert page.record.retention != "in_memory", page
-            assert page.record.expires_at <= page.record.computed_at + DAY_S, page
-            self.stored.append(BlockHash(page.record.block_hash))
+            assert page.life is not None and page.life.retention != "in_memory", page
+            assert page.life.expires_at <= page.life.computed_at + DAY_S, page
+            self.stored.append(BlockHash(page.block_hash))
         self._open_jobs(pages, is_store=True)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
@@ -149,7 +144,7 @@ class FakeStore(StoreClient):
         """Drop blocks, as an eviction for room does."""
         gone = [each for each in map(BlockHash, hashes) if self.blocks.pop(each, None)]
         if gone and self.tells_gone:
-            self.told.append(BlocksGone([*gone]))
+            self.told.append(Gone([*gone]))
 
     @property
     def pending_pages(self) -> frozenset[int]:
@@ -195,21 +190,20 @@ class FakeStore(StoreClient):
             assert payload == payload_of(block_hash), "a page on loan was reused"
             if not reason:
                 self.blocks[block_hash] = job.page.record, payload
-            self.told.append(PageStored(block_hash, page_id, reason, is_held_back, written_at))
+            self.told.append(Stored(block_hash, page_id, reason, is_held_back, written_at))
             return
         record, payload = self.blocks.get(block_hash, (None, b""))
         if record is None:
             reason = reason or "missing"
         # A failed read may leave any bytes in the page.
         page[:] = POISON if reason else list(payload)
-        self.told.append(
-            PageLoaded(block_hash, page_id, reason, None if reason else record, time.monotonic())
-        )
+        life = BlockLife.of(record) if record is not None and not reason else None
+        self.told.append(Loaded(block_hash, page_id, reason, life, time.monotonic()))
 
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""
         self.blocks.clear()
-        self.told.append(WorkerUp(NO_STATS))
+        self.told.append(Restarted())
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
         """Put a chain on disk as if an earlier process had stored it."""
@@ -242,7 +236,7 @@ class FakeStore(StoreClient):
     def close(self, timeout_s: float = 30.0) -> None:
         pass
 
-    def _open_jobs(self, pages: Iterable[LentPage], *, is_store: bool) -> None:
+    def _open_jobs(self, pages: Iterable[Lent], *, is_store: bool) -> None:
         self.jobs.extend(Job(page, is_store) for page in pages)
         self.check()
 

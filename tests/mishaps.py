@@ -31,7 +31,7 @@ from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage import client
 from tieredkv.storage.client import Event
-from tieredkv.storage.worker_messages import PageLoaded, PageStored
+from tieredkv.storage.tier import Loaded, Stored
 from tieredkv.types import Tier
 
 POISON = 0x4B
@@ -140,7 +140,7 @@ class FlakyDisk:
     def poll(self) -> list[Event]:
         events, self._held, told = [*self._held, *self._poll()], [], list[Event]()
         for event in events:
-            if not isinstance(event, PageLoaded | PageStored):
+            if not isinstance(event, Loaded | Stored):
                 told.append(event)
             elif self.generator.random() < self.delay_share:
                 self._held.append(event)
@@ -153,13 +153,13 @@ class FlakyDisk:
         for page in map(self._arena.page, page_ids):
             page[:] = bytes([POISON]) * len(page)
 
-    def _spoilt(self, event: PageLoaded | PageStored) -> PageLoaded | PageStored:
+    def _spoilt(self, event: Loaded | Stored) -> Loaded | Stored:
         if not event.ok or self.generator.random() >= self.fail_share:
             return event
-        if isinstance(event, PageStored):
+        if isinstance(event, Stored):
             return replace(event, reason="full")
         self.fill([event.page_id])
-        return replace(event, reason=self.generator.choice(self.REASONS), record=None)
+        return replace(event, reason=self.generator.choice(self.REASONS), life=None)
 
 
 class UnluckyEngine:

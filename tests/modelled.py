@@ -41,14 +41,10 @@ from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
+from tieredkv.storage.names import NO_NAMES
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
-from tieredkv.storage.worker_messages import (
-    LentPage,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    StoreOptions,
-)
+from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_share import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId
 
@@ -321,10 +317,10 @@ class _Queue:
     """
 
     width: int
-    pages: deque[tuple[LentPage, list[float]]] = field(default_factory=deque)
+    pages: deque[tuple[Lent, list[float]]] = field(default_factory=deque)
 
-    def add(self, pages: Sequence[LentPage]) -> None:
-        self.pages.extend((page, [float(page.record.size_bytes)]) for page in pages)
+    def add(self, pages: Sequence[Lent]) -> None:
+        self.pages.extend((page, [float(page.size_bytes)]) for page in pages)
 
     @property
     def next_bytes(self) -> float:
@@ -338,14 +334,14 @@ class _Queue:
         for _, left in active:
             left[0] -= num_bytes / len(active)
 
-    def pop(self) -> LentPage:
+    def pop(self) -> Lent:
         """Take out the page that has ended."""
         page, left = min(self._active, key=lambda each: each[1][0])
         self.pages.remove((page, left))
         return page
 
     @property
-    def _active(self) -> list[tuple[LentPage, list[float]]]:
+    def _active(self) -> list[tuple[Lent, list[float]]]:
         return list(itertools.islice(self.pages, self.width))
 
 
@@ -365,6 +361,7 @@ class Disk(StoreClient):
         self._GBps = device.machine.read_GBps
         self.records: OrderedDict[bytes, BlockRecord] = OrderedDict()
         self.shares: dict[bytes, float] = {}
+        self.names = NO_NAMES
         self._numbers = itertools.count(1)
         self._events: list[tuple[float, int, Event]] = []  # type: ignore[assignment]
         self._reads, self._writes = _Queue(StoreOptions(path="").num_readers), _Queue(1)
@@ -421,21 +418,22 @@ class Disk(StoreClient):
     def _add_event(self, at: float, event: Event) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), event))
 
-    def _finish_read(self, page: LentPage) -> None:
-        record = self.records.get(page.record.block_hash)
-        self.bytes_read += page.record.size_bytes
+    def _finish_read(self, page: Lent) -> None:
+        record = self.records.get(page.block_hash)
+        self.bytes_read += page.size_bytes
         at = self._at + self._device.machine.read_s
         reason = "" if record is not None else "missing"
-        event = PageLoaded(page.record.block_hash, page.page_id, reason, record, at)
+        life = None if record is None else BlockLife.of(record)
+        event = Loaded(page.block_hash, page.page_id, reason, life, at)
         self._add_event(at, event)
 
-    def _finish_write(self, page: LentPage) -> None:
+    def _finish_write(self, page: Lent) -> None:
         while len(self.records) >= self._num_blocks:
             self.records.popitem(last=False)
-        self.records[page.record.block_hash] = page.record
-        self.bytes_written += page.record.size_bytes
-        ids = page.record.block_hash, page.page_id
-        event = PageStored(*ids, "", is_held_back=bool(self._reads.pages), ended_at=self._at)
+        self.records[page.block_hash] = page.record
+        self.bytes_written += page.size_bytes
+        ids = page.block_hash, page.page_id
+        event = Stored(*ids, "", is_held_back=bool(self._reads.pages), ended_at=self._at)
         self._add_event(self._at, event)
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
@@ -450,16 +448,16 @@ class Disk(StoreClient):
         )
         return job
 
-    def load(self, pages: Sequence[LentPage]) -> None:
+    def load(self, pages: Sequence[Lent]) -> None:
         self._advance()
-        self._reads.add([page for page in pages if page.record.block_hash in self.records])
+        self._reads.add([page for page in pages if page.block_hash in self.records])
         at = self._device.time.now + self._device.machine.lookup_s
         for page in pages:
-            if page.record.block_hash not in self.records:  # found out before anything is read
-                block_hash = page.record.block_hash
-                self._add_event(at, PageLoaded(block_hash, page.page_id, "missing", None, at))
+            if page.block_hash not in self.records:  # found out before anything is read
+                block_hash = page.block_hash
+                self._add_event(at, Loaded(block_hash, page.page_id, "missing", None, at))
 
-    def store(self, pages: Sequence[LentPage]) -> None:
+    def store(self, pages: Sequence[Lent]) -> None:
         self._advance()
         self._writes.add(pages)
 
@@ -477,7 +475,7 @@ class Disk(StoreClient):
         events: list[Event] = []
         while self._events and self._events[0][0] <= self._device.time.now:
             events.append(heapq.heappop(self._events)[-1])
-        num_arrived = sum(isinstance(event, PageLoaded) for event in events)
+        num_arrived = sum(isinstance(event, Loaded) for event in events)
         self._device.time.sleep(num_arrived * self._device.machine.arrival_s)
         return events
 

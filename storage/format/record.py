@@ -1,7 +1,7 @@
 """The record of one block, as the index and the headers of extents hold it; the keys of the index.
 
-A record has 240 bytes, and each field has its place in them. So lookups, tables of blocks and the
-translation of names read slices, and only what uses a whole record decodes it. This module knows
+A record has 240 bytes, and each field has its place in them. So lookups and tables of blocks read
+slices, and only what uses a whole record decodes it. This module knows
 layouts and checksums, which docs/format.md draws. It opens no file and decides nothing.
 """
 
@@ -31,8 +31,9 @@ PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the
 # pinned_until; payload checksum; kind, number of parts; room.
 _RECORD = struct.Struct("<8xd32s32s32s32s7I4B3d16sBH21x")
 _SEAL_BYTES = 8
-_EXPIRES_AT, _BLOCK_AT, _PARENT_AT, _ROOT_AT, _HASH_BYTES_AT = 8, 16, 48, 80, 175
+_EXPIRES_AT, _BLOCK_AT, _HASH_BYTES_AT = 8, 16, 175
 _DEADLINE = struct.Struct("<d")
+_COMPUTED_AT, _TIMES = 176, struct.Struct("<dd")
 
 _EXPIRY = struct.Struct(">Q")
 _SCOPE = struct.Struct(">32sI")
@@ -63,6 +64,14 @@ class Located(NamedTuple):
     def extent_bytes(self) -> int:
         """The extent size class that holds this payload."""
         return extent_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
+
+
+class Times(NamedTuple):
+    """When a block will expire, was computed and was last used; see `BlockRecord`."""
+
+    expires_at: float
+    computed_at: float
+    last_used: float
 
 
 class Retentions:
@@ -192,6 +201,12 @@ def expiry_of(block_hash: bytes, data: bytes) -> float | None:
     return expires_at
 
 
+def times_of(data: bytes) -> Times:
+    """Read the times from a record that was checked before."""
+    computed_at, last_used = _TIMES.unpack_from(data, _COMPUTED_AT)
+    return Times(_DEADLINE.unpack_from(data, _EXPIRES_AT)[0], computed_at, last_used)
+
+
 def decode_record(
     block_hash: bytes, data: bytes, retentions: Retentions = NO_RETENTIONS
 ) -> Located:
@@ -237,26 +252,6 @@ def hash_in(data: bytes) -> bytes:
     """Read the hash of the block from a record; it is empty if these bytes are none."""
     size = data[_HASH_BYTES_AT] if len(data) == RECORD_BYTES else 0
     return data[_BLOCK_AT : _BLOCK_AT + size] if size in HASH_SIZES else b""
-
-
-def linked_digests(records: Iterable[bytes]) -> list[bytes]:
-    """Read the first two digests of each sealed record: the block's and its parent's."""
-    digests = list[bytes]()
-    for data in records:
-        size = data[_HASH_BYTES_AT]
-        digests += (data[_BLOCK_AT : _BLOCK_AT + size], data[_PARENT_AT : _PARENT_AT + size])
-    return digests
-
-
-def with_digests(records: Iterable[bytes], digests: Iterable[bytes]) -> dict[bytes, bytes]:
-    """Put other digests of the same lengths into sealed records; return these by the first one."""
-    changed, rest = dict[bytes, bytes](), iter(digests)
-    for data, block_hash, parent_hash in zip(records, rest, rest, strict=False):
-        room = bytes(MAX_DIGEST_BYTES - len(block_hash))
-        expires_at, others = data[_EXPIRES_AT:_BLOCK_AT], data[_ROOT_AT:]
-        body = b"".join((expires_at, block_hash, room, parent_hash, room, others))
-        changed[block_hash] = _sealed(body)
-    return changed
 
 
 def identity_of(record: BlockRecord, codec: int, payload_bytes: int) -> bytes:

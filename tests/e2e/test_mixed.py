@@ -19,7 +19,7 @@ from tieredkv.cache import rates, tiered
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.storage.worker_messages import LentPage
+from tieredkv.storage.tier import Lent
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -209,12 +209,12 @@ class SlowDisk:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
         store, self.bytes_per_s, self.num_passed = llm.core.tiers.store, bytes_per_s, 0
         assert store is not None
-        self._load, self._poll, self._pages = store.load, store.poll, list[LentPage]()
+        self._load, self._poll, self._pages = store.load, store.poll, list[Lent]()
         self._block_bytes, self._passed_at = llm.core.tiers.block_bytes, time.monotonic()
         monkeypatch.setattr(store, "load", self.load)
         monkeypatch.setattr(store, "poll", self.poll)
 
-    def load(self, pages: Sequence[LentPage]) -> None:
+    def load(self, pages: Sequence[Lent]) -> None:
         if not self._pages:
             self._passed_at = time.monotonic()
         self._pages += pages
@@ -282,7 +282,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
         pid, load, has_stopped = store.pid, store.load, list[int]()
         assert pid is not None
 
-        def stop_and_load(pages: Sequence[LentPage]) -> None:
+        def stop_and_load(pages: Sequence[Lent]) -> None:
             load(pages)
             if not has_stopped:
                 has_stopped.append(len(pages))

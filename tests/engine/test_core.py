@@ -18,7 +18,7 @@ from tieredkv.engine import core, scheduler
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.storage.worker_messages import LentPage
+from tieredkv.storage.tier import Lent
 
 
 def test_the_python_api_leaves_the_callers_garbage_collector_alone(
@@ -85,7 +85,7 @@ class Busy:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.core, self.busy_s, self.issued = llm, llm.core, 0.0, list[int]()
-        self.held: list[LentPage] = []
+        self.held: list[Lent] = []
         execute, store = self.core._runner.execute, self.core.tiers.store
         assert store is not None
         self.load = store.load

@@ -104,8 +104,8 @@ def test_a_parent_in_ram_makes_no_orphan(harness: Harness) -> None:
     with engine_that_says(client, told_by_engine((blocks[3], [Tier.DEVICE]))):
         assert control.answer(Prune())["by_reason"] == {"orphan": 1}
     client.close()
-    hashes = [each.block_hash for each in blocks]
-    [page] = control.pages(Inspect(hashes=hashes))
+    names = [each.block_hash for each in blocks]
+    [page] = control.pages(Inspect(names=names))
     assert [each.position for each in page] == [0, 3, 4]
 
 

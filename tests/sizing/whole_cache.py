@@ -27,7 +27,7 @@ from tieredkv.sizing.tiers import Room, Source
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
-from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored
+from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import BlockHash, BlockRecord
 
 START = 1e6
@@ -81,21 +81,22 @@ class _Disk(StoreClient):
         self._events.append(LookupDone(self._num_jobs, found))
         return self._num_jobs
 
-    def load(self, pages: Sequence[LentPage]) -> None:
+    def load(self, pages: Sequence[Lent]) -> None:
         for page in pages:
-            record = self._record(page.record.block_hash)
+            record = self._record(page.block_hash)
             reason = "" if record is not None else "missing"
-            ids = page.record.block_hash, page.page_id
-            self._events.append(PageLoaded(*ids, reason, record))
+            ids = page.block_hash, page.page_id
+            life = None if record is None else BlockLife.of(record)
+            self._events.append(Loaded(*ids, reason, life))
 
-    def store(self, pages: Sequence[LentPage]) -> None:
+    def store(self, pages: Sequence[Lent]) -> None:
         for page in pages:
             record = page.record
             times = record.computed_at, record.last_used, record.expires_at
             life = Life(BlockHash(record.block_hash), record.position, *times)
             if self.index.store([life], self._clock.moment):
                 self._records[life.block_hash] = record
-            self._events.append(PageStored(record.block_hash, page.page_id))
+            self._events.append(Stored(record.block_hash, page.page_id))
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         for item in items:

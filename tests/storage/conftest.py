@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from tests.storage.key_tables import DEATH, FOLDER_ID, MASTER, ONE, STAMP, TWO
 from tests.waiting import is_alive as is_alive
@@ -19,13 +20,8 @@ from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.record import Retentions, decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.worker_messages import (
-    LentPage,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    StoreOptions,
-)
+from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import BlockRecord
 
 PAGE_BYTES = 32 * 1024
@@ -89,19 +85,19 @@ class CheckedClient(StoreClient):
         with self._lock:
             return frozenset(self._loans)
 
-    def load(self, pages: Sequence[LentPage]) -> None:
+    def load(self, pages: Sequence[Lent]) -> None:
         self._check_lendable(pages)
         super().load(pages)
 
-    def store(self, pages: Sequence[LentPage]) -> None:
+    def store(self, pages: Sequence[Lent]) -> None:
         self._check_lendable(pages)
         super().store(pages)
 
-    def _check_lendable(self, lent: Sequence[LentPage]) -> None:
+    def _check_lendable(self, lent: Sequence[Lent]) -> None:
         pages = [each.page_id for each in lent]
         if any(not 0 <= page < self.arena.num_pages for page in pages):
             raise IntegrityError(f"not all of the pages {pages} are in the arena")
-        if any(each.record.size_bytes > self.arena.page_bytes for each in lent):
+        if any(each.size_bytes > self.arena.page_bytes for each in lent):
             raise IntegrityError("a block is larger than its page")
         if len(set(pages)) < len(pages) or not self.pending_pages.isdisjoint(pages):
             raise IntegrityError(f"of pages {pages} some are on loan already")
@@ -182,18 +178,24 @@ class Mailbox:
         (done,) = self.take(LookupDone)
         assert done.job == job
         assert done.found.keys() <= set(hashes)
-        return [
-            decode_record(each, done.found[each], RETENTIONS).record if each in done.found else None
-            for each in hashes
-        ]
+        names = self.client.names.hide(hashes)
+        records = [done.found.get(each) for each in hashes]
+        found = zip(names, records, strict=True)
+        return [self._record(name, data) if data is not None else None for name, data in found]
+
+    def _record(self, name: bytes, data: bytes) -> BlockRecord:
+        """Return a record of the disk with hashes in the places of names."""
+        record = decode_record(name, data, RETENTIONS).record
+        block, parent = self.client.names.reveal([name, record.parent_hash])
+        return replace(record, block_hash=block, parent_hash=parent)
 
     def store(
         self, records: Sequence[BlockRecord], payload: Callable[[bytes], bytes] = payload_of
-    ) -> list[PageStored]:
+    ) -> list[Stored]:
         """Store blocks from the first pages of the arena, and wait for the answers."""
         self.fill(records, payload)
         self.client.store(lent_pages(records))
-        return self.take(PageStored, len(records))
+        return self.take(Stored, len(records))
 
     def fill(
         self, records: Sequence[BlockRecord], payload: Callable[[bytes], bytes] = payload_of
@@ -204,26 +206,26 @@ class Mailbox:
                 : record.size_bytes
             ]
 
-    def load(self, records: Sequence[BlockRecord]) -> list[PageLoaded]:
+    def load(self, records: Sequence[BlockRecord]) -> list[Loaded]:
         """Load blocks into the first pages of the arena, which are wiped first, and wait."""
         for page_id in range(len(records)):
             self.page(page_id)[:] = bytes(PAGE_BYTES)
         self.client.load(lent_pages(records))
-        return self.take(PageLoaded, len(records))
+        return self.take(Loaded, len(records))
 
     def page(self, page_id: int) -> memoryview:
         """Return the bytes of a page."""
         return self.client.arena.page(page_id)
 
-    def assert_right(self, done: PageLoaded, size_bytes: int = PAGE_BYTES) -> None:
+    def assert_right(self, done: Loaded, size_bytes: int = PAGE_BYTES) -> None:
         """Assert that the page of a loaded block holds the block's right payload."""
         held = bytes(self.page(done.page_id)[:size_bytes])
         assert held == payload_of(done.block_hash, size_bytes), "a wrong block was served"
 
 
-def lent_pages(records: Sequence[BlockRecord], first_page: int = 0) -> list[LentPage]:
+def lent_pages(records: Sequence[BlockRecord], first_page: int = 0) -> list[Lent]:
     """Return each block with a page, counted from the first page."""
-    return [LentPage(record, page) for page, record in enumerate(records, first_page)]
+    return [Lent.of(record, page) for page, record in enumerate(records, first_page)]
 
 
 @pytest.fixture

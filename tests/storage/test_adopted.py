@@ -21,7 +21,7 @@ from tests.storage.test_verdicts import kept_files
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.folder import SET_ASIDE
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.worker_messages import PageLoaded, PageStored
+from tieredkv.storage.tier import Loaded, Stored
 
 SIZE_BYTES = NUM_PAGES * PAGE_BYTES
 BLIND = """
@@ -94,9 +94,9 @@ def test_loads_and_stores_fail_while_the_memory_is_gone_and_no_extent_is_blamed(
     for _ in range(3):
         os.truncate(region, 0)
         client.load(lent_pages(make_chain("a", 8)))
-        assert {done.reason for done in mail.take(PageLoaded, 8)} == {"io_error"}
+        assert {done.reason for done in mail.take(Loaded, 8)} == {"io_error"}
         client.store(lent_pages(make_chain("b", 8)))
-        assert {done.reason for done in mail.take(PageStored, 8)} == {"io_error"}
+        assert {done.reason for done in mail.take(Stored, 8)} == {"io_error"}
     os.truncate(region, SIZE_BYTES)
     assert all(done.ok for done in mail.load(make_chain("a", 8)))
     assert all(done.ok for done in mail.store(make_chain("b", 8)))
@@ -128,12 +128,12 @@ def test_a_bus_error_in_the_rows_is_no_verdict_on_the_index(
     os.truncate(region, 0)
     if is_store:  # the checksum of the page is computed first
         client.store(lent_pages(make_chain("b", 8)))
-        assert {done.reason for done in mail.take(PageStored, 8)} == {"worker_died"}
+        assert {done.reason for done in mail.take(Stored, 8)} == {"worker_died"}
         wait_until(lambda: "SIGBUS" in caplog.text, "nobody tells of the signal")
         assert "the memory that another program lends is gone" in caplog.text
     else:  # the system call answers EFAULT
         client.load(lent_pages(make_chain("a", 8)))
-        assert {done.reason for done in mail.take(PageLoaded, 8)} == {"io_error"}
+        assert {done.reason for done in mail.take(Loaded, 8)} == {"io_error"}
     os.truncate(region, SIZE_BYTES)
     wait_until(lambda: client.pid is not None, "no worker serves the store again")
     for done in mail.load(make_chain("a", 8)):

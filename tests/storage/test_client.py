@@ -32,7 +32,7 @@ from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, St
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import TouchItem
-from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.tier import BlockLife, Loaded, LookupDone, Restarted, Stored
 from tieredkv.wire.channel import MAX_QUEUED_BYTES
 
 
@@ -58,7 +58,7 @@ def test_blocks_come_back_bit_for_bit_and_lookups_tell_which(harness: Harness) -
     assert {done.page_id for done in loaded} == set(range(NUM_PAGES))
     for done in loaded:
         assert done.ok, done.reason
-        assert done.record is not None and done.record.block_hash == done.block_hash
+        assert done.life in map(BlockLife.of, chain)
         mail.assert_right(done)
     assert mail.client.pending_pages == frozenset()
     assert mail.client.stats().blocks == NUM_PAGES
@@ -98,7 +98,7 @@ def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> 
     for change in changes:
         mail.store([record])
         mail.client.load(lent_pages([msgspec.structs.replace(record, **change)]))
-        (done,) = mail.take(PageLoaded)
+        (done,) = mail.take(Loaded)
         assert (done.ok, done.reason) == (False, "identity")
         assert mail.lookup([record.block_hash]) == [None]
     assert mail.client.stats().faults == {"identity": len(changes)}
@@ -107,7 +107,7 @@ def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> 
 def test_a_block_nobody_stored_is_missing(harness: Harness) -> None:
     mail = Mailbox(harness.open())
     (done,) = mail.load([make_record("a", 0)])
-    assert (done.ok, done.reason, done.record) == (False, "missing", None)
+    assert (done.ok, done.reason, done.life) == (False, "missing", None)
 
 
 def test_a_flipped_byte_is_a_counted_miss_and_the_block_is_gone(harness: Harness) -> None:
@@ -175,7 +175,7 @@ def test_a_block_deleted_while_it_is_being_written_stays_deleted(harness: Harnes
     mail.fill(chain)
     client.store(lent_pages(chain))
     client.delete([record.block_hash for record in chain], "test")
-    mail.take(PageStored, NUM_PAGES)
+    mail.take(Stored, NUM_PAGES)
     assert mail.lookup([record.block_hash for record in chain]) == [None] * NUM_PAGES
 
 
@@ -187,7 +187,7 @@ def test_two_stores_of_one_block_are_both_answered(harness: Harness) -> None:
     harness.arena.page(0)[:] = harness.arena.page(1)[:] = payload
     items = lent_pages([record, record])
     client.store(items)
-    assert [done.ok for done in mail.take(PageStored, 2)] == [True, True]
+    assert [done.ok for done in mail.take(Stored, 2)] == [True, True]
     assert client.stats().blocks == 1
 
 
@@ -215,12 +215,12 @@ def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harnes
     for page in range(NUM_PAGES):
         harness.arena.page(page)[:] = bytes(PAGE_BYTES)
     client.load(lent_pages(chain)[:32])
-    mail.take(PageLoaded)  # the worker is in the middle of these loads
+    mail.take(Loaded)  # the worker is in the middle of these loads
     os.kill(client.pid, signal.SIGSTOP)
     client.load(lent_pages(chain)[32:])
     time.sleep(0.3)
     news = mail.events + client.poll()
-    arrived = {event.page_id for event in news if isinstance(event, PageLoaded)}
+    arrived = {event.page_id for event in news if isinstance(event, Loaded)}
     mail.events.clear()
     assert client.pending_pages >= frozenset(range(32, NUM_PAGES))
     assert not client.pending_pages & arrived
@@ -230,7 +230,7 @@ def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harnes
     still_out = len(client.pending_pages)
     assert client.poll() == []
     os.kill(client.pid, signal.SIGCONT)
-    done = mail.take(PageLoaded, still_out)
+    done = mail.take(Loaded, still_out)
     assert client.pending_pages == frozenset()
     assert all(event.ok for event in done)
     for page, record in enumerate(chain):
@@ -262,11 +262,11 @@ def test_killing_a_stopped_worker_ends_its_loans_and_a_new_one_serves(
     lookup = client.lookup([chain[0].block_hash])
     client.load(lent_pages(chain))
     os.kill(pid, signal.SIGKILL)
-    lost = mail.take(PageLoaded, 8)
+    lost = mail.take(Loaded, 8)
     assert {(done.ok, done.reason) for done in lost} == {(False, "worker_died")}
     assert mail.take(LookupDone) == [LookupDone(lookup, {})]
     assert not is_alive(pid)
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     assert "killed by SIGKILL" in caplog.text
     assert client.pid not in (None, pid)
     assert all(done.ok for done in mail.load(chain))
@@ -314,7 +314,7 @@ def test_a_worker_that_takes_no_deletions_is_killed_and_the_next_one_carries_the
     client.delete([chain[1].block_hash], "test")
     assert pid is not None
     wait_until(lambda: not is_alive(pid))
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     mail.events.clear()
     client.poll()
     found = mail.lookup([record.block_hash for record in chain])
@@ -352,12 +352,12 @@ def test_no_deletion_is_lost_with_a_worker(harness: Harness, is_down: bool) -> N
     client.delete([chain[0].block_hash], "test")
     if not is_down:
         os.kill(pid, signal.SIGKILL)
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     found = mail.lookup([record.block_hash for record in chain])
     assert [record is None for record in found] == [True, False, False, False]
     mail.store(chain[:1])
     os.kill(client.pid or 0, signal.SIGKILL)
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     assert all(mail.lookup([record.block_hash for record in chain])), "it was deleted once"
 
 
@@ -372,8 +372,8 @@ def test_jobs_given_while_no_worker_is_up_are_answered_at_once(harness: Harness)
     client.store(lent_pages(chain))
     client.lookup([b"x" * 32] * 3)
     assert client.pending_pages == frozenset()
-    assert {event.reason for event in mail.take(PageLoaded, 2)} == {"worker_down"}
-    assert {event.reason for event in mail.take(PageStored, 2)} == {"worker_down"}
+    assert {event.reason for event in mail.take(Loaded, 2)} == {"worker_down"}
+    assert {event.reason for event in mail.take(Stored, 2)} == {"worker_down"}
     assert mail.take(LookupDone)[0].found == {}
 
 
@@ -412,7 +412,7 @@ def test_a_worker_that_finds_another_writer_comes_back_when_that_one_goes(
     other = harness.open()
     wait_until(lambda: "in use" in caplog.text)
     other.close()
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     assert mail.store([make_record("a", 0)])[0].ok
 
 
@@ -426,7 +426,7 @@ def test_a_change_of_folder_does_not_change_the_store(
     monkeypatch.chdir("/")
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     assert mail.lookup([hash_of("a", 0)]) != [None]
 
 
@@ -454,12 +454,12 @@ def test_loads_that_race_with_eviction_are_right_or_missing_and_no_fault(harness
         mail.fill(fresh)
         client.store(lent_pages(fresh))
         client.load(lent_pages(older, first_page=16))
-        for done in mail.take(PageLoaded, len(older)):
+        for done in mail.take(Loaded, len(older)):
             assert done.ok or done.reason == "missing", done.reason
             num_ok, num_missing = num_ok + done.ok, num_missing + (not done.ok)
             if done.ok:
                 mail.assert_right(done)
-        assert all(done.ok for done in mail.take(PageStored, len(fresh)))
+        assert all(done.ok for done in mail.take(Stored, len(fresh)))
     assert client.stats().faults == {}
     assert client.stats().num_evicted > 0
     assert num_ok and num_missing
@@ -523,7 +523,7 @@ def test_closing_finishes_the_stores_in_hand(harness: Harness) -> None:
     mail.fill(chain)
     client.store(lent_pages(chain))
     client.close()
-    assert all(done.ok for done in mail.take(PageStored, NUM_PAGES))
+    assert all(done.ok for done in mail.take(Stored, NUM_PAGES))
     assert all(done.ok for done in Mailbox(harness.open()).load(chain))
 
 
@@ -557,11 +557,11 @@ def test_blocks_larger_than_the_socket_and_the_threads_stream_in(tmp_path: Path)
     for page_id in range(32):
         harness.arena.page(page_id)[:] = page
     mail.client.store(lent_pages(chain))
-    assert all(done.ok for done in mail.take(PageStored, 32))
+    assert all(done.ok for done in mail.take(Stored, 32))
     mail.client.load(lent_pages(chain))
-    first = mail.take(PageLoaded)
+    first = mail.take(Loaded)
     assert first[0].ok
-    assert all(done.ok for done in mail.take(PageLoaded, 31))
+    assert all(done.ok for done in mail.take(Loaded, 31))
     assert all(harness.arena.page(page_id) == page for page_id in range(32))
     harness.close()
 
@@ -580,7 +580,7 @@ def test_a_worker_that_is_given_up_returns_every_page_only_once_it_is_dead(
     time.sleep(0.1)
     assert client.pending_pages == {0, 1, 2, 3}
     client.give_up("is too slow for this test")
-    assert {done.reason for done in mail.take(PageLoaded, 4)} == {"worker_died"}
+    assert {done.reason for done in mail.take(Loaded, 4)} == {"worker_died"}
     assert not is_alive(pid)
     wait_until(lambda: client.pid not in (None, pid), "no worker serves the store again")
     assert all(done.ok for done in mail.load(chain))
@@ -598,6 +598,6 @@ def test_a_worker_that_served_for_a_while_is_started_again_at_once(
         time.sleep(serves_s)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        mail.take(WorkerUp)
+        mail.take(Restarted)
     pauses = re.findall(r"again in (.*?):", caplog.text)
     assert pauses == ["0.1 s", "0.2 s", "0.4 s", "0.1 s", "0.1 s", "0.1 s"]

@@ -43,7 +43,7 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.format.planes import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.format.record import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.worker_messages import PageStored
+from tieredkv.storage.tier import Stored
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 32_768
@@ -469,11 +469,11 @@ def test_what_was_acknowledged_survives_kills_while_blocks_are_compressed(harnes
         chain = make_chain(f"chain {life}", 40)
         box.fill(chain, block)
         client.store(lent_pages(chain))
-        done = box.take(PageStored, 3 * life)
+        done = box.take(Stored, 3 * life)
         killed = client.pid
         assert killed is not None
         os.kill(killed, signal.SIGKILL)
-        done += box.take(PageStored, len(chain) - len(done))
+        done += box.take(Stored, len(chain) - len(done))
         # All may have been stored before the kill, which the client then has not noticed yet.
         wait_until(is_another_up)
         loaded = {each.block_hash: each for each in box.load(chain)}

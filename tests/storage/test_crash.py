@@ -25,7 +25,7 @@ from tests.storage.conftest import (
 )
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
-from tieredkv.storage.worker_messages import PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.tier import Loaded, Restarted, Stored
 from tieredkv.storage.worker_process import EXIT_FAILED
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import start_process
@@ -65,19 +65,19 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
         assert pid is not None
         stored_before = []
         if round_ % 2:
-            stored_before = mail.take(PageStored, random_.randint(1, STORED_A_ROUND))
+            stored_before = mail.take(Stored, random_.randint(1, STORED_A_ROUND))
         else:
             time.sleep(random_.random() * 0.03)
         os.kill(pid, signal.SIGKILL)
-        mail.take(WorkerUp)
+        mail.take(Restarted)
         assert client.pending_pages == frozenset(), "a dead worker holds pages"
         client.check()
         assert occupied_bytes(harness.folder) <= BUDGET_BYTES
-        for stored in stored_before + mail.take(PageStored, len(fresh) - len(stored_before)):
+        for stored in stored_before + mail.take(Stored, len(fresh) - len(stored_before)):
             counted["stores cut off"] += not stored.ok
             if stored.ok and stored.block_hash not in (brief.block_hash, *doomed):
                 acknowledged[stored.block_hash] = tried[stored.block_hash]
-        for loaded in mail.take(PageLoaded, len(items)):
+        for loaded in mail.take(Loaded, len(items)):
             if loaded.ok:
                 mail.assert_right(loaded)
                 counted["blocks verified"] += 1
@@ -112,7 +112,8 @@ ENGINE = textwrap.dedent(
     import os, sys, time
     from tieredkv.storage.client import StoreClient
     from tieredkv.storage.host import HostArena
-    from tieredkv.storage.worker_messages import LentPage, StoreOptions
+    from tieredkv.storage.tier import Lent
+from tieredkv.storage.worker_messages import StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 
@@ -137,7 +138,7 @@ ENGINE = textwrap.dedent(
                 position=0, size_bytes=32768, retention="24h", computed_at=now,
                 expires_at=now + 86400, last_used=now,
             )
-            items.append(LentPage(record, page))
+            items.append(Lent.of(record, page))
             number += 1
         client.store(items)
         left = 16
@@ -222,7 +223,7 @@ def test_a_folder_that_is_removed_under_the_worker_costs_its_blocks_and_no_more(
     mail.store(chain[:1])  # answered whether or not the worker notices the loss
     if client.pid is not None:
         os.kill(client.pid, signal.SIGKILL)
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 4
     assert all(done.ok for done in mail.store(chain))
 

@@ -32,7 +32,7 @@ from tests.storage.conftest import (
 )
 from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.tier import Loaded, LookupDone, Restarted, Stored
 from tieredkv.types import BlockRecord
 
 LENGTH = 8
@@ -94,7 +94,7 @@ def assert_all_right(mail: Mailbox, records: list[BlockRecord]) -> None:
         mail.assert_right(done)
 
 
-def reasons(done: list[PageLoaded] | list[PageStored]) -> set[str]:
+def reasons(done: list[Loaded] | list[Stored]) -> set[str]:
     return {each.reason for each in done}
 
 
@@ -205,7 +205,7 @@ def test_a_page_fault_that_fails_once_costs_a_restart_and_no_block(
     os.kill(client.pid, signal.SIGKILL)
     wait_until(lambda: disk.num_hits() > 0)
     disk.set_faults()
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     assert_all_right(mail, chain)
 
 
@@ -219,7 +219,7 @@ def test_page_faults_that_fail_for_a_while_cost_no_block(
     assert client.pid is not None
     disk.set_faults(**UNREADABLE)
     os.kill(client.pid, signal.SIGKILL)
-    mail.take(WorkerUp)
+    mail.take(Restarted)
     disk.set_faults()
     wait_until(lambda: reasons(mail.store(late)) == {""})
     assert_all_right(mail, late)
@@ -244,7 +244,7 @@ def test_a_read_that_hangs_holds_up_nobody_else(disk: FaultyDisk, harness: Harne
     assert_all_right(mail, later)
     assert client.pending_pages == {32}, "the read was not held"
     disk.set_faults()
-    (done,) = mail.take(PageLoaded)
+    (done,) = mail.take(Loaded)
     assert done.ok
     mail.assert_right(done)
 
@@ -265,12 +265,12 @@ def test_a_sync_that_hangs_holds_up_no_lookup_and_no_load(
     (found,) = mail.take(LookupDone)
     assert found.found.keys() == {record.block_hash for record in chain}
     client.load(lent_pages(chain, first_page=32))
-    for done in mail.take(PageLoaded, LENGTH):
+    for done in mail.take(Loaded, LENGTH):
         assert done.ok
         mail.assert_right(done)
     assert len(client.pending_pages) == LENGTH, "acknowledged before it was synced"
     disk.set_faults()
-    assert reasons(mail.take(PageStored, LENGTH)) == {""}
+    assert reasons(mail.take(Stored, LENGTH)) == {""}
 
 
 def test_a_sync_that_hung_is_answered_once_it_returns(disk: FaultyDisk, harness: Harness) -> None:
@@ -283,7 +283,7 @@ def test_a_sync_that_hung_is_answered_once_it_returns(disk: FaultyDisk, harness:
     wait_until(lambda: disk.num_hits() > 0)
     assert len(client.pending_pages) == LENGTH, "acknowledged before it was synced"
     disk.set_faults()
-    assert reasons(mail.take(PageStored, LENGTH)) == {""}
+    assert reasons(mail.take(Stored, LENGTH)) == {""}
     assert_all_right(mail, chain)
 
 

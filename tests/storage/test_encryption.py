@@ -61,7 +61,7 @@ from tieredkv.storage.format.record import (
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.names import Names
 from tieredkv.storage.results import TouchItem
-from tieredkv.storage.worker_messages import BlocksGone, ProbeDone
+from tieredkv.storage.tier import BlockLife, Gone, ProbeDone
 from tieredkv.types import BlockRecord, Tier
 
 HOUR_S = 3600
@@ -529,7 +529,7 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     assert box.lookup(hashes) == chain
     for done in box.load(chain):
         assert done.ok
-        assert done.record in chain
+        assert done.life in map(BlockLife.of, chain)
         box.assert_right(done)
     box.client.close()
     data = on_disk(harness.folder)
@@ -542,7 +542,7 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     (probed,) = box.take(ProbeDone)
     assert len(probed.ended_at) == len(chain)
     box.client.delete(hashes[1:2], "operator")
-    (gone,) = box.take(BlocksGone)
+    (gone,) = box.take(Gone)
     assert gone.hashes == hashes[1:2]
     assert box.lookup(hashes)[1] is None
 

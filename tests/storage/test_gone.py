@@ -8,7 +8,7 @@ from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
 from tests.waiting import wait_until
 from tieredkv.errors import CorruptBlockError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.worker_messages import BlocksGone, PageStored
+from tieredkv.storage.tier import Gone, Stored
 
 
 def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks(tmp_path: Path) -> None:
@@ -65,16 +65,16 @@ def test_a_worker_tells_of_what_it_evicts_after_it_told_that_it_was_stored(
         num_ended = 0
         while num_ended < len(chain):
             for event in client.poll():
-                if isinstance(event, PageStored):
+                if isinstance(event, Stored):
                     num_ended += 1
                     held |= {event.block_hash} if event.ok else set()
-                elif isinstance(event, BlocksGone):
+                elif isinstance(event, Gone):
                     assert held.issuperset(event.hashes)
                     held.difference_update(event.hashes)
 
     def agrees() -> bool:
         for event in client.poll():
-            if isinstance(event, BlocksGone):
+            if isinstance(event, Gone):
                 held.difference_update(event.hashes)
         return len(held) == client.stats().blocks
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, hash_of, lent_pages, make_chain
-from tieredkv.storage.worker_messages import PageLoaded, ProbeDone
+from tieredkv.storage.tier import Loaded, ProbeDone
 
 
 def test_a_probe_tells_when_each_stored_block_had_been_read(harness: Harness) -> None:
@@ -32,7 +32,7 @@ def test_loads_are_answered_while_a_probe_goes_on(harness: Harness) -> None:
     hashes = [record.block_hash for record in chain]
     mail.client.probe(64 * hashes)
     mail.client.load(lent_pages(chain))
-    loaded = mail.take(PageLoaded, NUM_PAGES)
+    loaded = mail.take(Loaded, NUM_PAGES)
     assert all(done.ok for done in loaded)
     (done,) = mail.take(ProbeDone)
     assert len(done.ended_at) == 64 * NUM_PAGES

@@ -28,7 +28,7 @@ from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, lent_pages, wait
 from tests.storage.test_faults import plain_index
 from tieredkv.storage.format.record import HEADER_BYTES, Located
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.worker_messages import PageStored
+from tieredkv.storage.tier import Stored
 from tieredkv.types import BlockRecord
 
 pytestmark = pytest.mark.e2e
@@ -273,8 +273,9 @@ def serve_damaged(base: Base, harness: Harness) -> None:
         for start in range(0, len(records), NUM_PAGES):
             for done in mail.load(records[start : start + NUM_PAGES]):
                 if done.ok:
-                    assert done.record is not None
-                    known = [v for v in versions[done.block_hash] if is_same(v, done.record)]
+                    assert done.life is not None
+                    all_known, computed_at = versions[done.block_hash], done.life.computed_at
+                    known = [each for each in all_known if each.computed_at == computed_at]
                     data = bytes(mail.page(done.page_id)[: known[0].size_bytes])
                     assert data == payload_of(known[0]), "wrong bytes are served"
                     num_right += 1
@@ -287,7 +288,7 @@ def serve_damaged(base: Base, harness: Harness) -> None:
         for page_id, record in enumerate(late):
             mail.page(page_id)[: record.size_bytes] = payload_of(record)
         client.store(lent_pages(late))
-        is_stored = all(done.ok for done in mail.take(PageStored, len(late)))
+        is_stored = all(done.ok for done in mail.take(Stored, len(late)))
         return is_stored and load_all(late) == len(late)
 
     load_all([known[-1] for known in base.versions.values()])

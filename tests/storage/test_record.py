@@ -34,9 +34,8 @@ from tieredkv.storage.format.record import (
     expiry_of,
     extent_bytes_for,
     identity_of,
-    linked_digests,
     lru_key,
-    with_digests,
+    times_of,
 )
 from tieredkv.types import BlockRecord
 
@@ -180,15 +179,11 @@ def test_names_of_retention_policies_are_numbers_in_the_records() -> None:
         encode_record(SOME, Retentions(["7d"]))
 
 
-@given(located_blocks(), located_blocks())
-def test_digests_can_be_replaced_in_sealed_records(some: Located, other: Located) -> None:
-    size = len(some.record.block_hash)
-    block, parent = ((it * 2)[:size] for it in (other.record.block_hash, other.record.parent_hash))
-    sealed = encode_record(some, NAMES)
-    assert linked_digests([sealed]) == [some.record.block_hash, some.record.parent_hash]
-    [(key, changed)] = with_digests([sealed], [block, parent]).items()
-    record = msgspec.structs.replace(some.record, block_hash=block, parent_hash=parent)
-    assert decode_record(key, changed, NAMES) == some._replace(record=record)
+@given(located_blocks())
+def test_times_are_read_from_a_record_that_was_checked(located: Located) -> None:
+    record = located.record
+    wanted = record.expires_at, record.computed_at, record.last_used
+    assert times_of(encode_record(located, NAMES)) == wanted
 
 
 @given(located_blocks(), st.data())

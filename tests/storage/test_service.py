@@ -32,6 +32,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
+from tieredkv.storage.tier import Lent, Loaded, Stored
 from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
@@ -42,12 +43,9 @@ from tieredkv.storage.worker_messages import (
     EngineAnswer,
     EngineMessage,
     Launch,
-    LentPage,
     LoadCall,
+    LookupAnswer,
     LookupCall,
-    LookupDone,
-    PageLoaded,
-    PageStored,
     StoreCall,
     StoreOptions,
     TouchCall,
@@ -89,8 +87,8 @@ class Engine:
         self.gate = gate
         self.served = served
         self.channel = FrameChannel(sock, msgspec.msgpack.Decoder(WorkerMessage))
-        self.pages: list[PageLoaded | PageStored] = []
-        self.lookups: list[LookupDone] = []
+        self.pages: list[Loaded | Stored] = []
+        self.lookups: list[LookupAnswer] = []
         self.deleted: list[int] = []
         self.stats: StoreStats | None = None
         self.asked = deque[ControlRequest]()
@@ -105,13 +103,14 @@ class Engine:
         self.channel.send(LookupCall(1, list(hashes)))
         while not self.lookups:
             self._receive()
-        return self.lookups.pop().found
+        records = self.lookups.pop().records
+        return {each: data for each, data in zip(hashes, records, strict=True) if data}
 
-    def load(self, page: LentPage) -> PageLoaded | PageStored:
+    def load(self, page: Lent) -> Loaded | Stored:
         self.channel.send(LoadCall([page]))
         return self.next_page()
 
-    def next_page(self) -> PageLoaded | PageStored:
+    def next_page(self) -> Loaded | Stored:
         while not self.pages:
             self._receive()
         return self.pages.pop(0)
@@ -123,7 +122,7 @@ class Engine:
     def _receive(self) -> None:
         assert not self.served.done(), self.served.exception()
         for message in self.channel.receive():
-            if isinstance(message, LookupDone):
+            if isinstance(message, LookupAnswer):
                 self.lookups.append(message)
             elif isinstance(message, DeleteDone):
                 self.deleted.append(message.job)
@@ -233,16 +232,15 @@ def test_lookups_and_loads_are_answered_in_the_middle_of_a_store(
 ) -> None:
     with serving(tmp_path / "store", arena) as engine:
         arena.page(1)[:] = payload_of(NEW)
-        engine.hold_up(label, StoreCall([LentPage(NEW, 1)]))
+        engine.hold_up(label, StoreCall([Lent.of(NEW, 1)]))
         found = engine.lookup(OLD.block_hash, NEW.block_hash)
-        assert {
-            key: decode_record(key, each, RETENTIONS).record for key, each in found.items()
-        } == {OLD.block_hash: OLD}
-        assert engine.load(LentPage(OLD, 0)).ok
+        records = {key: decode_record(key, each, RETENTIONS).record for key, each in found.items()}
+        assert records == {OLD.block_hash: OLD}
+        assert engine.load(Lent.of(OLD, 0)).ok
         assert arena.page(0) == payload_of(OLD)
         engine.gate.opened.set()
         stored = engine.next_page()
-        assert isinstance(stored, PageStored) and stored.ok
+        assert isinstance(stored, Stored) and stored.ok
         assert (stored.block_hash, stored.page_id) == (NEW.block_hash, 1)
         assert engine.lookup(NEW.block_hash)
 
@@ -252,11 +250,11 @@ def test_a_store_tells_when_it_was_written_and_whether_something_held_it_back(
 ) -> None:
     with serving(tmp_path / "store", arena) as engine:
 
-        def store(record: BlockRecord) -> PageStored:
+        def store(record: BlockRecord) -> Stored:
             arena.page(1)[:] = payload_of(record)
-            engine.channel.send(StoreCall([LentPage(record, 1)]))
+            engine.channel.send(StoreCall([Lent.of(record, 1)]))
             stored = engine.next_page()
-            assert isinstance(stored, PageStored) and stored.ok
+            assert isinstance(stored, Stored) and stored.ok
             return stored
 
         began_at = time.monotonic()
@@ -265,7 +263,7 @@ def test_a_store_tells_when_it_was_written_and_whether_something_held_it_back(
         again = store(NEW)
         assert again.ended_at == 0.0, "the store has it, and wrote nothing"
         monkeypatch.setattr(write_share, "QUIET_S", 0.2)
-        assert engine.load(LentPage(OLD, 0)).ok
+        assert engine.load(Lent.of(OLD, 0)).ok
         beside = store(make_record("new", 1, now=NOW, size_bytes=4096))
         assert beside.ended_at > alone.ended_at and beside.is_held_back
 
@@ -278,14 +276,14 @@ def test_stores_give_way_to_reads_that_begin_meanwhile(
         records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(3)]
         for page_id, record in enumerate(records, 1):
             arena.page(page_id)[:] = payload_of(record)
-        pages = [LentPage(record, page_id) for page_id, record in enumerate(records, 1)]
+        pages = [Lent.of(record, page_id) for page_id, record in enumerate(records, 1)]
         engine.hold_up("write:before", StoreCall(pages))  # the thread has all of them
-        assert engine.load(LentPage(OLD, 0)).ok
+        assert engine.load(Lent.of(OLD, 0)).ok
         loaded_at = time.monotonic()
         engine.gate.opened.set()
         stored = [engine.next_page() for _ in records]
-        assert all(isinstance(each, PageStored) and each.ok for each in stored)
-        ended = [each.ended_at - loaded_at for each in stored if isinstance(each, PageStored)]
+        assert all(isinstance(each, Stored) and each.ok for each in stored)
+        ended = [each.ended_at - loaded_at for each in stored if isinstance(each, Stored)]
         assert min(ended) > 0.2, "no piece of any was written at once"
         assert all(engine.lookup(each.block_hash) for each in records)
 
@@ -293,17 +291,17 @@ def test_stores_give_way_to_reads_that_begin_meanwhile(
 def test_a_store_that_the_write_limit_held_back_says_so(tmp_path: Path, arena: HostArena) -> None:
     with serving(tmp_path / "store", arena, write_limit=1 << 12) as engine:
         records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(3)]
-        pages = [LentPage(each, n) for n, each in enumerate(records)]
+        pages = [Lent.of(each, n) for n, each in enumerate(records)]
         for page_id, record in enumerate(records):
             arena.page(page_id)[:] = payload_of(record)
         engine.channel.send(StoreCall(pages[:1]))
         first = engine.next_page()
         engine.channel.send(StoreCall(pages[1:]))  # either of them empties the bucket
         stored = first, engine.next_page(), engine.next_page()
-        assert all(isinstance(each, PageStored) and each.ok for each in stored)
-        assert isinstance(first, PageStored) and not first.is_held_back, "the bucket was full"
+        assert all(isinstance(each, Stored) and each.ok for each in stored)
+        assert isinstance(first, Stored) and not first.is_held_back, "the bucket was full"
         last = stored[-1]
-        assert isinstance(last, PageStored) and last.is_held_back
+        assert isinstance(last, Stored) and last.is_held_back
 
 
 def test_a_store_closes_without_waiting_for_a_timer(
@@ -313,9 +311,9 @@ def test_a_store_closes_without_waiting_for_a_timer(
         assert engine.lookup(OLD.block_hash)
         monkeypatch.setattr(service, "_TICK_S", 2 * HANG_S)  # a wait for it counts as a hang
         arena.page(1)[:] = payload_of(NEW)
-        engine.channel.send(StoreCall([LentPage(NEW, 1)]))
+        engine.channel.send(StoreCall([Lent.of(NEW, 1)]))
         stored = engine.next_page()
-        assert isinstance(stored, PageStored) and stored.ok
+        assert isinstance(stored, Stored) and stored.ok
     assert engine.served.done()
 
 
@@ -326,7 +324,7 @@ def test_stores_that_the_write_limit_holds_back_are_written_when_the_store_close
         records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(3)]
         for page_id, record in enumerate(records):
             arena.page(page_id)[:] = payload_of(record)
-        engine.channel.send(StoreCall([LentPage(each, n) for n, each in enumerate(records)]))
+        engine.channel.send(StoreCall([Lent.of(each, n) for n, each in enumerate(records)]))
         assert engine.next_page().ok, "the first write is within any limit"
         engine.channel.send(CloseCall())
         engine.served.result(HANG_S)
@@ -341,8 +339,8 @@ def test_what_is_deleted_is_a_miss_at_once_and_the_rest_is_served(
     with serving(tmp_path / "store", arena) as engine:
         engine.hold_up(label, DeleteCall(1, [OLD.block_hash], "test"))
         assert engine.lookup(OLD.block_hash, OLDER.block_hash).keys() == {OLDER.block_hash}
-        assert engine.load(LentPage(OLD, 0)).reason == "missing"
-        assert engine.load(LentPage(OLDER, 0)).ok
+        assert engine.load(Lent.of(OLD, 0)).reason == "missing"
+        assert engine.load(Lent.of(OLDER, 0)).ok
         engine.gate.opened.set()
 
 
@@ -350,9 +348,9 @@ def test_a_block_stored_after_its_deletion_is_found_again(tmp_path: Path, arena:
     with serving(tmp_path / "store", arena) as engine:
         arena.page(1)[:] = payload_of(OLD)
         engine.hold_up("delete:before", DeleteCall(1, [OLD.block_hash] * 2, "test"))
-        engine.channel.send(StoreCall([LentPage(OLD, 1)]))
+        engine.channel.send(StoreCall([Lent.of(OLD, 1)]))
         engine.channel.send(DeleteCall(1, [OLD.block_hash], "test"))
-        engine.channel.send(StoreCall([LentPage(OLD, 1)]))
+        engine.channel.send(StoreCall([Lent.of(OLD, 1)]))
         assert engine.lookup(OLD.block_hash) == {}
         engine.gate.opened.set()
         assert [engine.next_page().ok, engine.next_page().ok] == [True, True]
@@ -391,7 +389,7 @@ def test_a_cured_fault_is_told_no_longer_although_nothing_is_stored(
             return engine.stats.store_error
 
         engine.gate.failing = StorageError(errno.EROFS, "Read-only file system")
-        engine.channel.send(StoreCall([LentPage(NEW, 1)]))
+        engine.channel.send(StoreCall([Lent.of(NEW, 1)]))
         assert engine.next_page().reason == "io_error"
         asking = pool.submit(StoreControl(tmp_path / "store").df)
         while not engine.asked:
@@ -405,7 +403,7 @@ def test_a_cured_fault_is_told_no_longer_although_nothing_is_stored(
             assert "Read-only file system" in told(), "the fault is still there"
         engine.gate.failing = None
         wait_until(lambda: not told(), "the fault was cured")
-        engine.channel.send(StoreCall([LentPage(NEW, 1)]))
+        engine.channel.send(StoreCall([Lent.of(NEW, 1)]))
         assert engine.next_page().ok
     assert "Read-only file system" in disk["store_error"]
     assert disk | dropped | {"blocks": 2} == disk
@@ -427,7 +425,7 @@ def test_touches_that_wait_for_the_disk_are_bounded(
         engine.hold_up("delete:before", DeleteCall(1, [NEW.block_hash], "test"))
         engine.channel.send(TouchCall(some))
         engine.channel.send(TouchCall(some[:3]))
-        assert engine.load(LentPage(OLD, 0)).ok
+        assert engine.load(Lent.of(OLD, 0)).ok
         assert engine.stats is not None
         assert engine.stats.num_touches_dropped == 2
         engine.gate.opened.set()
@@ -436,7 +434,7 @@ def test_touches_that_wait_for_the_disk_are_bounded(
 def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostArena) -> None:
     with serving(tmp_path / "store", arena) as engine:
         engine.gate.error = CorruptIndexError("the index is damaged")
-        engine.hold_up("commit:before", StoreCall([LentPage(NEW, 1)]))
+        engine.hold_up("commit:before", StoreCall([Lent.of(NEW, 1)]))
         engine.gate.opened.set()
         error = engine.served.exception(HANG_S)
         assert isinstance(error, CorruptIndexError)

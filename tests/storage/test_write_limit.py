@@ -3,7 +3,7 @@ import random
 import pytest
 
 from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
-from tieredkv.storage.worker_messages import PageStored
+from tieredkv.storage.tier import Stored
 from tieredkv.storage.write_limit import WriteLimit
 
 
@@ -55,7 +55,7 @@ def test_writes_that_are_held_back_stop_nothing_else(harness: Harness) -> None:
     mail, chain = Mailbox(client), make_chain("a", 6)
     mail.fill(chain)
     client.store(lent_pages(chain))
-    (done,) = mail.take(PageStored)
+    (done,) = mail.take(Stored)
     assert done.ok, "a full bucket lets the first one through"
     assert len(mail.lookup([record.block_hash for record in chain])) == len(chain)
     client.load(lent_pages([chain[done.page_id]], first_page=40))
@@ -64,6 +64,6 @@ def test_writes_that_are_held_back_stop_nothing_else(harness: Harness) -> None:
     assert (stats.blocks, stats.bytes_write_limit) == (1, 1)
     assert client.pending_pages >= set(range(6)) - {done.page_id}
     client.close()  # closing waits for accepted stores, without the limit
-    assert [done.ok for done in mail.take(PageStored, 5)] == [True] * 5
+    assert [done.ok for done in mail.take(Stored, 5)] == [True] * 5
     with_all = Mailbox(harness.open())
     assert all(with_all.lookup([record.block_hash for record in chain]))

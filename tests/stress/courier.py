@@ -13,15 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.worker_messages import (
-    ControlRequest,
-    LentPage,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    StoreOptions,
-    WorkerUp,
-)
+from tieredkv.storage.tier import Lent, Loaded, LookupDone, Restarted, Stored
+from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 
 _POLL_S = 0.02
 _PATIENCE_S = 60.0
@@ -81,7 +74,7 @@ class Courier:
         self.faults: Counter[str] = Counter()
         self.num_starts = 0
         self._pages_each = pages_each
-        self._inboxes: list[queue.SimpleQueue[PageLoaded | PageStored]] = [
+        self._inboxes: list[queue.SimpleQueue[Loaded | Stored]] = [
             queue.SimpleQueue() for _ in range(num_users)
         ]
         self._answers: dict[int, LookupDone] = {}
@@ -138,15 +131,15 @@ class Courier:
         """Return the ids of the pages that belong to one thread."""
         return range(user * self._pages_each, (user + 1) * self._pages_each)
 
-    def store(self, user: int, pages: Sequence[LentPage]) -> list[PageStored]:
+    def store(self, user: int, pages: Sequence[Lent]) -> list[Stored]:
         """Store blocks from these pages, and wait for the answer to each."""
         self.client.store(pages)
-        return [done for done in self._wait(user, len(pages)) if isinstance(done, PageStored)]
+        return [done for done in self._wait(user, len(pages)) if isinstance(done, Stored)]
 
-    def load(self, user: int, pages: Sequence[LentPage]) -> list[PageLoaded]:
+    def load(self, user: int, pages: Sequence[Lent]) -> list[Loaded]:
         """Load blocks into these pages, and wait for the answer to each."""
         self.client.load(pages)
-        return [done for done in self._wait(user, len(pages)) if isinstance(done, PageLoaded)]
+        return [done for done in self._wait(user, len(pages)) if isinstance(done, Loaded)]
 
     def lookup(self, hashes: Sequence[bytes]) -> list[bool] | None:
         """Return which blocks are stored; None if the worker died meanwhile or none serves."""
@@ -159,7 +152,7 @@ class Courier:
         is_same = pid is not None and pid == self.pid
         return [block_hash in done.found for block_hash in hashes] if is_same else None
 
-    def _wait(self, user: int, count: int) -> list[PageLoaded | PageStored]:
+    def _wait(self, user: int, count: int) -> list[Loaded | Stored]:
         try:
             return [self._inboxes[user].get(timeout=_PATIENCE_S) for _ in range(count)]
         except queue.Empty:
@@ -181,13 +174,13 @@ class Courier:
     def _hand_around(self, client: StoreClient) -> None:
         for event in client.poll():
             match event:
-                case PageLoaded() | PageStored():
+                case Loaded() | Stored():
                     self._inboxes[event.page_id // self._pages_each].put(event)
                 case LookupDone():
                     with self._answered:
                         self._answers[event.job] = event
                         self._answered.notify_all()
-                case WorkerUp():
+                case Restarted():
                     self.num_starts += 1
                 case ControlRequest():
                     client.reply_control(event.id, {})

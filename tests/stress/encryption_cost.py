@@ -37,7 +37,8 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.format.record import extent_bytes_for
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
+from tieredkv.storage.tier import Lent, Loaded, Stored
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import tracked
 from tieredkv.units import parse_bytes
 
@@ -86,7 +87,7 @@ class Store:
     def _move(self, lend: Any, numbers: Sequence[int]) -> Row:
         now, size = time.time(), self._arena.page_bytes
         pages = [
-            LentPage(make_record("a", it, now=now, size_bytes=size, expires_at=now + 86_400), page)
+            Lent.of(make_record("a", it, now=now, size_bytes=size, expires_at=now + 86_400), page)
             for page, it in enumerate(numbers)
         ]
         before = raw.counters(self._folder, self._client.pid)
@@ -96,7 +97,7 @@ class Store:
             self._wake.wait()
             self._wake.clear()
             for event in self._client.poll():
-                if isinstance(event, PageLoaded | PageStored):
+                if isinstance(event, Loaded | Stored):
                     num_left -= 1
                     self.problems += [] if event.ok else [f"{event.reason}"]
         after = raw.counters(self._folder, self._client.pid)

@@ -37,7 +37,8 @@ from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.worker_messages import ControlRequest, LookupDone, StoreOptions
+from tieredkv.storage.tier import LookupDone
+from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 from tieredkv.types import BlockRecord
 
 GROUP, WRITERS, NUM_TENANTS, SHARED_BLOCKS = 64, 8, 10, 64

@@ -36,7 +36,8 @@ from tieredkv.bench import plots
 from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.worker_messages import LentPage, StoreOptions
+from tieredkv.storage.tier import Lent
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class Soak:
             pages = []
             for page_id, record in zip(self.courier.pages_of(user), records, strict=False):
                 self._page(page_id, record.size_bytes)[:] = self._payloads.of(record)
-                pages.append(LentPage(record, page_id))
+                pages.append(Lent.of(record, page_id))
             record_of = {record.block_hash: record for record in records}
             done = self.courier.store(user, pages) if pages else []
             for each in done:
@@ -212,13 +213,13 @@ class Soak:
             if there or random.random() < 0.1
         ]
         pages = [
-            LentPage(block.identity, page_id)
+            Lent.of(block.identity, page_id)
             for block, page_id in zip(wanted, self.courier.pages_of(user), strict=False)
         ]
         if not pages:
             return True
         for page in pages:
-            self._page(page.page_id, page.record.size_bytes)[:] = 0xA5
+            self._page(page.page_id, page.size_bytes)[:] = 0xA5
         asked_at = time.time()
         done = self.courier.load(user, pages)
         used = []

@@ -45,7 +45,8 @@ from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
-from tieredkv.storage.worker_messages import LentPage, LookupDone, PageStored, StoreCall, WorkerUp
+from tieredkv.storage.tier import Lent, LookupDone, Restarted, Stored
+from tieredkv.storage.worker_messages import StoreCall
 from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
 
 BLOCK_BYTES = 8
@@ -65,7 +66,7 @@ class _Worker(StoreClient):
 
     def __init__(self) -> None:
         self.shares: dict[bytes, float] = {}
-        self.lent: list[LentPage] = []
+        self.lent: list[Lent] = []
         self.num_lookups = 0
         self._events = deque[Event]()
 
@@ -73,10 +74,10 @@ class _Worker(StoreClient):
         self.num_lookups += 1
         return self.num_lookups
 
-    def load(self, pages: Sequence[LentPage]) -> None:
+    def load(self, pages: Sequence[Lent]) -> None:
         pass
 
-    def store(self, pages: Sequence[LentPage]) -> None:
+    def store(self, pages: Sequence[Lent]) -> None:
         msgspec.msgpack.encode(StoreCall(list(pages), self.shares))  # the real client does it, too
         self.lent += pages
 
@@ -91,7 +92,7 @@ class _Worker(StoreClient):
 
     def write(self, num_pages: int) -> None:
         done, self.lent = self.lent[:num_pages], self.lent[num_pages:]
-        self._events += [PageStored(page.record.block_hash, page.page_id, "") for page in done]
+        self._events += [Stored(page.block_hash, page.page_id, "") for page in done]
 
     def poll(self) -> list[Event]:
         events = list(self._events)
@@ -311,7 +312,7 @@ def _worker_restarts(entries: int) -> Steps:
     engine = _Engine(entries)
     engine.fill(entries)
     while True:
-        engine.worker.tell(WorkerUp(NO_STATS))
+        engine.worker.tell(Restarted())
         yield engine.step
 
 

@@ -22,7 +22,8 @@ from tieredkv.cache.disk_link import (
 )
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.worker_messages import LookupDone, WorkerUp
+from tieredkv.storage.format.record import Times
+from tieredkv.storage.tier import BlockLife, Lent, LookupDone, Restarted
 from tieredkv.types import BlockHash, BlockRecord
 
 
@@ -46,7 +47,9 @@ class Rig:
     def read(self, index: int) -> BlockHash:
         """Queue a read of one of the blocks."""
         block_hash = chain_of("a", index + 1)[-1]
-        self.link.read(self.store.blocks[block_hash][0], self.page(), time.monotonic())
+        page, record = self.page(), self.store.blocks[block_hash][0]
+        known = Times(record.expires_at, record.computed_at, record.last_used)
+        self.link.read(Lent.of(record, page.block_id), known, page, time.monotonic())
         return block_hash
 
     def write(self, name: str) -> Entry:
@@ -93,8 +96,8 @@ def test_a_loan_ends_when_the_store_returns_the_page_and_says_why_it_failed() ->
     rig.link.check()
     rig.store.complete(0)
     [read] = rig.link.poll()
-    assert isinstance(read, Read) and read.found == rig.store.blocks[block_hash][0]
-    assert (read.record.block_hash, read.reason) == (block_hash, "")
+    assert isinstance(read, Read) and read.found == BlockLife.of(rig.store.blocks[block_hash][0])
+    assert (read.block_hash, read.reason) == (block_hash, "")
     assert not rig.link.is_reading(block_hash) and rig.link.is_writing(entry.block_hash)
     rig.store.complete(0, reason="full")
     [write] = rig.link.poll()
@@ -112,10 +115,10 @@ def test_a_cancelled_read_is_not_waited_for_and_its_page_stays_on_loan() -> None
     rig.link.cancel(chain_of("unknown", 1)[0])
     assert not rig.link.is_coming(block_hash) and rig.link.is_coming(other)
     assert rig.link.is_reading(block_hash)
-    assert [read.record.block_hash for read in rig.link.reads] == [block_hash, other]
+    assert [read.block_hash for read in rig.link.reads] == [block_hash, other]
     rig.store.complete(0)
     [read] = rig.link.poll()
-    assert isinstance(read, Read) and read.record.block_hash == block_hash
+    assert isinstance(read, Read) and read.block_hash == block_hash
 
 
 def test_what_else_the_store_tells_comes_in_the_same_order() -> None:
@@ -126,7 +129,7 @@ def test_what_else_the_store_tells_comes_in_the_same_order() -> None:
     rig.store.answer(0)
     rig.store.complete(0)
     rig.store.restart_empty()
-    assert [type(told) for told in rig.link.poll()] == [LookupDone, Read, WorkerUp]
+    assert [type(told) for told in rig.link.poll()] == [LookupDone, Read, Restarted]
 
 
 @pytest.mark.parametrize(

@@ -376,15 +376,16 @@ def test_a_read_names_the_block_of_the_requests_chain_whatever_is_stored_under_i
     rig = Rig()
     rig.store.put("a", 3)
     for record, _ in list(rig.store.blocks.values()):
-        damaged = {"root": b"x", "parent_hash": b"y", "position": 9, "size_bytes": 1, "hits": 7}
-        rig.store.put_block(msgspec.structs.replace(record, **damaged))
+        where = {"root": b"x", "parent_hash": b"y", "namespace": b"z", "position": 9}
+        rig.store.put_block(msgspec.structs.replace(record, **where, size_bytes=1))
     rig.store.is_held = True
     prefix = rig.queue("a", 3)
     rig.store.answer(0)
     rig.turn(2)
-    named = sorted((job.page.record for job in rig.store.jobs), key=lambda each: each.position)
-    assert [record.root for record in named] == [prefix.root] * 3
-    assert [record.parent_hash for record in named] == [prefix.root, *prefix.hashes[:2]]
-    assert [record.position for record in named] == [0, 1, 2]
-    assert [record.size_bytes for record in named] == [BLOCK_BYTES] * 3
-    assert {record.hits for record in named} == {7}
+    lent = sorted((job.page for job in rig.store.jobs), key=lambda each: each.position or 0)
+    assert [each.block_hash for each in lent] == prefix.hashes
+    assert [each.root for each in lent] == [prefix.root] * 3
+    assert [each.parent_hash for each in lent] == [prefix.root, *prefix.hashes[:2]]
+    assert [each.position for each in lent] == [0, 1, 2]
+    assert [each.namespace for each in lent] == [prefix.namespace] * 3
+    assert [each.size_bytes for each in lent] == [BLOCK_BYTES] * 3

@@ -53,13 +53,8 @@ from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.keys.cipher import encrypt
 from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
-from tieredkv.storage.worker_messages import (
-    LentPage,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    StoreOptions,
-)
+from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 
@@ -291,7 +286,7 @@ class _Disk:
                 first, self._num_stored = self._num_stored, self._num_stored + len(to_store)
                 self._lend(client, deque(range(first, self._num_stored)), to_store, "store")
                 for event in self._returned(client):
-                    is_load = isinstance(event, PageLoaded)
+                    is_load = isinstance(event, Loaded)
                     (to_load if is_load else to_store).append(event.page_id)
                     num_stored += not is_load
                     num_beside += not is_load and start > 0
@@ -303,21 +298,21 @@ class _Disk:
 
     def _lend(self, client: StoreClient, waiting: deque[int], free: list[int], verb: str) -> None:
         """Have the next blocks stored or loaded, as many as there are free pages."""
-        pages, is_store = list[LentPage](), verb == "store"
+        pages, is_store = list[Lent](), verb == "store"
         while waiting and free:
             number, page = waiting.popleft(), free.pop()
             self._lent[page] = number
             self._words[page][STAMPED] = number + 1 if is_store else 0
-            pages.append(LentPage(_record(number, self._arena.page_bytes), page))
+            pages.append(Lent.of(_record(number, self._arena.page_bytes), page))
         if pages:
             (client.store if is_store else client.load)(pages)
 
-    def _returned(self, client: StoreClient) -> list[PageLoaded | PageStored]:
+    def _returned(self, client: StoreClient) -> list[Loaded | Stored]:
         """Wait for pages that come back, and check them."""
-        events = [it for it in self._events(client) if isinstance(it, PageLoaded | PageStored)]
+        events = [it for it in self._events(client) if isinstance(it, Loaded | Stored)]
         for event in events:
             words, number = self._words[event.page_id], self._lent.pop(event.page_id)
-            is_store = isinstance(event, PageStored)
+            is_store = isinstance(event, Stored)
             is_right = is_store or bool(np.all(words[STAMPED] == number + 1))
             if not (event.ok and is_right):
                 reason = event.reason or "the bytes are not those that were stored"

@@ -19,6 +19,7 @@ from tieredkv.cache.pieces import PIECE_BLOCKS
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.results import TouchItem
+from tieredkv.storage.tier import BlockLife, Lent
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 _NEVER, _SOON = sys.maxsize, -1
@@ -70,9 +71,9 @@ class Entry(msgspec.Struct, gc=False):
 _SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
 
 
-def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
+def _shared(entry: Entry) -> dict[str, Any]:
     """Return the fields that an entry and the record of the same block have in common."""
-    return {name: getattr(block, name) for name in _SHARED}
+    return {name: getattr(entry, name) for name in _SHARED}
 
 
 class Catalog:
@@ -289,14 +290,27 @@ class Catalog:
         self._held_by_disk.discard(entry.block_hash)
         entry.queued_second = _NEVER
 
-    def entry_of(self, record: BlockRecord) -> Entry:
-        """Return the entry of a block on disk, without inserting it.
+    def entry_of(self, lent: Lent, life: BlockLife) -> Entry:
+        """Return the entry of a block that was loaded from disk, without inserting it.
 
-        A retention that is no longer configured falls back to what the record itself allows: the
+        A retention that is no longer configured falls back to what the disk itself allows: the
         entry then lives by the disk's deadline.
         """
-        claims = frozenset({record.retention}) & self._policies.names
-        return Entry(**_shared(record), claims=claims, disk_expires_at=record.expires_at)
+        assert lent.parent_hash is not None, "a chain is known"
+        assert lent.position is not None, "a chain is known"
+        return Entry(
+            block_hash=BlockHash(lent.block_hash),
+            parent_hash=BlockHash(lent.parent_hash),
+            root=BlockHash(lent.root),
+            namespace=lent.namespace,
+            position=lent.position,
+            computed_at=life.computed_at,
+            last_used=life.last_used,
+            claims=frozenset({life.retention}) & self._policies.names,
+            pinned_until=life.pinned_until,
+            disk_expires_at=life.expires_at,
+            hits=life.hits,
+        )
 
     def claim(
         self, entries: Sequence[Entry], claims: Set[str], now: float, pinned_until: float = 0.0

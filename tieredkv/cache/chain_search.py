@@ -12,16 +12,19 @@ from itertools import chain
 
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying
+from tieredkv.storage.names import NO_NAMES, Names
 from tieredkv.storage.results import named_blocks
 from tieredkv.types import BlockHash
 
 
-def named(catalog: Catalog, digits: str) -> Pieces[list[BlockHash]]:
-    """Find the blocks whose hash starts with these hex digits; none if there are no digits."""
+def named(catalog: Catalog, digits: str, names: Names = NO_NAMES) -> Pieces[list[BlockHash]]:
+    """Find the blocks whose name starts with these hex digits; none if there are no digits."""
     start, found = bytes.fromhex(digits[: len(digits) // 2 * 2]), list[BlockHash]()
     for entries in cut(catalog.entries() if digits else (), SCANNED_BLOCKS):
-        some = [each.block_hash for each in entries if each.block_hash.startswith(start)]
-        found += [each for each in some if each.hex().startswith(digits)]
+        hashes = [each.block_hash for each in entries]
+        pairs = zip(hashes, names.hide(hashes), strict=True)
+        some = [(block_hash, name) for block_hash, name in pairs if name.startswith(start)]
+        found += [block_hash for block_hash, name in some if name.hex().startswith(digits)]
         yield
     return found
 
@@ -34,6 +37,7 @@ class ChainSearch:
         ids: see `storage.results.ChainInfo`.
         following: further blocks that count as named, since the disk has them.
         before: further blocks that belong to these chains if no other chain uses them.
+        names: which ids are made of.
 
     Iterating yields the blocks; some of them may have left the tiers since, or be on disk only.
 
@@ -47,9 +51,10 @@ class ChainSearch:
         ids: Sequence[str],
         following: Collection[BlockHash] = (),
         before: Collection[BlockHash] = (),
+        names: Names = NO_NAMES,
     ) -> None:
         self.unknown_ids = list[str]()
-        self._catalog, self._ids = catalog, ids
+        self._catalog, self._ids, self._names = catalog, ids, names
         self._following, self._before = following, before
         self._below = set[BlockHash]()  # the named blocks, and those that follow them
         self._above = set[BlockHash]()  # the blocks before them that no other chain uses
@@ -132,16 +137,18 @@ class ChainSearch:
             yield
         most = max(1, SCANNED_BLOCKS // max(1, len(lengths)))
         for some in cut(self._catalog.entries(), most):
-            for entry in some:
+            hidden = self._names.hide([entry.block_hash for entry in some])
+            for entry, name in zip(some, hidden, strict=True):
                 self._levels[entry.position].append(entry)
-                text = entry.block_hash.hex()
+                text = name.hex()
                 for length in lengths:
                     if text[:length] in digits:
                         named.add(text[:length], entry.block_hash)
             yield
         for hashes in cut(self._following, most):
             self._below.update(hashes)
-            starts = {each.hex()[:length] for each in hashes for length in lengths}
+            hidden = self._names.hide(hashes)
+            starts = {each.hex()[:length] for each in hidden for length in lengths}
             on_disk |= starts & digits
             yield
         for id_ in reversed(self._ids):

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.plan import LinkState
@@ -20,16 +18,18 @@ from tieredkv.cache.pool import Block
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.worker_messages import (
-    BlocksGone,
-    ControlRequest,
-    LentPage,
+from tieredkv.storage.format.record import Times
+from tieredkv.storage.tier import (
+    BlockLife,
+    Gone,
+    Lent,
+    Loaded,
     LookupDone,
-    PageLoaded,
-    PageStored,
     ProbeDone,
-    WorkerUp,
+    Restarted,
+    Stored,
 )
+from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.types import BlockHash, BlockRecord
 
 MAX_READ_S = 0.05
@@ -58,20 +58,37 @@ class Read:
     """A block that is being read from disk.
 
     Attributes:
-        record: of the block.
+        lent: the block, as its chain says, and the page.
+        known: the block's times on disk, as the lookup told.
         page: what it is read into; on loan until `poll` returns the read.
         began_at: when that began, in `perf_counter` time.
         is_cancelled: whether no request waits for it any more.
         reason: why it failed, once it has ended; empty if it succeeded.
-        found: what the disk has of the block, if it succeeded.
+        found: what the disk told of the block's life, if it succeeded.
     """
 
-    record: BlockRecord
+    lent: Lent
+    known: Times
     page: Block
     began_at: float
     is_cancelled: bool = False
     reason: str = ""
-    found: BlockRecord | None = None
+    found: BlockLife | None = None
+
+    @property
+    def block_hash(self) -> BlockHash:
+        """Hash of the block."""
+        return BlockHash(self.lent.block_hash)
+
+    @property
+    def namespace(self) -> bytes:
+        """Namespace of the block."""
+        return self.lent.namespace
+
+    @property
+    def last_used(self) -> float:
+        """When the block was last used, as far as is known."""
+        return self.known.last_used
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +110,7 @@ class Write:
     reason: str = ""
 
 
-Told = Read | Write | LookupDone | ProbeDone | BlocksGone | WorkerUp | ControlRequest
+Told = Read | Write | LookupDone | ProbeDone | Gone | Restarted | ControlRequest
 """A read or a write that has ended, or something else that the store has told."""
 
 
@@ -124,8 +141,8 @@ class DiskLink:
         self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
         self._reads: dict[bytes, Read] = {}
         self._writes: dict[bytes, Write] = {}
-        self._to_load: list[LentPage] = []
-        self._to_store: list[LentPage] = []
+        self._to_load: list[Lent] = []
+        self._to_store: list[Lent] = []
 
     # What is under way
 
@@ -186,19 +203,18 @@ class DiskLink:
 
     # Moves
 
-    def read(self, record: BlockRecord, page: Block, now: float) -> None:
+    def read(self, lent: Lent, known: Times, page: Block, now: float) -> None:
         """Queue a read of a block into a page, which is on loan from now on.
 
         Args:
-            record: what the disk has of the block.
+            lent: the block, as its chain says, and the page.
+            known: the block's times on disk, as the lookup told.
             page: what it is read into.
             now: monotonic time.
         """
-        self._reads[record.block_hash] = Read(record, page, time.perf_counter())
+        self._reads[lent.block_hash] = Read(lent, known, page, time.perf_counter())
         self.read_rate.begin(self._block_bytes, now)
-        if record.size_bytes != self._block_bytes:  # whatever size the disk has for that hash
-            record = replace(record, size_bytes=self._block_bytes)
-        self._to_load.append(LentPage(record, page.block_id))
+        self._to_load.append(lent)
 
     def write(self, record: BlockRecord, page: Block, entry: Entry, now: float) -> None:
         """Queue a write of a page, which is on loan from now on.
@@ -211,7 +227,7 @@ class DiskLink:
         """
         self._writes[record.block_hash] = Write(record, page, time.perf_counter(), entry)
         self.write_rate.begin(self._block_bytes, now)
-        self._to_store.append(LentPage(record, page.block_id))
+        self._to_store.append(Lent.of(record, page.block_id))
 
     def send(self) -> None:
         """Start the reads and writes that are queued."""
@@ -236,14 +252,14 @@ class DiskLink:
         """
         counters, size = self._counters, self._block_bytes
         for event in self._store.poll() if self._store is not None else ():
-            if isinstance(event, PageLoaded):
+            if isinstance(event, Loaded):
                 read = self._reads.pop(event.block_hash)
-                read.found, read.reason = event.record, event.reason
+                read.found, read.reason = event.life, event.reason
                 assert read.page.block_id == event.page_id, (read.page, event.page_id)
                 counters.note_move("disk,host", read.began_at)
                 self.read_rate.end(size, event.ended_at, teaches=not event.reason)
                 yield read
-            elif isinstance(event, PageStored):
+            elif isinstance(event, Stored):
                 write = self._writes.pop(event.block_hash)
                 write.reason = event.reason
                 assert write.page.block_id == event.page_id, (write.page, event.page_id)

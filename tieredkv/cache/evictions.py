@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.disk_link import Read
 from tieredkv.cache.pieces import Pieces
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
-from tieredkv.types import BlockRecord, Tier
+from tieredkv.types import Tier
 
-IsWanted = Callable[[Entry | BlockRecord], bool]
+IsWanted = Callable[[Entry | Read], bool]
 """Returns whether a block is to be evicted."""
 
 

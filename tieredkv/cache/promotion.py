@@ -33,8 +33,9 @@ from tieredkv.cache.restores import DISK, HOST, Progress, Restore, Restores
 from tieredkv.cache.stretches import joined, stretches
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import decode_record
-from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId, Tier
+from tieredkv.storage.format.record import times_of
+from tieredkv.storage.tier import Lent
+from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -334,16 +335,16 @@ class Promoter:
 
     def on_read(self, read: Read) -> None:
         """Use what was read from disk, if the read succeeded, and release its page."""
-        tiers, page, block_hash = self._tiers, read.page, BlockHash(read.record.block_hash)
-        record, reason = read.found, read.reason
-        tiers.counters.promoted_disk_blocks += record is not None
-        if record is not None or reason == "missing":
-            if (record or read.record).expires_at <= tiers.clock.now():
+        tiers, page, block_hash = self._tiers, read.page, read.block_hash
+        life, reason = read.found, read.reason
+        tiers.counters.promoted_disk_blocks += life is not None
+        if life is not None or reason == "missing":
+            if (life or read.known).expires_at <= tiers.clock.now():
                 reason = "expired"
             elif page.block_hash is None:
                 reason = "evicted"  # by an operator, during the read
-        if record is not None and not reason:
-            tiers.catalog.add(tiers.catalog.entry_of(record))
+        if life is not None and not reason:
+            tiers.catalog.add(tiers.catalog.entry_of(read.lent, life))
             page.source = Tier.DISK
             tiers.host.fill(page)
             tiers.device.look_again(block_hash)
@@ -354,7 +355,7 @@ class Promoter:
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
             told = _MISS_REASONS.get(reason, "corrupt")
-            self._note_missed(block_hash, told, read.record.expires_at)
+            self._note_missed(block_hash, told, read.known.expires_at)
             if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
                 tiers.catalog.note_not_on_disk(entry)
                 for pool in tiers.pools.values():
@@ -383,11 +384,11 @@ class Promoter:
         tiers.device.release(block for _, block in reversed(copies))
         tiers.host.release(page for page, _ in reversed(copies))
 
-    def evict(self, is_wanted: Callable[[Entry | BlockRecord], bool]) -> None:
+    def evict(self, is_wanted: Callable[[Entry | Read], bool]) -> None:
         """Drop the pages of blocks that are being read and that the filter wants evicted."""
         for read in self._disk_link.reads:
-            if read.page.block_hash and is_wanted(read.record):
-                self._tiers.host.drop(BlockHash(read.record.block_hash))
+            if read.page.block_hash and is_wanted(read):
+                self._tiers.host.drop(read.block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -455,26 +456,23 @@ class Promoter:
             return False
         sealed = prefix.records.get(block_hash)
         assert sealed, block_hash
-        # The worker refuses what is stored under this hash if it is another block than this one.
-        record = msgspec.structs.replace(
-            decode_record(block_hash, sealed).record,
-            parent_hash=prefix.hashes[index - 1] if index else prefix.root,
-            root=prefix.root,
-            namespace=prefix.namespace,
-            position=index,
-            size_bytes=self._tiers.block_bytes,
-            kind=0,
-            part=0,
-            page_form=0,
-        )
-        tenant = record.namespace[:TENANT_BYTES]
-        pages = host.allocate(1, tenant=tenant)
+        pages = host.allocate(1, tenant=prefix.tenant)
         if pages is None:
             self._is_short = is_admitted
             return False
-        host.insert(pages[0], block_hash, tenant)
+        host.insert(pages[0], block_hash, prefix.tenant)
         self._tiers.events.learn(prefix, index, index + 1)
-        self._disk_link.read(record, pages[0], now)
+        # The worker refuses what is stored under this hash if it is another block than this one.
+        lent = Lent(
+            page_id=pages[0].block_id,
+            block_hash=block_hash,
+            root=prefix.root,
+            parent_hash=prefix.hashes[index - 1] if index else prefix.root,
+            position=index,
+            namespace=prefix.namespace,
+            size_bytes=self._tiers.block_bytes,
+        )
+        self._disk_link.read(lent, times_of(sealed), pages[0], now)
         if not is_admitted:
             prefix.prefetched.append(block_hash)
             self._tiers.prefetched[block_hash] += 1

@@ -40,8 +40,9 @@ from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import decode_record, expiry_of
-from tieredkv.storage.worker_messages import BlocksGone, ControlRequest, LookupDone, WorkerUp
+from tieredkv.storage.format.record import times_of
+from tieredkv.storage.tier import Gone, LookupDone, Restarted
+from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.types import BlockHash, Tier
 
 MAX_EXPIRED = 64
@@ -91,8 +92,8 @@ class TieredCache:
             LookupDone: self._on_lookup_done,
             Read: self.promoter.on_read,
             Write: self.demoter.on_written,
-            BlocksGone: lambda gone: tiers.events.note_gone(gone.hashes),
-            WorkerUp: lambda _: self._forget_disk(),
+            Gone: lambda gone: tiers.events.note_gone(gone.hashes),
+            Restarted: lambda _: self._forget_disk(),
             ControlRequest: self.control_requests.append,
         }
 
@@ -268,8 +269,8 @@ class TieredCache:
 
         It is not written again, and it is as old as the copy.
         """
-        if record and _is_alive(entry.block_hash, record, now):
-            known = decode_record(entry.block_hash, record).record
+        if record and _is_alive(record, now):
+            known = times_of(record)
             entry.computed_at = min(entry.computed_at, known.computed_at)
             entry.disk_expires_at = known.expires_at
 
@@ -545,7 +546,7 @@ class TieredCache:
                 elif tiers.disk_link.is_coming(block_hash):
                     block.source = Tier.DISK
                     reading.append(index)
-                elif record and _is_alive(block_hash, record, now):
+                elif record and _is_alive(record, now):
                     block.source = Tier.DISK
                     on_disk.append(index)
                 source = block.source
@@ -589,7 +590,6 @@ class TieredCache:
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
 
 
-def _is_alive(block_hash: BlockHash, record: bytes, now: float) -> bool:
-    """Return whether a record is sound and its block may still be served."""
-    expires_at = expiry_of(block_hash, record)
-    return expires_at is not None and expires_at > now
+def _is_alive(record: bytes, now: float) -> bool:
+    """Return whether the block of a record may still be served."""
+    return times_of(record).expires_at > now

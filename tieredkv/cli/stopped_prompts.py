@@ -1,4 +1,4 @@
-"""Tells what a stopped store has of a prompt: tokenized here, and looked up by hash."""
+"""Tells what a stopped store has of a prompt: tokenized here, looked up by its blocks' names."""
 
 import math
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
 from tieredkv.server.threads import Stop
 from tieredkv.server.tokenizations import make_tokenization
+from tieredkv.storage.names import Names
 from tieredkv.types import BlockHash, KVSpec, Tier
 
 ASKED_BLOCKS = 8192  # in one call
@@ -56,9 +57,10 @@ def inspect(
     request = planned(call, tokenization.of, info, keys, Stop())
     prefixes = Prefixes(settings, spec, fingerprint, Clock(settings.clock_offset_file))
     prefix = prefixes.make(request, request.prompt_token_ids)
-    stored, roots = _look_up(store, prefix.hashes)
+    names = store.names()
+    stored, roots = _look_up(store, prefix.hashes, names)
     others = whole(prefixes.elsewhere(prefix, request.prompt_token_ids, roots))
-    elsewhere = _look_up(store, [*others])[0] if others else set[BlockHash]()
+    elsewhere = _look_up(store, [*others], names)[0] if others else set[BlockHash]()
 
     def why_missed(index: int) -> Pieces[str]:
         yield
@@ -77,15 +79,17 @@ def inspect(
 
 
 def _look_up(
-    store: StoreControl, hashes: Sequence[BlockHash]
+    store: StoreControl, hashes: Sequence[BlockHash], names: Names
 ) -> tuple[set[BlockHash], dict[BlockHash, bytes]]:
     """Return which blocks are stored; if the first is not, also all roots with their namespaces."""
     stored, roots = set[BlockHash](), dict[BlockHash, bytes]()
     for start in range(0, len(hashes), ASKED_BLOCKS):
-        pages = store.pages(Inspect(hashes=[*hashes[start : start + ASKED_BLOCKS]]))
+        some = hashes[start : start + ASKED_BLOCKS]
+        by_name = dict(zip(names.hide(some), some, strict=True))
+        pages = store.pages(Inspect(names=[*by_name]))
         try:
             while True:
-                stored.update(BlockHash(bytes.fromhex(info.block_hash)) for info in next(pages))
+                stored.update(by_name[bytes.fromhex(info.block_hash)] for info in next(pages))
         except StopIteration as ending:
             roots.update(ending.value.get("roots", {}))
     return stored, roots

@@ -2,7 +2,7 @@
 
 This module knows rows, jobs and loans. It does not know the engine: that calls every method, but
 never waits here except in `drain()` and `close()`. How old a chunk is, and what a request asked
-for, is decided by the caller, who puts it into the record.
+for, is decided by the caller, who puts it into the record of what is stored.
 
 A job is any number of rows. It ends when the last of them is back, never by a timeout: if loads
 stand still or the worker says nothing for too long, the worker is killed, and its rows come back
@@ -17,24 +17,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.rates import LinkRate
-from tieredkv.errors import CorruptBlockError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.format.record import decode_record
+from tieredkv.storage.format.record import Times, times_of
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import StoreStats, TouchItem
-from tieredkv.storage.worker_messages import (
-    BlocksGone,
-    ControlRequest,
-    LentPage,
+from tieredkv.storage.tier import (
+    BlockLife,
+    Gone,
+    Lent,
+    Loaded,
     LookupDone,
-    PageLoaded,
-    PageStored,
     ProbeDone,
-    StoreOptions,
-    WorkerUp,
+    Restarted,
+    Stored,
 )
+from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 from tieredkv.types import BlockRecord
 
 _POLL_S = 0.05
@@ -48,12 +47,12 @@ class Job:
 
     Attributes:
         id: the engine's number of the job.
-        records: what each row holds or is to hold, by the row's number.
+        records: what is stored from each row, by the row's number.
         is_load: whether rows are read from disk.
         began_at: when the job was begun, in seconds of the monotonic clock.
         open: rows that are not back yet.
         failed: why rows were not stored or loaded, by the row's number.
-        loaded: the stored record of each row that was loaded.
+        loaded: what the disk told of the life of each row's block that was loaded.
         purge: how many evictions there had been when the engine asked for it.
         is_whole: whether all its rows are known.
         num_lookups: parts of it that wait for the worker to tell what is stored already.
@@ -71,7 +70,7 @@ class Job:
     began_at: float = field(default_factory=time.monotonic)
     open: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
-    loaded: dict[int, BlockRecord] = field(default_factory=dict)
+    loaded: dict[int, BlockLife] = field(default_factory=dict)
     ended_at: float = 0.0
     num_moved: int = 0
     seconds: float = 0.0
@@ -150,7 +149,7 @@ class RowStore:
         self._touched: dict[bytes, TouchItem] = {}
         self._lookups: dict[int, tuple[float, list[bytes]]] = {}  # since when, blocks
         self._late: set[int] = set()  # lookups that are misses by now, as no answer came
-        self._answers: dict[bytes, BlockRecord | None] = {}
+        self._answers: dict[bytes, Times | None] = {}
         self._jobs: dict[int, Job] = {}  # by their numbers
         self._lent: dict[int, _Loan] = {}  # by row
         # Parts of stores that wait for a lookup, by the lookup.
@@ -171,12 +170,12 @@ class RowStore:
         """Note a use of a block; the next `flush()` tells the worker."""
         self._touched[item.block_hash] = item
 
-    def claim(self, stored: BlockRecord, retention: str, now: float) -> TouchItem:
+    def claim(self, block_hash: bytes, computed_at: float, retention: str, now: float) -> TouchItem:
         """Return the use of a stored block by a request of this retention."""
-        times = stored.computed_at, now
-        if (deadline := self._policies.disk_deadline((retention,), *times)) is None:
-            return TouchItem(stored.block_hash, now)
-        return TouchItem(stored.block_hash, now, deadline, retention)
+        deadline = self._policies.disk_deadline((retention,), computed_at, now)
+        if deadline is None:
+            return TouchItem(block_hash, now)
+        return TouchItem(block_hash, now, deadline, retention)
 
     def flush(self) -> None:
         """Send all that was asked since the last call, in one message each."""
@@ -189,8 +188,8 @@ class RowStore:
             items, self._touched = [*self._touched.values()], {}
             self._client.touch(items)
 
-    def take_answers(self) -> dict[bytes, BlockRecord | None]:
-        """Return what became of lookups since the last call: a record, or None for a miss."""
+    def take_answers(self) -> dict[bytes, Times | None]:
+        """Return what became of lookups since the last call: the times, or None for a miss."""
         answers, self._answers = self._answers, {}
         return answers
 
@@ -214,23 +213,23 @@ class RowStore:
 
     # --- jobs ----------------------------------------------------------------------------------
 
-    def load(self, id: int, records: Mapping[int, BlockRecord], lost: Collection[int] = ()) -> None:
+    def load(self, id: int, lent: Sequence[Lent], lost: Collection[int] = ()) -> None:
         """Read blocks into rows.
 
         Args:
             id: the engine's number of the job.
-            records: what `take_answers()` told of each block, by the row that it goes to.
+            lent: rows, each with what the engine knows of the block that goes there.
             lost: rows of the job whose blocks are not known any more.
         """
         assert self._client is not None
         self._note_wait()
         if not any(job.is_load for job in self._jobs.values()):
             self._last_load = time.monotonic()
-        job = self._jobs[id] = Job(id, dict(records), is_load=True, purge=self.num_purges)
+        job = self._jobs[id] = Job(id, {}, is_load=True, purge=self.num_purges)
         job.failed |= dict.fromkeys(lost, "missing")
-        self._lend(job, records)
-        self.read_rate.begin(len(records) * self._arena.page_bytes, time.monotonic())
-        self._client.load([LentPage(record, row) for row, record in records.items()])
+        self._lend(job, lent)
+        self.read_rate.begin(len(lent) * self._arena.page_bytes, time.monotonic())
+        self._client.load(lent)
         self._end_if_over(job)
 
     def store(self, id: int, records: dict[int, BlockRecord], *, purge: int, is_last: bool) -> None:
@@ -304,9 +303,9 @@ class RowStore:
         if not self._is_awaited:
             self._last_event = time.monotonic()
 
-    def _lend(self, job: Job, rows: Mapping[int, BlockRecord]) -> None:
-        job.open |= rows.keys()
-        self._lent |= {row: _Loan(each.block_hash, [job]) for row, each in rows.items()}
+    def _lend(self, job: Job, lent: Sequence[Lent]) -> None:
+        job.open.update(each.page_id for each in lent)
+        self._lent |= {each.page_id: _Loan(each.block_hash, [job]) for each in lent}
 
     def _end_if_over(self, job: Job) -> None:
         if job.is_whole and not job.num_lookups and not job.open and job.id in self._jobs:
@@ -320,13 +319,13 @@ class RowStore:
                 self._store_unknown(*self._unlent.pop(number), sealed)
             case LookupDone(number, sealed) if number in self._lookups:
                 for block_hash in self._lookups.pop(number)[1]:
-                    self._answers[block_hash] = _decoded(block_hash, sealed)
+                    self._answers[block_hash] = _times(block_hash, sealed)
             case LookupDone(number):
                 self._late.discard(number)
-            case PageLoaded() | PageStored():
-                if isinstance(event, PageLoaded):
+            case Loaded() | Stored():
+                if isinstance(event, Loaded):
                     self._last_load = self._last_event
-                self._num_stored_rows -= isinstance(event, PageStored)
+                self._num_stored_rows -= isinstance(event, Stored)
                 self._measure(event)
                 for job in self._lent.pop(event.page_id).jobs:
                     job.open.discard(event.page_id)
@@ -334,8 +333,8 @@ class RowStore:
                     job.ended_at = max(job.ended_at, event.ended_at)
                     if not event.ok:
                         job.failed[event.page_id] = event.reason
-                    elif isinstance(event, PageLoaded) and event.record is not None:
-                        job.loaded[event.page_id] = event.record
+                    elif isinstance(event, Loaded) and event.life is not None:
+                        job.loaded[event.page_id] = event.life
                     self._end_if_over(job)
             case ProbeDone(number, ended_at) if self._probe is not None:
                 assert self._probe[0] == number, "one probe is under way at a time"
@@ -344,17 +343,17 @@ class RowStore:
                 num_lost, self._probe = self._probe[1] - len(ended_at), None
                 if num_lost:
                     self.read_rate.skip(num_lost * self._arena.page_bytes, time.monotonic())
-            case BlocksGone(hashes):
+            case Gone(hashes):
                 self._left += hashes
-            case WorkerUp():
+            case Restarted():
                 self.num_restarts += 1
                 self._has_restarted = True
 
-    def _measure(self, event: PageLoaded | PageStored) -> None:
+    def _measure(self, event: Loaded | Stored) -> None:
         """Learn how fast the disk is from a move that has ended."""
         num_bytes, now = self._arena.page_bytes, event.ended_at or time.monotonic()
-        rate = self.read_rate if isinstance(event, PageLoaded) else self.write_rate
-        is_held_back = isinstance(event, PageStored) and event.is_held_back
+        rate = self.read_rate if isinstance(event, Loaded) else self.write_rate
+        is_held_back = isinstance(event, Stored) and event.is_held_back
         if is_held_back or event.reason in _UNMEASURED:
             rate.skip(num_bytes, now)
         else:
@@ -371,11 +370,12 @@ class RowStore:
         unknown = dict[int, BlockRecord]()
         job.num_lookups -= 1
         for row, offered in records.items():
-            if (stored := _decoded(offered.block_hash, sealed)) is not None:
-                self.touch(self.claim(stored, offered.retention, offered.last_used))
+            if (stored := _times(block_hash := offered.block_hash, sealed)) is not None:
+                claimed = stored.computed_at, offered.retention, offered.last_used
+                self.touch(self.claim(block_hash, *claimed))
             elif (loan := self._lent.get(row)) is None:
                 unknown[row] = offered
-            elif loan.block_hash == offered.block_hash:
+            elif loan.block_hash == block_hash:
                 loan.jobs.append(job)
                 job.open.add(row)
             else:  # of another tenant
@@ -386,10 +386,11 @@ class RowStore:
                 job.failed |= dict.fromkeys([*unknown][room:], "busy")
                 unknown = dict([*unknown.items()][:room])
                 self._num_stored_rows += len(unknown)
-                self._lend(job, unknown)
+                lent = [Lent.of(record, row) for row, record in unknown.items()]
+                self._lend(job, lent)
                 num_bytes = len(unknown) * self._arena.page_bytes
                 self.write_rate.begin(num_bytes, time.monotonic())
-                self._client.store([LentPage(record, row) for row, record in unknown.items()])
+                self._client.store(lent)
             else:  # the operator has evicted blocks since, and these may be among them
                 job.failed |= dict.fromkeys(unknown, "evicted")
         self._end_if_over(job)
@@ -433,10 +434,5 @@ class RowStore:
             self._heard.notify_all()
 
 
-def _decoded(block_hash: bytes, sealed: Mapping[bytes, bytes]) -> BlockRecord | None:
-    if (data := sealed.get(block_hash)) is None:
-        return None
-    try:
-        return decode_record(block_hash, data).record
-    except CorruptBlockError:  # the load of it will say so, too
-        return None
+def _times(block_hash: bytes, found: Mapping[bytes, bytes]) -> Times | None:
+    return None if (record := found.get(block_hash)) is None else times_of(record)

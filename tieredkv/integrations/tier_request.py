@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from tieredkv.integrations.heads import Asked
 from tieredkv.integrations.identity import Identity
 from tieredkv.integrations.restore_choice import Choice
-from tieredkv.types import BlockRecord
+from tieredkv.storage.format.record import Times
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class TierRequest:
         is_announced: whether its chunks are announced to routers.
         asked: chunks that are being looked up.
         shown: all that it asked for, by place.
-        answers: what was found, by chunk; None for a miss.
+        answers: the times of what was found, by chunk; None for a miss.
         choice: whether its head is loaded, once that is known.
         too_long: the group whose head is longer than the engine's memory, and the place at which it
             ends.
@@ -38,7 +38,7 @@ class TierRequest:
     choice: Choice | None = None
     too_long: tuple[int, int] | None = None
     missed_at: int | None = None
-    answers: dict[bytes, BlockRecord | None] = field(default_factory=dict)
+    answers: dict[bytes, Times | None] = field(default_factory=dict)
     _hashes: dict[bytes, bytes] = field(default_factory=dict)  # by key
     _by_place: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
     _computes_from: dict[bytes, int] = field(default_factory=dict)  # by group

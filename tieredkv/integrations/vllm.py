@@ -31,8 +31,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 try:
     import vllm.v1.kv_offload.base as vllm_base
     import vllm.v1.kv_offload.tiering.base as vllm_tiering
@@ -83,6 +81,7 @@ from tieredkv.integrations.vllm_spec import (
 )
 from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.tier import Lent
 from tieredkv.types import DTYPE_BYTES, BlockRecord
 from tieredkv.units import format_bytes
 
@@ -282,8 +281,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def _has(self, request: TierRequest, block_hash: bytes) -> bool:
         """Return whether the disk has a chunk, as far as it has told."""
-        record = request.answers.get(block_hash)
-        return record is not None and self._clock.now() < record.expires_at
+        times = request.answers.get(block_hash)
+        return times is not None and self._clock.now() < times.expires_at
 
     def _should_load(self, request: TierRequest, key: bytes, block_hash: bytes) -> bool:
         """Return whether the head of a request is loaded; choose at its first chunk.
@@ -316,8 +315,8 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def _note_computed(self, request: TierRequest, head: Head, end: int) -> None:
         """Note that a head is computed by choice, and all behind token `end` as it is missing."""
         for block_hash, key in head.chunks.items():
-            if (record := request.answers[block_hash]) is not None:
-                self._ages.note(key, record.computed_at)
+            if (times := request.answers[block_hash]) is not None:
+                self._ages.note(key, times.computed_at)
         if self._tells_positions:
             for group, span in self._spans.items():
                 request.note_computes_from(group.to_bytes(4, "big"), -(-end // span))
@@ -350,8 +349,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         request, now = self._request(req_context), self._clock.now()
         for key in keys:
             block_hash = request.hash(key)
-            if (record := request.answers.get(block_hash)) is not None:
-                self._rows.touch(self._rows.claim(record, request.retention, now))
+            if (times := request.answers.get(block_hash)) is not None:
+                claimed = times.computed_at, request.retention, now
+                self._rows.touch(self._rows.claim(block_hash, *claimed))
 
     def _note_miss(self, request: TierRequest, key: bytes, req_context: Any) -> None:
         """Note that no copy is left of a chunk, so that the request computes it and what follows.
@@ -367,20 +367,27 @@ class TieredKVTier(_Base):  # type: ignore[misc]
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to read chunks into rows."""
         request, keys = self._begin(job_metadata)
-        records = dict[int, BlockRecord]()
-        for row, key in keys.items():
-            found = request.answers.get(request.hash(key))
-            if found is not None:  # the worker refuses what is stored as another chunk than this
-                records[row] = replace(
-                    found,
-                    root=request.root,
-                    namespace=request.namespace,
-                    size_bytes=self._row_bytes,
-                    kind=0,
-                    part=0,
-                    page_form=0,
-                )
-        self._rows.load(job_metadata.job_id, records, keys.keys() - records.keys())
+        known = {row: request.hash(key) for row, key in keys.items()}
+        known = {row: it for row, it in known.items() if request.answers.get(it) is not None}
+        lent = [self._lent(request, row, block_hash) for row, block_hash in known.items()]
+        self._rows.load(job_metadata.job_id, lent, keys.keys() - known.keys())
+
+    def _lent(self, request: TierRequest, row: int, block_hash: bytes) -> Lent:
+        """Return a row for a chunk that is to be loaded.
+
+        vLLM's key of a chunk tells its tokens and all before them. Where it lies in the chain is
+        not expected, since a chunk is also offered by requests that have not shown what is before
+        it.
+        """
+        return Lent(
+            page_id=row,
+            block_hash=block_hash,
+            root=request.root,
+            parent_hash=None,
+            position=None,
+            namespace=request.namespace,
+            size_bytes=self._row_bytes,
+        )
 
     def submit_store(self, job_metadata: Any) -> None:
         """Take chunks that are to be written, if the request asked for the disk."""
@@ -492,9 +499,10 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         request.answers.update(dict.fromkeys(lost))
         if self._announced is not None:
             self._announced.remove(lost)
-        for row, record in job.loaded.items():
-            self._ages.note(keys[row], record.computed_at)
-            self._rows.touch(self._rows.claim(record, request.retention, self._clock.now()))
+        for row, life in job.loaded.items():
+            self._ages.note(keys[row], life.computed_at)
+            claimed = life.computed_at, request.retention, self._clock.now()
+            self._rows.touch(self._rows.claim(request.hash(keys[row]), *claimed))
         num_bytes = len(job.loaded) * self._row_bytes
         self._restores.note_read(request.id, num_bytes, job.ended_at, ok=not job.failed)
 

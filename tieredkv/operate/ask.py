@@ -27,11 +27,12 @@ from tieredkv.errors import (
     TieredKVError,
     named,
 )
-from tieredkv.operate.calls import Call, Df, EvictFilter, Ls, Rotate, Verify
+from tieredkv.operate.calls import Call, Df, EvictFilter, Ls, NamesKey, Rotate, Verify
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
+from tieredkv.storage.names import Names
 from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
@@ -140,6 +141,14 @@ class StoreControl:
         from tieredkv.storage import starts  # loads what most verbs do not need
 
         return {"adopted": starts.adopt(self._options)}
+
+    def names(self) -> Names:
+        """Return what the store calls blocks.
+
+        Raises:
+            MissingKeyError: it is encrypted, and its keys are not there.
+        """
+        return Names(self.answer(NamesKey())["names_key"])
 
     def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one.

@@ -89,7 +89,7 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
 class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
     """One chain, block by block and in every tier; or what the tiers have of a prompt.
 
-    Exactly one of `id`, `prompt` and `hashes` is given.
+    Exactly one of `id`, `prompt` and `names` is given.
 
     Attributes:
         id: names the chain; see `ChainInfo`. It is shown from its first block to the last one that
@@ -100,9 +100,9 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             running server can tokenize it.
         tenant: of the prompt: the SHA-256 of its API key in hex; "" without keys.
         cache_salt, prompt_cache_key: of the prompt, where its body has none.
-        hashes: blocks of a prompt that was tokenized elsewhere, the first one first. Those that are
-            on disk are listed. If the first is not, the answer has all `roots` of the store, each
-            with its namespace.
+        names: what the store calls the blocks of a prompt that was tokenized elsewhere, the first
+            one first; see `storage.names`. Those that are on disk are listed. If the first is not,
+            the answer has all `roots` of the store, each with its namespace.
     """
 
     id: str = ""
@@ -111,7 +111,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
     tenant: str = ""
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
-    hashes: list[bytes] = []
+    names: list[bytes] = []
 
     @property
     def listed_as(self) -> str:  # type: ignore[override]
@@ -120,7 +120,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
 
     def check(self) -> None:
         """Refuse what cannot be an id, and a call that names several things or nothing."""
-        if (bool(self.id), self.prompt is not None, bool(self.hashes)).count(True) != 1:
+        if (bool(self.id), self.prompt is not None, bool(self.names)).count(True) != 1:
             raise ConfigError("give either `id` or `prompt`")
         if self.id and named_blocks(self.id) is None:
             raise ConfigError(f"`{self.id}` is no id: {ID_HINT}")
@@ -289,5 +289,12 @@ class Rotate(Verb, frozen=True, kw_only=True, tag="rotate"):
             raise ConfigError("give either `master_key` or `command`")
 
 
-Call = Df | Ls | Inspect | EvictFilter | Prune | Verify | Rotate
+class NamesKey(Verb, frozen=True, kw_only=True, tag="names_key"):
+    """The key of the names by which the store knows blocks, empty if it is not encrypted."""
+
+    needs_disk: ClassVar[bool] = True
+    is_local: ClassVar[bool] = True
+
+
+Call = Df | Ls | Inspect | EvictFilter | Prune | Verify | Rotate | NamesKey
 VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}

@@ -1,11 +1,11 @@
-"""The blocks that VRAM and host memory hold, as an engine tells of them.
+"""The blocks that VRAM and host memory hold, as an engine tells of them by their names.
 
 An engine tells of its blocks in parts, since it makes them between its steps. This module knows
 neither the engine nor the index.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, takewhile
 from typing import Any, NamedTuple
 
@@ -34,15 +34,11 @@ class RamBlocks(NamedTuple):
     is_told: bool = True
 
     @classmethod
-    def of(
-        cls, parts: Iterable[Part], hide: Callable[[Sequence[bytes]], Sequence[bytes]] = list
-    ) -> "RamBlocks":
+    def of(cls, parts: Iterable[Part]) -> "RamBlocks":
         """Read what an engine tells.
 
         Args:
             parts: as `part_of` makes them; one with `engine` stands for those of a silent engine.
-            hide: turns hashes into what the store knows blocks by. It is given many hashes side by
-                side.
         """
         rows, hashes, kinds, is_told = [np.empty(0, BLOCK)], list[bytes](), list[Kind](), True
         for part in parts:
@@ -50,7 +46,7 @@ class RamBlocks(NamedTuple):
             if not (num_blocks := part.get("num_blocks", 0)):
                 continue
             some = np.frombuffer(part["rows"], BLOCK).copy()
-            own, parents = hide([part["hashes"], part["parents"]])
+            own, parents = part["hashes"], part["parents"]
             starts, parent_starts = (
                 starts_of(np.frombuffer(each, np.uint8).reshape(num_blocks, -1))
                 for each in (own, parents)

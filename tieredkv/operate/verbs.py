@@ -33,7 +33,17 @@ from tieredkv.errors import (
 from tieredkv.operate import inspect as chain_blocks
 from tieredkv.operate import inspection
 from tieredkv.operate import prune as pruning
-from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, Prune, Rotate, Verify
+from tieredkv.operate.calls import (
+    Call,
+    Df,
+    EvictFilter,
+    Inspect,
+    Ls,
+    NamesKey,
+    Prune,
+    Rotate,
+    Verify,
+)
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.ls import listing
@@ -135,10 +145,10 @@ class Verbs:
                 return {} if in_ram.is_told else NO_ANSWER
             case Inspect(prompt=prompt) if prompt is not None:
                 return self._inspect_prompt(call, caller)
-            case Inspect(hashes=hashes) if hashes:
-                blocks = self._read(hashes, caller)
+            case Inspect(names=names) if names:
+                blocks = self._read(names, caller)
                 self._send(blocks, caller)
-                is_known = any(info.block_hash == hashes[0].hex() for info in blocks)
+                is_known = any(info.block_hash == names[0].hex() for info in blocks)
                 return {} if is_known else {"roots": self._roots(caller)}
             case Inspect():
                 blocks = chain_blocks.in_order(self._inspect(call, caller).values())
@@ -150,6 +160,10 @@ class Verbs:
                 return self._prune(call, caller)._asdict()
             case Rotate():
                 return self._finish(self._rotate(call), caller)
+            case NamesKey() if self.store.lacks_keys:
+                raise MissingKeyError(self.store.lacks_keys)
+            case NamesKey():
+                return {"names_key": self.store.names_key}
             case Verify() if self.store.lacks_keys:
                 raise MissingKeyError(self.store.lacks_keys)
             case Verify() if call.erased_key or call.erased_namespace:
@@ -180,25 +194,15 @@ class Verbs:
 
     def _ram_blocks(self, caller: Caller) -> RamBlocks:
         """Ask the engine which blocks it has; of a silent engine none are known."""
-        names = self.store.names
-        return RamBlocks.of(self._ask(Ls(), caller), names.hide if names else list)
+        return RamBlocks.of(self._ask(Ls(), caller))
 
     def _send(self, blocks: Sequence[BlockInfo], caller: Caller) -> None:
         for start in range(0, len(blocks), _PAGE_BLOCKS):
             caller.send_page(ControlPage(blocks=[*blocks[start : start + _PAGE_BLOCKS]]))
 
-    def _read(self, hashes: Sequence[bytes], caller: Caller) -> list[BlockInfo]:
-        """Describe those of some blocks that are on disk, by hashes as the caller knows them.
-
-        Raises:
-            MissingKeyError: the index has names for hashes, and the keys are not there.
-        """
-        if self.store.lacks_keys:
-            raise MissingKeyError(self.store.lacks_keys)
-        if (names := self.store.names) is None:
-            return self._finish(chain_blocks.reading(self.store, hashes), caller)
-        found = self._finish(chain_blocks.reading(self.store, names.hide(hashes)), caller)
-        return names.reveal_infos(found)
+    def _read(self, names: Sequence[bytes], caller: Caller) -> list[BlockInfo]:
+        """Describe those of some blocks that are on disk."""
+        return self._finish(chain_blocks.reading(self.store, names), caller)
 
     def _roots(self, caller: Caller) -> dict[bytes, bytes]:
         return {kind.root: kind.namespace for kind in self._gather(caller).kinds}
@@ -230,8 +234,6 @@ class Verbs:
         if not call.following:
             starts = self._finish(chain_blocks.naming(self.store, last or first), caller)
             known = self._climb(call, starts, caller)
-            if not known and self.store.names is not None:  # which the engine does not know
-                known = self._climb(call, self._ram_blocks(caller).named(last or first), caller)
         if not known and (call.following or last):
             behind = self._choose((call.id,), self._ram_blocks(caller), caller).following
             known = self._climb(replace(call, following=True), behind, caller)
@@ -261,8 +263,7 @@ class Verbs:
                 if "engine" in part:
                     raise _silent_engine()
                 in_ram += msgspec.convert(part.get("blocks", []), list[BlockInfo])
-            names = self.store.names
-            chain_blocks.add(known, in_ram if names is None else names.hide_infos(in_ram))
+            chain_blocks.add(known, in_ram)
             wanted = {*map(bytes.fromhex, known), *chain_blocks.missing_parents(known)}
             if wanted <= told:
                 return known

@@ -1,0 +1,153 @@
+"""What an engine and a tier that backs its memory tell each other: loans of pages, and their ends.
+
+The engine lends a page with the name of a block: to have the block loaded into it, or stored from
+it. It says what it knows of the block from the chain of tokens, so that the tier can tell another
+block that it finds under the same name. Towards the engine a block is called by its hash; the
+store's worker gets and gives the same messages with names in their places (`storage.names`).
+"""
+
+from typing import Self
+
+import msgspec
+
+from tieredkv.types import BlockRecord
+
+
+class BlockLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How long a stored block lives and how it is used; see `BlockRecord`."""
+
+    retention: str
+    computed_at: float
+    expires_at: float
+    last_used: float
+    pinned_until: float = 0.0
+    hits: int = 0
+
+    @classmethod
+    def of(cls, record: BlockRecord) -> Self:
+        """Return what a record says of a block's life."""
+        return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
+
+
+class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A page on loan, and the block that is loaded into it or stored from it.
+
+    A page is on one loan at a time, so the number of the page identifies the loan.
+
+    Attributes:
+        page_id: number of the page in the arena.
+        block_hash, root, namespace, size_bytes: see `BlockRecord`.
+        parent_hash, position: the same; None for a load by an engine that does not know them.
+        kind, part, num_parts, page_form: see `BlockRecord`.
+        life: of a block that is stored; None for a load.
+    """
+
+    page_id: int
+    block_hash: bytes
+    root: bytes
+    parent_hash: bytes | None
+    position: int | None
+    namespace: bytes
+    size_bytes: int
+    kind: int = 0
+    part: int = 0
+    num_parts: int = 1
+    page_form: int = 0
+    life: BlockLife | None = None
+
+    @classmethod
+    def of(cls, record: BlockRecord, page_id: int) -> Self:
+        """Return a page for the block of a record."""
+        fields = {it: getattr(record, it) for it in _IDENTITY}
+        return cls(page_id=page_id, life=BlockLife.of(record), **fields)
+
+    @property
+    def record(self) -> BlockRecord:
+        """The record of a block that is stored."""
+        assert self.life is not None, "a block is stored with its life"
+        fields = {name: getattr(self, name) for name in _IDENTITY}
+        return BlockRecord(**fields, **msgspec.structs.asdict(self.life))
+
+    def is_of(self, record: BlockRecord) -> bool:
+        """Return whether a record that was found under the block's name is that of the block."""
+        return all(
+            expected == getattr(record, name)
+            for name in _IDENTITY
+            if (expected := getattr(self, name)) is not None
+        )
+
+
+_IDENTITY = [name for name in Lent.__struct_fields__ if name in BlockRecord.__struct_fields__]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one loan; `reason` tells why it failed, and is empty if it succeeded."""
+
+    block_hash: bytes
+    page_id: int
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the block was loaded or stored."""
+        return not self.reason
+
+
+class Loaded(Ended, frozen=True, array_like=True, tag="loaded"):
+    """The end of one load.
+
+    Attributes:
+        life: of the block, if `ok`.
+        ended_at: when the bytes had been read, in seconds of the system's monotonic clock.
+    """
+
+    life: BlockLife | None = None
+    ended_at: float = 0.0
+
+
+class Stored(Ended, frozen=True, array_like=True, tag="stored"):
+    """The end of one store; if `ok`, the block survives a kill of every tieredkv process.
+
+    Attributes:
+        is_held_back: whether reads or the write limit delayed the write, so that the time that it
+            took does not tell how fast the disk is.
+        ended_at: when the bytes had been written, in seconds of the system's monotonic clock; 0.0
+            if nothing was written.
+    """
+
+    is_held_back: bool = False
+    ended_at: float = 0.0
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Blocks that have left the tier, for whatever reason, if `StoreOptions.tells_gone`."""
+
+    hashes: list[bytes]
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """Another worker serves the tier, which may have other blocks now."""
+
+
+class LookupDone(msgspec.Struct, frozen=True):
+    """What a lookup found: by block hash, the record as the disk stores it.
+
+    The worker has checked the records. `record.times_of` reads the times of one, as the engine uses
+    few of them at a time.
+    """
+
+    job: int
+    found: dict[bytes, bytes]
+
+
+class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
+    """The end of a probe.
+
+    Attributes:
+        job: of the probe.
+        ended_at: when each block had been read, ascending, in seconds of the system's monotonic
+            clock. Blocks that could not be read have none.
+    """
+
+    job: int
+    ended_at: list[float]
