@@ -52,7 +52,6 @@ from tieredkv.storage.format.record import (
 )
 from tieredkv.storage.keys.cipher import Sealed, decrypt, encrypt
 from tieredkv.storage.keys.use import LivingKeys
-from tieredkv.storage.names import Names
 from tieredkv.storage.own_files import open_own
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
@@ -85,7 +84,6 @@ class SegmentFiles:
     Attributes:
         keys: new payloads are encrypted under these; None if the store is not encrypted, or its
             keys are not there.
-        block_names: hides the hashes of blocks, if there are keys.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class SegmentFiles:
         self.filesystem = filesystem
         self.keys = keys
         self._retentions = retentions
-        self.block_names = None if keys is None else Names(keys.names_key)
         self.direct_io = filesystem.can(DIRECT_IO)
         self.punch_hole = filesystem.can(PUNCHING)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock

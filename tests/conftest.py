@@ -24,7 +24,7 @@ LATE = {
     *("integrations/test_vllm_restore.py", "kernels/test_paged_attention.py"),
     *("sizing/test_whole_cache.py", "storage/test_chain_ids.py", "storage/test_crash_points.py"),
     *("storage/test_disk_floors.py", "storage/test_erasure.py", "storage/test_pruning.py"),
-    *("storage/test_store_machine.py", "storage/test_upgrade.py", "tieredkv/test_chat.py"),
+    *("storage/test_store_machine.py", "tieredkv/test_chat.py"),
     *("tieredkv/test_cli.py", "tieredkv/test_pieces.py"),
 }
 """Files whose tests take a seventh of a second or more on average. They run behind the others, so

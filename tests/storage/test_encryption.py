@@ -1,7 +1,6 @@
 """Encrypted stores: what is on the disk, what is served, and what an attacker reads from a copy."""
 
 import errno
-import hashlib
 import os
 import shutil
 import time
@@ -19,7 +18,6 @@ from tests.fakes import FakeClock
 from tests.golden import refused, told
 from tests.storage.blocks import (
     BLOCK_BYTES,
-    RETENTIONS,
     CheckedStore,
     change_bytes,
     digest,
@@ -34,25 +32,19 @@ from tests.storage.blocks import (
     segment_files,
     stored_hashes,
     sweep,
-    told_by_engine,
     verify,
 )
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.operate.chains import Chains
-from tieredkv.operate.ram import RamBlocks
 from tieredkv.storage.extents import PIECE_BYTES
 from tieredkv.storage.format.header import decode_encryption, decode_header
 from tieredkv.storage.format.planes import WIDTHS
 from tieredkv.storage.format.record import (
     FIRST_ENCRYPTED,
     HEADER_BYTES,
-    Extent,
     Located,
-    decode_record,
-    encode_record,
     header_bytes_for,
     identity_of,
     scope_of,
@@ -62,7 +54,7 @@ from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.names import Names
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.tier import BlockLife, Gone, ProbeDone
-from tieredkv.types import BlockRecord, Tier
+from tieredkv.types import BlockRecord
 
 HOUR_S = 3600
 CODECS = [0, 1, 2]  # without compression, with elements of two and of four bytes
@@ -490,34 +482,6 @@ def test_names_are_turned_back_and_depend_on_the_key() -> None:
         names.hide([b"short"])
 
 
-def test_a_sealed_record_gets_its_hashes_back(encrypted: Encrypted) -> None:
-    names = Names(b"k" * 32)
-    for size in (16, 32):
-        names_of = ("block_hash", "parent_hash", "root")
-        hashes: dict[str, Any] = {name: digest(name)[:size] for name in names_of}
-        record = encrypted.record(**hashes)
-        located = Located(record, Extent(1, 2), BLOCK_BYTES, b"c" * 16)
-        hidden = located._replace(record=names.hide_record(record))
-        sealed = encode_record(hidden, RETENTIONS)
-        [(block_hash, revealed)] = names.reveal_found({hidden.record.block_hash: sealed}).items()
-        assert block_hash == record.block_hash
-        assert decode_record(block_hash, revealed, RETENTIONS) == located
-
-
-def test_what_the_engine_has_is_found_by_name() -> None:
-    chain = [make_record("a", position) for position in range(9)]
-    told = told_by_engine(*((each, [Tier.HOST]) for each in chain))
-    for names in (Names(b"k" * 32), None):
-        records = names.hide_records(chain) if names else chain
-        found = RamBlocks.of([told], names.hide if names else list)
-        hashes = sorted(each.block_hash for each in records)
-        assert found.hashes == hashes
-        assert Chains(*found.table).run.tolist() == [0] * 9
-        for each in hashes:
-            assert found.named(each.hex()[:9]) == found.named(each.hex()) == [each]
-        assert found.named("00" * 32) == []
-
-
 # --- through the worker --------------------------------------------------------------------------
 
 
@@ -557,13 +521,3 @@ def test_an_engine_whose_master_key_is_lost_is_told_so_at_its_start(
     with refused(MissingKeyError):
         harness.open(**options)
     harness.open(**options, master_key=str(tmp_path / "elsewhere"))
-
-
-def test_a_guess_is_not_confirmed_by_a_copy(encrypted: Encrypted) -> None:
-    with encrypted.open() as store:
-        assert store.names is not None
-        guessed = encrypted.record()
-        put(store, store.names.hide_record(guessed))
-    data = on_disk(encrypted.folder)
-    assert guessed.block_hash not in data
-    assert hashlib.sha256(guessed.block_hash).digest() not in data
