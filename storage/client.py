@@ -485,11 +485,11 @@ class StoreClient:
 
     def _hold_folder(self) -> None:
         """Keep a descriptor of the folder that is served now, and close the one kept before."""
-        if self._folder_fd >= 0:
-            os.close(self._folder_fd)
-            self._folder_fd = -1
+        before, self._folder_fd = self._folder_fd, -1
         with contextlib.suppress(OSError):
             self._folder_fd = hold_for_engine(self._options.path)
+        if before >= 0:  # only now, so that the folder is held all the time
+            os.close(before)
 
     def _may_create(self) -> bool:
         """Return whether a start may make a new store at the path.

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -36,6 +37,7 @@ INDEX_FILES = ("data.mdb", "lock.mdb")
 _BUSY_POLL_S = 0.1
 INDEXES = (INDEX, SET_ASIDE, _DRAFT, _COMPLETE)
 _FOLDERS = (*INDEXES, SEGMENTS)
+_WHOLE = struct.Struct("hhqqi4x")  # `struct flock`: kind, whence, start, length, process
 
 
 class StoreFolder:
@@ -257,25 +259,31 @@ def hold_for_engine(path: str) -> int:
         OSError: it cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        text = "`%s`: an eviction while the store worker is down will not know of this engine: %s"
+        logger.warning(text, path, error.strerror)
     return fd
 
 
 def has_engine(folder_fd: int) -> bool:
-    """Return whether an engine uses a folder, also while it has no worker."""
-    fd = -1
+    """Return whether an engine uses a folder, also while it has no worker.
+
+    Nothing is locked, even for a moment, so that an engine that starts just now notes its use.
+    """
     try:
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+    except OSError:
+        return False
+    try:
+        wanted = _WHOLE.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = _WHOLE.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
     except OSError:
         return False
     finally:
-        if fd >= 0:
-            os.close(fd)
-    return False
+        os.close(fd)
+    return bool(kind != fcntl.F_UNLCK)
 
 
 def trouble_with(path: str) -> str:

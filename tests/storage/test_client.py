@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.golden import refused
 from tests.storage.conftest import (
@@ -30,9 +31,10 @@ from tests.storage.conftest import (
 from tests.waiting import HANG_S
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.folder import has_engine, hold_for_engine
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import TouchItem
-from tieredkv.storage.tier import BlockLife, Loaded, LookupDone, Restarted, Stored
+from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Restarted, Stored
 from tieredkv.wire.channel import MAX_QUEUED_BYTES
 
 
@@ -92,7 +94,7 @@ def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> 
     record = make_record("a", 3)
     changes: list[dict[str, Any]] = [
         *({name: b"x" * 32} for name in ("parent_hash", "root", "namespace")),
-        *({name: 4} for name in ("position", "part", "kind", "page_form")),
+        *({name: 4} for name in ("position", "part", "num_parts", "kind", "page_form")),
         {"size_bytes": 4096},
     ]
     for change in changes:
@@ -102,6 +104,19 @@ def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> 
         assert (done.ok, done.reason) == (False, "identity")
         assert mail.lookup([record.block_hash]) == [None]
     assert mail.client.stats().faults == {"identity": len(changes)}
+
+
+def test_a_load_expects_only_what_the_engine_knows_of_the_chain(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    record = make_record("a", 3)
+    mail.store([record])
+    lent = replace(Lent.of(record, 0), parent_hash=None, position=None, life=None)
+    mail.client.load([lent])
+    (done,) = mail.take(Loaded)
+    assert done.ok and done.life == BlockLife.of(record)
+    mail.client.load([replace(lent, root=b"x" * 32)])
+    (done,) = mail.take(Loaded)
+    assert (done.ok, done.reason) == (False, "identity")
 
 
 def test_a_block_nobody_stored_is_missing(harness: Harness) -> None:
@@ -414,6 +429,26 @@ def test_a_worker_that_finds_another_writer_comes_back_when_that_one_goes(
     other.close()
     mail.take(Restarted)
     assert mail.store([make_record("a", 0)])[0].ok
+
+
+def test_a_folder_is_held_for_the_engine_all_the_time(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_held = list[bool]()
+    client = harness.open()
+    folder_fd = os.open(harness.folder, os.O_PATH)
+
+    def hold(path: str) -> int:
+        is_held.append(has_engine(folder_fd))
+        return hold_for_engine(path)
+
+    monkeypatch.setattr("tieredkv.storage.client.hold_for_engine", hold)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    Mailbox(client).take(Restarted)
+    client.close()
+    assert (is_held, has_engine(folder_fd)) == ([True], False)
+    os.close(folder_fd)
 
 
 def test_a_change_of_folder_does_not_change_the_store(

@@ -15,7 +15,7 @@ import pytest
 from tests.golden import refused
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
-from tieredkv.storage.folder import MARKER, StoreFolder, check_unused
+from tieredkv.storage.folder import MARKER, StoreFolder, check_unused, has_engine, hold_for_engine
 
 RECORD = make_record()
 
@@ -427,3 +427,25 @@ def test_a_look_leaves_it_to_the_opening_to_refuse_what_is_no_store(tmp_path: Pa
         check_unused(str(tmp_path / name), patience_s=0.0)
         (tmp_path / "empty").mkdir(exist_ok=True)
     assert [each.name for each in tmp_path.iterdir()] == ["empty"]
+
+
+# --- the engine that uses a folder --------------------------------------------------------------
+
+
+def test_an_engine_that_starts_in_the_middle_of_a_question_is_known_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_fd, held, close = os.open(tmp_path, os.O_PATH), list[int](), os.close
+
+    def hold_and_close(fd: int) -> None:
+        monkeypatch.undo()
+        held.append(hold_for_engine(str(tmp_path)))
+        close(fd)
+
+    monkeypatch.setattr(os, "close", hold_and_close)
+    assert not has_engine(folder_fd)
+    [fd] = held
+    assert has_engine(folder_fd)
+    close(fd)
+    assert not has_engine(folder_fd)
+    close(folder_fd)
