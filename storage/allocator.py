@@ -25,6 +25,7 @@ from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.keys.use import KeyUse
+from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.space import Space
 from tieredkv.storage.tenants import Tenants
 
@@ -51,7 +52,8 @@ class ExtentAllocator:
     other tenants need room; see `tieredkv.storage.tenants`.
 
     `lent` and `_dirty` mirror the pending extents of the last committed transaction. After a failed
-    transaction, `reload` restores them. Only the store's thread uses this class.
+    transaction, `reload` restores them. Only the thread that makes the
+    index's changes uses this class.
 
     Attributes:
         faulty: extents that could not be read or written and are still lent or hold a block.
@@ -87,6 +89,7 @@ class ExtentAllocator:
 
     # --- state ------------------------------------------------------------------------------
 
+    @owned_by("index.thread")
     def reload(self) -> None:
         """Read the pending extents from the index; remove files that a failed transaction made."""
         with self.index.reading() as txn:
@@ -101,6 +104,7 @@ class ExtentAllocator:
         self.space.measure()
 
     @contextmanager
+    @owned_by("index.thread")
     def changing(self) -> Iterator[IndexTxn]:
         """Open one write transaction; if it fails, the state in memory is restored as well."""
         try:
@@ -125,6 +129,7 @@ class ExtentAllocator:
         self._made.clear()
         self.space.measure()
 
+    @owned_by("index.thread")
     def remove(self, txn: IndexTxn, located: Located) -> None:
         """Drop a block's entry and mark its extent as dirty, if that extent exists.
 
@@ -168,6 +173,7 @@ class ExtentAllocator:
 
     # --- lending ----------------------------------------------------------------------------
 
+    @owned_by("index.thread")
     def take(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
         """List up to `count` extents as pending without evicting anything.
 
@@ -192,6 +198,7 @@ class ExtentAllocator:
                     self._add_dirty(extent)
             taken = there + self._take_dirty(extent_bytes, count - len(there))
 
+    @owned_by("index.thread")
     def take_back(self, extent: Extent, *, is_stored: bool) -> None:
         """End the loan of an extent: it now holds a stored block, or it is dirty."""
         if self.lent.pop(extent, None) is None:
@@ -296,6 +303,7 @@ class ExtentAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
+    @owned_by("index.thread")
     def clearing(self) -> Generator[None, None, StorageError | None]:
         """Destroy keys without blocks and dead ones, then erase dirty extents, in short steps.
 
@@ -305,6 +313,7 @@ class ExtentAllocator:
         yield from self.erasing()
         return failed
 
+    @owned_by("index.thread")
     def erasing(self) -> Iterator[None]:
         """Erase dirty extents in short steps, each run at once; then unlink empty segments."""
         start = b""
@@ -341,6 +350,7 @@ class ExtentAllocator:
             runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
             return [[extent for _, extent in run] for _, run in runs]
 
+    @owned_by("index.thread")
     def release_idle(self, needed_bytes: int) -> bool:
         """Give back space that no block needs, until there is room for `needed_bytes`.
 
@@ -374,6 +384,7 @@ class ExtentAllocator:
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
 
+    @owned_by("index.thread")
     def erase(self, first: Extent, num_extents: int = 1) -> bool:
         """Erase the bytes of neighbouring extents; return False if that failed."""
         try:
@@ -388,6 +399,7 @@ class ExtentAllocator:
 
     # --- evicting ---------------------------------------------------------------------------
 
+    @owned_by("index.thread")
     def obtain(self, wanted: Sequence[tuple[int, bytes]]) -> list[Extent | None]:
         """Lend an extent for each pair of a size and a tenant, or None if eviction makes no room.
 
@@ -454,6 +466,7 @@ class ExtentAllocator:
         self.note_evicted(txn, victims)
         return len(victims)
 
+    @owned_by("index.thread")
     def note_evicted(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
         """Count blocks that had to make room."""
         self.num_evicted += len(victims)
@@ -461,11 +474,13 @@ class ExtentAllocator:
         for record in (located.record for located in victims):
             counts.note_evicted(record.retention, now, computed_at=record.computed_at)
 
+    @owned_by("index.thread")
     def enforce_budget(self) -> None:
         """Evict until the files fit into the budget, with room left for the index to grow."""
         while self.space.room_bytes < 0 and self.give_way():
             pass
 
+    @owned_by("index.thread")
     def give_way(self) -> bool:
         """Give back space that no block needs, or evict blocks; return False if nothing is left."""
         if self.release_idle(0):

@@ -12,6 +12,7 @@ from functools import partial
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
+from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.worker_messages import DeleteCall, DeleteDone
 from tieredkv.storage.writes import Writes
 
@@ -39,35 +40,41 @@ class Deletions:
 
     # --- front thread --------------------------------------------------------------------------
 
+    @owned_by("front")
     def begin(self, call: DeleteCall) -> None:
         """Make blocks a miss from now on, and have the index thread delete them."""
         self._doomed.update(call.hashes)
         self.changes.hand(partial(self._delete_beside_writes, call))
 
+    @owned_by("front")
     def without_doomed(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """Take blocks that are being deleted out of the result of a lookup, and return it."""
         for block_hash in self._doomed.keys() & found.keys():
             del found[block_hash]
         return found
 
+    @owned_by("front")
     def _end(self, call: DeleteCall) -> None:
         self._doomed -= Counter(call.hashes)
         self.answer(DeleteDone(call.job))
 
     # --- index thread --------------------------------------------------------------------------
 
+    @owned_by("changes")
     def retry_refused(self) -> None:
         """Try deletions again that the disk refused."""
         for call in self._refused:
             self.writes.add_barrier(partial(self._delete_after_writes, call, is_deleted=False))
         self._refused.clear()
 
+    @owned_by("changes")
     def _delete_beside_writes(self, call: DeleteCall) -> None:
         is_deleted = self._delete(call) and not self.writes.are_under_way
         # These blocks may be among those being written, so they are deleted again after.
         delete_again = partial(self._delete_after_writes, call, is_deleted=is_deleted)
         self.writes.add_barrier(delete_again)
 
+    @owned_by("changes")
     def _delete_after_writes(self, call: DeleteCall, *, is_deleted: bool) -> None:
         if is_deleted or self._delete(call):
             self.front.hand(partial(self._end, call))

@@ -29,6 +29,7 @@ from tieredkv.storage.index_pages import DATA_FILE, read_meta
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_address_space
 from tieredkv.storage.own_files import check_owner, open_own
+from tieredkv.storage.ownership import OwningThread, owned_by
 from tieredkv.storage.verdicts import storage_errors
 
 MAP_BYTES = 64 << 30
@@ -127,6 +128,7 @@ class Index:
         self._opened: Any = None
         self._data_fd = -1
         self._file_end = 0
+        self.thread = OwningThread()  # makes every change
         self._changing = threading.Lock()
         self._open()
 
@@ -204,6 +206,7 @@ class Index:
             yield IndexTxn(txn, dbs, self.retentions)
 
     @contextmanager
+    @owned_by("thread")
     def writing(self) -> Iterator[IndexTxn]:
         """Change the index in one transaction, which is undone if anything raises."""
         env, dbs = self._opened
@@ -299,6 +302,7 @@ class Index:
                 begin = time.monotonic()
         return True
 
+    @owned_by("thread")
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
         draft = os.path.join(self.path, _COMPACTED)
@@ -319,6 +323,7 @@ class Index:
             os.rename(draft, os.path.join(self.path, DATA_FILE))
         self._open()
 
+    @owned_by("thread")
     def become(self, draft: "Index") -> None:
         """Take over the environment of `draft`, whose folder has replaced this one's.
 
@@ -337,6 +342,7 @@ class Index:
         with self.reading() as txn:
             return txn.used_bytes()
 
+    @owned_by("thread")
     def flush(self) -> None:
         """Flush every change so far to the device."""
         with storage_errors(self.path):

@@ -37,6 +37,7 @@ from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.keys.store_keys import open_keys
 from tieredkv.storage.keys.use import KeyUse
+from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.replaced import claim_folder
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
 from tieredkv.storage.space import Space, headroom_bytes
@@ -74,6 +75,7 @@ class BlockStore:
         self.path = allocator.folder.path
         self._folder = allocator.folder
         self.index = allocator.index
+        self.thread = allocator.index.thread  # makes every change
         self.retentions = allocator.index.retentions
         self.files = allocator.files
         self._space = allocator.space
@@ -205,6 +207,7 @@ class BlockStore:
         """
         self.files.read_block(located, into)
 
+    @owned_by("thread")
     def read_failed(self, located: Located, error: StorageError) -> str:
         """Count a failed read, drop the block if its bytes are bad, and return the reason.
 
@@ -225,6 +228,7 @@ class BlockStore:
 
     # --- storing ------------------------------------------------------------------------------
 
+    @owned_by("thread")
     def holds(self, record: BlockRecord) -> bool:
         """Return whether the stored block is as good as this one, so that no write is needed."""
         old = self.locate(record.block_hash)
@@ -233,6 +237,7 @@ class BlockStore:
     def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
         return old.record.computed_at >= new.computed_at and old.extent not in self.allocator.faulty
 
+    @owned_by("thread")
     def reserve_many(
         self, records: Sequence[BlockRecord], packed: Sequence[Packed | None] = ()
     ) -> list[Extent | None]:
@@ -292,12 +297,14 @@ class BlockStore:
         self._failpoint("write:done")
         return written
 
+    @owned_by("thread")
     def write_failed(self, extent: Extent, error: StorageError) -> None:
         """Count a failed write and take its extent back."""
         if self._count_fault(error) == "io_error" and not is_of_memory(error):
             self.allocator.faulty.add(extent)
         self.abandon(extent)
 
+    @owned_by("thread")
     def commit(self, writes: Sequence[Located]) -> list[bool]:
         """Make written blocks findable, in one transaction for each batch.
 
@@ -347,14 +354,17 @@ class BlockStore:
         if self._sync:
             self.files.sync(segments)
 
+    @owned_by("thread")
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
         """Keep a share of the budget for each of these tenants from now on."""
         self.allocator.tenants.keep_shares(shares)
 
+    @owned_by("thread")
     def abandon(self, extent: Extent) -> None:
         """Give back an extent that was not committed; no thread may still write to it."""
         self.allocator.take_back(extent, is_stored=False)
 
+    @owned_by("thread")
     def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
         """Update recency and retention of blocks after a touch, or after a repeated store.
 
@@ -370,6 +380,7 @@ class BlockStore:
                 txn.saw_time(now)
         self.allocator.enforce_budget()
 
+    @owned_by("thread")
     def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
         """Return a call that tries compression and decides on it, to be run on another thread.
 
@@ -384,6 +395,7 @@ class BlockStore:
 
     # --- dropping -----------------------------------------------------------------------------
 
+    @owned_by("thread")
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
         """Drop blocks and return how many; the next sweep erases extents not reused by then."""
         num_deleted, now = 0, self.clock.now()
@@ -392,6 +404,7 @@ class BlockStore:
         self._deleted[reason] += num_deleted
         return num_deleted
 
+    @owned_by("thread")
     def sweeping(self) -> Iterator[None]:
         """Drop expired blocks and erase extents that hold bytes of no stored block, in steps.
 
@@ -416,6 +429,7 @@ class BlockStore:
         if failed is not None:
             raise failed
 
+    @owned_by("thread")
     def take_gone(self) -> list[bytes]:
         """Return the blocks that have left the store since the last call, and are not back.
 
@@ -429,11 +443,13 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
+    @owned_by("thread")
     def ask_for_rebuild(self) -> None:
         """Have the next sweep make the index again."""
         with self._changing() as txn:
             txn.meta.needs_rebuild = True
 
+    @owned_by("thread")
     def stats(self, lifetimes: Lifetimes | None = None) -> StoreStats:
         """Return the store's counters and sizes as of now.
 
@@ -479,6 +495,7 @@ class BlockStore:
         """The current value of `bytes_read` in `stats`; any thread may read it."""
         return self.files.bytes_read
 
+    @owned_by("thread")
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
         if self.allocator.gone is not None:
@@ -570,6 +587,7 @@ class BlockStore:
         check_record(new, self.retentions)
         txn.replace(old, old._replace(record=new))
 
+    @owned_by("thread")
     def drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad, but keep its extent if another block owns it."""
         block_hash = located.record.block_hash

@@ -9,11 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from tieredkv.storage.ownership import OwningThread
+
 
 class Loop:
-    """The event loop of one thread: descriptors, and calls that other threads hand to it."""
+    """The event loop of one thread: descriptors, and calls that other threads hand to it.
 
-    def __init__(self) -> None:
+    Args:
+        thread: is told of this thread, by the first call of `wait`.
+    """
+
+    def __init__(self, thread: OwningThread | None = None) -> None:
+        self._thread = thread or OwningThread()
         self.selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], object]] = deque()
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -25,8 +32,13 @@ class Loop:
         self._calls.append(call)
         os.eventfd_write(self._poke_fd, 1)
 
+    def owns(self) -> bool:
+        """Return whether the calling thread is that of the loop, or the loop has none yet."""
+        return self._thread.owns()
+
     def wait(self, timeout_s: float) -> None:
         """Wait for events or calls, at most `timeout_s`, and handle them."""
+        self._thread.own()
         for key, _ in self.selector.select(timeout_s):
             key.data()
         for _ in range(len(self._calls)):

@@ -18,6 +18,7 @@ from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Located, corrupt, decode_record, padded_bytes
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
+from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.tier import BlockLife, Lent, Loaded, ProbeDone
 from tieredkv.storage.write_share import WriteShare
 
@@ -63,14 +64,17 @@ class Reads:
     _probes: deque[_Probe] = field(default_factory=deque)
     _ended_probes: list[ProbeDone] = field(default_factory=list)
 
+    @owned_by("mover.loop")
     def add(self, pages: Iterable[Lent]) -> None:
         """Have blocks read into these pages, after those that wait already."""
         self._waiting += pages
 
+    @owned_by("mover.loop")
     def probe(self, job: int, hashes: Iterable[bytes]) -> None:
         """Have blocks read for nothing but the time that it takes."""
         self._probes.append(_Probe(job, deque(hashes)))
 
+    @owned_by("mover.loop")
     def refuse_waiting(self) -> None:
         """End the loads and probes that have not been started, because the store closes."""
         for probe in self._probes:
@@ -79,26 +83,31 @@ class Reads:
             self._answer(page, "closing")
         self._waiting.clear()
 
+    @owned_by("mover.loop")
     def take_ended(self) -> list[Loaded]:
         """Return the loads that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
+    @owned_by("mover.loop")
     def take_ended_probes(self) -> list[ProbeDone]:
         """Return the probes that have ended since the last call."""
         ended, self._ended_probes = self._ended_probes, []
         return ended
 
     @property
+    @owned_by("mover.loop")
     def are_under_way(self) -> bool:
         """Whether any load or probe has not ended."""
         return bool(self._waiting or self._num_reading or self._probes)
 
     @property
+    @owned_by("mover.loop")
     def can_start(self) -> bool:
         """Whether to start another load; only as many are started as keep the readers busy."""
         return bool(self._waiting) and self._num_reading < _READS_A_THREAD * self.num_readers
 
+    @owned_by("mover.loop")
     def start(self) -> None:
         """Look several blocks up at once, then have them read.
 

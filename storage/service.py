@@ -6,9 +6,10 @@ Two threads share the work, so that a read never waits for a change:
     index thread    makes every change: stores, touches, deletions, sweeps, and the changes that the
                     command line's verbs ask for (the verbs run on threads of their own)
 
-Each of the two has a `Loop`; other threads hand it calls through that loop. Reader and writer
-threads only move payloads. LMDB's readers never wait for its writer, so a commit, a flush to the
-device or a sweep that takes ten seconds delays no lookup, no load and no answer.
+Each of the two has a `Loop`; other threads hand it calls through that loop. What belongs to one of
+them fails when another thread calls it: see `ownership`. Reader and writer threads only move
+payloads. LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep
+that takes ten seconds delays no lookup, no load and no answer.
 
 This module knows both threads from their start to their end, and which of them does what. The
 modules `reads`, `writes`, `deletions`, `touches`, `sweeper` and `verbs` know how it is done. All
@@ -76,7 +77,7 @@ class StoreService:
         self._launch = launch
         self._channel = channel
         self._arena = arena
-        self._front, self._changes = Loop(), Loop()  # of the front thread and the index thread
+        self._front, self._changes = Loop(), Loop(store.thread)  # of the front and index thread
         num_writers = options.writers(is_encrypted=store.keys is not None)
         self._readers = ThreadPoolExecutor(options.num_readers)
         self._writers = ThreadPoolExecutor(num_writers)
@@ -150,6 +151,7 @@ class StoreService:
         self._tell_engine(messages.WorkerUp(self._stats, self._store.names_key))
         self._server.start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
+        changing.add_done_callback(lambda _: self._store.thread.disown())
 
         def end() -> None:
             changing.result()  # its error, if any, is raised in the front thread

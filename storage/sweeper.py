@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.ownership import owned_by
 
 _OVER = object()
 
@@ -32,10 +33,12 @@ class Sweeper:
     _next_at: float = 0.0  # at once: blocks may have expired while no worker ran
 
     @property
+    @owned_by("store.thread")
     def wait_s(self) -> float:
         """Seconds until there is something to do."""
         return 0.0 if self._steps is not None else max(0.0, self._next_at - time.monotonic())
 
+    @owned_by("store.thread")
     def step(self) -> None:
         """Begin a sweep if one is due; take one step of a sweep under way."""
         if self._steps is None:

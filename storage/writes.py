@@ -24,6 +24,7 @@ from tieredkv.storage.format.record import Extent, Located, padded_bytes
 from tieredkv.storage.index_txn import TXN_BLOCKS
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.mover import Mover
+from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.tier import Lent, Stored
 from tieredkv.storage.write_share import WriteShare
 from tieredkv.types import BlockRecord
@@ -104,6 +105,7 @@ class Writes:
 
     # --- what comes and goes -------------------------------------------------------------------
 
+    @owned_by("mover.loop")
     def add(self, pages: Iterable[Lent]) -> None:
         """Have the blocks in these pages written, after those that wait already."""
         for page in pages:
@@ -112,10 +114,12 @@ class Writes:
             else:
                 self._waiting.append(WriteTask(page.page_id, record))
 
+    @owned_by("mover.loop")
     def add_barrier(self, call: Callable[[], None]) -> None:
         """Call a function once every store before it is committed and none after it has begun."""
         self._waiting.append(call)
 
+    @owned_by("mover.loop")
     def try_again(self) -> None:
         """Try whether a block can be stored, if the last ones could not and none is under way.
 
@@ -151,22 +155,26 @@ class Writes:
             self.store.write_failed(extent, error)
             self._note_refusal(trial, error)
 
+    @owned_by("mover.loop")
     def hurry(self) -> None:
         """Give way to nothing from now on, because the store closes."""
         self._is_hurried = True
 
+    @owned_by("mover.loop")
     def take_ended(self) -> list[Stored]:
         """Return the stores that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     @property
+    @owned_by("mover.loop")
     def are_under_way(self) -> bool:
         """Whether any store has not ended, or any barrier's function was not called."""
         waiting = self._waiting or self._packed or self._reserved
         return bool(waiting or self._num_writing or self._written)
 
     @property
+    @owned_by("mover.loop")
     def wait_s(self) -> float:
         """Seconds until there is something to do that no thread hands over."""
         waits_s = [math.inf]
@@ -176,6 +184,7 @@ class Writes:
             waits_s.append(max(self.store.write_limit.wait_s(), min(self.share.wait_s, _POLL_S)))
         return max(0.0, min(waits_s))
 
+    @owned_by("mover.loop")
     def step(self) -> None:
         """Start what may be started, and commit the group of written blocks if it is due."""
         self._start()
@@ -251,6 +260,7 @@ class Writes:
             task.num_in_vain = num_written
             raise _GivesWayError
 
+    @owned_by("mover.loop")
     def _end_task(self, task: WriteTask, error: StorageError | None) -> None:
         self._num_writing -= 1
         task.is_held_back |= self._is_held_back or self.share.wait_s > 0

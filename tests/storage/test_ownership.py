@@ -1,0 +1,91 @@
+"""Which thread may call what: a call from another thread fails at once."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.blocks import load, make_record, open_store, payload_of, put
+from tieredkv.errors import IntegrityError
+from tieredkv.storage.allocator import ExtentAllocator
+from tieredkv.storage.deletions import Deletions
+from tieredkv.storage.index import Index
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.loop import Loop
+from tieredkv.storage.reads import Reads
+from tieredkv.storage.sweeper import Sweeper
+from tieredkv.storage.writes import Writes
+
+FOR_ANY_THREAD: dict[type, set[str]] = {
+    BlockStore: {
+        "find",
+        "locate",
+        "read_payload",
+        "write_payload",
+        "bytes_read",
+        "note_damaged",
+        "flush_payloads",
+    }
+    | {"open", "check_place", "close"},
+    ExtentAllocator: {"is_retired", "pending_bytes", "idle_bytes"},
+    Index: {"reading", "part", "keep_ahead", "reading_ahead", "looking_over", "is_sound"}
+    | {"file_bytes", "used_bytes", "close"},
+    Writes: set(),
+    Reads: set(),
+    Sweeper: set(),
+    Deletions: set(),
+}
+"""What reads only, or is called while there is one thread."""
+
+
+def methods_of(kind: type) -> dict[str, Any]:
+    """Return the public methods and properties of a class, as the functions that they call."""
+    found = dict[str, Any]()
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else member
+        if not name.startswith("_") and callable(getattr(function, "__func__", function)):
+            found[name] = function
+    return found
+
+
+@pytest.mark.parametrize("kind", FOR_ANY_THREAD)
+def test_each_method_is_owned_by_a_thread_or_for_any(kind: type) -> None:
+    methods = methods_of(kind)
+    assert {name for name in methods if not hasattr(methods[name], "owned_by")} == (
+        FOR_ANY_THREAD[kind]
+    )
+
+
+def in_another_thread(call: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(call).result()
+
+
+def test_only_the_thread_that_owns_a_store_may_change_it(tmp_path: Path) -> None:
+    record = make_record()
+    with open_store(tmp_path / "store") as store:
+        assert put(store, record) == [True]
+        in_another_thread(store.thread.own)
+        with pytest.raises(IntegrityError, match=r"`BlockStore.delete` is called by the thread"):
+            store.delete([record.block_hash], "test")
+        with pytest.raises(IntegrityError), store.index.writing():
+            pass
+        with pytest.raises(IntegrityError):
+            store.allocator.enforce_budget()
+        assert load(store, record) == payload_of(record)
+        in_another_thread(lambda: store.delete([record.block_hash], "test"))
+        assert load(store, record) is None
+        store.thread.own()
+        store.check()
+
+
+def test_a_loop_is_owned_by_the_thread_that_waits(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        loop = Loop(store.thread)
+        assert loop.owns() and store.thread.owns()
+        in_another_thread(lambda: loop.wait(0.0))
+        assert not loop.owns() and not store.thread.owns()
+        loop.wait(0.0)
+        assert loop.owns() and store.thread.owns()
