@@ -24,6 +24,7 @@ from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
+from tieredkv.engine.store_options import guard_names_key
 from tieredkv.errors import BlocksLostError, RequestError, StorageError, TieredKVError
 from tieredkv.garbage import look_seldom
 from tieredkv.wire.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
@@ -70,6 +71,7 @@ class EngineProcess:
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         start = self._inbox.get()
         assert isinstance(start, Start), start
+        guard_names_key(start.settings)
         logging.basicConfig(
             level=start.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
         )

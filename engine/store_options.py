@@ -1,6 +1,7 @@
-"""How the settings say that the store is opened."""
+"""How the settings say that the store is opened, and what this process does with its names key."""
 
 from tieredkv.config import Settings
+from tieredkv.storage.limits import forbid_core_files
 from tieredkv.storage.worker_messages import StoreOptions
 
 
@@ -33,3 +34,12 @@ def store_options(
         clock_offset_file=settings.clock_offset_file,
         tells_gone=tells_gone,
     )
+
+
+def guard_names_key(settings: Settings) -> None:
+    """Have a crash of this process leave no core file if it is given the names key of a store.
+
+    NOTE: called by our own processes only. A library leaves the limits of the user's process alone.
+    """
+    if settings.disk_dir is not None and settings.disk_encryption == "on":
+        forbid_core_files()

@@ -132,6 +132,9 @@ def generate(
     set_up_logging("WARNING")
     cache_salt = options.pop("cache_salt")
     params = tieredkv.SamplingParams(**options)
+    from tieredkv.engine.store_options import guard_names_key
+
+    guard_names_key(loaded.settings)
     with ending_progress(), tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
         _print_answers(answers, loaded.settings.model, as_json=as_json)  # before a long close

@@ -19,6 +19,7 @@ from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.prefixes import Prefixes
+from tieredkv.engine.store_options import guard_names_key
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Inspect
 from tieredkv.server.inspected import planned
@@ -57,6 +58,7 @@ def inspect(
     request = planned(call, tokenization.of, info, keys, Stop())
     prefixes = Prefixes(settings, spec, fingerprint, Clock(settings.clock_offset_file))
     prefix = prefixes.make(request, request.prompt_token_ids)
+    guard_names_key(settings)
     names = store.names()
     stored, roots = _look_up(store, prefix.hashes, names)
     others = whole(prefixes.elsewhere(prefix, request.prompt_token_ids, roots))
