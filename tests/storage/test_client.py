@@ -60,7 +60,7 @@ def test_blocks_come_back_bit_for_bit_and_lookups_tell_which(harness: Harness) -
     assert {done.page_id for done in loaded} == set(range(NUM_PAGES))
     for done in loaded:
         assert done.ok, done.reason
-        assert done.life in map(BlockLife.of, chain)
+        assert done.life in [*map(BlockLife.of, chain)]
         mail.assert_right(done)
     assert mail.client.pending_pages == frozenset()
     assert mail.client.stats().blocks == NUM_PAGES

@@ -493,7 +493,7 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     assert box.lookup(hashes) == chain
     for done in box.load(chain):
         assert done.ok
-        assert done.life in map(BlockLife.of, chain)
+        assert done.life in [*map(BlockLife.of, chain)]
         box.assert_right(done)
     box.client.close()
     data = on_disk(harness.folder)

@@ -4,6 +4,7 @@ from tests.golden import refused
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.storage.tier import BlockLife, Lent
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 NOW = 1_000_000.0
@@ -121,9 +122,13 @@ def test_a_second_copy_never_makes_a_block_younger() -> None:
     assert catalog.deadline(entry) == NOW - 1000 + DAY_S
 
 
+def from_disk(catalog: Catalog, record: BlockRecord) -> Entry:
+    return catalog.entry_of(Lent.of(record, 0), BlockLife.of(record))
+
+
 def test_a_block_from_disk_counts_its_age_from_its_compute() -> None:
     catalog = make_catalog()
-    entry = catalog.add(catalog.entry_of(make_record(computed_at=NOW - 5000)))
+    entry = catalog.add(from_disk(catalog, make_record(computed_at=NOW - 5000)))
     assert entry.is_on_disk
     catalog.claim([entry], {"24h"}, NOW)
     assert catalog.deadline(entry) == NOW - 5000 + DAY_S
@@ -131,7 +136,7 @@ def test_a_block_from_disk_counts_its_age_from_its_compute() -> None:
 
 def test_a_record_of_an_unknown_retention_lives_as_long_as_the_record_says() -> None:
     catalog = make_catalog()
-    entry = catalog.add(catalog.entry_of(make_record(retention="7d")))
+    entry = catalog.add(from_disk(catalog, make_record(retention="7d")))
     assert catalog.deadline(entry) == NOW + DAY_S
     assert catalog.disk_deadline(entry, NOW) is None
     catalog.claim([entry], {"in_memory"}, NOW)

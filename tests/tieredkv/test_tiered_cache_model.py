@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fake_store import BLOCK_BYTES, Rig
 from tieredkv.cache import room
+from tieredkv.cache.catalog import Entry
+from tieredkv.cache.disk_link import Read
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.config import Restore
@@ -184,7 +186,11 @@ class TieredCacheMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"))
     def evict(self, name: str) -> None:
         root = self.rig.prefix(name, 0).root
-        self.rig.cache.evict(lambda entry: entry.root == root)
+
+        def is_wanted(block: Entry | Read) -> bool:
+            return (block.lent if isinstance(block, Read) else block).root == root
+
+        self.rig.cache.evict(is_wanted)
 
     @rule(is_down=st.booleans())
     def worker(self, is_down: bool) -> None:

@@ -465,11 +465,11 @@ class TieredKVTier(_Base):  # type: ignore[misc]
 
     def _take(self, jobs: Iterable[Job]) -> None:
         verdicts = Counter[str]()
-        for block_hash, record in self._rows.take_answers().items():
+        for block_hash, times in self._rows.take_answers().items():
             for request in self._asking.pop(block_hash, ()):
                 request.asked.discard(block_hash)
-                request.answers[block_hash] = record
-                verdicts["miss" if record is None else "hit"] += 1
+                request.answers[block_hash] = times
+                verdicts["miss" if times is None else "hit"] += 1
         for verdict, num in verdicts.items():
             self._stats.count("tieredkv_lookups", num, verdict)
         for job in jobs:
