@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.fake_store import Rig, chain_of
+from tests.fake_store import Rig, chain_of, root_of
 from tieredkv.cache import catalog, chain_search, departed
 from tieredkv.config import Settings
 from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices, verbs
@@ -20,6 +20,9 @@ from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.operate.models import KnownModel
+from tieredkv.operate.ram import RamBlocks
+from tieredkv.storage.names import Names
+from tieredkv.storage.results import chain_id
 from tieredkv.types import KVSpec, Tier
 
 NUM_BLOCKS = 40
@@ -236,6 +239,32 @@ def test_a_block_that_is_loaded_from_disk_again_during_an_eviction_goes_too() ->
     for _ in asking:
         pass
     assert (rig.on_device("a", 12), rig.on_host("a", 12)) == ([], [])
+
+
+def test_an_operator_calls_blocks_by_the_names_that_the_store_has_for_them() -> None:
+    rig, names = Rig(), Names(b"k" * 32)
+    rig.store.names = names
+    rig.run("a", 4)
+    rig.run("b", 2)
+    hashes = chain_of("a", 4)
+    hidden = names.hide([root_of("a"), *hashes])
+    chain = chain_id(hidden[1], hidden[4])
+    operator = Operator(rig)
+    operator.answer(Ls())
+    told = RamBlocks.of(operator.parts[1:])
+    assert {*told.hashes} == {*hidden[1:], *names.hide(chain_of("b", 2))}
+    for call in (Inspect(id=chain), Inspect(id=hidden[1].hex(), following=True)):
+        operator = Operator(rig)
+        operator.answer(call)
+        blocks = [each for part in operator.parts for each in part.get("blocks", ())]
+        pairs = [(each["parent_hash"], each["block_hash"]) for each in blocks]
+        wanted = [(before.hex(), name.hex()) for before, name in pairwise(hidden)]
+        assert sorted(pairs) == sorted(wanted)
+    of_hash = chain_id(hashes[0], hashes[3])
+    for ids, num_blocks, unknown_ids in (((of_hash,), 0, [of_hash]), ((chain,), 4, [])):
+        answer = Operator(rig).answer(EvictFilter(ids=ids))
+        assert (answer["evicted_blocks"], answer["unknown_ids"]) == (num_blocks, unknown_ids)
+    assert {entry.block_hash for entry in rig.tiers.catalog.entries()} == {*chain_of("b", 2)}
 
 
 def test_works_that_are_asked_for_together_go_on_by_turns(rig: Rig) -> None:

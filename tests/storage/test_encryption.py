@@ -37,6 +37,7 @@ from tests.storage.blocks import (
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import MissingKeyError, StorageError
+from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.extents import PIECE_BYTES
 from tieredkv.storage.format.header import decode_encryption, decode_header
@@ -55,6 +56,7 @@ from tieredkv.storage.names import Names
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.tier import BlockLife, Gone, ProbeDone
 from tieredkv.types import BlockRecord
+from tieredkv.wire.channel import FrameChannel
 
 HOUR_S = 3600
 CODECS = [0, 1, 2]  # without compression, with elements of two and of four bytes
@@ -509,6 +511,34 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     (gone,) = box.take(Gone)
     assert gone.hashes == hashes[1:2]
     assert box.lookup(hashes)[1] is None
+
+
+def test_no_hash_is_sent_to_the_worker_and_its_names_outlive_it(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = list[bytes](), FrameChannel.send
+
+    def tell(channel: FrameChannel[Any], message: msgspec.Struct) -> None:
+        sent.append(msgspec.msgpack.encode(message))
+        send(channel, message)
+
+    monkeypatch.setattr(FrameChannel, "send", tell)
+    client = harness.open(encryption="on", key_dir=str(tmp_path / "keys"))
+    box, chain = Mailbox(client), make_chain("a", 3)
+    hashes = [each.block_hash for each in chain]
+    box.store(chain)
+    box.load(chain)
+    box.lookup(hashes)
+    client.probe(hashes)
+    client.touch([TouchItem(each, time.time()) for each in hashes])
+    client.delete(hashes[2:], "test")
+    names = client.names.hide(hashes)
+    client.close()
+    data = b"".join(sent)
+    assert [each in data for each in (*hashes, *names)] == [False] * 3 + [True] * 3
+    assert client.names.hide(hashes) == names
+    found = StoreControl(harness.folder, key_dir=str(tmp_path / "keys")).names()
+    assert found.hide(hashes) == names
 
 
 def test_an_engine_whose_master_key_is_lost_is_told_so_at_its_start(
