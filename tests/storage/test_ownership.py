@@ -30,7 +30,7 @@ FOR_ANY_THREAD: dict[type, set[str]] = {
     }
     | {"note_damaged", "open", "check_place", "close"},
     ExtentAllocator: {"is_retired", "pending_bytes", "idle_bytes"},
-    Index: {"reading", "part", "keep_ahead", "reading_ahead", "looking_over", "is_sound"}
+    Index: {"reading", "keep_ahead", "reading_ahead", "looking_over", "is_sound"}
     | {"file_bytes", "used_bytes", "close"},
     Writes: set(),
     Reads: set(),
