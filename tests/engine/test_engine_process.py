@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +86,7 @@ def test_an_engine_that_is_given_a_names_key_leaves_no_core_file(
 
     monkeypatch.setattr(store_options, "forbid_core_files", lambda: calls.append(None))
     monkeypatch.setattr(engine_process, "EngineCore", refuse)
-    monkeypatch.setattr(os, "_exit", sys.exit)  # ends the receiving thread, not the process
+    monkeypatch.setattr(os, "_exit", lambda _: None)  # only the receiving thread ends
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     server.send(Start(settings=Settings(model="m", **options)))
     channel = FrameChannel(theirs, msgspec.msgpack.Decoder(ToEngine), MAX_ENGINE_FRAME_BYTES)
