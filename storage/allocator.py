@@ -52,8 +52,7 @@ class ExtentAllocator:
     other tenants need room; see `tieredkv.storage.tenants`.
 
     `lent` and `_dirty` mirror the pending extents of the last committed transaction. After a failed
-    transaction, `reload` restores them. Only the thread that makes the
-    index's changes uses this class.
+    transaction, `reload` restores them. Only the thread that changes the index uses this class.
 
     Attributes:
         faulty: extents that could not be read or written and are still lent or hold a block.
