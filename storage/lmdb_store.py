@@ -90,6 +90,8 @@ class BlockStore:
         self._failpoint = allocator.failpoint
         with self.index.reading() as txn:
             self._faults = Counter(txn.meta.faults)  # since the store was created
+        if self.keys is not None:
+            self._faults.update(self.keys.faults)
         self._reported: set[str] = set()
         self._counting = threading.Lock()  # both reading and changing threads count faults
         self._deleted: Counter[str] = Counter()
@@ -129,11 +131,11 @@ class BlockStore:
             with storage_errors(options.path):
                 folder = claim_folder(options)
                 undo.callback(folder.release)
+                filesystem = Filesystem.explore(folder.path)
+                filesystem.check()
                 keys, why = open_keys(folder, options)
                 if keys is not None:
                     undo.callback(keys.close)
-                filesystem = Filesystem.explore(folder.path)
-                filesystem.check()
                 prepare(folder)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
                 names = folder.retentions

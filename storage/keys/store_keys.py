@@ -111,10 +111,13 @@ class StoreKeys:
 
     Attributes:
         table: the key table, which is locked until `close`.
+        faults: what the opening has found: `key_slot`, damaged slots; `key_table`, blocks that were
+            removed since both headers of the table were damaged.
     """
 
     def __init__(self, place: KeyPlace, table: KeyTable) -> None:
         self.place, self.table = place, table
+        self.faults = {"key_slot": table.num_lost} if table.num_lost else {}
 
     def rotate(self, path: str | None, command: str | None) -> str:
         """Replace the master key; no payload is rewritten. Returns where the new one is.
@@ -205,7 +208,9 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | 
             folder.begin_anew()
             folder.mark(id="", stamp="")
             destroy_table(place)
-            return _make(folder, options), ""
+            keys = _make(folder, options)
+            keys.faults["key_table"] = emptied.num_blocks
+            return keys, ""
         case Start.OPEN:
             table = place.open()
             try:

@@ -233,16 +233,17 @@ def test_a_store_in_use_names_its_writer(generate: Run, tmp_path: Path) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a stopped store that holds the 12 blocks of `TEXT`; each test copies it."""
     folder = tmp_path_factory.mktemp("made") / "kv"
-    with LLM(
-        "tiny-random", retention="24h", disk_dir=folder, device_size="2MiB", host_size="2MiB"
-    ) as llm:
+    sizes = {"device_size": "2MiB", "host_size": "2MiB", "disk_key_dir": folder.with_name("keys")}
+    with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
         llm.generate(TEXT, GREEDY)
     return folder
 
 
 @pytest.fixture
-def store(made: Path, tmp_path: Path) -> Path:
-    """Return a copy of the store that a test may damage."""
+def store(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the store that a test may damage, with a copy of its keys."""
+    keys = shutil.copytree(made.with_name("keys"), tmp_path / "keys")
+    monkeypatch.setenv("TIEREDKV_DISK_KEY_DIR", str(keys))
     return Path(shutil.copytree(made, tmp_path / "kv"))
 
 

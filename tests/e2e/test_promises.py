@@ -170,16 +170,18 @@ def flip_everywhere(folder: Path, every: int, seed: int) -> None:
     ],
 )
 def test_flipped_bytes_cost_blocks_and_never_a_token(
-    every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = tmp_path / "store"
+    store, keys, verified_keys = (tmp_path / name for name in ("store", "keys", "verified_keys"))
     prompts = [prompt(seed, 600) for seed in range(4)]
-    with LLM("tiny-random", retention="24h", disk_dir=store, **SIZES) as llm:
+    options = {"retention": "24h", "disk_dir": store, "disk_key_dir": keys, **SIZES}
+    with LLM("tiny-random", **options) as llm:
         cold = [llm.generate(tokens, GREEDY)[0].token_ids for tokens in prompts]
     flip_everywhere(store, every, seed=1)
     verified = Path(shutil.copytree(store, tmp_path / "verified"))
+    shutil.copytree(keys, verified_keys)
 
-    with LLM("tiny-random", retention="24h", disk_dir=store, **SIZES) as llm:
+    with LLM("tiny-random", **options) as llm:
         again = [llm.generate(tokens, GREEDY)[0] for tokens in prompts]
         stats: Any = llm.tier_stats()
         llm.core.cache.check()
@@ -190,6 +192,7 @@ def test_flipped_bytes_cost_blocks_and_never_a_token(
     assert sum(stats["disk"]["faults"].values()) > 0
 
     capfd.readouterr()
+    monkeypatch.setenv("TIEREDKV_DISK_KEY_DIR", str(verified_keys))
     answers = []
     for exit_code in (1, 0):
         assert main(["verify", "--disk-dir", str(verified), "--json"]) == exit_code
@@ -203,7 +206,8 @@ def test_flipped_bytes_cost_blocks_and_never_a_token(
         "by_reason": {},
         "repaired": 0,
     }
-    with LLM("tiny-random", retention="24h", disk_dir=verified, **SIZES) as llm:
+    options |= {"disk_dir": verified, "disk_key_dir": verified_keys}
+    with LLM("tiny-random", **options) as llm:
         assert [llm.generate(tokens, GREEDY)[0].token_ids for tokens in prompts] == cold
 
 

@@ -1,5 +1,6 @@
 """Whose keys a store has: what a start makes and refuses, copies, and writers of the volume."""
 
+import logging
 import os
 import shutil
 import stat
@@ -221,6 +222,22 @@ def test_keys_may_move_with_their_folder(place: Place) -> None:
     place.key_dir = moved
     with place.open() as store:
         assert load(store, record) == payload_of(record)
+
+
+def test_a_start_says_whom_encryption_keeps_out_if_the_keys_are_on_the_same_volume(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = {str(place.folder): 1, str(place.key_dir): 2}
+    monkeypatch.setattr(starts, "_device_of", devices.__getitem__)
+    with caplog.at_level(logging.INFO):
+        place.check_start()
+        assert not caplog.messages
+        devices[str(place.key_dir)] = 1
+        place.check_start(encryption="off")
+        assert not caplog.messages
+        place.check_start()
+    [told] = caplog.messages
+    assert str(place.key_dir) in told and str(place.folder) in told
 
 
 # --- setting and store --------------------------------------------------------------------------
@@ -597,6 +614,7 @@ def test_a_table_of_which_both_headers_are_lost_empties_the_store_and_it_begins_
     damage_headers(place.table, 0, 1)
     place.check_start()
     with place.open() as store:
+        assert store.stats().faults == {"key_table": 1}
         assert load(store, record) is None
         put(store, record)
         assert load(store, record) == payload_of(record)
@@ -615,6 +633,7 @@ def test_a_lost_slot_costs_its_blocks_only(place: Place) -> None:
     place.table.write_bytes(data)
     place.check_start()
     with place.open() as store:
+        assert store.stats().faults == {"key_slot": 1}
         assert load(store, one) == "key"
         assert load(store, two) == payload_of(two)
 
