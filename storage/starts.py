@@ -9,7 +9,7 @@ import logging
 import os
 from typing import Any
 
-from tieredkv.errors import ConfigError, MissingKeyError
+from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage.emptying import Emptied, empty_store
 from tieredkv.storage.folder import StoreFolder, check_folder, check_unused, has_segments
 from tieredkv.storage.keys.destruction import destroy_table
@@ -134,37 +134,43 @@ def empty(options: StoreOptions) -> dict[str, Any]:
         emptied.append(destroy_replaced(options, path))
 
     folder = StoreFolder.claim(options.path, create=False, destroy_replaced=destroy)
-    kept_why = ""
+    keys: dict[str, Any] = {"erased_keys": [], "kept_keys": [], "kept_why": ""}
     try:
         if folder.marker.id:
-            kept_why = _destroy_keys(folder, options)
+            place = KeyPlace(folder.path, options, folder.marker.id)
+            try:
+                keys["kept_why"] = _destroy_keys(place, folder.marker)
+            except StorageError as error:
+                keys["keys_error"] = str(error)
             emptied.append(empty_store(folder.path))
             folder.begin_anew()
-            folder.mark(id="", stamp="")
+            if "keys_error" not in keys:  # otherwise the next call still knows whose keys these are
+                folder.mark(id="", stamp="")
     finally:
         folder.release()
     num_blocks = sum(each.num_blocks for each in emptied)
     num_bytes = sum(each.num_bytes for each in emptied)
     sums = {"evicted_blocks": num_blocks, "freed_bytes": num_bytes}
-    keys = {"erased_keys": [], "kept_keys": [], "kept_why": kept_why}
     return {**sums, "unknown_ids": [], "disk": {**sums, **keys}}
 
 
-def _destroy_keys(folder: StoreFolder, options: StoreOptions) -> str:
-    """Destroy the keys of a store if they belong to this folder; return why some stay, if so."""
-    place = KeyPlace(folder.path, options, folder.marker.id)
-    why = ""
+def _destroy_keys(place: KeyPlace, marker: Marker) -> str:
+    """Destroy the keys of a store if they belong to this folder; return why some stay, if so.
+
+    Raises:
+        StorageError: they cannot be overwritten or removed.
+    """
     try:
-        why = _not_its(place, folder.marker)
+        why = _not_its(place, marker)
     except ConfigError as error:
         return str(error)
     except MissingKeyError as error:
-        why = str(error)
-        if error.reason == "absent":
-            destroy_table(place)  # what is left of it
-    else:
-        if not why:
-            destroy_table(place)
+        if error.reason != "absent":
+            return str(error)
+        destroy_table(place)  # what is left of it
+        return str(error)
+    if not why:
+        destroy_table(place)
     return why
 
 

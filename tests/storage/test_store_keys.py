@@ -1,5 +1,6 @@
 """Whose keys a store has: what a start makes and refuses, copies, and writers of the volume."""
 
+import errno
 import logging
 import os
 import shutil
@@ -712,6 +713,25 @@ def test_evicting_all_works_without_keys_and_without_an_index(place: Place, lost
     answer = place.control().evict(EvictFilter(all=True))
     assert answer["evicted_blocks"] == (0 if lost == "index" else 1)
     assert segment_files(place.folder) == []
+    place.open().close()
+
+
+def test_keys_that_cannot_be_destroyed_are_told_and_go_with_the_next_emptying(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.stores()
+    place.master.unlink()
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        disk = place.control().evict(EvictFilter(all=True))["disk"]
+    assert disk["evicted_blocks"] == 1 and "Read-only file system" in disk["keys_error"]
+    assert place.table.exists() and segment_files(place.folder) == []
+    assert "keys_error" not in place.control().evict(EvictFilter(all=True))["disk"]
+    assert place.files() == {}
     place.open().close()
 
 
