@@ -19,7 +19,7 @@ DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --
 TEST_LIMITS := 480 780
 E2E_LIMITS := 360 720
 # `LATE` in tests/conftest.py has the files that come last, so that a fault shows within a minute.
-UNIT_TESTS := tests/tieredkv tests/sizing tests/engine tests/integrations tests/kernels tests/storage \
+UNIT_TESTS := tests/tieredkv tests/sizing tests/engine tests/integrations tests/kernels tests/storage tests/operate \
 	$(wildcard tests/test_*.py)
 NOT_HERE := not gpu and not slow and not stress and not clients
 # The tests start hundreds of processes, each of which would compile the package without bytecode.

@@ -20,7 +20,8 @@ class Both:
 
     def __init__(self, path: Path) -> None:
         self.clock = FakeClock()
-        self.store = open_store(path, self.clock, budget_bytes=4 << 20)
+        # Half a block more than whole ones, as the index grows a little.
+        self.store = open_store(path, self.clock, budget_bytes=(4 << 20) + SIZE_BYTES // 2)
         self.evicted = list[BlockHash]()
         self.index = DiskIndex(self.capacity(), lambda life: self.evicted.append(life.block_hash))
         self.records = dict[BlockHash, BlockRecord]()
