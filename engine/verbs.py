@@ -1,8 +1,8 @@
 """What an operator asks of a running engine, carried out in VRAM and host memory.
 
-The server sends these requests, or the store's worker passes them on: see `operate.verbs` for the
-worker's part. To an operator a block is called by its name in the store: ids are made of names, and
-lists and descriptions have names in the places of hashes.
+The server sends these requests, or the store's worker passes them on. `tieredkv.operate` has the
+rest of each verb. To an operator a block is called by its name in the store: ids are made of names,
+and lists and descriptions have names in the places of hashes.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,7 @@ from tieredkv.engine.prompt_inspections import PromptInspections
 from tieredkv.engine.slices import Answer, Slices, TellPart, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
-from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, decoded
 from tieredkv.operate.models import KnownModel
 from tieredkv.storage.names import NO_NAMES, Names
 from tieredkv.storage.results import BlockInfo, named_blocks
@@ -80,11 +80,12 @@ class Verbs:
             event = self._cache.control_requests.popleft()
             assert self._tiers.store is not None
             tell = partial(self._tiers.store.reply_control, event.id)
-            if isinstance(event.call, Inspect) and event.call.prompt is not None:
+            call = decoded(event.call)
+            if isinstance(call, Inspect) and call.prompt is not None:
                 roots = cast(Mapping[BlockHash, bytes], event.roots)
-                self.prompts.begin(event.call, roots, tell)
+                self.prompts.begin(call, roots, tell)
             else:
-                self.slices.begin(telling(self._answer_worker(event), tell))
+                self.slices.begin(telling(self._answer_worker(call, event), tell))
         self.slices.go_on()
 
     @property
@@ -104,8 +105,8 @@ class Verbs:
                 return {**answer, "disk": None}
         return answer
 
-    def _answer_worker(self, event: ControlRequest) -> Answer:
-        call, following, before = event.call, event.following, event.before
+    def _answer_worker(self, call: Call, event: ControlRequest) -> Answer:
+        following, before = event.following, event.before
         hashes = cast(tuple[list[BlockHash], list[BlockHash]], (following, before))
         answer = yield from self._answer(call, *hashes)
         if isinstance(call, EvictFilter):

@@ -1,8 +1,8 @@
-"""The worker's socket for command-line clients.
+"""The worker's socket for operators' processes.
 
 It limits how many clients are connected, how long they may be silent, how much they may send and
 how long they may leave an answer unread, so that no client can hold up the worker. It does not know
-the verbs: a function that carries them out is given to it.
+what is asked: a function that answers is given to it.
 """
 
 import logging
@@ -13,15 +13,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import Any
 
 import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
-from tieredkv.operate.calls import Call
 from tieredkv.storage.folder import SOCKET
 from tieredkv.storage.limits import described
-from tieredkv.storage.worker_messages import ControlPage, ControlProgress, ControlResult, refusal
+from tieredkv.storage.socket_messages import Asked, StillBusy
+from tieredkv.storage.worker_messages import refusal
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 
 logger = logging.getLogger(__name__)
@@ -31,34 +30,34 @@ _SILENCE_S = 30.0
 _LEAVING_S = 2.0
 _PAUSE_S = 0.1
 _HINT = "hint: it may have another version; use the `tieredkv` of that version"
-_decoder = msgspec.msgpack.Decoder(Call)
+_decoder = msgspec.msgpack.Decoder(Asked)
 
 
 class Caller:
-    """The client whose call is carried out: it hears of progress and gets a long answer by pages.
+    """The client whose question is answered: it hears that work goes on, and gets the answer.
 
     Both methods raise EOFError once nobody listens any more.
     """
 
-    def __init__(self, channel: FrameChannel[Call]) -> None:
+    def __init__(self, channel: FrameChannel[Asked]) -> None:
         self._channel = channel
 
-    def report(self, done: int, total: int) -> None:
-        """Tell how many blocks are done, if the client reads what it is told."""
+    def report(self) -> None:
+        """Tell that the answer takes longer, if the client reads what it is told."""
         self._channel.receive()  # if only the end of the client
         if not self._channel.has_queued:
-            self._channel.send(ControlProgress(done, total))
+            self._channel.send(StillBusy())
 
-    def send_page(self, page: ControlPage) -> None:
+    def tell(self, part: msgspec.Struct) -> None:
         """Send a part of the answer, and wait until the client has taken it."""
-        self._channel.send(page)
+        self._channel.send(part)
         _drain(self._channel)
 
 
-CarryOut = Callable[[Call, Caller], dict[str, Any]]
+Answer = Callable[[Asked, Caller], msgspec.Struct]
 
 
-def _drain(channel: FrameChannel[Call]) -> None:
+def _drain(channel: FrameChannel[Asked]) -> None:
     """Wait until a client has taken what it was sent, but not for ever.
 
     Raises:
@@ -74,7 +73,7 @@ def socket_address(folder_fd: int) -> str:
 
 
 class ControlServer:
-    """Accepts clients and has their calls carried out, each client on a thread of its own.
+    """Accepts clients and has their questions answered, each client on a thread of its own.
 
     A client that sends nothing, reads nothing or does not speak the protocol loses its connection.
     Until then it takes one thread and one bounded buffer.
@@ -82,14 +81,14 @@ class ControlServer:
     Clients may connect as soon as the server exists. They are heard once `start` is called.
     """
 
-    def __init__(self, folder: str, carry_out: CarryOut) -> None:
+    def __init__(self, folder: str, answer: Answer) -> None:
         """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
-        self._carry_out = carry_out
+        self._carry_out = answer
         self._room = threading.Semaphore(_MAX_CLIENTS)
         # Those without a call, for longest first; whoever has an answer is in it.
         self._idle: OrderedDict[socket.socket, None] = OrderedDict()
         self._answering = threading.Lock()
-        self._calls: list[Call] = []  # until their answers are taken
+        self._calls: list[Asked] = []  # until their answers are taken
         self._ended_at = time.monotonic()
         self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -115,9 +114,9 @@ class ControlServer:
         """Seconds since the last answer was taken; 0 while a client waits for one."""
         return 0.0 if self._calls else time.monotonic() - self._ended_at
 
-    def is_answering(self, *verbs: type[Call]) -> bool:
-        """Return whether a client waits for the answer of one of these verbs."""
-        return any(isinstance(call, verbs) for call in [*self._calls])
+    def is_answering(self, *kinds: type[Asked]) -> bool:
+        """Return whether a client waits for the answer to a question of one of these kinds."""
+        return any(isinstance(call, kinds) for call in [*self._calls])
 
     def close(self) -> None:
         """Take no more clients and remove the socket; those that are left go with the process."""
@@ -173,7 +172,7 @@ class ControlServer:
             sock.close()
             self._room.release()
 
-    def _answer_calls(self, sock: socket.socket, channel: FrameChannel[Call]) -> None:
+    def _answer_calls(self, sock: socket.socket, channel: FrameChannel[Asked]) -> None:
         self._idle[sock] = None
         while calls := channel.receive(_SILENCE_S):
             self._idle.pop(sock, None)
@@ -188,7 +187,7 @@ class ControlServer:
             self._idle[sock] = None
 
     @contextmanager
-    def _under_way(self, call: Call) -> Iterator[None]:
+    def _under_way(self, call: Asked) -> Iterator[None]:
         self._calls.append(call)
         try:
             yield
@@ -196,10 +195,10 @@ class ControlServer:
             self._ended_at = time.monotonic()
             self._calls.remove(call)
 
-    def _answer(self, call: Call, caller: Caller) -> msgspec.Struct:
+    def _answer(self, call: Asked, caller: Caller) -> msgspec.Struct:
         """Have a call carried out; a bug of ours ends the call, never the worker."""
         try:
-            return ControlResult(self._carry_out(call, caller))
+            return self._carry_out(call, caller)
         except EOFError:
             raise
         except TieredKVError as error:

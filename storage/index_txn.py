@@ -159,6 +159,18 @@ class IndexTxn:
         """Return up to `limit` entries from a key on: keys and sealed records, as they are."""
         return list(islice(self._walk("blocks", start), limit))
 
+    def some_blocks(self, start: bytes) -> list[tuple[bytes, Located | None]]:
+        """Return as many entries from a key on as one transaction may change; see `blocks`."""
+        return list(islice(self.blocks(start), TXN_BLOCKS))
+
+    def entries_of(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Walk over the keys that begin so, with their sealed records, which are sound."""
+        for key, data in self._walk("blocks", start):
+            if not key.startswith(start):
+                return
+            if expiry_of(key, data) is not None:
+                yield key, data
+
     def hashes_from(self, start: bytes) -> Iterator[bytes]:
         """Walk over the hashes of all entries from a key on, without looking at the entries."""
         return (key for key, _ in self._walk("blocks", start))

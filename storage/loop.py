@@ -17,10 +17,14 @@ class Loop:
 
     Args:
         thread: is told of this thread, by the first call of `wait`.
+
+    Attributes:
+        is_busy: whether its thread does not wait for events; any thread may read it.
     """
 
     def __init__(self, thread: OwningThread | None = None) -> None:
         self._thread = thread or OwningThread()
+        self.is_busy = False
         self.selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], object]] = deque()
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -39,7 +43,10 @@ class Loop:
     def wait(self, timeout_s: float) -> None:
         """Wait for events or calls, at most `timeout_s`, and handle them."""
         self._thread.own()
-        for key, _ in self.selector.select(timeout_s):
+        self.is_busy = False
+        events = self.selector.select(timeout_s)
+        self.is_busy = True
+        for key, _ in events:
             key.data()
         for _ in range(len(self._calls)):
             self._calls.popleft()()

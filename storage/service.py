@@ -3,8 +3,8 @@
 Two threads share the work, so that a read never waits for a change:
 
     front thread    receives messages, looks blocks up, has them read, answers
-    index thread    makes every change: stores, touches, deletions, sweeps, and the changes that the
-                    command line's verbs ask for (the verbs run on threads of their own)
+    index thread    makes every change: stores, touches, deletions, sweeps, and the changes that
+                    operators ask for (each of them is heard on a thread of its own)
 
 Each of the two has a `Loop`; other threads hand it calls through that loop. What belongs to one of
 them fails when another thread calls it: see `ownership`. Reader and writer threads only move
@@ -12,10 +12,10 @@ payloads. LMDB's readers never wait for its writer, so a commit, a flush to the 
 that takes ten seconds delays no lookup, no load and no answer.
 
 This module knows both threads from their start to their end, and which of them does what. The
-modules `reads`, `writes`, `deletions`, `touches`, `sweeper` and `verbs` know how it is done. All
-keep one order of steps: bytes are written before the index changes, and the index changes before an
-answer is sent. The service knows the engine only as the other end of a channel; it knows neither
-models nor what a payload means.
+modules `reads`, `writes`, `deletions`, `touches`, `sweeper` and `operators` know how it is done.
+All keep one order of steps: bytes are written before the index changes, and the index changes
+before an answer is sent. The service knows the engine only as the other end of a channel; it knows
+neither models nor what a payload means.
 """
 
 import logging
@@ -32,12 +32,11 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
 from tieredkv.hashing import ModelIdentity
-from tieredkv.operate.calls import EvictFilter, Prune
-from tieredkv.operate.verbs import Verbs
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.claims import Claims
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.deletions import Deletions
+from tieredkv.storage.doomed import Doomed
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.format.record import Located
 from tieredkv.storage.host import HostArena
@@ -46,9 +45,11 @@ from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.mover import Mover
+from tieredkv.storage.operators import Operators
 from tieredkv.storage.other_models import count_others
 from tieredkv.storage.reads import Reads
 from tieredkv.storage.results import Lifetimes, StoreStats
+from tieredkv.storage.socket_messages import Delete
 from tieredkv.storage.sweeper import Sweeper
 from tieredkv.storage.tier import Gone
 from tieredkv.storage.touches import GatheredTouches
@@ -59,7 +60,7 @@ from tieredkv.wire.channel import FrameChannel
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5  # how often to check for what sends no event: a lost parent, silent clients
-_FORGOTTEN_S = 3.0  # a worker that a command line started ends after this time without a request
+_FORGOTTEN_S = 30.0  # a worker that a command line started ends after this time without a request
 
 
 class StoreService:
@@ -83,6 +84,7 @@ class StoreService:
         self._writers = ThreadPoolExecutor(num_writers)
         self._log = FaultLog()
         self._claims = Claims(store.clock, options.disk_retentions)
+        self._doomed = Doomed()
         share = WriteShare()  # noted by the front thread, asked by the index thread
 
         # These belong to the index thread.
@@ -93,6 +95,7 @@ class StoreService:
             share,
             self._claims,
             self._log,
+            self._doomed,
         )
         self._sweeper = Sweeper(store, options.sweep_interval_s, self._log, self._begin_sweep)
         self._is_over = Event()
@@ -121,14 +124,16 @@ class StoreService:
         self._has_ended = False  # the index thread has ended, and what it handed over is done
         self._front.selector.register(channel, selectors.EVENT_READ, self._hear_engine)
 
-        self._verbs = Verbs(
+        self._operators = Operators(
             store,
-            figures=self._figures,
-            hand=self._changes.hand,
+            self._figures,
+            self._front,
+            self._changes,
             after_writes=lambda call: self._changes.hand(partial(self._writes.add_barrier, call)),
+            doomed=self._doomed,
             ask_engine=None if arena is None else self._ask_engine,
         )
-        self._server = ControlServer(options.path, self._verbs.carry_out)
+        self._server = ControlServer(options.path, self._operators.answer)
 
     def run(self) -> None:
         """Serve until the engine says so, then close the store.
@@ -188,7 +193,7 @@ class StoreService:
             self._changes.hand(partial(self._note_others, num_others))
 
     def _ask_engine(self, request: messages.ControlRequest) -> None:
-        """Ask the engine, on a verb's thread, unless the engine has stopped reading."""
+        """Ask the engine, on an operator's thread, unless the engine has stopped reading."""
         if not self._channel.is_stuck:
             self._tell_engine(request)
 
@@ -234,19 +239,19 @@ class StoreService:
             case messages.DeleteCall():
                 self._deletions.begin(message)
             case messages.EngineAnswer():
-                self._verbs.hear_engine(message)
+                self._operators.hear_engine(message)
             case messages.ModelCall(model):
                 Thread(target=self._count_others, args=(model,), daemon=True).start()
             case messages.CloseCall():
                 self._is_closing = True
-                self._verbs.note_engine_ended()
+                self._operators.note_engine_ended()
                 self._reads.refuse_waiting()
                 self._changes.hand(self._writes.hurry)
 
     def _find(self, cause: str, hashes: list[bytes]) -> dict[bytes, bytes]:
         """Return the sealed records of blocks that are stored and that nobody deletes."""
         found = self._log.attempt(cause, lambda: self._store.find(hashes)) or {}
-        return self._deletions.without_doomed(found)
+        return self._doomed.without(self._deletions.without_doomed(found))
 
     def _judge(self, located: Located, error: StorageError, tell: Callable[[str], None]) -> None:
         """Have the index thread count a failed read and drop the block if its bytes are bad.
@@ -299,7 +304,7 @@ class StoreService:
     @property
     def _has_changes(self) -> bool:
         """Whether changes are under way that the store does not close without."""
-        return self._writes.are_under_way or self._server.is_answering(EvictFilter, Prune)
+        return self._writes.are_under_way or self._server.is_answering(Delete)
 
     def _note_others(self, num_others: int | None) -> None:
         self._num_others = num_others

@@ -1,7 +1,7 @@
-"""The messages between the engine, the store worker and the command line.
+"""The messages between the engine and the store worker.
 
 Each message is one tagged struct, framed by `tieredkv.wire.channel`. This module knows only the
-shapes of messages. The modules `worker`, `client` and `control` know who answers what, and when.
+shapes of messages. The modules `worker` and `client` know who answers what, and when.
 Here, all hashes of blocks and of their parents are names: see `storage.names`.
 """
 
@@ -11,8 +11,7 @@ import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
 from tieredkv.hashing import ModelIdentity
-from tieredkv.operate.calls import Call
-from tieredkv.storage.results import BlockInfo, ChainInfo, StoreStats, TouchItem
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.tier import Gone, Lent, Loaded, ProbeDone, Stored
 from tieredkv.wire.process import Refused
 
@@ -221,13 +220,14 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """A call that also concerns the engine's own tiers; the engine answers it.
 
     Attributes:
+        call: as an operator's process encoded it; see `tieredkv.operate.calls`.
         following: of each chain that an eviction names, the blocks on disk from the named one on.
         roots: of chains on disk, each with its namespace, for a prompt that was found nowhere.
         before: the blocks on disk before the named one that no other chain on disk shares.
     """
 
     id: int
-    call: Call
+    call: bytes
     following: list[bytes] = []
     before: list[bytes] = []
     roots: dict[bytes, bytes] = {}
@@ -245,27 +245,6 @@ WorkerMessage = (
     | Completions
     | ControlRequest
 )
-
-# --- Command line and worker -----------------------------------------------------------------
-
-
-class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    done: int
-    total: int
-
-
-class ControlPage(msgspec.Struct, frozen=True, array_like=True, tag="page"):
-    """A part of an answer that is too long for one frame; the result follows the last page."""
-
-    chains: list[ChainInfo] = []
-    blocks: list[BlockInfo] = []
-
-
-class ControlResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    body: dict[str, Any]
-
-
-ControlReply = ControlProgress | ControlPage | ControlResult | Refused
 
 # --- Errors over the wire --------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.claims import Claims
+from tieredkv.storage.doomed import Doomed
 from tieredkv.storage.fault_log import FaultLog
 from tieredkv.storage.format.planes import Packed, aligned_buffer, extent_bytes_of
 from tieredkv.storage.format.record import Extent, Located, padded_bytes
@@ -77,6 +78,7 @@ class Writes:
         share: what writes get of the disk while blocks are read.
         claims: decides which blocks may be stored, and until when.
         log: told of failures.
+        doomed: namespaces that are being deleted, of which no store is taken.
 
     Attributes:
         last_error: why the last blocks could not be stored; empty if they could, or if a trial has
@@ -89,6 +91,7 @@ class Writes:
     share: WriteShare
     claims: Claims
     log: FaultLog
+    doomed: Doomed
     last_error: str = ""
     _refused: BlockRecord | None = None  # the last block that could not be stored
     _is_hurried: bool = False
@@ -111,6 +114,8 @@ class Writes:
         for page in pages:
             if (record := self.claims.of_block(page.record)) is None:
                 self._ended.append(Stored(page.block_hash, page.page_id, "retention"))
+            elif self.doomed.covers(record.namespace):
+                self._ended.append(Stored(page.block_hash, page.page_id, "evicted"))
             else:
                 self._waiting.append(WriteTask(page.page_id, record))
 

@@ -31,7 +31,7 @@ PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the
 # pinned_until; payload checksum; kind, number of parts; room.
 _RECORD = struct.Struct("<8xd32s32s32s32s7I4B3d16sBH21x")
 _SEAL_BYTES = 8
-_EXPIRES_AT, _BLOCK_AT, _HASH_BYTES_AT = 8, 16, 175
+_EXPIRES_AT, _BLOCK_AT, _NAMESPACE_AT, _HASH_BYTES_AT = 8, 16, 112, 175
 _DEADLINE = struct.Struct("<d")
 _COMPUTED_AT, _TIMES = 176, struct.Struct("<dd")
 
@@ -252,6 +252,20 @@ def hash_in(data: bytes) -> bytes:
     """Read the hash of the block from a record; it is empty if these bytes are none."""
     size = data[_HASH_BYTES_AT] if len(data) == RECORD_BYTES else 0
     return data[_BLOCK_AT : _BLOCK_AT + size] if size in HASH_SIZES else b""
+
+
+def namespace_in(data: bytes) -> bytes:
+    """Read the namespace of the block from a record."""
+    return data[_NAMESPACE_AT : _NAMESPACE_AT + MAX_DIGEST_BYTES]
+
+
+def is_record_of(block_hash: bytes, data: bytes) -> bool:
+    """Return whether bytes are as long as a record and repeat its key; the seal is not checked."""
+    return (
+        len(data) == RECORD_BYTES
+        and data.startswith(block_hash, _BLOCK_AT)
+        and data[_HASH_BYTES_AT] == len(block_hash)
+    )
 
 
 def identity_of(record: BlockRecord, codec: int, payload_bytes: int) -> bytes:

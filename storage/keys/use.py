@@ -125,6 +125,25 @@ class KeyUse:
         keys = map(self.table.of_scope, scopes)
         return {key.id for key in keys if key is not None}
 
+    def ids_in(self, prefix: str) -> set[bytes]:
+        """Return the ids of the keys of all namespaces whose hex digits begin so."""
+        return {key.id for key in self._keys_in(prefix)}
+
+    def drop_namespaces(self, prefix: str) -> None:
+        """Destroy the keys of namespaces, which still may have blocks.
+
+        No write of theirs may be under way.
+
+        Raises:
+            StorageError: the key table cannot be written.
+        """
+        if self.table is not None:
+            self.table.drop([key.scope for key in self._keys_in(prefix)])
+
+    def _keys_in(self, prefix: str) -> list[PayloadKey]:
+        keys = [] if self.table is None else list(self.table)
+        return [key for key in keys if key.scope.hex().startswith(prefix)]
+
     def known(self, key_ids: Iterable[bytes]) -> set[bytes]:
         """Return those ids whose keys are still there."""
         return {each for each in key_ids if self.table is not None and self.table.of_id(each)}

@@ -9,7 +9,7 @@ from tests import golden, http
 from tests.levels import few
 from tests.serving import Server, ask_store, running
 from tests.waiting import wait_until
-from tieredkv.operate.verbs import SUMMED
+from tieredkv.operate.evict import SUMMED
 
 SHARED = "Quicksand and xylophones rarely meet in the same sentence. " * 3
 SHORT, KEPT = "short", "kept"

@@ -11,35 +11,41 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Ls
-from tieredkv.operate.columns import ChainColumns, Labels
+from tieredkv.operate.chains import Chains
+from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.filters import FIELDS, ChainFilter, Order
-from tieredkv.operate.models import NAME, KnownModel, note_model, read_models
+from tieredkv.operate.models import NAME, KnownModel, KnownModels, note_model, read_models
+from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
 from tieredkv.types import Tier
 
 NOW = 1_000_000.0
-CHAINS = ChainColumns(
-    ids=np.array([[0, 0, 0, 0]]),
-    namespace=Labels(np.array([0]), ["c0ffee"]),
-    root=Labels(np.array([0]), ["d"]),
-    model=Labels(np.array([0]), ["m"]),
-    retention=Labels(np.array([0]), ["24h"]),
-    tiers=Labels(np.array([1]), [[Tier.DISK], [Tier.HOST, Tier.DISK]]),
-    tokens=np.array([160.0]),
-    blocks=np.array([10]),
-    in_device=np.array([0]),
-    in_host=np.array([4]),
-    on_disk=np.array([10]),
-    last_position=np.array([9]),
-    bytes=np.array([2 << 30]),
-    stored_bytes=np.array([1 << 30]),
-    computed_at_min=np.array([NOW - 7200]),
-    computed_at_max=np.array([NOW - 7000]),
-    expires_at_min=np.array([NOW + 600]),
-    last_used=np.array([NOW - 60]),
-    last_used_max=np.array([NOW - 60]),
-    hits=np.array([3]),
-)
-"""Of one chain."""
+SIZE = (2 << 30) // 10
+NAMESPACE = bytes.fromhex("c0ffee")
+
+
+def columns(model: KnownModel | None) -> ChainColumns:
+    """Return one chain of ten blocks, some of which are in host memory, too."""
+    root, table = model.root(NAMESPACE) if model else b"d", np.zeros(10, BLOCK)
+    table["key"], table["parent_key"], table["position"] = range(1, 11), range(10), range(10)
+    table["size_bytes"], table["payload_bytes"] = SIZE, SIZE // 2
+    table["size_bytes"][0] += (2 << 30) - 10 * SIZE
+    table["computed_at"], table["expires_at"] = NOW - 7000, NOW + 900
+    table["computed_at"][0], table["expires_at"][0] = NOW - 7200, NOW + 600
+    table["last_used"], table["hits"] = NOW - 60, 3
+    table["tiers"] = TIER_BITS[Tier.DISK]
+    table["tiers"][:4] |= TIER_BITS[Tier.HOST]
+    chains = Chains(table, [Kind(root, NAMESPACE, "24h")])
+    return ChainColumns(chains, KnownModels([model] if model else []))
+
+
+def model(name: str) -> KnownModel:
+    fingerprint = name.encode().hex()
+    return KnownModel(
+        name=name, fingerprint=fingerprint, dtype="f", block_size=16, hash_algo="sha256"
+    )
+
+
+CHAINS = columns(model("m"))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +81,7 @@ def test_all_conditions_have_to_hold(text: str, is_match: bool) -> None:
 
 
 def test_what_is_not_known_matches_no_number() -> None:
-    model = Labels(np.array([0]), [""])
-    unknown = CHAINS._replace(tokens=np.array([np.nan]), model=model)
+    unknown = columns(None)
     assert not ChainFilter("tokens>0").matches(unknown, NOW).any()
     assert not ChainFilter("tokens!=5").matches(unknown, NOW).any()
     assert ChainFilter("model!=m").matches(unknown, NOW).all()
@@ -107,11 +112,14 @@ def test_a_mistake_is_named(text: str) -> None:
 def test_every_field_sorts_and_a_minus_reverses() -> None:
     for name in FIELDS:
         assert Order(f"-{name}").places(CHAINS, NOW).tolist() == [0]
-    three = CHAINS._replace(
-        tokens=np.array([np.nan, 16.0, 32.0, 16.0]),
-        model=Labels(np.array([1, 0, 0, 2]), ["m", "", "a"]),
-        tiers=Labels(np.array([0, 0, 1, 0]), CHAINS.tiers.names),
-    )
+    models = [model("m"), None, model("a")]
+    kinds = [Kind(it.root(NAMESPACE) if it else b"d", NAMESPACE, "24h") for it in models]
+    table = np.zeros(5, BLOCK)
+    table["key"], table["parent_key"] = range(1, 6), [0, 0, 0, 3, 0]
+    table["position"], table["last_used"] = [0, 0, 0, 1, 0], [4, 3, 2, 2, 1]
+    table["kind"], table["tiers"] = [1, 0, 0, 0, 2], TIER_BITS[Tier.DISK]
+    table["tiers"][2] |= TIER_BITS[Tier.HOST]
+    three = ChainColumns(Chains(table, kinds), KnownModels([it for it in models if it]))
     assert Order("tokens").places(three, NOW).tolist() == [1, 3, 2, 0]
     assert Order("-tokens").places(three, NOW).tolist() == [2, 1, 3, 0]
     assert Order("model").places(three, NOW).tolist() == [0, 3, 1, 2]

@@ -5,6 +5,7 @@ import mmap
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,15 +15,18 @@ import numpy as np
 from tests.fakes import FakeClock
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
-from tieredkv.operate import inspection
 from tieredkv.operate.calls import EvictFilter, Ls
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
+from tieredkv.operate.evict import choose as choose_in
 from tieredkv.operate.ls import listing
 from tieredkv.operate.models import KnownModels
-from tieredkv.operate.ram import NO_RAM_BLOCKS, part_of
-from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
+from tieredkv.operate.ram import part_of
+from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
+from tieredkv.operate.verify import check
 from tieredkv.storage.allocator import ExtentAllocator
+from tieredkv.storage.checking import check_blocks, checking_index
+from tieredkv.storage.deleting import deleting
 from tieredkv.storage.format.record import (
     Extent,
     Retentions,
@@ -34,7 +38,9 @@ from tieredkv.storage.format.record import (
 from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.operators import rows_of
 from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
+from tieredkv.storage.socket_messages import Checked, Delete, Verify
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
 
@@ -220,33 +226,59 @@ def end_of(steps: Generator[object, None, Answer]) -> Answer:
 
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
-    """Run all steps of an eviction."""
+    """Evict from a store as its worker and the verb do."""
+    now, starts, unknown_ids = store.clock.now(), None, tuple[str, ...]()
     if which.ids:
-        return end_of(inspection.evicting(store, which, choose(store, which.ids)))
-    table = end_of(inspection.gathering(store))
-    blocks = inspection.matching(table, which, store.clock.now())
-    hashes = end_of(inspection.reading_hashes(store, blocks))
-    return end_of(inspection.evicting(store, which, inspection.Chosen(hashes)))
-
-
-def choose(store: BlockStore, ids: Sequence[str]) -> inspection.Chosen:
-    """Find the blocks that these ids name, in all steps."""
-    gathered = gather(store)
-    places, unknown_ids = end_of(inspection.finding(store, gathered, NO_RAM_BLOCKS, ids))
-    following, before = (
-        end_of(inspection.reading_hashes(store, blocks)) for blocks in gathered.own(places)
+        chosen = choose_in(gather(store), which.ids)
+        starts = [*starts_in(chosen.following), *starts_in(chosen.before)]
+        unknown_ids = chosen.unknown_ids
+    asked = Delete(
+        starts=starts,
+        namespace=which.namespace_prefix or "",
+        unused_since=None if which.older_than_s is None else now - which.older_than_s,
+        dry_run=which.dry_run,
     )
-    return inspection.Chosen(following, before, tuple(unknown_ids))
+    is_whole = not (starts or which.dry_run) and which.older_than_s is None
+    done = end_of(deleting(store, asked, keys_first=is_whole))
+    keys = tuple(done.erased_keys), tuple(done.kept_keys)
+    return EvictResult(done.num_blocks, done.freed_bytes, unknown_ids, *keys, done.keys_error)
+
+
+class Chosen(NamedTuple):
+    """What ids name, by the hashes of blocks; see `tieredkv.operate.evict.Chosen`."""
+
+    following: list[bytes]
+    before: list[bytes]
+    unknown_ids: tuple[str, ...]
+
+
+def choose(store: BlockStore, ids: Sequence[str]) -> Chosen:
+    """Find the blocks that ids name."""
+    chosen = choose_in(gather(store), ids)
+    with store.index.reading() as txn:
+        found = [
+            [next(txn.entries_of(start))[0] for start in starts_in(blocks)] for blocks in chosen[:2]
+        ]
+    return Chosen(found[0], found[1], chosen.unknown_ids)
+
+
+def table_of(store: BlockStore) -> BlockTable:
+    """See which blocks there are."""
+    reader = TableReader()
+    with store.index.reading() as txn:
+        entries = txn.records(b"", 1 << 20)
+    reader.add(rows_of(entries, None, 0.0, store.index.retentions.names))
+    return reader.table
 
 
 def gather(store: BlockStore) -> Chains:
-    """See which chains there are, in all steps."""
-    return Chains(*end_of(inspection.gathering(store)).unexpired(store.clock.now()))
+    """See which chains there are."""
+    return Chains(*table_of(store).unexpired(store.clock.now()))
 
 
 def chains(store: BlockStore) -> list[ChainInfo]:
     """List all chains."""
-    columns = ChainColumns.of(gather(store), KnownModels([]))
+    columns = ChainColumns(gather(store), KnownModels([]))
     return [each for page in listing(columns, Ls(), store.clock.now()) for each in page]
 
 
@@ -264,11 +296,17 @@ def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
-    """Run all steps of a verification."""
+    """Check a store as its worker and the verb do."""
     result = VerifyResult()
-    for _ in inspection.verifying(store, result, repair=repair):
-        pass
+    check(partial(checked, store), result, repair=repair)
     return result
+
+
+def checked(store: BlockStore, asked: Verify) -> Checked:
+    """Take one step of checking a store."""
+    if asked.step == "blocks":
+        return check_blocks(store, asked, lambda call: call(), lambda: None)
+    return end_of(checking_index(store, asked))
 
 
 def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:

@@ -3,24 +3,35 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from tests.waiting import HANG_S, wait_until
-from tieredkv.operate.calls import VERBS, Call, Df, EvictFilter
 from tieredkv.storage.control_server import Caller, ControlServer
-from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.worker_messages import ControlPage, ControlReply, ControlResult
+from tieredkv.storage.socket_messages import (
+    Asked,
+    Checked,
+    Done,
+    EnginePart,
+    Figures,
+    Find,
+    Records,
+    Reply,
+    Scan,
+    Verify,
+)
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
 
-_decoder = msgspec.msgpack.Decoder(ControlReply)
+_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+FIGURES, VERIFY = Figures(), Verify(step="index")
 
 
 class Carrier:
-    """Carries out calls. `verify` lasts until `may_end` is set or its client has gone."""
+    """Answers questions. `Verify` lasts until `may_end` is set or its client has gone."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -29,47 +40,33 @@ class Carrier:
         self.ended = threading.Semaphore(0)
         self.num_pages = 0
 
-    def __call__(self, call: Call, caller: Caller) -> dict[str, Any]:
-        if call.verb == "ls":
+    def __call__(self, asked: Asked, caller: Caller) -> msgspec.Struct:
+        if isinstance(asked, Scan):
             raise ZeroDivisionError("a bug")
-        if call.verb == "verify":
+        if isinstance(asked, Verify):
             self.begun.release()
             try:
                 while not self.may_end.wait(0.01):
-                    caller.report(1, 2)
+                    caller.report()
             except Exception as error:
                 self.errors.append(error)
                 raise
             finally:
                 self.ended.release()
-        if call.verb == "evict":
+            return Checked(checked=1)
+        if isinstance(asked, Find):
             try:
                 for self.num_pages in range(1, 1000):
-                    caller.send_page(ControlPage([CHAIN] * 256))
+                    caller.tell(PAGE)
             except Exception as error:
                 self.errors.append(error)
                 raise
             finally:
                 self.ended.release()
-        return {"verb": call.verb}
+        return Done()
 
 
-CHAIN = ChainInfo(
-    id="a" * 32 + "-" + "b" * 32,
-    namespace="c" * 64,
-    root="d" * 64,
-    blocks=1,
-    last_position=0,
-    bytes=1,
-    stored_bytes=1,
-    retention="24h",
-    computed_at_min=0.0,
-    computed_at_max=0.0,
-    expires_at_min=0.0,
-    last_used=0.0,
-    last_used_max=0.0,
-    hits=0,
-)
+PAGE = Records([b"r" * 540] * 256, ())
 
 
 @contextmanager
@@ -81,24 +78,24 @@ def serving(folder: Path) -> Iterator[Carrier]:
         carrier.may_end.set()
 
 
-def _connect(folder: Path) -> FrameChannel[ControlReply]:
+def _connect(folder: Path) -> FrameChannel[Reply]:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(str(folder / "sock"))
     return FrameChannel(sock, _decoder)
 
 
-def _ask(channel: FrameChannel[ControlReply], verb: str) -> ControlReply:
-    """Send a call and return the first reply to it, which may be a report of many."""
-    channel.send(VERBS[verb]())
+def _ask(channel: FrameChannel[Reply], asked: Asked) -> Reply:
+    """Send a question and return the first reply to it, which may be a report of many."""
+    channel.send(asked)
     return channel.receive(HANG_S)[0]
 
 
 def test_calls_are_answered_one_after_another_and_a_bug_ends_only_its_call(tmp_path: Path) -> None:
     with serving(tmp_path), closing(_connect(tmp_path)) as channel:
-        assert _ask(channel, "df") == ControlResult({"verb": "df"})
-        refused = _ask(channel, "ls")
+        assert _ask(channel, FIGURES) == Done()
+        refused = _ask(channel, Scan())
         assert isinstance(refused, Refused) and "a bug" in refused.message
-        assert _ask(channel, "df") == ControlResult({"verb": "df"})
+        assert _ask(channel, FIGURES) == Done()
     assert not (tmp_path / "sock").exists()
 
 
@@ -108,10 +105,10 @@ def test_a_client_that_comes_before_the_start_is_heard_after_it(tmp_path: Path) 
         closing(ControlServer(str(tmp_path), carrier)) as server,
         closing(_connect(tmp_path)) as channel,
     ):
-        channel.send(Df())
+        channel.send(FIGURES)
         assert channel.receive(0.05) == []
         server.start()
-        assert channel.receive(HANG_S) == [ControlResult({"verb": "df"})]
+        assert channel.receive(HANG_S) == [Done()]
 
 
 def test_a_server_that_never_starts_closes_and_takes_its_socket_with_it(tmp_path: Path) -> None:
@@ -125,7 +122,7 @@ def test_a_server_that_never_starts_closes_and_takes_its_socket_with_it(tmp_path
 
 def test_a_call_of_another_version_is_refused_with_the_reason(tmp_path: Path) -> None:
     with serving(tmp_path), closing(_connect(tmp_path)) as channel:
-        channel.send(msgspec.defstruct("Df", [("sorted", bool)], tag="df")(sorted=True))
+        channel.send(msgspec.defstruct("Figures", [("sorted", bool)], tag="figures")(sorted=True))
         [refused] = channel.receive(HANG_S)
         assert isinstance(refused, Refused)
         assert "unknown field `sorted`" in refused.message and "another version" in refused.message
@@ -133,15 +130,10 @@ def test_a_call_of_another_version_is_refused_with_the_reason(tmp_path: Path) ->
             channel.receive(HANG_S)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_workers_of_older_versions_need_not_know_fields_that_are_not_given(verb: str) -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(VERBS[verb]())) == {"type": verb}
-
-
 def test_a_client_that_goes_ends_its_call(tmp_path: Path) -> None:
     with serving(tmp_path) as carrier:
         with closing(_connect(tmp_path)) as channel:
-            _ask(channel, "verify")
+            _ask(channel, VERIFY)
         assert carrier.ended.acquire(timeout=HANG_S)
         assert [type(error) for error in carrier.errors] == [EOFError]
 
@@ -149,19 +141,19 @@ def test_a_client_that_goes_ends_its_call(tmp_path: Path) -> None:
 def test_the_longest_idle_client_makes_room_and_one_that_waits_does_not(tmp_path: Path) -> None:
     with serving(tmp_path) as carrier:
         waiting = _connect(tmp_path)
-        _ask(waiting, "verify")
+        _ask(waiting, VERIFY)
         idle = [_connect(tmp_path) for _ in range(31)]
         for channel in idle:
-            _ask(channel, "df")
+            _ask(channel, FIGURES)
         with closing(_connect(tmp_path)) as late:
-            assert _ask(late, "df") == ControlResult({"verb": "df"})
+            assert _ask(late, FIGURES) == Done()
         with pytest.raises(EOFError):
             idle[0].receive(HANG_S)
-        assert _ask(idle[1], "df") == ControlResult({"verb": "df"})
+        assert _ask(idle[1], FIGURES) == Done()
         carrier.may_end.set()
-        while not isinstance(reply := waiting.receive(HANG_S)[-1], ControlResult):
+        while not isinstance(reply := waiting.receive(HANG_S)[-1], Checked):
             pass
-        assert reply == ControlResult({"verb": "verify"})
+        assert reply == Checked(checked=1)
         for channel in [waiting, *idle]:
             channel.close()
 
@@ -171,7 +163,7 @@ def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or
 ) -> None:
     monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
     with serving(tmp_path) as carrier, closing(_connect(tmp_path)) as channel:
-        channel.send(EvictFilter())
+        channel.send(Find(starts=[]))
         assert carrier.ended.acquire(timeout=HANG_S)
         [error] = carrier.errors
         assert "has not read its answer for 0.5 s" in str(error)
@@ -182,12 +174,12 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
-    answered: list[str] = []
+    answered: list[Asked] = []
     others = set(threading.enumerate())
 
-    def answer(call: Call, caller: Caller) -> dict[str, Any]:
-        answered.append(call.verb)
-        return {"text": "x" * 100_000}
+    def answer(asked: Asked, caller: Caller) -> EnginePart:
+        answered.append(asked)
+        return EnginePart({"text": "x" * 100_000})
 
     def is_being_served() -> bool:
         return any("_converse" in it.name for it in threading.enumerate() if it not in others)
@@ -199,7 +191,7 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
         server.start()
         with suppress(EOFError):
             for _ in range(1000):
-                channel.send(Df())
+                channel.send(FIGURES)
         wait_until(lambda: bool(answered))
         wait_until(lambda: not is_being_served())
         assert len(answered) < 100
@@ -207,10 +199,10 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
 
 def test_pages_arrive_in_order_before_the_result(tmp_path: Path) -> None:
     with serving(tmp_path), closing(_connect(tmp_path)) as channel:
-        channel.send(EvictFilter())
-        replies: list[ControlReply] = []
-        while not replies or not isinstance(replies[-1], ControlResult):
+        channel.send(Find(starts=[]))
+        replies: list[Reply] = []
+        while not replies or not isinstance(replies[-1], Done):
             more = channel.receive(HANG_S)
             assert more, "no answer"
             replies += more
-        assert replies[:-1] == [ControlPage([CHAIN] * 256)] * 999
+        assert replies[:-1] == [PAGE] * 999

@@ -21,22 +21,20 @@ from tests.storage.blocks import RETENTIONS, make_record, open_store, payload_of
 from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
-from tieredkv.operate import inspection, verbs
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.operate.table import TableReader
-from tieredkv.storage import service, touches, write_share
+from tieredkv.storage import operators, service, touches, write_share
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.format.record import decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
+from tieredkv.storage.socket_messages import Delete, Reply
 from tieredkv.storage.tier import Lent, Loaded, Stored
 from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
-    ControlReply,
     ControlRequest,
     DeleteCall,
     DeleteDone,
@@ -440,33 +438,22 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
         assert isinstance(error, CorruptIndexError)
 
 
-@pytest.mark.parametrize("verb", ["ls", "evict by id", "evict by age"])
-def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
-    tmp_path: Path, arena: HostArena, verb: str, monkeypatch: pytest.MonkeyPatch
+def test_a_deletion_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, add = tmp_path / "store", TableReader.add
-    more = [make_record(f"{i}", now=time.time(), size_bytes=1) for i in range(18)]
-    with open_store(path, Clock()) as store:
-        put(store, *more)
+    path, delete = tmp_path / "store", BlockStore.delete
 
-    def add_slowly(reader: TableReader, entries: Sequence[tuple[bytes, bytes]]) -> None:
+    def delete_slowly(store: BlockStore, hashes: Sequence[bytes], reason: str) -> int:
         time.sleep(1.5)
-        add(reader, entries)
+        return delete(store, hashes, reason)
 
-    monkeypatch.setattr(TableReader, "add", add_slowly)
-    monkeypatch.setattr(verbs, "_ENGINE_TIMEOUT_S", 1.2)  # it is asked twice
-    with serving(path, arena):
+    monkeypatch.setattr(BlockStore, "delete", delete_slowly)
+    monkeypatch.setattr(operators, "_ENGINE_TIMEOUT_S", 0.1)
+    with serving(path, arena) as engine:
         control = StoreControl(path, answer_timeout_s=1.0)
-        if verb == "ls":
-            assert sum(map(len, control.ls())) == 19
-        else:
-            by_id, by_age = (
-                EvictFilter(ids=(more[0].block_hash.hex(),)),
-                EvictFilter(older_than_s=0.0),
-            )
-            which = by_id if verb == "evict by id" else by_age
-            with refused(StoreUnreachableError):
-                control.evict(which)
+        with refused(StoreUnreachableError):  # of the engine, which is silent
+            control.evict(EvictFilter(older_than_s=0.0))
+        assert not engine.lookup(OLD.block_hash)
 
 
 def test_a_client_that_goes_ends_its_eviction(
@@ -474,21 +461,19 @@ def test_a_client_that_goes_ends_its_eviction(
 ) -> None:
     path, steps = tmp_path / "store", Counter[str]()
 
-    def endless(_: BlockStore) -> Iterator[None]:
+    def endless(*_: object, **__: object) -> Iterator[None]:
         while True:
             steps["taken"] += 1
             time.sleep(0.01)
             yield
 
-    monkeypatch.setattr(inspection, "gathering", endless)
+    monkeypatch.setattr(operators, "deleting", endless)
     with serving(path, arena) as engine:
         folder_fd = os.open(path, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(socket_address(folder_fd))
-            channel: FrameChannel[ControlReply] = FrameChannel(
-                sock, msgspec.msgpack.Decoder(ControlReply)
-            )
-            channel.send(EvictFilter(all=True))
+            channel = FrameChannel(sock, msgspec.msgpack.Decoder(Reply))
+            channel.send(Delete(unused_since=0.0))
             assert channel.receive(HANG_S)
             channel.close()
         os.close(folder_fd)

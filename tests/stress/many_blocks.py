@@ -6,9 +6,11 @@
 Ten tenants have conversations, and those of one tenant share their first 64 blocks. The store is
 filled in this process. Then a worker serves it, and each command runs in a process of its own, as
 an operator would run it. Meanwhile this process looks 256 blocks up again and again, one of them
-beside the verbs with `quiet` in their names, and measures how long that takes.
-`cpu_s` is what a command and the worker took of the processor. The result is printed as JSON. A
-million blocks need 10 GB.
+beside the verbs with `quiet` in their names, and stores one block of another tenant at a time, and
+measures how long each takes. A third process wakes up every 10 ms, as an engine does for each
+token; `gap_ms` are the times between.
+`cpu_s` is what a command and the worker took of the processor, and `verb_MiB` the memory that the
+command held at most. The result is printed as JSON. A million blocks need 10 GB.
 """
 
 import hashlib
@@ -24,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,11 @@ import numpy as np
 
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client import StoreClient
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.tier import LookupDone
+from tieredkv.storage.tier import Lent, LookupDone, Stored
 from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 from tieredkv.types import BlockRecord
 
@@ -109,38 +111,102 @@ def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, An
     return rates
 
 
-class Lookups:
-    """Looks up the same blocks again and again on a thread, as an engine with empty RAM does."""
+class Beside:
+    """Looks up the same blocks again and again, and stores others, as an engine does.
 
-    def __init__(self, client: StoreClient, hashes: list[bytes]) -> None:
+    Args:
+        client: of the store.
+        arena: lends the page of the block that is stored.
+        hashes: blocks that are looked up.
+    """
+
+    def __init__(self, client: StoreClient, arena: HostArena, hashes: list[bytes]) -> None:
         self._client, self._hashes = client, hashes
+        arena.page(0)[:] = bytes(4096)
         self._is_over = threading.Event()
-        self._taken_ms: list[float] = []
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._lookup_ms, self._store_ms, self._gap_ms = list[float](), list[float](), list[float]()
+        self._began_at, self._num_stored, self._has_found = -1.0, 0, False
+        self._ticking = subprocess.Popen([sys.executable, "-c", TICK], stdout=subprocess.PIPE)
+        self._threads = [threading.Thread(target=it) for it in (self._run, self._hear_ticks)]
+        for thread in self._threads:
+            thread.start()
 
     def _run(self) -> None:
-        while not self._is_over.wait(0.01):
-            start = time.perf_counter()
+        while not self._is_over.is_set():
+            if self._began_at < 0:
+                self._store()
+            start, self._has_found = time.perf_counter(), False
             self._client.lookup(self._hashes)
-            while not any([self._is_answer(event) for event in self._client.poll()]):
+            while not self._has_found:
+                self._poll()
                 time.sleep(0.0002)
-            self._taken_ms.append(1e3 * (time.perf_counter() - start))
+            self._lookup_ms.append(1e3 * (time.perf_counter() - start))
+            until = start + 0.01
+            while time.perf_counter() < until:
+                self._poll()
+                time.sleep(0.001)
 
-    def _is_answer(self, event: Event) -> bool:
-        if isinstance(event, ControlRequest):
-            self._client.reply_control(event.id, {"evicted_blocks": 0, "freed_bytes": 0})
-        return isinstance(event, LookupDone)
+    def _store(self) -> None:
+        self._num_stored += 1
+        self._began_at, now = time.perf_counter(), time.time()
+        record = BlockRecord(
+            block_hash=hashlib.sha256(b"beside %d" % self._num_stored).digest(),
+            parent_hash=b"R" * 32,
+            root=b"R" * 32,
+            namespace=b"B" * 32,
+            position=0,
+            size_bytes=4096,
+            retention="24h",
+            computed_at=now,
+            expires_at=now + 86_400,
+            last_used=now,
+        )
+        self._client.store([Lent.of(record, 0)])
 
-    def taken_ms(self) -> dict[str, float]:
-        """Return percentiles of the lookup times since the last call."""
-        taken, self._taken_ms = self._taken_ms, []
-        p50, p99 = np.percentile(taken, [50, 99]) if taken else (0.0, 0.0)
-        return {"n": len(taken), "p50": float(p50), "p99": float(p99), "max": max(taken, default=0)}
+    def _poll(self) -> None:
+        for event in self._client.poll():
+            match event:
+                case ControlRequest(id):
+                    self._client.reply_control(id, {"evicted_blocks": 0, "freed_bytes": 0})
+                case LookupDone():
+                    self._has_found = True
+                case Stored():
+                    self._store_ms.append(1e3 * (time.perf_counter() - self._began_at))
+                    self._began_at = -1.0
+
+    def _hear_ticks(self) -> None:
+        assert self._ticking.stdout is not None
+        for line in self._ticking.stdout:
+            self._gap_ms.append(float(line))
+
+    def taken_ms(self) -> dict[str, dict[str, float]]:
+        """Return percentiles of the times since the last call."""
+        taken = self._lookup_ms, self._store_ms, self._gap_ms
+        self._lookup_ms, self._store_ms, self._gap_ms = [], [], []
+        return dict(zip(("lookup_ms", "store_ms", "gap_ms"), map(percentiles, taken), strict=True))
 
     def close(self) -> None:
         self._is_over.set()
-        self._thread.join()
+        self._ticking.kill()
+        self._ticking.wait()
+        for thread in self._threads:
+            thread.join()
+
+
+TICK = """
+import time
+last = time.perf_counter()
+while True:
+    time.sleep(0.01)
+    now = time.perf_counter()
+    print(1e3 * (now - last), flush=True)
+    last = now
+"""
+
+
+def percentiles(taken: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(taken, [50, 99]) if taken else (0.0, 0.0)
+    return {"n": len(taken), "p50": float(p50), "p99": float(p99), "max": max(taken, default=0)}
 
 
 def memory_MiB(pid: int) -> dict[str, float]:
@@ -161,26 +227,28 @@ def used_s(worker: int | None) -> float:
 
 
 def run(
-    folder: Path, *words: str, lookups: Lookups | None = None, worker: int | None = None
+    folder: Path, *words: str, beside: Beside | None = None, worker: int | None = None
 ) -> dict[str, Any]:
-    """Run a verb as an operator does: how long it took, what it answered, and lookups beside it."""
+    """Run a verb as an operator does: how long it took, its answer, and what was done beside it."""
     command = [sys.executable, "-P", "-m", "tieredkv", *words, "--disk-dir", str(folder), "--json"]
     start, used = time.perf_counter(), used_s(worker)
     with tempfile.TemporaryFile() as out:
         process = subprocess.Popen(command, stdout=out)
-        first_s = None
+        first_s, most = None, 0.0
         while process.poll() is None:
             if first_s is None and os.fstat(out.fileno()).st_size:
                 first_s = time.perf_counter() - start
+            with suppress(OSError, KeyError):  # it ends just now
+                most = max(most, sum(memory_MiB(process.pid).values()))
             time.sleep(0.01)
         seconds, cpu_s = time.perf_counter() - start, used_s(worker) - used
         # Before the answer is decoded, since that holds up the thread that looks blocks up.
-        beside = {} if lookups is None else {"lookup_ms": lookups.taken_ms()}
+        times_beside = {} if beside is None else beside.taken_ms()
         out.seek(0)
         answer = json.loads(out.read())
     chains, blocks = answer.pop("chains", None), answer.pop("chain", None)
-    times = {"seconds": seconds, "cpu_s": cpu_s, "first_output_s": first_s}
-    found = times | {"exit": process.returncode} | beside
+    times = {"seconds": seconds, "cpu_s": cpu_s, "first_output_s": first_s, "verb_MiB": most}
+    found = times | {"exit": process.returncode} | times_beside
     if blocks is not None:
         return found | {"blocks": len(blocks)}
     if chains is not None:
@@ -189,14 +257,14 @@ def run(
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[StoreClient, dict[str, Any]]]:
-    """Serve the store by a worker; yield its client, and its start time and memory use."""
+def serving(folder: Path) -> Iterator[tuple[StoreClient, HostArena, dict[str, Any]]]:
+    """Serve the store by a worker; yield its client and arena, and its start time and memory."""
     arena, start = HostArena(64, 4096), time.perf_counter()
     client = StoreClient(StoreOptions(path=str(folder), sync="none"), arena)
     seconds = time.perf_counter() - start
     assert client.pid is not None
     with closing(arena), closing(client):
-        yield client, {"seconds": seconds, "memory_MiB": memory_MiB(client.pid)}
+        yield client, arena, {"seconds": seconds, "memory_MiB": memory_MiB(client.pid)}
 
 
 Measuring = Callable[..., dict[str, Any]]
@@ -207,23 +275,26 @@ Measuring = Callable[..., dict[str, Any]]
 def measuring_live(
     folder: Path, report: dict[str, Any], name: str, num_looked_up: int = 256
 ) -> Iterator[Measuring]:
-    """Serve the store, with lookups beside all verbs; report the start under a name."""
+    """Serve the store, with lookups and stores beside all verbs; report the start under a name."""
     made = itertools.islice(records(2000, 20, 0.0), num_looked_up)
     some = [record.block_hash for record in made]
-    with serving(folder) as (client, report[name]), closing(Lookups(client, some)) as lookups:
+    with (
+        serving(folder) as (client, arena, report[name]),
+        closing(Beside(client, arena, some)) as beside,
+    ):
         pid = client.pid
         assert pid is not None
 
         def live(name: str, *words: str) -> dict[str, Any]:
-            lookups.taken_ms()
-            found = run(folder, *words, lookups=lookups, worker=pid)
+            beside.taken_ms()
+            found = run(folder, *words, beside=beside, worker=pid)
             found |= {"worker_MiB": memory_MiB(pid)}
             report[name] = {key: value for key, value in found.items() if key != "ids"}
             click.echo(f"{name}: {report[name]}", err=True)
             return found
 
         time.sleep(5)
-        report[f"lookup_ms_alone_after_{name}"] = lookups.taken_ms()
+        report[f"alone_after_{name}"] = beside.taken_ms()
         yield live
 
 
@@ -262,11 +333,15 @@ def measure(folder: Path, *, verifies: bool) -> dict[str, Any]:
         live("evict_1000_ids_live", "evict", "-y", *ids[1:1001])
         live("evict_filter_live", "evict", "-y", "--filter", "idle>50m")
         live("evict_older_live", "evict", "-y", "--older-than", "30m")
+        tenant = hashlib.sha256(b"tenant0").hexdigest()
+        live("evict_namespace_live", "evict", "-y", "--ns", tenant)
     shutil.rmtree(folder / "index")
-    with serving(folder) as (client, start):
+    with serving(folder) as (client, _, start):
         report["index_remade"] = start | {"blocks": client.stats().blocks}
     # The first blocks of each tenant, which all others follow, were among the oldest.
     stopped("prune_stopped", "prune", "-y")
+    with measuring_live(folder, report, "third_restart") as live:
+        live("evict_all_live", "evict", "-y", "--all")
     return report
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from starlette.responses import StreamingResponse
 
 from tests.fake_store import chain_of, root_of
 from tieredkv.config import Settings
@@ -57,8 +58,13 @@ class Engine:
 
 def ask(engine: Engine, block_hash: bytes) -> Any:
     body, client = {"id": block_hash.hex()}, cast(EngineClient, engine)
-    answer = asyncio.run(respond("inspect", body, Settings(), client, lambda _: {}))
-    return json.loads(bytes(answer.body))
+
+    async def whole() -> bytes:
+        answer = await respond("inspect", body, Settings(), client, lambda _: {})
+        assert isinstance(answer, StreamingResponse)
+        return b"".join([part async for part in answer.body_iterator if isinstance(part, bytes)])
+
+    return json.loads(asyncio.run(whole()))
 
 
 def test_a_chain_is_put_together_from_the_parts_of_an_answer() -> None:

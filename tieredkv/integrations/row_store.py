@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.rates import LinkRate
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.format.record import Times, times_of
@@ -427,7 +427,7 @@ class RowStore:
                 return
             for event in self._client.poll():
                 if isinstance(event, ControlRequest):
-                    self.num_purges += isinstance(event.call, EvictFilter)
+                    self.num_purges += isinstance(decoded(event.call), EvictFilter)
                     self._client.reply_control(event.id, {})
                 else:
                     self._events.append(event)

@@ -1,25 +1,25 @@
-"""The command line's side of a store's verbs, on a running server or a stopped store.
+"""Carries out verbs on a store, whether a server has it open or none does.
 
-The command line never opens a store itself. If a worker serves the store, this module talks to the
-worker's socket; if none does, it starts the same worker and talks to that one. It does not know
-tables or exit codes.
+The process of a verb never opens a store itself. If a worker serves the store, the verb asks that
+worker by its socket; if none does, a worker is started to answer this one verb. This module finds
+that worker, and asks another one if it ends too early. It does not know tables or exit codes.
 """
 
 import contextlib
-import functools
 import os
 import socket
 import stat
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
-from msgspec.structs import replace
 
 from tieredkv.errors import (
     ConfigError,
+    MissingKeyError,
     NoStoreError,
     StorageError,
     StoreBusyError,
@@ -27,21 +27,33 @@ from tieredkv.errors import (
     TieredKVError,
     named,
 )
-from tieredkv.operate.calls import Call, Df, EvictFilter, Ls, NamesKey, Rotate, Verify
+from tieredkv.operate.calls import (
+    Call,
+    Df,
+    EvictFilter,
+    Inspect,
+    Ls,
+    NamesKey,
+    Prune,
+    Rotate,
+    Verify,
+    encoded,
+)
+from tieredkv.operate.df import df
+from tieredkv.operate.rotate import rotate
+from tieredkv.operate.verify import VerbProgress, verify
+from tieredkv.operate.worker import Channel, Worker, decoder, silent
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
 from tieredkv.storage.names import Names
 from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.worker_messages import ControlReply, StoreOptions
-from tieredkv.storage.worker_process import WorkerProcess
+from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
 from tieredkv.types import Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel, Incoming
 from tieredkv.wire.process import Refused
-
-VerbProgress = Callable[[int, int], None]
-"""Called with (blocks done, blocks in all) during a long verb."""
 
 Page = list[Any]
 """Items of a list, such as `ChainInfo` for `ls`."""
@@ -49,14 +61,14 @@ Page = list[Any]
 Asking = Generator[Page, None, dict[str, Any]]
 """Yields the pages of an answer, if it has any, and returns the rest of it."""
 
+CarryingOut = Callable[[Worker], Asking]
+"""Carries out one verb."""
+
 _GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
 _ATTEMPTS = 20
 _RETRY_S = 0.25
-MAX_REPLY_BYTES = 16 << 20
-"""In one frame from the worker: a page of a list, or an answer that has a bounded size."""
-
-_MAX_IDS = 8192  # in one frame of the size that the worker accepts
-_decoder = msgspec.msgpack.Decoder(ControlReply)
+_MAX_CALL_BYTES = MAX_CONTROL_FRAME_BYTES - (1 << 16)  # it goes to the engine in one frame
+_MAX_REPLY_BYTES = 16 << 20  # in one frame from the worker: thousands of records
 
 
 class StoreControl:
@@ -151,15 +163,7 @@ class StoreControl:
         return Names(self.answer(NamesKey())["names_key"])
 
     def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
-        """Return the answer of a verb without its list, if it has one.
-
-        Of the many ids of an eviction some are sent at a time: a dry run then leaves out blocks
-        that only chains of different parts share.
-        """
-        if isinstance(call, EvictFilter) and len(call.ids) > _MAX_IDS:
-            parts = range(0, len(call.ids), _MAX_IDS)
-            some = [replace(call, ids=call.ids[start : start + _MAX_IDS]) for start in parts]
-            return functools.reduce(_add, map(self.answer, some))
+        """Return the answer of a verb without its list, if it has one."""
         asking = self._ask(call, progress)
         while True:
             try:
@@ -171,8 +175,7 @@ class StoreControl:
     def pages(self, call: Call) -> Asking:
         """Yield the list that a verb answers with, some items at a time; return the rest of it.
 
-        The worker waits until a page is taken before it makes the next one. Close the generator if
-        it is not to be read to its end.
+        The store is not held open while the pages are read.
         """
         return (yield from self._ask(call))
 
@@ -182,13 +185,14 @@ class StoreControl:
         """Ask the live worker, or start one; try again while a worker is starting or stopping.
 
         Raises:
-            ConfigError: the call is too long for the worker.
+            ConfigError: the call says too little or too much, or is too long for the worker.
         """
-        if (size := len(msgspec.msgpack.encode(call))) > MAX_CONTROL_FRAME_BYTES:
-            what = f"a call of `{call.verb}` may have {MAX_CONTROL_FRAME_BYTES} bytes at most"
+        call.check()
+        if isinstance(call, Inspect) and (size := len(encoded(call))) > _MAX_CALL_BYTES:
+            what = f"a call of `{call.verb}` may have {_MAX_CALL_BYTES} bytes at most"
             raise ConfigError(f"{what}, but has {size}; give a shorter prompt or fewer names")
         folder_fd = _open_folder(self._path)
-        self._has_page = False
+        carrying_out = _carrying_out(call, progress)
         # VRAM and host memory cannot be asked while an engine's worker is down.
         is_for_engine_too = isinstance(call, EvictFilter) and not call.dry_run
         try:
@@ -196,16 +200,16 @@ class StoreControl:
                 if attempt:
                     time.sleep(_RETRY_S)
                 with contextlib.suppress(*_GONE), _connect(folder_fd) as connection:
-                    return (yield from self._converse(connection, call, progress))
-                if self._has_page:
-                    what = "ended in the middle of its answer, so the answer is incomplete"
-                    raise StoreUnreachableError(f"the store worker of `{self._path}` {what}")
+                    channel = FrameChannel(connection, decoder, _MAX_REPLY_BYTES)
+                    return (
+                        yield from carrying_out(self._worker(channel, channel.close, is_own=False))
+                    )
                 if is_for_engine_too and has_engine(folder_fd):
                     continue
                 with contextlib.suppress(StoreBusyError):
                     if (emptied := self._empty_refused(call)) is not None:
                         return emptied
-                    return (yield from self._ask_own_worker(folder_fd, call, progress))
+                    return (yield from self._ask_own_worker(folder_fd, call, carrying_out))
             if is_for_engine_too and has_engine(folder_fd):
                 what = f"an engine uses `{self._path}`, but its store worker is down"
                 raise StoreUnreachableError(
@@ -237,7 +241,7 @@ class StoreControl:
         self,
         folder_fd: int,
         call: Call,
-        progress: VerbProgress | None,
+        carrying_out: CarryingOut,
         index: messages.IndexStart = "as_it_is",
     ) -> Asking:
         """Start a worker on the stopped store, ask it, and stop it again.
@@ -255,28 +259,28 @@ class StoreControl:
             what = f"the store worker of `{self._path}` cannot be started"
             raise StorageError(f"{what}: {described(error)}") from error
         body = refused = None
-        is_up = False
-        try:
-            while not is_up:
-                for message in self._next(worker.channel):
-                    if isinstance(message, Refused):
-                        refused = named(message.kind, message.message)
-                    is_up |= isinstance(message, messages.WorkerUp)
-            with _connect(folder_fd) as connection:
-                body = yield from self._converse(connection, call, progress)
-        except _GONE:
-            pass
-        finally:
-            worker.channel.send(messages.CloseCall())
-            if body is None:
+        with _Own(worker, grace_s=self._answer_timeout_s) as own:
+            try:
+                while not own.is_up:
+                    for message in self._next(worker.channel):
+                        if isinstance(message, Refused):
+                            refused = named(message.kind, message.message)
+                        own.is_up |= isinstance(message, messages.WorkerUp)
+                with _connect(folder_fd) as connection:
+                    channel = FrameChannel(connection, decoder, _MAX_REPLY_BYTES)
+                    let_go = partial(own.end, channel)
+                    body = yield from carrying_out(self._worker(channel, let_go, is_own=True))
+            except _GONE:
+                worker.channel.send(messages.CloseCall())
                 refused = refused or self._last_words(worker)
-            end = worker.bury(grace_s=self._answer_timeout_s)
         if body is not None:
             return body
+        end = own.ended
+        assert end is not None, "it is ended with the block above"
         if isinstance(call, Verify) and end.is_unexplained and index == "as_it_is":
-            return (yield from self._ask_own_worker(folder_fd, call, progress, "examined"))
+            return (yield from self._ask_own_worker(folder_fd, call, carrying_out, "examined"))
         if isinstance(call, Verify) and call.repair and end.is_damage and index != "set_aside":
-            body = yield from self._ask_own_worker(folder_fd, call, progress, "set_aside")
+            body = yield from self._ask_own_worker(folder_fd, call, carrying_out, "set_aside")
             by_reason = {"index": 1, **body["by_reason"]}
             bad, repaired = sum(by_reason.values()), body["repaired"] + 1
             return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
@@ -296,22 +300,8 @@ class StoreControl:
                         refused = named(message.kind, message.message)
         return refused
 
-    def _converse(self, sock: socket.socket, call: Call, progress: VerbProgress | None) -> Asking:
-        channel = FrameChannel(sock, _decoder, MAX_REPLY_BYTES)
-        channel.send(call)
-        while True:
-            for reply in self._next(channel):
-                match reply:
-                    case messages.ControlProgress(done, total):
-                        if progress is not None:
-                            progress(done, total)
-                    case messages.ControlPage(chains, blocks):
-                        self._has_page = True
-                        yield [*chains, *blocks]
-                    case messages.ControlResult(body):
-                        return body
-                    case Refused(kind, text):
-                        raise named(kind, text)
+    def _worker(self, channel: Channel, let_go: Callable[[], object], *, is_own: bool) -> Worker:
+        return Worker(channel, self._path, self._answer_timeout_s, let_go, is_own=is_own)
 
     def _next(self, channel: FrameChannel[Incoming]) -> list[Incoming]:
         """Return the messages that arrive next.
@@ -322,11 +312,82 @@ class StoreControl:
         """
         received = channel.receive(self._answer_timeout_s)
         if not received:
-            raise StoreUnreachableError(
-                f"the store worker of `{self._path}` has said nothing for "
-                f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
-            )
+            raise silent(self._path, self._answer_timeout_s)
         return received
+
+
+class _Own:
+    """A worker that was started for one verb; it ends with the verb, or before.
+
+    Attributes:
+        is_up: whether it serves.
+        ended: how it ended.
+    """
+
+    def __init__(self, process: WorkerProcess, *, grace_s: float) -> None:
+        self._process, self._grace_s = process, grace_s
+        self.is_up = False
+        self.ended: WorkerEnd | None = None
+
+    def end(self, channel: Channel | None = None) -> None:
+        """Have it close the store, and wait until it has ended."""
+        if channel is not None:
+            channel.close()
+        if self.ended is None:
+            self._process.channel.send(messages.CloseCall())
+            self.ended = self._process.bury(grace_s=self._grace_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+
+def _carrying_out(call: Call, progress: VerbProgress | None) -> CarryingOut:
+    """Return what carries out a verb on any worker, and on another one if that ends too early."""
+    match call:
+        case Df():
+            return _whole(partial(df, call))
+        case NamesKey():
+            return _whole(_names_key)
+        case Verify():
+            return _whole(partial(verify, call, progress=progress))
+        case Rotate():
+            return _whole(partial(rotate, call))
+    from tieredkv.operate import evict, inspect, ls, prune  # load NumPy
+
+    match call:
+        case Ls():
+            return partial(ls.ls, call)
+        case Inspect():
+            return partial(inspect.inspect, call)
+        case EvictFilter():
+            return _whole(evict.Evicting(call).carry_out)
+        case Prune():
+            return _whole(partial(prune.prune, call))
+
+
+def _names_key(worker: Worker) -> dict[str, Any]:
+    """Return the key of the names of blocks.
+
+    Raises:
+        MissingKeyError: the store is encrypted, and its keys are not there.
+    """
+    told = worker.figures(names_key=True)
+    if told.lacks_keys:
+        raise MissingKeyError(told.lacks_keys)
+    return {"names_key": told.names_key}
+
+
+def _whole(verb: Callable[[Worker], dict[str, Any]]) -> CarryingOut:
+    """Return a verb whose answer has no list."""
+
+    def carry_out(worker: Worker) -> Asking:
+        yield from ()
+        return verb(worker)
+
+    return carry_out
 
 
 def document(call: Call, pages: Iterator[Page]) -> Iterator[str]:
@@ -345,17 +406,6 @@ def document(call: Call, pages: Iterator[Page]) -> Iterator[str]:
         before = ", "
     more = (f', "{key}": {msgspec.json.encode(rest[key]).decode()}' for key in rest)
     yield "".join(["" if before == ", " else before, "]", *more, "}"])
-
-
-def _add(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Add what two parts of an eviction answered."""
-    added = {**one, **other}
-    for key in one.keys() & other.keys():
-        if isinstance(other[key], dict):
-            added[key] = _add(one[key], other[key])
-        elif isinstance(other[key], int | list):
-            added[key] = one[key] + other[key]
-    return added
 
 
 def _is_of_whole_disk(call: Call) -> bool:

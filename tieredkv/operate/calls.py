@@ -1,8 +1,8 @@
 """The operator's verbs: what each is called and takes, and what it needs.
 
-The command line, `/admin` and the socket in the store's folder all read this one table. A verb is
-added by a struct here, a branch of `operate.verbs.Verbs` and of `engine.verbs.Verbs`, where it
-concerns their tiers, and a command in `cli.store`.
+The command line, `/admin` and the engine all read this one table. A verb is added by a struct here,
+a module beside this one that `operate.ask` names, a branch of `engine.verbs.Verbs` where it
+concerns VRAM and host memory, and a command in `cli.store`.
 """
 
 import re
@@ -298,3 +298,15 @@ class NamesKey(Verb, frozen=True, kw_only=True, tag="names_key"):
 
 Call = Df | Ls | Inspect | EvictFilter | Prune | Verify | Rotate | NamesKey
 VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}
+_decoder = msgspec.msgpack.Decoder(Call)
+
+
+def encoded(call: Call) -> bytes:
+    """Return a call as a message has it."""
+    return msgspec.msgpack.encode(call)
+
+
+def decoded(data: bytes) -> Call:
+    """Undo `encoded`."""
+    call: Call = _decoder.decode(data)
+    return call

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.operate.table import START_BYTES, Blocks, Kind, numbers_of
+from tieredkv.operate.table import START_BYTES, Blocks, Kind
 
-Places = NDArray[np.intp]
+Places = NDArray[np.int32]
 """Of blocks in a table."""
 
 Mask = NDArray[np.bool]
@@ -46,24 +46,32 @@ class Chains:
         self._above = self._places(blocks["parent_key"])  # the parent's place, or `num`
         # A record that contradicts itself must not lead in a circle.
         self._above[np.append(self.positions, 0)[self._above] >= self.positions] = num
-        num_children = np.bincount(self._above, minlength=num + 1)
+        num_children = np.bincount(self._above, minlength=num + 1).astype(np.int32)
         num_children[num] = 0
-        leaves = np.flatnonzero(num_children[:num] == 0)
+        leaves = np.flatnonzero(num_children[:num] == 0).astype(np.int32)
         self.leaves = leaves[np.argsort(-blocks["last_used"][leaves], kind="stable")]
         head = self._tops(num_children[self._above] != 1)
-        is_head = head == np.arange(num)
-        self.heads = np.flatnonzero(is_head)
-        self.run = (np.cumsum(is_head) - 1)[head]
-        self.run_above = np.append(self.run, len(self.heads))[self._above[self.heads]]
+        is_head = head == np.arange(num, dtype=np.int32)
+        self.heads = np.flatnonzero(is_head).astype(np.int32)
+        self.run = (np.cumsum(is_head, dtype=np.int32) - np.int32(1))[head]
+        run_above = np.append(self.run, np.int32(len(self.heads)))[self._above[self.heads]]
+        self.run_above = run_above
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def find(self, block_hash: bytes) -> int | None:
-        """The place of a block; None if it was not stored."""
-        start = block_hash[:START_BYTES].ljust(START_BYTES, b"\0")
-        place = int(self._places(numbers_of(start)[:, 0])[0])
-        return place if place < len(self) else None
+    def named(self, digits: str) -> list[int]:
+        """The places of the blocks whose names start with these hex digits, of which 32 count."""
+        digits = digits[: 2 * START_BYTES]
+        ends = (int(digits.ljust(2 * START_BYTES, end), 16) for end in "0f")
+        (first, first_rest), (last, last_rest) = (divmod(end, 1 << 64) for end in ends)
+        start = np.searchsorted(self.keys, np.uint64(first))
+        end = np.searchsorted(self.keys, np.uint64(last), "right")
+        keys, rests = self.keys[start:end], self.blocks["key_rest"][start:end]
+        is_so = (keys > np.uint64(first)) | (rests >= np.uint64(first_rest))
+        is_so &= (keys < np.uint64(last)) | (rests <= np.uint64(last_rest))
+        places: list[int] = (start + np.flatnonzero(is_so)).tolist()
+        return places
 
     def has_parent(self) -> Mask:
         """Return which blocks have a parent in the table."""
@@ -105,20 +113,21 @@ class Chains:
         following, before = (it[np.argsort(it["position"], kind="stable")[::-1]] for it in parts)
         return following, before
 
-    def totals(self, values: NDArray[Any], combine: np.ufunc = np.add) -> NDArray[Any]:
+    def totals(self, values: NDArray[Any], combine: np.ufunc, dtype: type[Any]) -> NDArray[Any]:
         """Combine a value of each block over whole chains.
 
         Args:
             values: [num_blocks].
             combine: `np.add`, or `np.minimum` or `np.maximum` of floats.
+            dtype: of the totals.
 
         Returns:
             For each run: over its blocks and all before them.
         """
         nothing = 0 if combine is np.add else np.inf if combine is np.minimum else -np.inf
-        totals = np.full(len(self.heads) + 1, nothing, values.dtype)
+        totals = np.full(len(self.heads) + 1, nothing, dtype)
         combine.at(totals, self.run, values)
-        above = np.append(self.run_above, len(self.heads))
+        above = np.append(self.run_above, np.int32(len(self.heads)))
         while np.any(above < len(self.heads)):  # each round combines twice as many runs
             totals = combine(totals, totals[above])
             above = above[above]
@@ -127,16 +136,18 @@ class Chains:
     def _tops(self, is_top: Mask) -> Places:
         """Return the first block before each one, or itself, that is a top or has no parent."""
         num = len(self)
-        tops = np.where(is_top | (self._above == num), np.arange(num), self._above)
+        places = np.arange(num, dtype=np.int32)
+        tops = np.where(is_top | (self._above == num), places, self._above)
         while not np.array_equal(further := tops[tops], tops):
             tops = further
         return np.asarray(tops)
 
     def _places(self, keys: NDArray[np.uint64]) -> Places:
         """Return the places of blocks by their keys; the number of blocks where there is none."""
-        order = np.argsort(keys)  # neighbours are then found near each other
-        places = np.empty(len(keys), np.intp)
+        order = np.argsort(keys).astype(np.int32)  # neighbours are then found near each other
+        places = np.empty(len(keys), np.int32)
         places[order] = np.searchsorted(self.keys, keys[order])
         is_found = places < len(self)
         is_found[is_found] = self.keys[places[is_found]] == keys[is_found]
-        return np.where(is_found, places, len(self))
+        places[~is_found] = len(self)
+        return places

@@ -1,6 +1,6 @@
 """All chains of a store in columns, so that no Python object is made for one that is not listed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,6 @@ from tieredkv.storage.results import ChainInfo
 from tieredkv.types import Tier
 
 _TIERS = [[tier for tier, bit in TIER_BITS.items() if code & bit] for code in range(8)]
-
-_HELD = ("in_device", "in_host", "on_disk")
 
 Column = NDArray[Any]
 """[num_chains]."""
@@ -32,99 +30,169 @@ class Labels(NamedTuple):
     names: Sequence[Any]
 
 
-class ChainColumns(NamedTuple):
+class _Total(NamedTuple):
+    """What is combined over the blocks of a chain: a field of theirs, how, and the sums' type."""
+
+    field: str
+    combine: np.ufunc
+    dtype: type[Any]
+
+
+_TOTALS: Mapping[str, _Total] = {
+    "bytes": _Total("size_bytes", np.add, np.int64),
+    "stored_bytes": _Total("payload_bytes", np.add, np.int64),
+    "computed_at_min": _Total("computed_at", np.minimum, np.float64),
+    "computed_at_max": _Total("computed_at", np.maximum, np.float64),
+    "expires_at_min": _Total("expires_at", np.minimum, np.float64),
+    "last_used_max": _Total("last_used", np.maximum, np.float64),
+}
+
+
+class ChainColumns:
     """All chains, those whose last block was used last first; see `ChainInfo`.
 
-    Attributes:
-        ids: the numbers whose digits make an id: [num_chains, 4].
+    A column is worked out when it is asked for, as all of them would take more memory than the
+    blocks. What is summed up over whole chains is kept, once for all chains that share a run.
+
+    Args:
+        chains: of all blocks.
+        models: name the chains.
     """
 
-    ids: Column
-    namespace: Labels
-    root: Labels
-    model: Labels
-    retention: Labels
-    tiers: Labels
-    tokens: Column
-    blocks: Column
-    in_device: Column
-    in_host: Column
-    on_disk: Column
-    last_position: Column
-    bytes: Column
-    stored_bytes: Column
-    computed_at_min: Column
-    computed_at_max: Column
-    expires_at_min: Column
-    last_used: Column
-    last_used_max: Column
-    hits: Column
+    def __init__(self, chains: Chains, models: KnownModels) -> None:
+        self._chains, self._run = chains, chains.run[chains.leaves]
+        self._known = [models.of(kind.root, kind.namespace) for kind in chains.kinds]
+        self._totals = dict[str, Column]()  # of each run: over its blocks and all before them
 
-    @classmethod
-    def of(cls, chains: Chains, models: KnownModels) -> "ChainColumns":
-        """Sum up all chains.
+    def __len__(self) -> int:
+        return len(self._run)
 
-        Args:
-            chains: of all blocks.
-            models: name the chains.
-        """
-        blocks, run = chains.blocks, chains.run[chains.leaves]
-        last, first = blocks[chains.leaves], blocks[chains.heads[run]]
+    @property
+    def namespace(self) -> Labels:
+        """Namespaces in hex."""
+        return Labels(self._last("kind"), [kind.namespace.hex() for kind in self._chains.kinds])
 
-        def total(values: NDArray[Any], combine: np.ufunc = np.add) -> Column:
-            values = values.astype(np.int64 if combine is np.add else np.float64)
-            return np.asarray(chains.totals(values, combine)[run])
+    @property
+    def model(self) -> Labels:
+        """Names of models; "" where one is not known."""
+        return Labels(self._last("kind"), [it.name if it else "" for it in self._known])
 
-        num_blocks = total(np.ones(len(blocks)))
-        held = {bit: total(blocks["tiers"] & bit > 0) for bit in TIER_BITS.values()}
-        tiers = np.sum([(num > 0) * bit for bit, num in held.items()], axis=0)
-        known = [models.of(kind.root, kind.namespace) for kind in chains.kinds]
-        block_sizes = np.array([it.block_size if it else np.nan for it in known], np.float64)
-        kinds = last["kind"]
-        ends = (first["key"], first["key_rest"], last["key"], last["key_rest"])
-        return cls(
-            ids=np.stack(ends, axis=1),
-            namespace=Labels(kinds, [kind.namespace.hex() for kind in chains.kinds]),
-            root=Labels(kinds, [kind.root.hex() for kind in chains.kinds]),
-            model=Labels(kinds, [it.name if it else "" for it in known]),
-            retention=Labels(kinds, [kind.retention for kind in chains.kinds]),
-            tiers=Labels(tiers, _TIERS),
-            tokens=block_sizes[kinds] * num_blocks,
-            blocks=num_blocks,
-            **dict(zip(_HELD, held.values(), strict=True)),
-            last_position=last["position"],
-            bytes=total(blocks["size_bytes"]),
-            stored_bytes=total(blocks["payload_bytes"]),
-            computed_at_min=total(blocks["computed_at"], np.minimum),
-            computed_at_max=total(blocks["computed_at"], np.maximum),
-            expires_at_min=total(blocks["expires_at"], np.minimum),
-            last_used=last["last_used"],
-            last_used_max=total(blocks["last_used"], np.maximum),
-            hits=first["hits"],
-        )
+    @property
+    def retention(self) -> Labels:
+        """Retention policies of the last blocks."""
+        return Labels(self._last("kind"), [kind.retention for kind in self._chains.kinds])
+
+    @property
+    def tiers(self) -> Labels:
+        """The tiers that have some of a chain."""
+        codes = np.zeros(len(self._chains.heads), np.uint8)
+        for tier, bit in TIER_BITS.items():
+            codes |= np.uint8(bit) * (self._held(tier) > 0)
+        return Labels(codes[self._run], _TIERS)
+
+    @property
+    def tokens(self) -> Column:
+        """Tokens; NaN where the model is not known."""
+        sizes = np.array([it.block_size if it else np.nan for it in self._known], np.float64)
+        return np.asarray(sizes[self._last("kind")] * self.blocks)
+
+    @property
+    def blocks(self) -> Column:
+        """Numbers of blocks."""
+        return np.asarray(self._num_blocks[self._run])
+
+    @property
+    def bytes(self) -> Column:
+        """Sizes of the blocks."""
+        return np.asarray(self._total("bytes")[self._run])
+
+    @property
+    def computed_at_min(self) -> Column:
+        """When the oldest blocks were computed."""
+        return np.asarray(self._total("computed_at_min")[self._run])
+
+    @property
+    def expires_at_min(self) -> Column:
+        """When the first blocks expire."""
+        return np.asarray(self._total("expires_at_min")[self._run])
+
+    @property
+    def last_used(self) -> Column:
+        """When the last blocks were used."""
+        return self._last("last_used")
+
+    @property
+    def hits(self) -> Column:
+        """How often the first own blocks were found."""
+        return np.asarray(self._chains.blocks["hits"][self._chains.heads[self._run]])
 
     def infos(self, places: NDArray[np.intp]) -> list[ChainInfo]:
         """Return the chains in some places."""
-        columns: dict[str, Sequence[Any]] = {}
-        for name, column in self._asdict().items():
-            if isinstance(column, Labels):
-                columns[name] = [column.names[code] for code in column.codes[places].tolist()]
-            else:
-                columns[name] = column[places].tolist()
-        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-        return list(map(_info, rows))
+        chains, run = self._chains, self._run[places]
+        blocks, last, first = chains.blocks, chains.leaves[places], chains.heads[run]
+        rows = zip(
+            *(blocks[name][at].tolist() for at in (first, last) for name in ("key", "key_rest")),
+            *(blocks[name][last].tolist() for name in ("kind", "position", "last_used")),
+            blocks["hits"][first].tolist(),
+            self._num_blocks[run].tolist(),
+            zip(*(self._held(tier)[run].tolist() for tier in Tier), strict=True),
+            zip(*(self._total(name)[run].tolist() for name in _TOTALS), strict=True),
+            strict=True,
+        )
+        return [self._info(*row) for row in rows]
 
+    def _info(
+        self,
+        first: int,
+        first_rest: int,
+        end: int,
+        end_rest: int,
+        kind: int,
+        position: int,
+        last_used: float,
+        hits: int,
+        num_blocks: int,
+        held: Sequence[int],
+        totals: Sequence[Any],
+    ) -> ChainInfo:
+        """Make a description of the values of one chain."""
+        model, what = self._known[kind], self._chains.kinds[kind]
+        return ChainInfo(
+            id=f"{first:016x}{first_rest:016x}-{end:016x}{end_rest:016x}",
+            namespace=what.namespace.hex(),
+            root=what.root.hex(),
+            blocks=num_blocks,
+            last_position=position,
+            model=model.name if model else None,
+            tokens=model.block_size * num_blocks if model else None,
+            blocks_by_tier=dict(zip(Tier, held, strict=True)),
+            retention=what.retention,
+            last_used=last_used,
+            hits=hits,
+            **dict(zip(_TOTALS, totals, strict=True)),
+        )
 
-def _info(row: dict[str, Any]) -> ChainInfo:
-    """Make a description of the values in a row of the columns."""
-    ids = [f"{number:016x}" for number in row.pop("ids")]
-    held = {tier: row.pop(name) for tier, name in zip(Tier, _HELD, strict=True)}
-    tokens, model = row.pop("tokens"), row.pop("model")
-    del row["tiers"]
-    return ChainInfo(
-        id=f"{ids[0]}{ids[1]}-{ids[2]}{ids[3]}",
-        model=model or None,
-        tokens=None if np.isnan(tokens) else int(tokens),
-        blocks_by_tier=held,
-        **row,
-    )
+    def _last(self, name: str) -> Column:
+        """Return a field of the last block of each chain."""
+        return np.asarray(self._chains.blocks[name][self._chains.leaves])
+
+    def _total(self, name: str) -> Column:
+        if name not in self._totals:
+            field, combine, dtype = _TOTALS[name]
+            values = self._chains.blocks[field]
+            self._totals[name] = self._chains.totals(values, combine, dtype)
+        return self._totals[name]
+
+    @property
+    def _num_blocks(self) -> Column:
+        if "blocks" not in self._totals:
+            ones = np.ones(len(self._chains), np.uint8)
+            self._totals["blocks"] = self._chains.totals(ones, np.add, np.uint32)
+        return self._totals["blocks"]
+
+    def _held(self, tier: Tier) -> Column:
+        """Return for each run how many blocks a tier has."""
+        if tier not in self._totals:
+            is_held = self._chains.blocks["tiers"] & np.uint8(TIER_BITS[tier]) > 0
+            self._totals[tier] = self._chains.totals(is_held, np.add, np.uint32)
+        return self._totals[tier]

@@ -122,7 +122,7 @@ class ChainFilter:
 
     def matches(self, chains: ChainColumns, now: float) -> NDArray[np.bool]:
         """Return which chains match."""
-        is_match = np.ones(len(chains.blocks), bool)
+        is_match = np.ones(len(chains), bool)
         for condition in self.conditions:
             is_match &= condition.holds(chains, now)
         return is_match

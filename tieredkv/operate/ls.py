@@ -1,15 +1,46 @@
-"""The list of chains that `Ls` asks for."""
+"""`ls`: the chains of all tiers."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import numpy as np
 
 from tieredkv.operate.calls import Ls
+from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.models import KnownModels, read_models
+from tieredkv.operate.ram import RamBlocks
+from tieredkv.operate.table import scan
+from tieredkv.operate.worker import Worker
 from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.socket_messages import NO_ANSWER
 
 PAGE_CHAINS = 256
+
+
+def ls(call: Ls, worker: Worker) -> Generator[list[ChainInfo], None, dict[str, Any]]:
+    """Yield the chains that are asked for, by pages; tell whether some of the engine's may lack.
+
+    The worker is let go before the first page, since nobody knows when the next one is asked for.
+    """
+    in_ram = RamBlocks.of(worker.ask_engine(Ls()))
+    chains, now = chains_of(worker, in_ram)
+    columns = columns_of(chains, worker)
+    worker.let_go()
+    yield from listing(columns, call, now)
+    return {} if in_ram.is_told else {**NO_ANSWER}
+
+
+def chains_of(worker: Worker, in_ram: RamBlocks, *, settled: bool = False) -> tuple[Chains, float]:
+    """See which chains there are in all tiers, and what time it is."""
+    on_disk, now = scan(worker, settled=settled)
+    return Chains(*on_disk.unexpired(now).joined(in_ram.table.unexpired(now))), now
+
+
+def columns_of(chains: Chains, worker: Worker) -> ChainColumns:
+    """Sum up all chains."""
+    return ChainColumns(chains, KnownModels(read_models(worker.path)))
 
 
 def listing(columns: ChainColumns, call: Ls, now: float) -> Iterator[list[ChainInfo]]:

@@ -1,23 +1,48 @@
-"""Drops blocks on disk that nothing can use: expired ones, other models', and orphans.
+"""`prune`: blocks on disk that nothing can use: expired ones, other models', and orphans.
 
 An orphan is a block whose parent is in no tier, or that comes behind one: a prompt would have to be
 computed up to it first.
 """
 
-from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from tieredkv.errors import ConfigError
+from tieredkv.operate.calls import Ls, Prune
 from tieredkv.operate.chains import Chains
-from tieredkv.operate.inspection import reading_hashes
-from tieredkv.operate.models import KnownModels
+from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.operate.ram import RamBlocks
-from tieredkv.operate.table import Blocks, BlockTable
-from tieredkv.storage.index_txn import batches
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import PruneResult
+from tieredkv.operate.table import Blocks, BlockTable, scan, starts_in
+from tieredkv.operate.worker import Worker, silent_engine
+
+
+def prune(call: Prune, worker: Worker) -> dict[str, Any]:
+    """Drop what nothing can use.
+
+    Raises:
+        ConfigError: the model that is in use is not known.
+        StoreUnreachableError: the engine did not answer, and may have what orphans follow.
+    """
+    table, now = scan(worker)
+    models, in_ram = KnownModels(read_models(worker.path)), RamBlocks.of(worker.ask_engine(Ls()))
+    if not in_ram.is_told:
+        raise silent_engine()
+    by_reason, freed_bytes, keys_error = dict[str, int](), 0, ""
+    for why, blocks in useless(table, call.model, models, in_ram, now).items():
+        # Of expired blocks some may be stored again by now, and live.
+        starts, is_expired = starts_in(blocks), why == "expired"
+        done = worker.delete(starts, expired=is_expired, dry_run=call.dry_run)
+        by_reason |= {why: done.num_blocks} if done.num_blocks else {}
+        freed_bytes += done.freed_bytes
+        keys_error = done.keys_error
+    return {
+        "pruned_blocks": sum(by_reason.values()),
+        "freed_bytes": freed_bytes,
+        "by_reason": by_reason,
+        **({"keys_error": keys_error} if keys_error else {}),
+    }
 
 
 def useless(
@@ -51,31 +76,3 @@ def useless(
         "other_model": living[~in_use],
         "orphan": living[in_use & is_orphan],
     }
-
-
-def dropping(
-    store: BlockStore, doomed: Mapping[str, Blocks], *, dry_run: bool
-) -> Generator[None, None, PruneResult]:
-    """Drop and erase blocks for some reasons, in steps.
-
-    Args:
-        store: the store.
-        doomed: blocks by reason.
-        dry_run: whether they are only counted.
-    """
-    by_reason, freed_bytes, failed = Counter[str](), 0, None
-    for why, blocks in doomed.items():
-        for hashes in batches((yield from reading_hashes(store, blocks))):
-            with store.index.reading() as txn:
-                sound = [each for each in map(txn.sound, hashes) if each is not None]
-            if why == "expired":  # others were stored again in the meantime
-                sound = [each for each in sound if each.record.expires_at <= store.clock.now()]
-            by_reason[why] += len(sound)
-            freed_bytes += sum(located.extent_bytes for located in sound)
-            if not dry_run:
-                store.delete([located.record.block_hash for located in sound], "operator")
-            yield
-    if not dry_run:
-        failed = yield from store.allocator.clearing()
-    why = "" if failed is None else str(failed)
-    return PruneResult(by_reason.total(), freed_bytes, dict(+by_reason), why)

@@ -1,26 +1,20 @@
 """A table of many blocks: their sealed records, read at once into the columns of a NumPy array.
 
 The fields of all records are at the same places, so NumPy reads each field from all of them in one
-call. The seals are not checked, as that would take longer than all the rest, but each record has to
-repeat its key: a damaged record may be listed wrongly, but no block is served from a table. This
-module knows records, not the index.
+call. The seals are not checked, as that would take longer than all the rest; the worker has only
+compared each record with its key. So a damaged record may be listed wrongly, but no block is served
+from a table. This module knows records, not the index.
 """
 
 from collections.abc import Sequence
-from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.errors import CorruptIndexError
-from tieredkv.storage.format.record import (
-    HASH_SIZES,
-    MAX_DIGEST_BYTES,
-    NO_RETENTIONS,
-    RECORD_BYTES,
-    Retentions,
-)
+from tieredkv.operate.worker import Worker
+from tieredkv.storage.format.record import NO_RETENTIONS, RECORD_BYTES, Retentions
+from tieredkv.storage.socket_messages import Rows
 from tieredkv.types import Tier
 
 START_BYTES = 16
@@ -85,7 +79,6 @@ RECORD = np.dtype(
 _TIMES = ("computed_at", "expires_at", "last_used")
 _COPIED = ("position", "size_bytes", "payload_bytes", "hits", *_TIMES)
 _AT = {name: at for name, (_, at, *_) in (RECORD.fields or {}).items()}
-_KEYS = slice(_AT["block_hash"], _AT["parent_hash"])
 _OWNERS = slice(_AT["root"], _AT["position"])  # root and namespace
 _KIND = slice(_AT["retention"], _AT["computed_at"])  # and the bytes of a hash
 
@@ -131,46 +124,34 @@ class BlockTable(NamedTuple):
 
 
 class TableReader:
-    """Makes a table of index entries; one thread uses it.
+    """Makes a table of index entries; one thread uses it."""
 
-    Args:
-        retentions: the names of retention policies of the store.
-    """
-
-    def __init__(self, retentions: Retentions = NO_RETENTIONS) -> None:
-        self._retentions = retentions
-        self._parts = [np.empty(0, BLOCK)]
-        self._last_key = b""
+    def __init__(self) -> None:
+        self._retentions = NO_RETENTIONS
+        self._blocks, self._num_read = np.empty(0, BLOCK), 0
         self._kinds: list[Kind] = []
         self._numbers = _Numbers()  # of the kinds, by the bytes of their fields
 
     @property
     def table(self) -> BlockTable:
         """The table of all records so far."""
-        return BlockTable(np.concatenate(self._parts), self._kinds)
+        self._blocks.resize(self._num_read, refcheck=False)
+        return BlockTable(self._blocks, self._kinds)
 
-    def add(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
-        """Add some entries of the index, keys and sealed records; what is no record is left out.
-
-        Raises:
-            CorruptIndexError: they are not in the order of their keys.
-        """
-        keys = [self._last_key, *(key for key, _ in entries)]
-        if any(key >= other for key, other in pairwise(keys)):
-            raise CorruptIndexError("the keys of `blocks` are out of order")
-        self._last_key = keys[-1]
-        is_so = [len(it) == RECORD_BYTES and len(key) in HASH_SIZES for key, it in entries]
-        entries = list(compress(entries, is_so))
-        rows = np.frombuffer(b"".join([it for _, it in entries]), RECORD)
+    def add(self, part: Rows) -> None:
+        """Add the next part of the index; records whose times are none are left out."""
+        if part.retentions != self._retentions.names:
+            self._retentions = Retentions(part.retentions)
+        rows = np.frombuffer(part.data, RECORD)
         data = rows.view(np.uint8).reshape(-1, RECORD_BYTES)
-        padded = b"".join([key.ljust(MAX_DIGEST_BYTES, b"\0") for key, _ in entries])
-        keys_of = np.frombuffer(padded, np.uint8).reshape(-1, MAX_DIGEST_BYTES)
-        is_read = (data[:, _KEYS] == keys_of).all(axis=1)
-        is_read &= rows["hash_bytes"] == [len(key) for key, _ in entries]
-        is_read &= np.isfinite(sum(rows[name] for name in _TIMES))
+        is_read = np.isfinite(sum(rows[name] for name in _TIMES))
         if not is_read.all():
             rows, data = rows[is_read], data[is_read]
-        self._parts.append(self._read(rows, data))
+        end = self._num_read + len(rows)
+        if end > len(self._blocks):  # in place, as twice the table may be too much for memory
+            self._blocks.resize(max(end, len(self._blocks) * 5 // 4), refcheck=False)
+        self._blocks[self._num_read : end] = self._read(rows, data)
+        self._num_read = end
 
     def _read(self, rows: NDArray[np.void], data: NDArray[np.uint8]) -> Blocks:
         """Return the blocks of records, which are given as RECORD and as bytes."""
@@ -192,6 +173,22 @@ class TableReader:
         return blocks
 
 
+class Scanned(NamedTuple):
+    """All blocks on disk, and the time by the store's clock."""
+
+    table: BlockTable
+    now: float
+
+
+def scan(worker: Worker, *, settled: bool = False) -> Scanned:
+    """Read all blocks on disk; see `Worker.rows`."""
+    reader, now = TableReader(), 0.0
+    for rows in worker.rows(settled=settled):
+        reader.add(rows)
+        now = rows.now
+    return Scanned(reader.table, now)
+
+
 class _Numbers(dict[bytes, int]):
     """Numbers things in the order in which they are met."""
 
@@ -210,3 +207,9 @@ def starts_of(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
     padded = np.zeros((len(digests), START_BYTES), np.uint8)
     padded[:, : digests.shape[1]] = digests[:, :START_BYTES]
     return numbers_of(padded.tobytes())
+
+
+def starts_in(blocks: Blocks) -> list[bytes]:
+    """Return the first bytes of the names of blocks in a table."""
+    data = np.stack([blocks["key"], blocks["key_rest"]], axis=1).astype(">u8").tobytes()
+    return [data[start : start + START_BYTES] for start in range(0, len(data), START_BYTES)]

@@ -4,8 +4,7 @@ The answers are the JSON that the command line prints; that of `evict` also tell
 responses and remembered answers were dropped. The caller must have checked the admin key.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 from msgspec.structs import replace
@@ -19,17 +18,12 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
-from tieredkv.operate.ask import Asking, Page, StoreControl, document
 from tieredkv.operate.calls import VERBS, Call, EvictFilter, Inspect, Ls
-from tieredkv.operate.chains import Chains
-from tieredkv.operate.columns import ChainColumns
-from tieredkv.operate.inspect import in_order
-from tieredkv.operate.ls import listing
-from tieredkv.operate.models import KnownModel, KnownModels
-from tieredkv.operate.ram import RamBlocks
+from tieredkv.operate.jobs import Job
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.results import NOTHING_EVICTED, BlockInfo, ChainInfo
+from tieredkv.server.verb_process import VerbProcess
+from tieredkv.storage.results import NOTHING_EVICTED
 
 _VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}
 Forget = Callable[[EvictFilter], Json]
@@ -56,77 +50,46 @@ async def respond(
     forgotten = forget(call) if isinstance(call, EvictFilter) else {}
     if settings.disk_dir is None:
         return await _respond_without_disk(call, engine, forgotten)
-    store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
-    try:
-        if not call.listed_as:
-            return JSONResponse({**await asyncio.to_thread(store.answer, call), **forgotten})
-        pages = await asyncio.to_thread(_begun, store.pages(call))
-    except TieredKVError as error:
-        raise _refused(error) from None
-    return StreamingResponse(document(call, pages), media_type="application/json")
-
-
-def _begun(pages: Asking) -> Asking:
-    """Take the first page, so that errors come before the response begins; return all of them."""
-    first, rest = list[Page](), Json()
-    try:
-        first.append(next(pages))
-    except StopIteration as ending:
-        rest = ending.value
-
-    def whole() -> Asking:
-        yield from first
-        return (yield from pages) if first else rest
-
-    return whole()
+    job = Job(call=call, path=settings.disk_dir, clock_offset_file=settings.clock_offset_file)
+    return await _carried_out(job, forgotten)
 
 
 async def _respond_without_disk(call: Call, engine: EngineClient, forgotten: Json) -> Response:
-    if isinstance(call, Ls):
-        parts = document(call, await _list(call, engine))
-        return StreamingResponse(parts, media_type="application/json")
+    if call.listed_as:
+        told = await engine.operate(call)
+        has_blocks = any(part.get("blocks") for part in told)
+        if isinstance(call, Inspect) and call.id and not (call.following or has_blocks):
+            told = await engine.operate(replace(call, following=True))
+        return await _carried_out(Job(call=call, told=told))
     if isinstance(call, EvictFilter) and call.needs_list:
-        pages = await _list(Ls(filter=call.filter), engine)
-        call = await asyncio.to_thread(call.of_listed, pages)
-        if not call.ids:
+        ids = await _ids_of(call, await engine.operate(Ls()))
+        if not ids:
             return JSONResponse({**NOTHING_EVICTED, **forgotten})
-    if isinstance(call, Inspect) and call.prompt is None:
-        return JSONResponse({call.listed_as: await _inspect(call, engine)})
+        call = replace(call, filter="", model="", ids=ids)
     *_, answer = await engine.operate(call)
     if "refused" in answer:
         raise _refused(ConfigError(answer["refused"]))
     return JSONResponse({**answer, **forgotten})
 
 
-async def _inspect(call: Inspect, engine: EngineClient) -> list[Json]:
-    """Describe a chain in VRAM and host memory block by block."""
-    parts = await engine.operate(call)
-
-    def made() -> list[Json]:
-        blocks = [block for part in parts for block in part.get("blocks", ())]
-        ordered: list[Json] = msgspec.to_builtins(
-            in_order(msgspec.convert(blocks, list[BlockInfo]))
-        )
-        return ordered
-
-    chain = await asyncio.to_thread(made)
-    if chain or not call.id:
-        return chain
-    if call.following:
-        raise _refused(UnknownIdError(f"no chain has the id `{call.id}`"))
-    return await _inspect(replace(call, following=True), engine)
+async def _carried_out(job: Job, more: Json | None = None) -> Response:
+    """Have a verb carried out, and return its answer; `more` is added where that is no list."""
+    try:
+        verb = await VerbProcess.start(job)
+        if not job.call.listed_as:
+            return JSONResponse({**await verb.answer(), **(more or {})})
+    except TieredKVError as error:
+        raise _refused(error) from None
+    return StreamingResponse(verb.text(), media_type="application/json")
 
 
-async def _list(call: Ls, engine: EngineClient) -> Iterator[list[ChainInfo]]:
-    """List the chains in VRAM and host memory by pages."""
-    first, *parts = await engine.operate(call)
-
-    def made() -> Iterator[list[ChainInfo]]:
-        now, model = first["now"], msgspec.convert(first["model"], KnownModel)
-        chains = Chains(*RamBlocks.of(parts).table.unexpired(now))
-        return listing(ChainColumns.of(chains, KnownModels([model])), call, now)
-
-    return await asyncio.to_thread(made)
+async def _ids_of(call: EvictFilter, told: list[Json]) -> tuple[str, ...]:
+    """Return the ids of the chains in VRAM and host memory that an eviction is about."""
+    try:
+        verb = await VerbProcess.start(Job(call=call, told=told))
+        return tuple((await verb.answer())["ids"])
+    except TieredKVError as error:
+        raise _refused(error) from None
 
 
 def _read(verb: str, body: Json) -> Call:

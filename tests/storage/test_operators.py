@@ -1,0 +1,159 @@
+"""What the worker does for operators, and that it delays nothing else."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from tests.storage.blocks import (
+    CheckedStore,
+    digest,
+    end_of,
+    make_record,
+    open_store,
+    put,
+    stored_hashes,
+    sweep,
+)
+from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
+from tests.waiting import HANG_S
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import EvictFilter
+from tieredkv.storage import operators
+from tieredkv.storage.deleting import deleting
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.loop import Loop
+from tieredkv.storage.pace import give_way
+from tieredkv.storage.socket_messages import Delete
+from tieredkv.storage.tier import Lent
+from tieredkv.storage.worker_messages import StoreCall
+from tieredkv.types import Tier
+
+MINE, THEIRS = digest("tenant"), digest("other")
+ON_DISK = EvictFilter(namespace_prefix=MINE.hex(), tiers=(Tier.DISK,))
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(4, 4096)
+    yield arena
+    arena.close()
+
+
+@contextmanager
+def evicting(path: Path, engine: Engine) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Evict my blocks on another thread; yield what waits for the answer."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(StoreControl(path).evict, ON_DISK)
+        try:
+            yield lambda: answer.result(HANG_S)
+        finally:
+            engine.gate.opened.set()
+
+
+def test_a_namespace_is_gone_at_once_and_takes_no_block_while_it_is_deleted(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = BlockStore.delete
+
+    def delete_through_gate(store: BlockStore, hashes: Sequence[bytes], reason: str) -> int:
+        engine.gate("deleting")
+        return delete(store, hashes, reason)
+
+    monkeypatch.setattr(BlockStore, "delete", delete_through_gate)
+    path, theirs = tmp_path / "store", replace(OLD, namespace=THEIRS, block_hash=digest("theirs"))
+    with serving(path, arena) as engine:
+        engine.gate.label = "deleting"
+        with evicting(path, engine) as answer:
+            assert engine.gate.reached.wait(HANG_S)
+            assert not engine.lookup(OLD.block_hash, OLDER.block_hash), "they can still be found"
+            engine.channel.send(StoreCall([Lent.of(NEW, 0), Lent.of(theirs, 1)]))
+            engine.gate.opened.set()
+            ended = [engine.next_page() for _ in range(2)]
+            assert answer()["evicted_blocks"] == 2
+        assert {each.page_id: each.reason for each in ended} == {0: "evicted", 1: ""}
+        assert [*engine.lookup(NEW.block_hash, theirs.block_hash)] == [theirs.block_hash]
+
+
+def test_a_store_that_is_under_way_is_deleted_with_its_namespace(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    path = tmp_path / "store"
+    with serving(path, arena) as engine:
+        engine.hold_up("write:before", StoreCall([Lent.of(NEW, 0)]))
+        with evicting(path, engine) as answer:
+            assert not engine.lookup(NEW.block_hash)
+            engine.gate.opened.set()
+            assert answer()["evicted_blocks"] == 3
+        assert engine.next_page().ok
+        assert not engine.lookup(NEW.block_hash)
+
+
+def test_a_list_waits_for_no_change_of_the_store(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_ENGINE_TIMEOUT_S", 0.01)
+    with serving(tmp_path / "store", arena) as engine:
+        engine.hold_up("commit:before", StoreCall([Lent.of(NEW, 0)]))
+        chains = [chain for page in StoreControl(tmp_path / "store").ls() for chain in page]
+        assert [chain.blocks for chain in chains] == [2]
+        engine.gate.opened.set()
+
+
+def encrypted(path: Path) -> CheckedStore:
+    store = open_store(path / "kv", encryption="on", key_dir=str(path / "keys"))
+    mine = [make_record("mine", position) for position in range(200)]
+    put(store, *mine[:100])
+    put(store, *mine[100:])
+    put(store, make_record("theirs", namespace=THEIRS))
+    return store
+
+
+def scopes(store: CheckedStore) -> set[bytes]:
+    assert store.keys is not None
+    return {key.scope[:32] for key in store.keys.table}
+
+
+def test_the_keys_of_a_namespace_go_before_its_blocks(tmp_path: Path) -> None:
+    with encrypted(tmp_path) as store:
+        steps = deleting(store, Delete(namespace=MINE.hex()), keys_first=True)
+        next(steps)
+        assert (scopes(store), store.stats().blocks) == ({THEIRS}, 201)
+        done = end_of(steps)
+        assert (done.num_blocks, len(done.erased_keys), done.kept_keys) == (200, 1, [])
+        assert store.stats().blocks == 1
+        store.check()
+
+
+def test_blocks_of_some_age_keep_the_key_that_others_need(tmp_path: Path) -> None:
+    with encrypted(tmp_path) as store:
+        old = make_record("old", last_used=make_record().last_used - 100)
+        put(store, old)
+        asked = Delete(namespace=MINE.hex(), unused_since=old.last_used)
+        done = end_of(deleting(store, asked))
+        assert (done.num_blocks, done.erased_keys, len(done.kept_keys)) == (1, [], 1)
+        assert not stored_hashes(store, [old])
+        sweep(store)
+        assert scopes(store) == {MINE, THEIRS}
+
+
+class Front:
+    """Stands in for the loop of the front thread."""
+
+    def __init__(self, *is_busy: bool) -> None:
+        self._is_busy = [*is_busy]
+
+    @property
+    def is_busy(self) -> bool:
+        return self._is_busy.pop(0)
+
+
+def test_a_step_waits_until_the_front_thread_is_idle() -> None:
+    front = Front(True, True, False, True)
+    give_way(cast(Loop, front))
+    assert front.is_busy, "it was asked until it was idle, and no more"

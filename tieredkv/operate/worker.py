@@ -1,0 +1,213 @@
+"""What a verb asks the process that has the store open: six calls, and questions to the engine.
+
+That process is the worker that serves the store, or one that was started to answer this verb. It
+gives records and figures, and deletes what it is told to; the verbs decide what that is. This
+module knows the messages, and neither the verbs nor where the process comes from.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+
+from tieredkv.errors import StoreUnreachableError, named
+from tieredkv.operate.calls import Call, encoded
+from tieredkv.storage import socket_messages as messages
+from tieredkv.storage.format.record import Located, Retentions, decode_record, hash_in
+from tieredkv.storage.socket_messages import Checked, Deleted, Rotated, Told
+from tieredkv.wire.channel import FrameChannel
+from tieredkv.wire.process import Refused
+
+_STARTS_A_CALL = 16_384  # fits into a frame that the worker accepts
+_ASKED_BLOCKS = 8192  # of which the engine is told in one question
+
+Item = TypeVar("Item")
+Last = TypeVar("Last", bound=msgspec.Struct)
+Channel = FrameChannel[messages.Reply]
+decoder = msgspec.msgpack.Decoder(messages.Reply)
+
+
+class Worker:
+    """The process that has a store open; one thread uses it.
+
+    Args:
+        channel: joins this process and that one.
+        path: the store's folder.
+        timeout_s: how long that process may say nothing.
+        let_go: ends the connection, and that process if it was started for this verb.
+        is_own: whether it was started for this verb.
+
+    Every call raises EOFError if the process has gone, StoreUnreachableError if it says nothing,
+    and the error that it refuses with.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        path: str,
+        timeout_s: float,
+        let_go: Callable[[], object],
+        *,
+        is_own: bool,
+    ) -> None:
+        self.path, self.let_go, self.is_own = path, let_go, is_own
+        self._channel, self._timeout_s = channel, timeout_s
+
+    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Located]:
+        """Yield the blocks whose names begin so, those that have expired left out.
+
+        Args:
+            starts: first bytes of names.
+            climbs: yield all blocks before them, too, up to the first that the disk lacks.
+        """
+        for some in batched(starts, _STARTS_A_CALL):
+            asked = messages.Find(starts=[*some], climbs=climbs)
+            for part in self._parts(asked, messages.Records):
+                retentions = Retentions(part.retentions)
+                for data in part.found:
+                    yield decode_record(hash_in(data), data, retentions)
+
+    def rows(self, *, settled: bool = False) -> Iterator[messages.Rows]:
+        """Yield the entries of all blocks; those that come or go meanwhile may be there or not.
+
+        Args:
+            settled: begin once all stores that the worker has received are acknowledged.
+        """
+        after: bytes | None = b""
+        while after is not None:
+            rows = self._ask(messages.Scan(after=after, settled=settled), messages.Rows)
+            yield rows
+            after, settled = rows.next, False
+
+    def delete(
+        self,
+        starts: Sequence[bytes] | None = None,
+        *,
+        namespace: str = "",
+        unused_since: float | None = None,
+        expired: bool = False,
+        dry_run: bool = False,
+    ) -> Deleted:
+        """Drop and erase blocks; see `messages.Delete`."""
+        parts = [None] if starts is None else [*batched(starts, _STARTS_A_CALL)]
+        done = Deleted(0, 0, [], [], "")
+        for some in parts:
+            asked = messages.Delete(
+                starts=None if some is None else [*some],
+                namespace=namespace,
+                unused_since=unused_since,
+                expired=expired,
+                dry_run=dry_run,
+            )
+            done = _added(done, self._ask(asked, Deleted))
+        return done
+
+    def verify(self, asked: messages.Verify) -> Checked:
+        """Take one step of checking the store."""
+        return self._ask(asked, Checked)
+
+    def figures(self, *, tenants: bool = False, names_key: bool = False) -> Told:
+        """Return what the store holds; see `messages.Figures`."""
+        return self._ask(messages.Figures(tenants=tenants, names_key=names_key), Told)
+
+    def rotate(self, master_key: str | None, command: str | None) -> Rotated:
+        """Replace the master key."""
+        return self._ask(messages.Rotate(master_key=master_key, command=command), Rotated)
+
+    def ask_engine(
+        self,
+        call: Call,
+        following: Sequence[bytes] = (),
+        roots: Mapping[bytes, bytes] = MappingProxyType({}),
+    ) -> Iterator[dict[str, Any]]:
+        """Ask the engine, if there is one; yield each part of its answers.
+
+        A silent engine is taken to say `NO_ANSWER`.
+        """
+        for some in [*batched(following, _ASKED_BLOCKS)] or [()]:
+            asked = messages.AskEngine(call=encoded(call), following=[*some], roots={**roots})
+            for part in self._parts(asked, messages.EnginePart):
+                yield part.body
+
+    def ask_engine_of(
+        self, call: Call, following: Sequence[bytes], before: Sequence[bytes] = ()
+    ) -> Iterator[dict[str, Any]]:
+        """Ask the engine of certain blocks, in as many questions as fit; yield its last words.
+
+        Args:
+            call: the verb.
+            following: blocks on disk that it is about; see `worker_messages.ControlRequest`.
+            before: blocks on disk before these that no other chain on disk shares.
+        """
+        *some, last = [*batched(following, _ASKED_BLOCKS)] or [()]
+        first, *others = [*batched(before, _ASKED_BLOCKS)] or [()]
+        questions = [*((it, ()) for it in some), (last, first), *(((), it) for it in others)]
+        for follow, lead in questions:
+            asked = messages.AskEngine(call=encoded(call), following=[*follow], before=[*lead])
+            yield only(part.body for part in self._parts(asked, messages.EnginePart))
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _ask(self, asked: messages.Asked, last: type[Last]) -> Last:
+        """Ask, and return the one answer."""
+        *_, answer = self._replies(asked, last)
+        assert isinstance(answer, last), answer
+        return answer
+
+    def _parts(self, asked: messages.Asked, kind: type[Last]) -> Iterator[Last]:
+        """Ask, and yield the parts of the answer as they come."""
+        for reply in self._replies(asked, messages.Done):
+            if isinstance(reply, kind):
+                yield reply
+
+    def _replies(self, asked: messages.Asked, last: type[Last]) -> Iterator[Any]:
+        self._channel.send(asked)
+        while True:
+            received = self._channel.receive(self._timeout_s)
+            if not received:
+                raise silent(self.path, self._timeout_s)
+            for reply in received:
+                if isinstance(reply, Refused):
+                    raise named(reply.kind, reply.message)
+                if not isinstance(reply, messages.StillBusy):
+                    yield reply
+                if isinstance(reply, last):
+                    return
+
+
+def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Cut a list into parts."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def silent(path: str, timeout_s: float) -> StoreUnreachableError:
+    """Return the error that a worker says nothing."""
+    return StoreUnreachableError(
+        f"the store worker of `{path}` has said nothing for "
+        f"{timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
+    )
+
+
+def silent_engine() -> StoreUnreachableError:
+    """Return the error that the engine does not answer."""
+    what = "the engine is silent, so what VRAM and host memory hold is not known"
+    return StoreUnreachableError(f"{what}\nhint: try again once the engine answers")
+
+
+def only(answer: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the engine says in its last part; nothing where there is no engine."""
+    return [{}, *answer][-1]
+
+
+def _added(one: Deleted, other: Deleted) -> Deleted:
+    """Add up two deletions; a key that the first kept may be erased by the second."""
+    erased = {*one.erased_keys, *other.erased_keys}
+    kept = {*one.kept_keys, *other.kept_keys} - erased
+    return Deleted(
+        one.num_blocks + other.num_blocks,
+        one.freed_bytes + other.freed_bytes,
+        sorted(erased),
+        sorted(kept),
+        other.keys_error or one.keys_error,
+    )
