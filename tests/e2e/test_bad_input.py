@@ -233,7 +233,11 @@ def test_a_store_in_use_names_its_writer(generate: Run, tmp_path: Path) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a stopped store that holds the 12 blocks of `TEXT`; each test copies it."""
     folder = tmp_path_factory.mktemp("made") / "kv"
-    sizes: dict[str, Any] = {"device_size": "2MiB", "host_size": "2MiB", "disk_key_dir": folder.with_name("keys")}
+    sizes: dict[str, Any] = {
+        "device_size": "2MiB",
+        "host_size": "2MiB",
+        "disk_key_dir": folder.with_name("keys"),
+    }
     with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
         llm.generate(TEXT, GREEDY)
     return folder
