@@ -30,7 +30,7 @@ _SILENCE_S = 30.0
 _LEAVING_S = 2.0
 _PAUSE_S = 0.1
 _HINT = "hint: it may have another version; use the `tieredkv` of that version"
-_decoder = msgspec.msgpack.Decoder(Asked)
+decoder = msgspec.msgpack.Decoder(Asked)
 
 
 class Caller:
@@ -159,7 +159,7 @@ class ControlServer:
     def _converse(self, sock: socket.socket) -> None:
         """Hear one call after another, with any number of reports and an answer to each."""
         try:
-            with closing(FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
+            with closing(FrameChannel(sock, decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
                 try:
                     self._answer_calls(sock, channel)
                 except StorageError as error:
@@ -178,7 +178,7 @@ class ControlServer:
             self._idle.pop(sock, None)
             for call in calls:
                 with self._under_way(call):
-                    answer = self._answer(call, Caller(channel))
+                    answer = answer_of(self._carry_out, call, Caller(channel))
                     with self._answering:
                         channel.send(answer)
                         if call is calls[-1] and not channel.has_queued:
@@ -195,14 +195,15 @@ class ControlServer:
             self._ended_at = time.monotonic()
             self._calls.remove(call)
 
-    def _answer(self, call: Asked, caller: Caller) -> msgspec.Struct:
-        """Have a call carried out; a bug of ours ends the call, never the worker."""
-        try:
-            return self._carry_out(call, caller)
-        except EOFError:
-            raise
-        except TieredKVError as error:
-            return refusal(error)
-        except Exception as error:
-            logger.exception("a command failed")
-            return refusal(StorageError(f"the command failed in the store worker: {error!r}"))
+
+def answer_of(answer: Answer, call: Asked, caller: Caller) -> msgspec.Struct:
+    """Have a call carried out; a bug of ours ends the call, never the worker."""
+    try:
+        return answer(call, caller)
+    except EOFError:
+        raise
+    except TieredKVError as error:
+        return refusal(error)
+    except Exception as error:
+        logger.exception("a command failed")
+        return refusal(StorageError(f"the command failed in the store worker: {error!r}"))

@@ -81,6 +81,12 @@ class SegmentFiles:
       - a file is truncated before it is removed, so that its bytes are gone at once;
       - `occupied_bytes` is the sum of `st_blocks`, in bytes.
 
+    Args:
+        folder: where they lie.
+        filesystem: what it can do.
+        keys: see below.
+        writes: whether they are opened for writing.
+
     Attributes:
         keys: new payloads are encrypted under these; None if the store is not encrypted, or its
             keys are not there.
@@ -92,8 +98,11 @@ class SegmentFiles:
         filesystem: Filesystem,
         keys: LivingKeys | None = None,
         retentions: Retentions = NO_RETENTIONS,
+        *,
+        writes: bool = True,
     ) -> None:
         self.folder = folder
+        self._writes = writes
         self.filesystem = filesystem
         self.keys = keys
         self._retentions = retentions
@@ -128,11 +137,12 @@ class SegmentFiles:
         The file's name holds the segment number and the extent size.
         """
         path = os.path.join(self.folder, f"{segment:08d}-{extent_bytes}.seg")
-        flags = os.O_RDWR | (os.O_DIRECT if self.direct_io else 0)
-        flags |= os.O_CREAT if create else 0
+        flags = os.O_RDWR if self._writes else os.O_RDONLY
+        flags |= (os.O_DIRECT if self.direct_io else 0) | (os.O_CREAT if create else 0)
         fd = open_own(path, flags)
         file = _File(path, fd, extent_bytes)
-        os.fchmod(fd, 0o600)
+        if self._writes:
+            os.fchmod(fd, 0o600)
         self._files[segment] = file
         self.refresh(segment)
 

@@ -24,6 +24,7 @@ from tieredkv.storage.marker import MARKER as MARKER
 from tieredkv.storage.marker import Marker, new_marker, read_marker, refuse_replaced, write_marker
 from tieredkv.storage.own_files import DRAFT_SUFFIX, check_own, open_own
 from tieredkv.storage.own_files import check_owner as check_owner
+from tieredkv.storage.store_lock import is_written, lock_to_write
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,10 @@ SOCKET = "sock"
 INDEX = "index"
 SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
-_DRAFT, _COMPLETE = "index.new", "index.next"
+DRAFT, COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
 _BUSY_POLL_S = 0.1
-INDEXES = (INDEX, SET_ASIDE, _DRAFT, _COMPLETE)
+INDEXES = (INDEX, SET_ASIDE, DRAFT, COMPLETE)
 _FOLDERS = (*INDEXES, SEGMENTS)
 _WHOLE = struct.Struct("hhqqi4x")  # `struct flock`: kind, whence, start, length, process
 
@@ -53,8 +54,8 @@ class StoreFolder:
         self.marker = marker
         self.retentions = Retentions(marker.retentions)
         self.index_path = os.path.join(path, INDEX)
-        self.draft_path = os.path.join(path, _DRAFT)
-        self._complete_path = os.path.join(path, _COMPLETE)
+        self.draft_path = os.path.join(path, DRAFT)
+        self._complete_path = os.path.join(path, COMPLETE)
         self.segments_path = os.path.join(path, SEGMENTS)
         self._lock_fd = lock_fd
         self._writer = _read_writer(lock_fd)
@@ -106,14 +107,13 @@ class StoreFolder:
                 destroy_replaced(path)
                 found = None
             folder = cls(path, lock_fd, found or new_marker())
-            boot = _boot_id()
-            if folder._writer.get("unflushed_boot", boot) != boot:
+            if folder.lost_unflushed:
                 logger.warning(
                     "the machine stopped before `%s` was flushed; its index is set aside", path
                 )
                 with suppress(FileNotFoundError):
                     folder.set_aside()
-            unflushed = {} if is_flushed else {"unflushed_boot": boot}
+            unflushed = {} if is_flushed else {"unflushed_boot": _boot_id()}
             folder._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
             known = folder.retentions
             folder.retentions = known.with_new(retentions)
@@ -163,6 +163,12 @@ class StoreFolder:
         if self._look() != self._identity:
             what = f"the store is no longer at `{self.path}`: it was moved, replaced or unmounted"
             raise StorageError(errno.ESTALE, what)
+
+    @property
+    def lost_unflushed(self) -> bool:
+        """Whether the machine stopped while a writer used the store that does not flush."""
+        boot = _boot_id()
+        return bool(self._writer.get("unflushed_boot", boot) != boot)
 
     @property
     def has_segments(self) -> bool:
@@ -236,7 +242,9 @@ class StoreFolder:
         A file that is removed or renamed meanwhile, as an engine's rates are, counts nothing.
         """
         self.check_place()
-        total = os.stat(self.path).st_blocks + os.stat(self.segments_path).st_blocks
+        total = os.stat(self.path).st_blocks
+        with suppress(FileNotFoundError):  # a store that is only looked at may have lost it
+            total += os.stat(self.segments_path).st_blocks
         for folder, folders, files in os.walk(self.path):
             folders[:] = [name for name in folders if name != SEGMENTS or folder != self.path]
             for name in (*folders, *files):
@@ -302,12 +310,13 @@ def has_segments(path: str) -> bool:
     return False
 
 
-def check_folder(path: str, *, create: bool) -> Marker | None:
+def check_folder(path: str, *, create: bool, writes: bool = True) -> Marker | None:
     """Raise an error unless `path` is a safe store folder, or may become one; nothing is changed.
 
     Args:
         path: the folder.
         create: whether it may be missing, or empty.
+        writes: whether it must be writable.
 
     Returns:
         what `format.json` says; None without it.
@@ -326,7 +335,9 @@ def check_folder(path: str, *, create: bool) -> Marker | None:
     if not stat.S_ISDIR(info.st_mode):
         raise StorageError(f"`{path}` is not a folder; choose another path")
     check_owner(path, info)
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise StorageError(f"`{path}` cannot be read; `chmod u+rx` it or choose another folder")
+    if writes and not os.access(path, os.W_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
     if (marker := read_marker(path)) is None:
         strangers = set(os.listdir(path)) - {LOCK, MARKER + DRAFT_SUFFIX}
@@ -397,32 +408,27 @@ def check_unused(path: str, *, patience_s: float) -> None:
     except OSError:
         return
     try:
-        while _is_locked(fd):
+        while is_written(fd):
             if time.monotonic() >= give_up_at:
-                raise _in_use(path, fd)
+                raise in_use(path, fd)
             time.sleep(_BUSY_POLL_S)
     finally:
         os.close(fd)
 
 
-def _is_locked(fd: int) -> bool:
-    """Return whether another process has the lock for itself."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # this is said when the store is opened
-        return False
-    return False
-
-
-def _in_use(path: str, lock_fd: int) -> StoreBusyError:
+def in_use(path: str, lock_fd: int) -> StoreBusyError:
     """Return the error that another process has the lock."""
     pid = _read_writer(lock_fd).get("pid")
     who = "another process" if pid is None else f"process {pid}"
     return StoreBusyError(
         f"the store at `{path}` is in use by {who}; stop it or choose another folder"
     )
+
+
+def _is_looked_at(path: str) -> StoreBusyError:
+    """Return the error that processes which only look do not let go of the lock."""
+    what = f"a command that looks at the store at `{path}` does not end, though it was asked to"
+    return StoreBusyError(f"{what}; stop that command")
 
 
 def _take_lock(path: str) -> int:
@@ -434,9 +440,9 @@ def _take_lock(path: str) -> int:
     except OSError as error:
         raise StorageError(f"`{lock}` cannot be opened: {error.strerror}") from error
     try:
-        _lock_exclusively(fd)
+        lock_to_write(fd)
     except BlockingIOError:
-        busy = _in_use(path, fd)
+        busy = in_use(path, fd) if is_written(fd) else _is_looked_at(path)
         os.close(fd)
         raise busy from None
     except OSError as error:
@@ -444,15 +450,6 @@ def _take_lock(path: str) -> int:
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
     os.chmod(path, 0o700)
     return fd
-
-
-def _lock_exclusively(fd: int) -> None:
-    """Take the lock, with retries: a process that checks the lock holds it for a moment."""
-    for _ in range(10):
-        with suppress(BlockingIOError):
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.01)
-    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _boot_id() -> str:
@@ -464,5 +461,5 @@ def _boot_id() -> str:
 def _read_writer(fd: int) -> dict[str, Any]:
     try:
         return msgspec.json.decode(os.pread(fd, 4096, 0), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}

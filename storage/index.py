@@ -33,7 +33,7 @@ from tieredkv.storage.ownership import OwningThread, owned_by
 from tieredkv.storage.verdicts import storage_errors
 
 MAP_BYTES = 64 << 30
-_LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VERSION`
+LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VERSION`
 _COMPACTED = "compact.mdb"
 _LOCK_FILE = "lock.mdb"
 _LINKS = "index.open"  # beside the index: the folder through which LMDB finds its two files
@@ -178,7 +178,7 @@ class Index:
             "readahead": False,
             "sync": self.sync,
             "metasync": False,
-            "lib_version": _LIB_VERSION,
+            "lib_version": LIB_VERSION,
         }
         lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
         try:

@@ -296,6 +296,18 @@ class Lifetimes(msgspec.Struct, kw_only=True):
     shortfall: str = ""
 
 
+class Need(msgspec.Struct, frozen=True):
+    """What a stopped store needs, as a verb that only looks has found.
+
+    Attributes:
+        code: for programs; docs/disk.md lists them.
+        text: what is so, and what the next start of a server does about it.
+    """
+
+    code: str
+    text: str
+
+
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a store since it was opened, sizes as they are now.
 

@@ -24,6 +24,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import check_pages
 from tieredkv.storage.limits import described, forbid_core_files, raise_file_limit
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.look import Look, look
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, Opening, refusal
 from tieredkv.storage.worker_process import (
@@ -60,9 +61,9 @@ def main(arguments: list[str]) -> int:
         return 0
     # The parent reads the stack of the thread that crashed: was it using the index?
     faulthandler.enable(launch.stack_fd, all_threads=False)
-    service = None
+    service: StoreService | Look | None = None
     try:
-        service = _open(launch, channel)
+        service = (_open if launch.look_fd is None else _look)(launch, channel)
         service.run()
     except EOFError:  # the engine is gone; what is stored survives a sudden end
         os._exit(EXIT_FAILED)
@@ -109,9 +110,22 @@ def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
             os._exit(EXIT_FAILED)
 
 
-def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
-    options, is_open = launch.options, threading.Event()
+def _look(launch: Launch, channel: FrameChannel[EngineMessage]) -> Look:
+    is_open = _await_parent(launch)
+    service = look(launch, channel)
+    is_open.set()
+    return service
+
+
+def _await_parent(launch: Launch) -> threading.Event:
+    """End the process with its parent until the event that is returned is set."""
+    is_open = threading.Event()
     threading.Thread(target=_leave_with, args=[launch.parent_pid, is_open], daemon=True).start()
+    return is_open
+
+
+def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
+    options, is_open = launch.options, _await_parent(launch)
     arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
 
     def prepare(folder: StoreFolder) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
 from tieredkv.hashing import ModelIdentity
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import Need, StoreStats, TouchItem
 from tieredkv.storage.tier import Gone, Lent, Loaded, ProbeDone, Stored
 from tieredkv.wire.process import Refused
 
@@ -96,6 +96,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
             page is read and checked. `set_aside`, after a verdict of damage: the index is renamed,
             and made again from the extents.
         stack_fd: a file for the stack of a thread that crashes.
+        look_fd: a socket for a verb that only looks at a stopped store: the worker changes nothing,
+            and answers this verb there. With `set_aside` it does not read the index. None for a
+            worker that opens the store.
     """
 
     options: StoreOptions
@@ -103,6 +106,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
     parent_pid: int
     index: IndexStart = "as_it_is"
     stack_fd: int
+    look_fd: int | None = None
 
 
 # --- Engine to worker ------------------------------------------------------------------------
@@ -192,6 +196,18 @@ class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     names_key: bytes = b""
 
 
+class Looking(msgspec.Struct, frozen=True, array_like=True, tag="looking"):
+    """A worker that only looks at the store answers from now on.
+
+    Attributes:
+        needs: what the store needs.
+        is_whole: whether it can read the index, and so tell all that is stored.
+    """
+
+    needs: list[Need]
+    is_whole: bool
+
+
 class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside"):
     """The damaged index was renamed, as the engine wanted; `text` is for the operator."""
 
@@ -236,6 +252,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 WorkerMessage = (
     Opening
     | WorkerUp
+    | Looking
     | IndexSetAside
     | Refused
     | LookupAnswer

@@ -7,6 +7,7 @@ does not know what is sent over the channel.
 import os
 import re
 import signal
+import socket
 from typing import NamedTuple
 
 import msgspec
@@ -33,7 +34,8 @@ _CRASH_SIGNALS = (*_EVIDENT_SIGNALS, signal.SIGILL, signal.SIGFPE)
 _MAX_STACK_BYTES = 64 << 10
 _INNERMOST_FRAME = re.compile(rb'most recent call first.*\n  File "(.*)", line (\d+) in (.*)')
 _INDEX_MODULES = tuple(  # all that calls LMDB
-    os.fsencode(os.path.join("storage", name)) for name in ("index.py", "index_txn.py")
+    os.fsencode(os.path.join("storage", name))
+    for name in ("index.py", "index_txn.py", "looked_index.py")
 )
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
@@ -58,20 +60,36 @@ class WorkerProcess:
     Args:
         arena: the engine's arena; None if the command line starts the worker.
         index: what the worker does with the index before it opens it; see `Launch`.
+        looks: whether the worker only looks at the store, for one verb.
+
+    Attributes:
+        answers: where a worker that only looks answers the verb; None for another worker.
     """
 
     def __init__(
-        self, options: StoreOptions, arena: HostArena | None, *, index: IndexStart = "as_it_is"
+        self,
+        options: StoreOptions,
+        arena: HostArena | None,
+        *,
+        index: IndexStart = "as_it_is",
+        looks: bool = False,
     ) -> None:
         self._has_adopted = arena is not None and arena.is_adopted
         self._stack_fd = os.memfd_create("tieredkv-stack", os.MFD_CLOEXEC)
+        self.answers: socket.socket | None = None
+        theirs: socket.socket | None = None
+        if looks:
+            self.answers, theirs = socket.socketpair()
         try:
-            fds = (self._stack_fd,) if arena is None else (self._stack_fd, arena.fd)
+            fds = [self._stack_fd, *([] if arena is None else [arena.fd])]
+            fds += [] if theirs is None else [theirs.fileno()]
             # Ctrl-C in the terminal reaches only the engine, which still has blocks to write. The
             # worker ends when its channel is closed.
             self._process, sock = start_process("tieredkv.storage.worker", *fds)
         except BaseException:
             os.close(self._stack_fd)
+            if theirs is not None:
+                theirs.close()
             raise
         self.channel = FrameChannel(sock, _decoder)
         pages = None
@@ -84,8 +102,11 @@ class WorkerProcess:
                 parent_pid=os.getpid(),
                 index=index,
                 stack_fd=self._stack_fd,
+                look_fd=None if theirs is None else theirs.fileno(),
             )
         )
+        if theirs is not None:
+            theirs.close()
         self.pid = self._process.pid
 
     def kill(self) -> None:
@@ -100,6 +121,8 @@ class WorkerProcess:
         """
         returncode = bury(self._process, grace_s)
         self.channel.close()
+        if self.answers is not None:
+            self.answers.close()
         stack = os.pread(self._stack_fd, _MAX_STACK_BYTES, 0)
         os.close(self._stack_fd)
         return judge_end(returncode, stack, has_adopted=self._has_adopted)

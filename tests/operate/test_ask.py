@@ -163,7 +163,8 @@ def test_ls_shows_chains_and_tells_where_it_lacks_what_the_engine_has(harness: H
     assert [chain["blocks"] for chain in live["chains"]] == [3]
     client.close()
     stopped = json.loads("".join(document(Ls(), control.pages(Ls()))))
-    assert live == {**stopped, "engine": "no answer"}
+    assert live == {"chains": stopped["chains"], "engine": "no answer"}
+    assert stopped["needs"] == []
     assert json.loads("".join(document(Ls(), iter(())))) == {"chains": []}
 
 
@@ -419,6 +420,7 @@ def test_the_socket_of_a_dead_worker_is_replaced(harness: Harness) -> None:
     client.close()
     assert (harness.folder / "sock").is_socket()
     assert StoreControl(harness.folder).df()["disk"]["blocks"] == 0
+    assert StoreControl(harness.folder).verify()["checked"] == 0
     assert not (harness.folder / "sock").exists()
 
 

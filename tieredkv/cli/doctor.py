@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
+from tieredkv.cli.controls import control_of
 from tieredkv.cli.output import Answer, answering
+from tieredkv.cli.probing import folder_to_try
 from tieredkv.cli.settings import settings_options
-from tieredkv.config import LoadedSettings
+from tieredkv.config import LoadedSettings, Settings
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, StorageError
-from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.filesystem import Call, Filesystem
 from tieredkv.storage.folder import MARKER
 from tieredkv.storage.keys.place import check_writable
@@ -38,7 +39,8 @@ Finding = tuple[str, str, str]
 def doctor(loaded: LoadedSettings) -> Answer:
     """Check what this machine can do for each tier.
 
-    It looks at Python, torch, the GPU, pinned memory and, with --disk-dir, the disk. With a model
+    It looks at Python, torch, the GPU, pinned memory and, with --disk-dir, the disk. The filesystem
+    of a store is tried in a folder beside it, which is removed again. With a model
     it also tells how long prefixes take that host memory or the disk has: if all is computed, if
     all is loaded, and as planned, when the head is computed while the tail is loaded. These times
     are predicted from the rates that a server of this model has left in --disk-dir; without them
@@ -51,11 +53,11 @@ def doctor(loaded: LoadedSettings) -> Answer:
     """
     settings = loaded.settings
     findings = [*_software(), *_memory(settings.host_size)]
+    document: dict[str, Any] = {"needs": []}
     if settings.disk_dir is not None:
-        findings += _disk(Path(settings.disk_dir))
+        findings += _disk(settings, document["needs"])
         if settings.disk_encryption == "on":
             findings.append(check_keys(settings.disk_dir, settings.disk_key_dir))
-    document: dict[str, Any] = {}
     if "fail" not in [status for _, status, _ in findings]:
         from tieredkv.cli import outlook
 
@@ -102,14 +104,24 @@ def _memory(host_size: int) -> Iterator[Finding]:
     yield "host memory", status, f"{format_bytes(total)}, for {needed}"
 
 
-def _disk(folder: Path) -> Iterator[Finding]:
+def _disk(settings: Settings, needs: list[Any]) -> Iterator[Finding]:
+    """Look at a folder and its filesystem; what a store there needs is added to `needs`."""
+    folder = Path(settings.disk_dir or "")
     if is_missing := not os.path.exists(folder):
         yield "disk folder", "ok", f"`{folder}` is not there yet; a server will make it"
         folder = next(it for it in folder.absolute().parents if os.path.exists(it))
+    filesystem, untried = None, ""
     try:
         info = folder.stat()
-        with tempfile.TemporaryDirectory(prefix=".tieredkv-doctor-", dir=folder) as probe:
-            filesystem = Filesystem.explore(probe)
+        is_store = (folder / MARKER).exists()
+        try:
+            where = folder_to_try(folder)
+            with tempfile.TemporaryDirectory(prefix=".tieredkv-doctor-", dir=where) as probe:
+                filesystem = Filesystem.explore(probe)
+        except OSError as error:
+            if not is_store:
+                raise
+            untried = error.strerror or str(error)
     except OSError as error:
         what = f"cannot write to `{folder}`: {error.strerror}; choose another folder"
         yield "disk folder", "fail", what
@@ -127,10 +139,14 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield "permissions", "warn", f"{mode:04o}; a server will set it to 0700"
     else:
         yield "permissions", "ok", f"{mode:04o}"
-    if (folder / MARKER).exists():
-        yield _store(folder)
+    if is_store:
+        yield _store(settings, needs)
     free = shutil.disk_usage(folder).free
     yield "free space", "ok" if free >= LITTLE_FREE_BYTES else "warn", format_bytes(free)
+    if filesystem is None:
+        what = f"could not be tried without writing into the store: {untried}"
+        yield "filesystem", "warn", what
+        return
     for call in filesystem.calls:
         yield _call(call)
     step = filesystem.growth_bytes
@@ -155,13 +171,16 @@ def check_keys(folder: str, key_dir: str | None) -> Finding:
     return "folder of keys", "ok", f"`{key_dir}` is on another volume than `disk_dir`"
 
 
-def _store(folder: Path) -> Finding:
-    """Open the store as a server does; report its blocks, or why it cannot be opened."""
+def _store(settings: Settings, needs: list[Any]) -> Finding:
+    """Look at the store; report its blocks and what it needs, or why it cannot be looked at."""
     try:
-        num_blocks = StoreControl(folder).df()["disk"]["blocks"]
+        df = control_of(settings).df()
     except StorageError as error:
         return "store", "fail", str(error)
-    return "store", "ok", f"can be opened; it holds {num_blocks} blocks"
+    needs += df.get("needs", ())
+    if needs:
+        return "store", "fail", "; ".join(need["text"] for need in needs)
+    return "store", "ok", f"can be read; it holds {df['disk']['blocks']} blocks"
 
 
 def _call(call: Call) -> Finding:

@@ -13,7 +13,7 @@ import msgspec
 from tieredkv.cli.controls import control_by, control_of, url_option
 from tieredkv.cli.output import Answer, answering, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX
+from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX, with_needs
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import NoServerError
 from tieredkv.operate.calls import Inspect
@@ -92,10 +92,16 @@ def inspect(
 
             store = control_of(loaded.settings)
             found = stopped_prompts.inspect(call, loaded.settings, store, api_key)
-        return Answer(found, lines=[*_described(found)])
+        return with_needs(Answer(found, lines=[*_described(found)]), found)
     call = Inspect(id=id or "", following=following)
     call.check()
-    blocks = [block for page in control.pages(call) for block in page]
+    blocks, rest = list[BlockInfo](), dict[str, Any]()
+
+    def pages() -> Iterator[list[BlockInfo]]:
+        rest.update((yield from control.pages(call)) or {})
+
+    for page in pages():
+        blocks += page
     now, rows = time.time(), list[dict[str, object]]()
     for label, block in zip(tree_labels(blocks), blocks, strict=True):
         rows.append(
@@ -113,7 +119,8 @@ def inspect(
         )
     namespaces = {(block.namespace[:NAMESPACE_HEX], block.root[:SHORT_HEX]) for block in blocks}
     lines = [f"namespace {namespace}, root {root}" for namespace, root in sorted(namespaces)]
-    return Answer({"chain": msgspec.to_builtins(blocks)}, rows, lines, texts=2)
+    document = {"chain": msgspec.to_builtins(blocks), **rest}
+    return with_needs(Answer(document, rows, lines, texts=2), rest)
 
 
 def read_prompt(text: str) -> Any:

@@ -13,6 +13,7 @@ from tieredkv.cache.disk_link import READ_LATENCY_S
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.rate_file import SavedRates, disk_name, read_rates
 from tieredkv.cache.rates import ComputeRate
+from tieredkv.cli.probing import folder_to_try
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.loader import FoundModel, find_model
@@ -66,7 +67,7 @@ def measure(settings: Settings) -> Rates:
     if folder is not None:
         name = "disk to host memory"
         try:
-            disk = _disk_GBps(Path(folder))
+            disk = _disk_GBps(folder_to_try(Path(folder)))
             what = "warn", "cannot be measured: this filesystem has no O_DIRECT"
             told.append((name, *(("ok", f"{disk:.2f} GB/s, raw") if disk else what)))
         except OSError as error:

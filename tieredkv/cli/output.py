@@ -63,6 +63,7 @@ class Listing(NamedTuple):
         name_of: what `-q` prints of an item.
         nothing: text for people if the list is empty.
         texts: how many columns of the table are text; the columns after them are numbers.
+        is_problem: whether the exit code is 1; called once the list was read.
     """
 
     pages: Generator[Any, None, object]
@@ -71,6 +72,7 @@ class Listing(NamedTuple):
     name_of: Callable[[Any], str]
     nothing: str
     texts: int = 99
+    is_problem: Callable[[], bool] = lambda: False
 
 
 quiet_option = click.option(
@@ -92,7 +94,7 @@ def answering(verb: Callable[..., Answer | Listing]) -> Any:
             show = _print_in_parts if as_json else _print_names if quiet else _print_tables
             with closing(found.pages):
                 show(found)
-            return 0
+            return int(found.is_problem())
         if quiet and not as_json:
             return int(found.is_problem)
         if as_json:

@@ -60,7 +60,7 @@ def inspect(
     prefix = prefixes.make(request, request.prompt_token_ids)
     guard_names_key(settings)
     names = store.names()
-    stored, roots = _look_up(store, prefix.hashes, names)
+    stored, roots, needs = _look_up(store, prefix.hashes, names)
     others = whole(prefixes.elsewhere(prefix, request.prompt_token_ids, roots))
     elsewhere = _look_up(store, [*others], names)[0] if others else set[BlockHash]()
 
@@ -77,14 +77,17 @@ def inspect(
         _planners(settings, found, spec, fingerprint),
         prefix.read_ends,
     )
-    return dict(msgspec.to_builtins(whole(reporting)))
+    return {**msgspec.to_builtins(whole(reporting)), "needs": needs}
 
 
 def _look_up(
     store: StoreControl, hashes: Sequence[BlockHash], names: Names
-) -> tuple[set[BlockHash], dict[BlockHash, bytes]]:
-    """Return which blocks are stored; if the first is not, also all roots with their namespaces."""
-    stored, roots = set[BlockHash](), dict[BlockHash, bytes]()
+) -> tuple[set[BlockHash], dict[BlockHash, bytes], list[Any]]:
+    """Return which blocks are stored, and what the store needs.
+
+    If the first block is not stored, all roots are returned with their namespaces, too.
+    """
+    stored, roots, needs = set[BlockHash](), dict[BlockHash, bytes](), list[Any]()
     for start in range(0, len(hashes), ASKED_BLOCKS):
         some = hashes[start : start + ASKED_BLOCKS]
         by_name = dict(zip(names.hide(some), some, strict=True))
@@ -94,7 +97,8 @@ def _look_up(
                 stored.update(by_name[bytes.fromhex(info.block_hash)] for info in next(pages))
         except StopIteration as ending:
             roots.update(ending.value.get("roots", {}))
-    return stored, roots
+            needs = ending.value.get("needs", needs)
+    return stored, roots, needs
 
 
 def _planners(

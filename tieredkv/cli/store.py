@@ -61,7 +61,8 @@ def tier_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
 def df(store: Control, verbose: bool) -> Answer:
     """Show how many blocks and bytes each tier holds, and how long the disk keeps them.
 
-    While the server is stopped, only the disk tier holds anything.
+    While the server is stopped, only the disk tier holds anything. A stopped store is looked at and
+    not changed; the exit code is 1 if it needs repair.
 
     The second table has a row for each retention policy of blocks on disk. `expected` is the age at
     which blocks will leave the disk on average, at the write rate of the last one to two hours.
@@ -117,7 +118,14 @@ def df(store: Control, verbose: bool) -> Answer:
         for use in answer.get("namespaces", ())
     ]
     more = [(_rows_of(lifetimes or Lifetimes()), 1), (uses, 3)]
-    return Answer(answer, rows, lines, texts=1, more=more)
+    return with_needs(Answer(answer, rows, lines, texts=1, more=more), answer)
+
+
+def with_needs(answer: Answer, body: Mapping[str, Any]) -> Answer:
+    """Return the result of a verb that looks, with what a stopped store needs, if anything."""
+    texts = [f"needs repair: {need['text']}" for need in body.get("needs", ())]
+    is_problem = answer.is_problem or bool(texts)
+    return answer._replace(lines=[*answer.lines, *texts], is_problem=is_problem)
 
 
 def _rows_of(lifetimes: Lifetimes) -> list[dict[str, object]]:
@@ -185,9 +193,13 @@ def ls(store: Control, filter: str | None, sort: str | None, limit: int | None) 
     """
     call, now = Ls(filter=filter or "", sort=sort or "", limit=limit), time.time()
     call.check()
+    needs = list[Any]()
 
     def pages() -> Asking:
         rest = yield from store.pages(call)
+        needs.extend(rest.get("needs", ()))
+        for need in needs:
+            click.echo(f"needs repair: {need['text']}", err=True)
         if "engine" in rest:
             what = "the engine does not answer, so chains that the disk does not have are left out"
             click.echo(f"warning: {what}", err=True)
@@ -209,7 +221,9 @@ def ls(store: Control, filter: str | None, sort: str | None, limit: int | None) 
 
     as_json = functools.partial(document, call)
     nothing = "no chain matches" if call.filter else "nothing is stored"
-    return Listing(pages(), as_json, as_row, lambda chain: chain.id, nothing, texts=3)
+    return Listing(
+        pages(), as_json, as_row, lambda chain: chain.id, nothing, 3, lambda: bool(needs)
+    )
 
 
 @tier_verb
@@ -321,7 +335,7 @@ def evict(
     lines += [f"kept key {key}" + ", which other blocks need" * (not why) for key in sorted(kept)]
     is_nothing = not num_blocks and emptied_because is None
     is_problem = bool(answer["unknown_ids"] or refused or why) or is_nothing
-    return Answer(answer, lines=lines, is_problem=is_problem)
+    return with_needs(Answer(answer, lines=lines, is_problem=is_problem), answer)
 
 
 def _keys_problem(told: Mapping[str, Any]) -> str:
@@ -376,7 +390,7 @@ def prune(store: StoreControl, model_name: str | None, yes: bool, dry_run: bool)
     lines += [as_text(answer["by_reason"])] if answer["by_reason"] else []
     is_problem = bool(_keys_problem(answer))
     document = {**answer, "dry_run": True} if dry_run else answer
-    return Answer(document, lines=lines, is_problem=is_problem)
+    return with_needs(Answer(document, lines=lines, is_problem=is_problem), answer)
 
 
 @store_verb
@@ -429,17 +443,19 @@ def verify(
         if no_repair or sample is not None:
             raise usage_error("--prove-erased cannot be combined with --no-repair or --sample.")
         answer = store.prove_erased(key_id, namespace_prefix or "")
-        return Answer(answer, lines=[as_text(answer)], is_problem=not answer["erased"])
+        found = {key: value for key, value in answer.items() if key != "needs"}
+        is_left = not answer["erased"]
+        return with_needs(Answer(answer, lines=[as_text(found)], is_problem=is_left), answer)
     call = Verify(repair=not no_repair, sample=1.0 if sample is None else parse_part(sample))
     call.check()
     progress = functools.partial(terminal_progress(), "verifying")
     answer = store.answer(call, progress)
     checked = f"Checked {answer['checked']} block{'s' * (answer['checked'] != 1)}"
     if not answer["bad"]:
-        return Answer(answer, lines=[f"{checked}: all good."])
+        return with_needs(Answer(answer, lines=[f"{checked}: all good."]), answer)
     reasons = as_text(answer["by_reason"])
     line = f"{checked}: {answer['bad']} bad ({reasons}), {answer['repaired']} repaired."
-    return Answer(answer, lines=[line], is_problem=True)
+    return with_needs(Answer(answer, lines=[line], is_problem=True), answer)
 
 
 def parse_part(text: str) -> float:

@@ -1,8 +1,9 @@
 """Carries out verbs on a store, whether a server has it open or none does.
 
 The process of a verb never opens a store itself. If a worker serves the store, the verb asks that
-worker by its socket; if none does, a worker is started to answer this one verb. This module finds
-that worker, and asks another one if it ends too early. It does not know tables or exit codes.
+worker by its socket. If none does, a worker is started to answer this one verb: one that only looks
+unless the verb changes the store. This module finds that worker, and asks another one if it ends
+too early. It does not know tables or exit codes.
 """
 
 import contextlib
@@ -246,44 +247,53 @@ class StoreControl:
     ) -> Asking:
         """Start a worker on the stopped store, ask it, and stop it again.
 
-        If that worker fails without saying why, `verify` has the next one look for damage first. If
-        the index is damaged, and what is found is to be repaired, the index is made again.
+        If that worker fails without saying why, the next one looks for damage first; but not for a
+        verb other than `verify` that changes the store. If the index is damaged, a verb that only
+        looks does without it. It is made again if what `verify` finds is to be repaired.
 
         Raises:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
         try:
-            worker = WorkerProcess(self._options, arena=None, index=index)
+            worker = WorkerProcess(self._options, None, index=index, looks=not call.changes)
         except OSError as error:
             what = f"the store worker of `{self._path}` cannot be started"
             raise StorageError(f"{what}: {described(error)}") from error
-        body = refused = None
+        body = refused = looking = None
         with _Own(worker, grace_s=self._answer_timeout_s) as own:
             try:
                 while not own.is_up:
                     for message in self._next(worker.channel):
-                        if isinstance(message, Refused):
-                            refused = named(message.kind, message.message)
-                        own.is_up |= isinstance(message, messages.WorkerUp)
-                with _connect(folder_fd) as connection:
+                        match message:
+                            case Refused(kind, text):
+                                refused = named(kind, text)
+                            case messages.WorkerUp():
+                                own.is_up = True
+                            case messages.Looking():
+                                own.is_up, looking = True, message
+                if looking is not None:
+                    _check_proof(call, looking)
+                with worker.answers or _connect(folder_fd) as connection:
                     channel = FrameChannel(connection, decoder, _MAX_REPLY_BYTES)
                     let_go = partial(own.end, channel)
                     body = yield from carrying_out(self._worker(channel, let_go, is_own=True))
             except _GONE:
                 worker.channel.send(messages.CloseCall())
                 refused = refused or self._last_words(worker)
+        if body is not None and looking is not None:
+            return {**body, "needs": msgspec.to_builtins(looking.needs)}
         if body is not None:
             return body
         end = own.ended
         assert end is not None, "it is ended with the block above"
-        if isinstance(call, Verify) and end.is_unexplained and index == "as_it_is":
+        is_verify = isinstance(call, Verify)
+        can_go_on = is_verify or not call.changes
+        if can_go_on and end.is_unexplained and index == "as_it_is":
             return (yield from self._ask_own_worker(folder_fd, call, carrying_out, "examined"))
-        if isinstance(call, Verify) and call.repair and end.is_damage and index != "set_aside":
+        if can_go_on and end.is_damage and index != "set_aside":
             body = yield from self._ask_own_worker(folder_fd, call, carrying_out, "set_aside")
-            by_reason = {"index": 1, **body["by_reason"]}
-            bad, repaired = sum(by_reason.values()), body["repaired"] + 1
-            return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
+            return _with_damage(body, is_repaired=call.changes) if is_verify else body
         if refused is not None and not end.is_damage:
             raise refused
         hint = "hint: run `tieredkv verify`, which rebuilds a damaged index"
@@ -406,6 +416,25 @@ def document(call: Call, pages: Iterator[Page]) -> Iterator[str]:
         before = ", "
     more = (f', "{key}": {msgspec.json.encode(rest[key]).decode()}' for key in rest)
     yield "".join(["" if before == ", " else before, "]", *more, "}"])
+
+
+def _check_proof(call: Call, looking: messages.Looking) -> None:
+    """Refuse to look for what should be erased where not everything can be seen.
+
+    Raises:
+        StorageError: says what is wrong with the store.
+    """
+    if isinstance(call, Verify) and call.is_proof and not looking.is_whole:
+        why = "; ".join(need.text for need in looking.needs)
+        hint = "hint: run `tieredkv verify`, which makes the index again"
+        raise StorageError(f"nothing can be proven, since {why}\n{hint}")
+
+
+def _with_damage(body: dict[str, Any], *, is_repaired: bool) -> dict[str, Any]:
+    """Return the answer of `verify` with a damaged index, which the worker before has found."""
+    by_reason = {"index": 1, **body["by_reason"]}
+    bad, repaired = sum(by_reason.values()), body["repaired"] + is_repaired
+    return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
 
 
 def _is_of_whole_disk(call: Call) -> bool:

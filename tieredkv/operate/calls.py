@@ -31,11 +31,13 @@ class Verb(
         listed_as: what the list is called that is its answer, and that may be too long for memory;
             empty for any other answer.
         is_local: whether only the machine's own user may call it, not `/admin`.
+        changes: whether it may change the store; other verbs leave a stopped store as it is.
     """
 
     needs_disk: ClassVar[bool] = False
     listed_as: ClassVar[str] = ""
     is_local: ClassVar[bool] = False
+    changes: ClassVar[bool] = False
 
     @property
     def verb(self) -> str:
@@ -163,6 +165,11 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         return self.tiers == (Tier.DISK,) or self.to == "disk"
 
     @property
+    def changes(self) -> bool:  # type: ignore[override]
+        """Whether it is no dry run."""
+        return not self.dry_run
+
+    @property
     def is_of_blocks(self) -> bool:
         """Whether it is about certain chains or copies, and not about all that requests left."""
         return bool(self.ids or self.needs_list or self.tiers) or self.to != "drop"
@@ -235,6 +242,11 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
     model: str = ""
     dry_run: bool = False
 
+    @property
+    def changes(self) -> bool:  # type: ignore[override]
+        """Whether it is no dry run."""
+        return not self.dry_run
+
 
 class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
     """Compare every block on disk with its checksums, or look for what should be erased.
@@ -252,6 +264,16 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
     sample: float = 1.0
     erased_key: str = ""
     erased_namespace: str = ""
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether it looks for what should be erased."""
+        return bool(self.erased_key or self.erased_namespace)
+
+    @property
+    def changes(self) -> bool:  # type: ignore[override]
+        """Whether it drops bad blocks."""
+        return self.repair and not self.is_proof
 
     def check(self) -> None:
         """Refuse a part that is none, two things to look for, and what is no id of a key."""
@@ -279,6 +301,7 @@ class Rotate(Verb, frozen=True, kw_only=True, tag="rotate"):
 
     needs_disk: ClassVar[bool] = True
     is_local: ClassVar[bool] = True  # it reads files and runs a command
+    changes: ClassVar[bool] = True
 
     master_key: str | None = None
     command: str | None = None
