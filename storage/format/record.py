@@ -31,9 +31,8 @@ PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the
 # pinned_until; payload checksum; kind, number of parts; room.
 _RECORD = struct.Struct("<8xd32s32s32s32s7I4B3d16sBH21x")
 _SEAL_BYTES = 8
-_EXPIRES_AT, _BLOCK_AT, _NAMESPACE_AT, _HASH_BYTES_AT = 8, 16, 112, 175
-_DEADLINE = struct.Struct("<d")
-_COMPUTED_AT, _TIMES = 176, struct.Struct("<dd")
+_BLOCK_AT, _NAMESPACE_AT, _HASH_BYTES_AT = 16, 112, 175
+_TIMES = struct.Struct("<8xd160x3d")  # expires_at, computed_at, last_used, pinned_until
 
 _EXPIRY = struct.Struct(">Q")
 _SCOPE = struct.Struct(">32sI")
@@ -188,7 +187,8 @@ def _sealed(body: bytes) -> bytes:
 def expiry_of(block_hash: bytes, data: bytes) -> float | None:
     """Read the deadline of a sealed record, which is all that a lookup needs.
 
-    Returns None for bytes that are no record of this block: their number, seal or hash is wrong.
+    Returns None for bytes that are no record of this block: their number, seal or hash is wrong, or
+    one of its times is no time, which a forger can seal as well as we can.
     """
     if (
         len(data) != RECORD_BYTES
@@ -197,14 +197,13 @@ def expiry_of(block_hash: bytes, data: bytes) -> float | None:
         or xxh3_64_digest(data[_SEAL_BYTES:]) != data[:_SEAL_BYTES]
     ):
         return None
-    expires_at: float = _DEADLINE.unpack_from(data, _EXPIRES_AT)[0]
-    return expires_at
+    times: tuple[float, ...] = _TIMES.unpack_from(data)
+    return times[0] if all(map(math.isfinite, times)) else None
 
 
 def times_of(data: bytes) -> Times:
     """Read the times from a record that was checked before."""
-    computed_at, last_used = _TIMES.unpack_from(data, _COMPUTED_AT)
-    return Times(_DEADLINE.unpack_from(data, _EXPIRES_AT)[0], computed_at, last_used)
+    return Times(*_TIMES.unpack_from(data)[:3])
 
 
 def decode_record(
