@@ -6,7 +6,6 @@ holds the store's lock, and has destroyed the keys before. Other files in the fo
 
 import os
 import re
-import shutil
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from tieredkv.errors import StorageError
 from tieredkv.storage.filesystem import flush_folder
 from tieredkv.storage.folder import INDEX, INDEXES, SEGMENTS
 from tieredkv.storage.index_pages import count_entries
-from tieredkv.storage.own_files import open_own
+from tieredkv.storage.own_files import open_own, remove
 
 _SEGMENT = re.compile(r"\d+-\d+\.seg")
 
@@ -55,7 +54,7 @@ def empty_store(folder: str) -> Emptied:
             num_bytes += (
                 sum(each.stat(follow_symlinks=False).st_blocks for each in os.scandir(path)) * 512
             )
-            shutil.rmtree(path)
+            remove(path)
     flush_folder(folder)
     return Emptied(num_blocks, num_bytes)
 
@@ -70,5 +69,5 @@ def _remove(name: str, folder_fd: int) -> int:
             os.ftruncate(fd, 0)
         finally:
             os.close(fd)
-    os.unlink(name, dir_fd=folder_fd)
+    remove(name, dir_fd=folder_fd)
     return num_bytes

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import stat
 import struct
 import time
@@ -22,7 +21,7 @@ from tieredkv.errors import NoStoreError, StorageError, StoreBusyError
 from tieredkv.storage.format.record import Retentions
 from tieredkv.storage.marker import MARKER as MARKER
 from tieredkv.storage.marker import Marker, new_marker, read_marker, refuse_replaced, write_marker
-from tieredkv.storage.own_files import DRAFT_SUFFIX, check_own, open_own
+from tieredkv.storage.own_files import DRAFT_SUFFIX, check_own, open_own, remove
 from tieredkv.storage.own_files import check_owner as check_owner
 from tieredkv.storage.store_lock import is_written, lock_to_write
 
@@ -179,7 +178,7 @@ class StoreFolder:
         """Replace every index by an empty one, for a store without blocks."""
         for name in INDEXES:
             with suppress(FileNotFoundError):
-                shutil.rmtree(os.path.join(self.path, name))
+                remove(os.path.join(self.path, name))
         _make_index(self.index_path)
         self._identity = self._look()
 
@@ -191,7 +190,7 @@ class StoreFolder:
     def drop_draft(self) -> None:
         """Remove the draft of an index, if there is one."""
         with suppress(FileNotFoundError):
-            shutil.rmtree(self.draft_path)
+            remove(self.draft_path)
 
     def take_draft(self, *, sets_aside: bool) -> None:
         """Replace the index by the draft; the old index is set aside or removed.
@@ -209,7 +208,7 @@ class StoreFolder:
         """Have a complete draft, if there is one, take the place of the index."""
         if os.path.isdir(self._complete_path):
             with suppress(FileNotFoundError):
-                shutil.rmtree(self.index_path)
+                remove(self.index_path)
             os.rename(self._complete_path, self.index_path)
 
     def set_aside(self) -> None:
@@ -226,7 +225,7 @@ class StoreFolder:
     def drop_set_aside(self) -> None:
         """Remove the index that was set aside, if there is one."""
         with suppress(FileNotFoundError):
-            shutil.rmtree(os.path.join(self.path, SET_ASIDE))
+            remove(os.path.join(self.path, SET_ASIDE))
 
     def _look(self) -> list[tuple[int, int]]:
         """Identify the folders and the lock file at the path; empty if one of them is missing."""
@@ -243,13 +242,15 @@ class StoreFolder:
         """
         self.check_place()
         total = os.stat(self.path).st_blocks
-        with suppress(FileNotFoundError):  # a store that is only looked at may have lost it
-            total += os.stat(self.segments_path).st_blocks
-        for folder, folders, files in os.walk(self.path):
-            folders[:] = [name for name in folders if name != SEGMENTS or folder != self.path]
-            for name in (*folders, *files):
-                with suppress(FileNotFoundError):
-                    total += os.lstat(os.path.join(folder, name)).st_blocks
+        folders = [self.path]
+        while folders:  # one after the other, however deep they lie in each other
+            with suppress(OSError), os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_blocks
+                        is_other = entry.path != self.segments_path
+                        if entry.is_dir(follow_symlinks=False) and is_other:
+                            folders.append(entry.path)
         return total * 512
 
     def release(self) -> None:

@@ -28,7 +28,7 @@ from tieredkv.storage.index_entries import NAMES, ORDERS
 from tieredkv.storage.index_pages import DATA_FILE, read_meta
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_address_space
-from tieredkv.storage.own_files import check_owner, open_own
+from tieredkv.storage.own_files import check_owner, open_own, remove
 from tieredkv.storage.ownership import OwningThread, owned_by
 from tieredkv.storage.verdicts import storage_errors
 
@@ -106,12 +106,9 @@ def _links_to(files: dict[str, int], store: str, store_fd: int) -> Iterator[str]
 
 
 def _empty(folder_fd: int) -> None:
-    """Remove what lies in a folder by its name; a folder in it is removed only if it is empty."""
+    """Remove what lies in a folder by its name."""
     for name in os.listdir(folder_fd):
-        if stat.S_ISDIR(os.lstat(name, dir_fd=folder_fd).st_mode):
-            os.rmdir(name, dir_fd=folder_fd)
-        else:
-            os.unlink(name, dir_fd=folder_fd)
+        remove(name, dir_fd=folder_fd)
 
 
 class Index:
@@ -138,7 +135,7 @@ class Index:
             store_fd = folders.enter_context(_folder_fd(store))
             index_fd = folders.enter_context(_folder_fd(self.path, store_fd))
             with suppress(FileNotFoundError):
-                os.unlink(_COMPACTED, dir_fd=index_fd)
+                remove(_COMPACTED, dir_fd=index_fd)
             read_meta(self.path)
             check_address_space(f"the index at `{self.path}`", MAP_BYTES)
             data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
@@ -308,7 +305,7 @@ class Index:
         draft = os.path.join(self.path, _COMPACTED)
         with storage_errors(self.path):
             with suppress(FileNotFoundError):
-                os.unlink(draft)
+                remove(draft)
             fd = open_own(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 os.ftruncate(fd, self.used_bytes())  # see `keep_ahead`

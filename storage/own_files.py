@@ -6,6 +6,7 @@ This module knows how files are opened; it does not know what is in them.
 """
 
 import os
+import secrets
 import stat
 from contextlib import suppress
 
@@ -94,7 +95,7 @@ def replace_own(path: str, data: bytes, *, dir_fd: int | None = None) -> None:
     """
     draft = path + DRAFT_SUFFIX
     with suppress(FileNotFoundError):
-        os.unlink(draft, dir_fd=dir_fd)
+        remove(draft, dir_fd=dir_fd)
     with open(open_own(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd), "wb") as file:
         file.write(data)
         file.flush()
@@ -104,6 +105,44 @@ def replace_own(path: str, data: bytes, *, dir_fd: int | None = None) -> None:
         flush_folder(os.path.dirname(path))
     else:
         os.fsync(dir_fd)
+
+
+def remove(path: str, *, dir_fd: int | None = None) -> None:
+    """Remove whatever has a name in the store's folder, and all that is in it; follow nothing.
+
+    Folders may lie in each other as deep as they like: each is emptied into the one above it.
+
+    Raises:
+        OSError: there is nothing, or it cannot be removed.
+    """
+    if not _is_folder(path, dir_fd):
+        return os.unlink(path, dir_fd=dir_fd)
+    fd = _open_folder(path, dir_fd)
+    try:
+        while names := os.listdir(fd):
+            for name in names:
+                if not _is_folder(name, fd):
+                    os.unlink(name, dir_fd=fd)
+                    continue
+                inner_fd = _open_folder(name, fd)
+                try:
+                    for inner in os.listdir(inner_fd):
+                        os.rename(inner, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=fd)
+                finally:
+                    os.close(inner_fd)
+                os.rmdir(name, dir_fd=fd)
+    finally:
+        os.close(fd)
+    return os.rmdir(path, dir_fd=dir_fd)
+
+
+def _is_folder(path: str, dir_fd: int | None) -> bool:
+    return stat.S_ISDIR(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+
+
+def _open_folder(path: str, dir_fd: int | None) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, dir_fd=dir_fd)
 
 
 def flush_folder(path: str) -> None:

@@ -7,6 +7,7 @@ index.
 
 import logging
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
@@ -17,6 +18,7 @@ from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.store_keys import plan, write_stamp
 from tieredkv.storage.marker import Marker
 from tieredkv.storage.replaced import destroy_replaced
+from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -133,9 +135,10 @@ def empty(options: StoreOptions) -> dict[str, Any]:
     def destroy(path: str) -> None:
         emptied.append(destroy_replaced(options, path))
 
-    folder = StoreFolder.claim(options.path, create=False, destroy_replaced=destroy)
     keys: dict[str, Any] = {"erased_keys": [], "kept_keys": [], "kept_why": ""}
-    try:
+    with storage_errors(options.path), ExitStack() as undo:
+        folder = StoreFolder.claim(options.path, create=False, destroy_replaced=destroy)
+        undo.callback(folder.release)
         if folder.marker.id:
             place = KeyPlace(folder.path, options, folder.marker.id)
             try:
@@ -146,8 +149,6 @@ def empty(options: StoreOptions) -> dict[str, Any]:
             folder.begin_anew()
             if "keys_error" not in keys:  # otherwise the next call still knows whose keys these are
                 folder.mark(id="", stamp="")
-    finally:
-        folder.release()
     num_blocks = sum(each.num_blocks for each in emptied)
     num_bytes = sum(each.num_bytes for each in emptied)
     sums = {"evicted_blocks": num_blocks, "freed_bytes": num_bytes}

@@ -1,7 +1,9 @@
 """A hostile hand on the volume of an encrypted store: it gains misses, and no start breaks."""
 
 import math
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from tests.storage.blocks import (
     sweep,
 )
 from tests.storage.test_store_keys import DAY_S, Place
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.folder import INDEX
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
 from tieredkv.storage.format.record import Located, encode_record
+from tieredkv.storage.own_files import remove
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-# --- forged records --------------------------------------------------------------------------------
+# --- forged records -------------------------------------------------------------------------------
 
 
 def forge_entry(store: CheckedStore, found: Located) -> None:
@@ -76,3 +80,72 @@ def test_a_forged_record_whose_time_is_no_time_costs_its_block_only(
         sweep(store)
         assert store.stats().blocks == 0
         assert len(store.keys.table if store.keys else [0]) == 0
+
+
+# --- in the places of files ----------------------------------------------------------------------
+
+
+def deep_folder(path: Path) -> None:
+    """Make folders in each other, deeper than a function can call itself."""
+    path.mkdir()
+    fd = os.open(path, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("d", dir_fd=fd)
+        inner = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)
+
+
+def folder_with_a_link(path: Path) -> None:
+    (path / "a" / "b").mkdir(parents=True)
+    (path / "a" / "b" / "link").symlink_to(path.parents[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("format.json.tmp", folder_with_a_link),
+        ("index.bad", folder_with_a_link),
+        ("index.new", deep_folder),
+        ("index.open/x", folder_with_a_link),
+        ("index/compact.mdb", folder_with_a_link),
+        ("other", deep_folder),
+    ],
+)
+def test_a_folder_in_the_place_of_a_draft_does_not_keep_a_store_from_starting(
+    place: Place, name: str, make: Callable[[Path], None]
+) -> None:
+    record = place.stores()
+    make(place.folder / name)
+    with place.open(budget_bytes=64 << 20) as store:
+        assert load(store, record) == payload_of(record)
+        store.index.compact()
+        store.make_index_again()
+        assert load(store, record) == payload_of(record)
+        store.check()
+    left = [each for each in ("a", "d") if (place.folder / name / each).exists()]
+    assert bool(left) == (name == "other")
+    assert len(place.files()) == 2
+    remove(str(place.folder))  # which the test's own clearing could not
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("format.json.tmp", folder_with_a_link),
+        ("index.bad", deep_folder),
+        ("index/data", folder_with_a_link),
+        ("segments/00000009-8192.seg", folder_with_a_link),
+    ],
+)
+def test_evicting_all_removes_what_lies_in_the_places_of_its_files(
+    place: Place, name: str, make: Callable[[Path], None]
+) -> None:
+    place.stores()
+    place.table.unlink()
+    make(place.folder / name)
+    assert place.control().evict(EvictFilter(all=True))["disk"]["kept_why"]
+    assert not (place.folder / name).exists()
+    assert (place.folder.parent / "keys").is_dir()
+    place.stores()
