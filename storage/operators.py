@@ -42,7 +42,7 @@ _ENGINE_TIMEOUT_S = 5.0
 _REPORT_INTERVAL_S = 0.1
 _SLICE_S = 0.02  # of the index thread's time, between which other work goes on
 _ROWS = 4096  # of the index, in one frame
-_ROWS_A_STEP = 512
+_ROWS_A_STEP = 1024
 _FOUND = 2048  # records in one frame
 _TOLD_TENANTS = 10_000  # those that hold most, in one frame
 

@@ -9,7 +9,7 @@ import time
 
 from tieredkv.storage.loop import Loop
 
-_PATIENCE_S = 0.02  # beside a thread that is never idle, work goes on after this time
+_PATIENCE_S = 0.003  # beside a thread that is never idle, work goes on after this time
 _POLL_S = 0.0005
 
 

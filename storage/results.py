@@ -1,7 +1,7 @@
 """Arguments and results of the block store: plain values that can be sent to another process."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -24,21 +24,6 @@ class TouchItem(msgspec.Struct, frozen=True, array_like=True):
     hits: int | None = None
 
 
-class EvictResult(NamedTuple):
-    """What an operator's eviction freed; `unknown_ids` matched no chain.
-
-    The payload keys of the evicted blocks are erased, or kept while other blocks need them. If keys
-    that no block needs could not be erased, `keys_error` says why, and each sweep tries again.
-    """
-
-    evicted_blocks: int
-    freed_bytes: int
-    unknown_ids: tuple[str, ...] = ()
-    erased_keys: tuple[str, ...] = ()
-    kept_keys: tuple[str, ...] = ()
-    keys_error: str = ""
-
-
 NOTHING_EVICTED: Mapping[str, Any] = {
     "evicted_blocks": 0,
     "freed_bytes": 0,
@@ -47,18 +32,6 @@ NOTHING_EVICTED: Mapping[str, Any] = {
     "disk": None,
 }
 """The answer of an eviction that matches no chain."""
-
-
-class PruneResult(NamedTuple):
-    """What a pruning freed, and how many blocks for which reason.
-
-    If payload keys that no block needs could not be erased, `keys_error` says why.
-    """
-
-    pruned_blocks: int
-    freed_bytes: int
-    by_reason: dict[str, int]
-    keys_error: str = ""
 
 
 _ID_DIGITS = 32

@@ -261,7 +261,10 @@ class StoreService:
 
         def judge() -> None:
             failed = partial(self._store.read_failed, located, error)
-            reason = self._log.attempt("load", failed) or "io_error"
+            if self._doomed.covers(located.record.namespace):  # its key was destroyed meanwhile
+                reason = "evicted"
+            else:
+                reason = self._log.attempt("load", failed) or "io_error"
             self._refresh_stats(self._stats.lifetimes)
             self._front.hand(lambda: tell(reason))
 

@@ -39,7 +39,7 @@ from tieredkv.storage.index_entries import Totals
 from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.operators import rows_of
-from tieredkv.storage.results import ChainInfo, EvictResult, VerifyResult
+from tieredkv.storage.results import ChainInfo, VerifyResult
 from tieredkv.storage.socket_messages import Checked, Delete, Verify
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
@@ -223,6 +223,21 @@ def end_of(steps: Generator[object, None, Answer]) -> Answer:
         except StopIteration as end:
             answer: Answer = end.value
             return answer
+
+
+class EvictResult(NamedTuple):
+    """What an eviction freed; `unknown_ids` matched no chain.
+
+    The payload keys of the evicted blocks are erased, or kept while other blocks need them. If keys
+    that no block needs could not be erased, `keys_error` says why, and each sweep tries again.
+    """
+
+    evicted_blocks: int
+    freed_bytes: int
+    unknown_ids: tuple[str, ...] = ()
+    erased_keys: tuple[str, ...] = ()
+    kept_keys: tuple[str, ...] = ()
+    keys_error: str = ""
 
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:

@@ -43,6 +43,27 @@ def test_what_it_refuses_is_raised_before_the_answer_begins(tmp_path: Path) -> N
         asyncio.run(VerbProcess.start(job(tmp_path / "none", Inspect(id="0" * 8))))
 
 
+def test_whoever_stops_waiting_for_its_answer_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, told = tmp_path / "program", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 1000\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+
+    async def wait_in_vain() -> int:
+        waiting = asyncio.create_task(VerbProcess.start(job(tmp_path, Df())))
+        while not (told.exists() and told.read_text().strip()):
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return int(told.read_text())
+
+    pid = asyncio.run(wait_in_vain())
+    wait_until(lambda: not is_alive(pid))
+
+
 def test_whoever_stops_reading_ends_it(folder: Path) -> None:
     async def read_some() -> int:
         process = await VerbProcess.start(job(folder, Ls()))

@@ -195,7 +195,12 @@ class Api:
         self._keys.check_operator(request.headers)
         body = parse_body(await read_body(request) or b"{}")
         verb = request.path_params["verb"]
-        return await respond(verb, body, self._settings, self._engine, self._evict)
+        work = respond(verb, body, self._settings, self._engine, self._evict)
+        gone = asyncio.create_task(_wait_until_gone(request))
+        try:
+            return await _unless_gone(work, gone)  # its process ends with it
+        finally:
+            gone.cancel()
 
     async def response(self, request: Request) -> Response:
         """Return a stored response, or delete it."""
