@@ -19,7 +19,6 @@ from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE
-from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.format.record import Extent, Located, extent_key
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
@@ -66,7 +65,6 @@ class ExtentAllocator:
         key_use: told which payload keys may have lost their last block.
     """
 
-    folder: StoreFolder
     files: SegmentFiles
     index: Index
     space: Space

@@ -1,7 +1,7 @@
 """The LMDB environment of a store: opens the index, and begins its transactions.
 
-This module knows the index's file: how it is opened, how long it is, how it is read ahead, checked
-and compacted. `tieredkv.storage.index_txn` knows what is in it.
+This module knows the index's file: how it is opened, how long it is, how it is read ahead
+and checked. `tieredkv.storage.index_txn` knows what is in it.
 
 One thread makes all changes and any thread may read; neither waits for the other. Only
 `looking_over`, which reads the whole index, takes turns with changes: LMDB cannot reuse a page
@@ -34,7 +34,6 @@ from tieredkv.storage.verdicts import storage_errors
 
 MAP_BYTES = 64 << 30
 LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VERSION`
-_COMPACTED = "compact.mdb"
 _LOCK_FILE = "lock.mdb"
 _LINKS = "index.open"  # beside the index: the folder through which LMDB finds its two files
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a filesystem without symbolic links
@@ -134,8 +133,6 @@ class Index:
         with storage_errors(self.path), ExitStack() as folders:
             store_fd = folders.enter_context(_folder_fd(store))
             index_fd = folders.enter_context(_folder_fd(self.path, store_fd))
-            with suppress(FileNotFoundError):
-                remove(_COMPACTED, dir_fd=index_fd)
             read_meta(self.path)
             check_address_space(f"the index at `{self.path}`", MAP_BYTES)
             data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
@@ -300,27 +297,6 @@ class Index:
         return True
 
     @owned_by("thread")
-    def compact(self) -> None:
-        """Replace the index file by a copy without unused pages; no transaction may be open."""
-        draft = os.path.join(self.path, _COMPACTED)
-        with storage_errors(self.path):
-            with suppress(FileNotFoundError):
-                remove(draft)
-            fd = open_own(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
-                os.ftruncate(fd, self.used_bytes())  # see `keep_ahead`
-                self._opened[0].copyfd(fd, compact=True)
-                os.fsync(fd)
-            except BaseException:
-                os.unlink(draft)
-                raise
-            finally:
-                os.close(fd)
-            self._close()
-            os.rename(draft, os.path.join(self.path, DATA_FILE))
-        self._open()
-
-    @owned_by("thread")
     def become(self, draft: "Index") -> None:
         """Take over the environment of `draft`, whose folder has replaced this one's.
 
@@ -335,7 +311,7 @@ class Index:
         return os.fstat(self._data_fd).st_blocks * 512
 
     def used_bytes(self) -> int:
-        """Return the size of a compacted copy: the pages in use, without the free list."""
+        """Return the bytes of all pages in use, without the free list."""
         with self.reading() as txn:
             return txn.used_bytes()
 

@@ -5,7 +5,7 @@ module knows databases and their entries, not segment files: extents are numbers
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from heapq import merge
@@ -389,7 +389,7 @@ class IndexTxn:
         keys = [key for key, _ in islice(self._walk(name, start), limit)]
         return keys, self._txn.stat(self._dbs[name])["entries"], self._txn.id()
 
-    def begin(self, meta: Meta, segments: dict[int, SegmentState]) -> None:
+    def begin(self, meta: Meta, segments: Mapping[int, SegmentState]) -> None:
         """Fill an empty index with a store's meta data and segments, before any block is added."""
         self.meta = replace(meta, totals=Totals(0, 0), num_encrypted=0, needs_rebuild=False)
         for segment, state in segments.items():

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Self
@@ -17,11 +17,14 @@ from typing import Self
 import msgspec
 
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import recovery
-from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.filesystem import Filesystem
+from tieredkv.errors import (
+    CorruptBlockError,
+    CorruptIndexError,
+    IntegrityError,
+    StorageError,
+    StoreFullError,
+)
+from tieredkv.storage import opening
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
 from tieredkv.storage.format.record import (
@@ -33,15 +36,13 @@ from tieredkv.storage.format.record import (
     expiry_key,
     extent_bytes_for,
 )
-from tieredkv.storage.index import Index
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.keys.store_keys import open_keys
-from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.ownership import owned_by
-from tieredkv.storage.replaced import claim_folder
+from tieredkv.storage.parts import Parts
+from tieredkv.storage.rebuild import OpeningProgress, from_records, rebuild
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
-from tieredkv.storage.space import Space, headroom_bytes
-from tieredkv.storage.verdicts import is_of_memory, storage_errors
+from tieredkv.storage.space import headroom_bytes
+from tieredkv.storage.verdicts import is_of_memory
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
@@ -71,23 +72,24 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, allocator: ExtentAllocator, options: StoreOptions, num_expired: int) -> None:
-        self.path = allocator.folder.path
-        self._folder = allocator.folder
-        self.index = allocator.index
-        self.thread = allocator.index.thread  # makes every change
-        self.retentions = allocator.index.retentions
-        self.files = allocator.files
-        self._space = allocator.space
-        self.allocator = allocator
-        self.key_use = allocator.key_use
+    def __init__(self, parts: Parts, num_expired: int, options: StoreOptions) -> None:
+        self._parts = parts
+        self.path = parts.folder.path
+        self._folder = parts.folder
+        self.index = parts.index
+        self.thread = parts.index.thread  # makes every change
+        self.retentions = parts.index.retentions
+        self.files = parts.files
+        self._space = parts.space
+        self.allocator = parts.allocator
+        self.key_use = parts.key_use
         self.keys, self.lacks_keys = self.key_use.keys, self.key_use.lacks_keys
         self.names_key = b"" if self.keys is None else self.keys.table.names_key
-        self.clock = allocator.clock
+        self.clock = parts.clock
         self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
         self.packing = Packing(options.compression, options.element_bytes)
         self._sync = options.sync == "commit"
-        self._failpoint = allocator.failpoint
+        self._failpoint = parts.failpoint
         with self.index.reading() as txn:
             self._faults = Counter(txn.meta.faults)  # since the store was created
         if self.keys is not None:
@@ -100,7 +102,7 @@ class BlockStore:
         self._bytes_noted = 0  # the part of `bytes_written` that the index has counted
         self._block_bytes = self._payload_bytes = 0  # of the blocks stored since opening
         if options.tells_gone:
-            allocator.gone = []
+            parts.allocator.gone = []
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class BlockStore:
         failpoint: Callable[[str], None] = lambda label: None,
         *,
         prepare: Callable[[StoreFolder], None] = lambda folder: None,
-        progress: recovery.OpeningProgress = lambda done, total: None,
+        progress: OpeningProgress = lambda done, total: None,
     ) -> Self:
         """Open or create a store and finish what a crash left half done, without a scan.
 
@@ -127,34 +129,7 @@ class BlockStore:
             CorruptIndexError, StoreFailedError, StoreBusyError, FormatVersionError,
             MissingKeyError, StoreFullError, StorageError, ConfigError
         """
-        with ExitStack() as undo:
-            with storage_errors(options.path):
-                folder = claim_folder(options)
-                undo.callback(folder.release)
-                filesystem = Filesystem.explore(folder.path)
-                filesystem.check()
-                keys, why = open_keys(folder, options)
-                if keys is not None:
-                    undo.callback(keys.close)
-                prepare(folder)
-                earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
-                names = folder.retentions
-                index = Index(folder.index_path, sync=options.sync == "commit", retentions=names)
-                undo.callback(index.close)
-                use = KeyUse(index, clock, keys, why, options.longest_s)
-                files = SegmentFiles(folder.segments_path, filesystem, use.living, names)
-                undo.callback(files.close)
-                space = Space(folder, files, earlier)
-                allocator = ExtentAllocator(folder, files, index, space, clock, failpoint, use)
-                num_expired = recovery.recover(allocator, progress)
-            recovery.reach_budget(allocator, budget)
-            use.suspect_all()
-            if (failed := use.try_to_drop_unused()) is not None:
-                logger.warning("%s", failed)
-            use.sweep_others()
-            folder.note_budget(budget)  # used when the store is opened without a budget
-            undo.pop_all()
-        return cls(allocator, options, num_expired)
+        return cls(*opening.open_store(options, clock, failpoint, prepare, progress), options)
 
     def check_place(self) -> None:
         """Raise StorageError if the folder is not at its path any more."""
@@ -500,14 +475,27 @@ class BlockStore:
     @owned_by("thread")
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
+        why = self._why_rebuild()
         if self.allocator.gone is not None:
             with self.index.reading() as txn:
                 self.allocator.gone += txn.hashes_from(b"")  # not all of them may come back
-        recovery.make_again(self.allocator)
+        rebuild(self._parts, from_records(self._parts))
+        logger.warning("the index of `%s` was rebuilt from its records: %s", self.path, why)
         self.key_use.suspect_all()
         with self._counting:
             self._faults["index"] += 1
         self._damaged.clear()
+
+    def _why_rebuild(self) -> str:
+        """Say what is wrong with the index."""
+        try:
+            with self.index.reading() as txn:
+                found = txn.contradictions()
+        except CorruptIndexError as error:
+            return str(error)
+        if found:
+            return f"it contradicts itself ({', '.join(found)})"
+        return f"{len(self._damaged)} records are damaged" if self._damaged else "as was asked for"
 
     @contextmanager
     def _changing(self) -> Iterator[IndexTxn]:

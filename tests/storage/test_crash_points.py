@@ -27,7 +27,7 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tieredkv.storage import allocator, recovery
+from tieredkv.storage import allocator, rebuild
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
@@ -269,7 +269,7 @@ def test_a_process_that_dies_while_it_recovers_does_no_more_harm(
 def test_a_process_that_dies_while_it_makes_a_lost_index_again_makes_it_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str, nth: int
 ) -> None:
-    monkeypatch.setattr(recovery, "_ADOPTED_EXTENTS", 10)
+    monkeypatch.setattr(rebuild, "_BATCH_EXTENTS", 10)
     path = tmp_path / "store"
     finished = run_until(path, "never", 1)
     assert finished.exit_code == FINISHED

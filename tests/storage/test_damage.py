@@ -42,7 +42,7 @@ from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import recovery
+from tieredkv.storage import rebuild
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index_pages import check_pages
 from tieredkv.storage.results import VerifyResult
@@ -280,8 +280,8 @@ def test_a_truncated_index_costs_no_block(harness: Harness, size: int, is_live: 
 def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, batch: int
 ) -> None:
-    monkeypatch.setattr(recovery, "_ADOPTED_EXTENTS", batch)
-    monkeypatch.setattr(recovery, "_REPORTED_EXTENTS", 4 * batch)
+    monkeypatch.setattr(rebuild, "_BATCH_EXTENTS", batch)
+    monkeypatch.setattr(rebuild, "_REPORTED_EXTENTS", 4 * batch)
     path, budget = tmp_path / "store", 4 << 20
     records = [make_record(f"{i}", last_used=NOW + i) for i in range(400)]
     with open_store(path, budget_bytes=budget) as store:

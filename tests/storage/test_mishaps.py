@@ -202,10 +202,11 @@ def test_a_file_beside_the_store_that_takes_the_budget_empties_nothing(tmp_path:
         assert blocks.load(store, record) == blocks.payload_of(record)
 
 
-def test_a_copy_of_the_index_that_was_never_finished_is_removed(stopped: Harness) -> None:
-    (left := stopped.folder / "index" / "compact.mdb").write_bytes(bytes(1 << 20))
+def test_a_new_index_that_was_never_finished_is_removed(stopped: Harness) -> None:
+    (draft := stopped.folder / "index.new").mkdir(mode=0o700)
+    (draft / "data.mdb").write_bytes(bytes(1 << 20))
     expect_all(stopped)
-    assert not left.exists()
+    assert not draft.exists()
 
 
 @pytest.mark.parametrize("name", ["index.new", "index.next", "index.bad"])

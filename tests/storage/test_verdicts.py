@@ -219,7 +219,7 @@ def expect_back(harness: Harness, client: CheckedClient) -> None:
 def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
     stored: Harness, break_worker: Break, is_first: bool
 ) -> None:
-    flag = break_worker("recovery", "recover", "raise RuntimeError('injected')")
+    flag = break_worker("opening", "settle_clock", "raise RuntimeError('injected')")
     before = kept_files(stored.folder)
     if is_first:
         flag.touch()
@@ -275,7 +275,7 @@ def test_an_exception_at_the_workers_end_leaves_every_file_as_it_is(
 
 def test_crashes_outside_the_index_never_condemn_it(stored: Harness, break_worker: Break) -> None:
     crash = "import ctypes; ctypes.string_at(0)"
-    flag = break_worker("recovery", "recover", crash)
+    flag = break_worker("opening", "settle_clock", crash)
     client = stored.open()
     before = kill(client, stored.folder, flag)
     wait_until(lambda: "SIGSEGV" in client.trouble)
@@ -469,7 +469,7 @@ def test_an_index_that_cannot_be_made_again_for_want_of_space_is_tried_again(
     stored: Harness, break_worker: Break
 ) -> None:
     action = "raise OSError(28, 'No space left on device')"
-    flag = break_worker("recovery", "_fill", action)
+    flag = break_worker("rebuild", "_fill", action)
     client = stored.open()
     flag.touch()
     os.truncate(stored.folder / "index" / "data.mdb", 4096)

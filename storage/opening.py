@@ -1,0 +1,246 @@
+"""What a start does with a store; `open_store` has its steps from top to bottom.
+
+A crash can leave writes half done. An index can be lost, or have grown beyond its need. Only making
+a new index takes time in proportion to the store; the rest takes time in proportion to the writes
+that were under way.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from tieredkv.clock import Clock
+from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
+from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
+from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.filesystem import Filesystem
+from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.format.record import FORMAT_VERSION
+from tieredkv.storage.index import Index
+from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.keys.store_keys import open_keys
+from tieredkv.storage.keys.use import KeyUse
+from tieredkv.storage.limits import check_file_size
+from tieredkv.storage.parts import Parts
+from tieredkv.storage.rebuild import (
+    OpeningProgress,
+    from_headers,
+    from_records,
+    hold_blocks,
+    open_unknown,
+    rebuild,
+)
+from tieredkv.storage.replaced import claim_folder
+from tieredkv.storage.space import Space
+from tieredkv.storage.verdicts import storage_errors
+from tieredkv.storage.worker_messages import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+CLOCK_TOLERANCE_S = 60.0
+
+
+class Opened(NamedTuple):
+    """A store that was opened.
+
+    Attributes:
+        num_expired: how many blocks expired because the clock is behind the store's latest time.
+    """
+
+    parts: Parts
+    num_expired: int
+
+
+def open_store(
+    options: StoreOptions,
+    clock: Clock,
+    failpoint: Callable[[str], None],
+    prepare: Callable[[StoreFolder], None],
+    progress: OpeningProgress,
+) -> Opened:
+    """Open or create a store; `BlockStore.open` has the arguments and errors."""
+    with ExitStack() as undo:
+        with storage_errors(options.path):
+            # Its parts, from the outside in.
+            folder = claim_folder(options)
+            undo.callback(folder.release)
+            filesystem = Filesystem.explore(folder.path)
+            filesystem.check()
+            keys, lacks_keys = open_keys(folder, options)
+            if keys is not None:
+                undo.callback(keys.close)
+            prepare(folder)
+            earlier, budget = _budgets(folder, options.budget_bytes)
+            names = folder.retentions
+            index = Index(folder.index_path, sync=options.sync == "commit", retentions=names)
+            undo.callback(index.close)
+            use = KeyUse(index, clock, keys, lacks_keys, options.longest_s)
+            files = SegmentFiles(folder.segments_path, filesystem, use.living, names)
+            undo.callback(files.close)
+            space = Space(folder, files, earlier)
+            allocator = ExtentAllocator(files, index, space, clock, failpoint, use)
+            parts = Parts(clock, folder, index, use, files, space, allocator, failpoint)
+            # What a loss, a wrong clock or a crash left behind.
+            replace_lost_index(parts, progress)
+            num_expired = settle_clock(index, files, clock)
+            _open_segments(index, files)
+            unknown = open_unknown(files, index)
+            allocator.reload()
+            for _ in allocator.erasing():  # also what was evicted from an unknown file
+                pass
+            _settle_unknown(parts, unknown)
+        # A smaller budget, and keys that no block needs any more.
+        _reach_budget(parts, budget)
+        use.suspect_all()
+        if (failed := use.try_to_drop_unused()) is not None:
+            logger.warning("%s", failed)
+        use.sweep_others()
+        folder.note_budget(budget)  # used when the store is opened without a budget
+        undo.pop_all()
+    return Opened(parts, num_expired)
+
+
+def _budgets(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
+    """Return the budget that the files may fill at first, and the one that they must shrink to.
+
+    Raises:
+        StorageError: no budget is given or remembered, or the system allows no files so large.
+    """
+    stored = folder.budget_bytes
+    if budget_bytes is None and not stored:
+        what = f"the lock file of `{folder.path}` no longer tells the budget of the store"
+        raise StorageError(f"{what}; start a server on it first")
+    wanted = stored if budget_bytes is None else budget_bytes
+    check_file_size(folder.path, min(wanted, largest_file_bytes(wanted)))
+    return max(stored, wanted), wanted
+
+
+def replace_lost_index(parts: Parts, progress: OpeningProgress) -> None:
+    """Make an index that is lost, or was never completed, from the headers of the extents.
+
+    Raises:
+        MissingKeyError: that cannot be done without keys.
+    """
+    with parts.index.reading() as txn:
+        is_lost = not txn.meta.format
+    if not is_lost:
+        return
+    if why := parts.key_use.lacks_keys:
+        raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {why}")
+    source = from_headers(parts, progress)
+    if any(state.num_extents for state in source.segments.values()):
+        rebuild(parts, source)
+        logger.warning(
+            "the index of `%s` was lost, so it was rebuilt from extent headers", parts.folder.path
+        )
+    else:  # a new store
+        with parts.index.writing() as txn:
+            txn.meta.format = FORMAT_VERSION
+
+
+def settle_clock(index: Index, files: SegmentFiles, clock: Clock) -> int:
+    """Compare the clock with the store's latest time, and return how many blocks expire by it.
+
+    A clock that is at most a minute behind is moved up. A clock that is further behind cannot tell
+    how old a block is, so every block counts as expired and every segment file is removed.
+    """
+    with index.reading() as txn:
+        mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
+    now = clock.now()
+    if now >= mark:
+        return 0
+    if now >= mark - CLOCK_TOLERANCE_S:
+        clock.advance_to(mark)
+        return 0
+    text = "the clock is %.0f s behind the store's latest time, so its %d blocks count as expired"
+    logger.warning(text, mark - now, num_blocks)
+    files.remove_all()  # before the index forgets them: the blocks in an unknown file are adopted
+    with index.writing() as txn:
+        txn.clear()
+        txn.meta.clock = now
+    return num_blocks
+
+
+def _open_segments(index: Index, files: SegmentFiles) -> None:
+    """Open the files of all segments; extents beyond a file's end are never handed out."""
+    with index.reading() as txn:
+        known = txn.segments()
+    for segment, state in known.items():
+        try:
+            if segment not in files:
+                files.open(segment, state.extent_bytes)
+            num_extents = files.size_bytes(segment) // state.extent_bytes
+        except FileNotFoundError:
+            logger.warning("segment %d is missing, so its blocks are misses", segment)
+            num_extents = 0
+        if num_extents < state.num_extents:
+            with index.writing() as txn:
+                shorter = state._replace(num_extents=max(num_extents, state.num_used))
+                txn.put_segment(segment, shorter)
+
+
+def _settle_unknown(parts: Parts, unknown: dict[int, SegmentState]) -> None:
+    """Remove segment files that the index does not know, as a crash can leave one.
+
+    If one of them holds a stored block, the index is wrong, and is made again.
+    """
+    if hold_blocks(parts, unknown):
+        rebuild(parts, from_records(parts))
+        text = "the index of `%s` was rebuilt from its records: it did not know all segments"
+        logger.warning(text, parts.folder.path)
+    else:
+        for segment in unknown:
+            parts.files.remove(segment)
+
+
+# --- a smaller budget ---------------------------------------------------------------------------
+
+
+def _reach_budget(parts: Parts, budget_bytes: int) -> None:
+    """Shrink a store, its index included, to a smaller budget.
+
+    An index that has grown beyond its need is made again, which takes fewer pages.
+    """
+    folder, index, space = parts.folder, parts.index, parts.space
+    larger_bytes, space.budget_bytes = space.budget_bytes, budget_bytes
+    if space.room_bytes < 0:
+        folder.drop_set_aside()
+        space.measure()
+    others_bytes = space.overhead_bytes - index.file_bytes()
+    if others_bytes > budget_bytes:
+        what = f"the files beside the index and segments in `{folder.path}`"
+        takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
+        raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
+    while space.room_bytes < 0:
+        is_bloated = 2 * index.used_bytes() < index.file_bytes()
+        is_smaller = is_bloated and _shrink_index(parts, larger_bytes)
+        if not is_smaller and not parts.allocator.give_way():
+            break
+    if space.room_bytes < 0:
+        _shrink_index(parts, larger_bytes)
+    if space.occupied_bytes > space.budget_bytes:
+        where = f"the store at `{index.path}` occupies {space.occupied_bytes} bytes"
+        what = f"{where} without any block, but its budget is {space.budget_bytes}"
+        raise StoreFullError(f"{what}; raise `disk_size`")
+
+
+def _shrink_index(parts: Parts, larger_bytes: int) -> bool:
+    """Make the index again, which takes fewer pages; return whether the files got smaller.
+
+    The old index and the new one exist side by side for a while, so this is done only once both,
+    and what the last batch of blocks may change, fit into the larger budget that was in force
+    before.
+    """
+    index, space = parts.index, parts.space
+    smaller_bytes, before = space.budget_bytes, space.overhead_bytes
+    space.budget_bytes = larger_bytes
+    try:
+        needed_bytes = parts.files.filesystem.spread_bytes(2 * index.used_bytes())
+        if needed_bytes <= space.room_bytes:
+            with suppress(StoreFullError):
+                rebuild(parts, from_records(parts), is_damaged=False)
+    finally:
+        space.budget_bytes = smaller_bytes
+        space.measure()
+    return space.overhead_bytes < before
