@@ -36,7 +36,7 @@ from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.space import minimum_budget_bytes
 from tieredkv.storage.starts import check_start
 from tieredkv.storage.worker_messages import BUSY_PATIENCE_S
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress

@@ -9,7 +9,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, product
@@ -23,7 +23,6 @@ from tieredkv.storage.format.record import Extent, Located, extent_key
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
-from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.space import Space
 from tieredkv.storage.tenants import Tenants
@@ -62,7 +61,6 @@ class ExtentAllocator:
         gone: blocks that have left the index since they were taken from here; they may have come
             back. None if nobody takes them.
         tenants: decides whose blocks are evicted.
-        key_use: told which payload keys may have lost their last block.
     """
 
     files: SegmentFiles
@@ -70,7 +68,6 @@ class ExtentAllocator:
     space: Space
     clock: Clock
     failpoint: Callable[[str], None]
-    key_use: KeyUse
     tenants: Tenants = field(default_factory=Tenants)
     lent: dict[Extent, int] = field(default_factory=dict)
     # Keys are extent sizes; the size is 0 if the segment file is missing.
@@ -121,7 +118,6 @@ class ExtentAllocator:
         self.tenants.note(txn)
         if self.gone is not None:
             self.gone += txn.gone
-        self.key_use.suspect(txn.emptied)
         self._lacks_room = False
         self._made.clear()
         self.space.measure()
@@ -200,7 +196,6 @@ class ExtentAllocator:
         """End the loan of an extent: it now holds a stored block, or it is dirty."""
         if self.lent.pop(extent, None) is None:
             raise IntegrityError(f"extent {extent} is not lent")
-        self.key_use.end(extent)
         self.files.refresh(extent.segment)
         if not is_stored:
             self._add_dirty(extent)
@@ -299,16 +294,6 @@ class ExtentAllocator:
         return True
 
     # --- giving back ------------------------------------------------------------------------
-
-    @owned_by("index.thread")
-    def clearing(self) -> Generator[None, None, StorageError | None]:
-        """Destroy keys without blocks and dead ones, then erase dirty extents, in short steps.
-
-        Returns the error if the keys could not be dropped; the extents are erased nevertheless.
-        """
-        failed = self.key_use.try_to_drop_unused()
-        yield from self.erasing()
-        return failed
 
     @owned_by("index.thread")
     def erasing(self) -> Iterator[None]:

@@ -54,7 +54,7 @@ def deleting(
             store.delete([each.record.block_hash for each in doomed], asked.reason)
         yield
     if not asked.dry_run:
-        failed = yield from store.allocator.clearing()
+        failed = yield from store.clearing()
         keys_error = "" if failed is None else str(failed)
     kept_ids = store.key_use.known(key_ids)
     erased, kept = (sorted(map(bytes.hex, each)) for each in (key_ids - kept_ids, kept_ids))

@@ -115,12 +115,15 @@ class Index:
 
     Attributes:
         retentions: the names of retention policies, by the numbers that the records have.
+        emptied: scopes of payload keys that have lost their last block since somebody took them
+            from here.
     """
 
     def __init__(self, path: str, *, sync: bool, retentions: Retentions = NO_RETENTIONS) -> None:
         self.path = path
         self.sync = sync
         self.retentions = retentions
+        self.emptied = set[bytes]()
         self._opened: Any = None
         self._data_fd = -1
         self._file_end = 0
@@ -209,6 +212,7 @@ class Index:
             changes = IndexTxn(txn, dbs, self.retentions)
             yield changes
             changes.keep_meta()
+        self.emptied |= changes.emptied
 
     def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
         """Keep the file's length `num_bytes` beyond its last page; the extra bytes take no space.

@@ -8,7 +8,7 @@ import errno
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -17,13 +17,7 @@ from typing import Self
 import msgspec
 
 from tieredkv.clock import Clock
-from tieredkv.errors import (
-    CorruptBlockError,
-    CorruptIndexError,
-    IntegrityError,
-    StorageError,
-    StoreFullError,
-)
+from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import opening
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
@@ -34,14 +28,12 @@ from tieredkv.storage.format.record import (
     corrupt,
     decode_record,
     expiry_key,
-    extent_bytes_for,
 )
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.parts import Parts
-from tieredkv.storage.rebuild import OpeningProgress, from_records, rebuild
+from tieredkv.storage.rebuild import OpeningProgress, fault_of, from_records, rebuild
 from tieredkv.storage.results import Lifetimes, StoreStats, TouchItem
-from tieredkv.storage.space import headroom_bytes
 from tieredkv.storage.verdicts import is_of_memory
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
@@ -49,13 +41,7 @@ from tieredkv.types import TENANT_BYTES, BlockRecord
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_BLOCKS, _SMALLEST_INDEX_BYTES = 32, 512 << 10
-
-
-def minimum_budget_bytes(block_bytes: int) -> int:
-    """The smallest budget in which blocks of this size can be stored and replaced."""
-    index_bytes = _SMALLEST_INDEX_BYTES + headroom_bytes(_SMALLEST_INDEX_BYTES)
-    return index_bytes + 2 * extent_bytes_for(block_bytes)
+_TRIAL_BLOCKS = 32
 
 
 class BlockStore:
@@ -313,7 +299,7 @@ class BlockStore:
                 self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
                 for new, owner in zip(batch, owners, strict=True):
-                    self.allocator.take_back(new.extent, is_stored=owner == new.extent)
+                    self._take_back(new.extent, is_stored=owner == new.extent)
                     stored.append(owner is not None)
                     self._num_stored += owner == new.extent
                     self._block_bytes += new.record.size_bytes
@@ -339,7 +325,11 @@ class BlockStore:
     @owned_by("thread")
     def abandon(self, extent: Extent) -> None:
         """Give back an extent that was not committed; no thread may still write to it."""
-        self.allocator.take_back(extent, is_stored=False)
+        self._take_back(extent, is_stored=False)
+
+    def _take_back(self, extent: Extent, *, is_stored: bool) -> None:
+        self.allocator.take_back(extent, is_stored=is_stored)
+        self.key_use.end(extent)
 
     @owned_by("thread")
     def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
@@ -398,13 +388,23 @@ class BlockStore:
                 break
             self._num_expired += self._drop(due, now)
             yield
-        failed = yield from self.allocator.clearing()  # this makes room for a rebuild
+        failed = yield from self.clearing()  # this makes room for a rebuild
         with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
         if (needs_rebuild or self._damaged) and not self.lacks_keys:
             self.make_index_again()
         if failed is not None:
             raise failed
+
+    @owned_by("thread")
+    def clearing(self) -> Generator[None, None, StorageError | None]:
+        """Destroy keys without blocks and dead ones, then erase dirty extents, in short steps.
+
+        Returns the error if the keys could not be dropped; the extents are erased nevertheless.
+        """
+        failed = self.key_use.try_to_drop_unused()
+        yield from self.allocator.erasing()
+        return failed
 
     @owned_by("thread")
     def take_gone(self) -> list[bytes]:
@@ -475,27 +475,16 @@ class BlockStore:
     @owned_by("thread")
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
-        why = self._why_rebuild()
+        fault = f"{len(self._damaged)} of its records were found damaged" if self._damaged else ""
+        fault = fault_of(self.index) or fault or "as was asked for"
         if self.allocator.gone is not None:
             with self.index.reading() as txn:
                 self.allocator.gone += txn.hashes_from(b"")  # not all of them may come back
-        rebuild(self._parts, from_records(self._parts))
-        logger.warning("the index of `%s` was rebuilt from its records: %s", self.path, why)
+        rebuild(self._parts, from_records(self._parts), fault)
         self.key_use.suspect_all()
         with self._counting:
             self._faults["index"] += 1
         self._damaged.clear()
-
-    def _why_rebuild(self) -> str:
-        """Say what is wrong with the index."""
-        try:
-            with self.index.reading() as txn:
-                found = txn.contradictions()
-        except CorruptIndexError as error:
-            return str(error)
-        if found:
-            return f"it contradicts itself ({', '.join(found)})"
-        return f"{len(self._damaged)} records are damaged" if self._damaged else "as was asked for"
 
     @contextmanager
     def _changing(self) -> Iterator[IndexTxn]:

@@ -79,7 +79,7 @@ def open_store(
             files = SegmentFiles(folder.segments_path, filesystem, use.living, names)
             undo.callback(files.close)
             space = Space(folder, files, earlier)
-            allocator = ExtentAllocator(files, index, space, clock, failpoint, use)
+            allocator = ExtentAllocator(files, index, space, clock, failpoint)
             parts = Parts(clock, folder, index, use, files, space, allocator, failpoint)
             # What a loss, a wrong clock or a crash left behind.
             replace_lost_index(parts, progress)
@@ -130,10 +130,7 @@ def replace_lost_index(parts: Parts, progress: OpeningProgress) -> None:
         raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {why}")
     source = from_headers(parts, progress)
     if any(state.num_extents for state in source.segments.values()):
-        rebuild(parts, source)
-        logger.warning(
-            "the index of `%s` was lost, so it was rebuilt from extent headers", parts.folder.path
-        )
+        rebuild(parts, source, "it was lost, set aside or never completed")
     else:  # a new store
         with parts.index.writing() as txn:
             txn.meta.format = FORMAT_VERSION
@@ -186,9 +183,7 @@ def _settle_unknown(parts: Parts, unknown: dict[int, SegmentState]) -> None:
     If one of them holds a stored block, the index is wrong, and is made again.
     """
     if hold_blocks(parts, unknown):
-        rebuild(parts, from_records(parts))
-        text = "the index of `%s` was rebuilt from its records: it did not know all segments"
-        logger.warning(text, parts.folder.path)
+        rebuild(parts, from_records(parts), "it did not know all segments that hold blocks")
     else:
         for segment in unknown:
             parts.files.remove(segment)
@@ -229,17 +224,18 @@ def _shrink_index(parts: Parts, larger_bytes: int) -> bool:
     """Make the index again, which takes fewer pages; return whether the files got smaller.
 
     The old index and the new one exist side by side for a while, so this is done only once both,
-    and what the last batch of blocks may change, fit into the larger budget that was in force
-    before.
+    and what the last batch of blocks changes, fit into the larger budget that was in force before.
     """
     index, space = parts.index, parts.space
     smaller_bytes, before = space.budget_bytes, space.overhead_bytes
-    space.budget_bytes = larger_bytes
+    # The old index does not change meanwhile, so the room kept for its changes is free.
+    space.budget_bytes = larger_bytes + space.headroom_bytes
     try:
-        needed_bytes = parts.files.filesystem.spread_bytes(2 * index.used_bytes())
+        # The new index, its changed pages, and the room that is kept for changes of both.
+        needed_bytes = parts.files.filesystem.spread_bytes(3 * index.used_bytes())
         if needed_bytes <= space.room_bytes:
             with suppress(StoreFullError):
-                rebuild(parts, from_records(parts), is_damaged=False)
+                rebuild(parts, from_records(parts), fault="")
     finally:
         space.budget_bytes = smaller_bytes
         space.measure()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from tieredkv.errors import StorageError, StoreFullError
+from tieredkv.errors import CorruptIndexError, StorageError, StoreFullError
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import lack_of_room
 from tieredkv.storage.format.record import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
@@ -43,15 +43,17 @@ class Source(NamedTuple):
     """What a new index is made from.
 
     Attributes:
+        name: for people.
         segments: the segments that it will know.
         batches: every block, and every extent that was ever handed out.
     """
 
+    name: str
     segments: Mapping[int, SegmentState]
     batches: Generator[Found, None, None]
 
 
-def rebuild(parts: Parts, source: Source, *, is_damaged: bool = True) -> None:
+def rebuild(parts: Parts, source: Source, fault: str) -> None:
     """Fill a new index in batches of blocks, then put it in the place of the old one.
 
     A failure before that changes nothing, except that the blocks evicted to make room are already
@@ -61,8 +63,8 @@ def rebuild(parts: Parts, source: Source, *, is_damaged: bool = True) -> None:
     Args:
         parts: of the store.
         source: what to make it from.
-        is_damaged: whether the old index is at fault; it is then counted, and set aside if it held
-            anything.
+        fault: what is wrong with the old index, which is then counted, told, and set aside if it
+            held anything; empty if nothing is.
 
     Raises:
         StoreFullError: the filesystem has no room for a new index.
@@ -71,7 +73,7 @@ def rebuild(parts: Parts, source: Source, *, is_damaged: bool = True) -> None:
     with index.reading() as txn:
         old, holds_blocks = txn.meta, any(True for _ in txn.hashes_from(b""))
     next_segment = max([old.next_segment, *(segment + 1 for segment in source.segments)])
-    faults = {**old.faults, "index": old.faults.get("index", 0) + 1} if is_damaged else old.faults
+    faults = {**old.faults, "index": old.faults.get("index", 0) + 1} if fault else old.faults
     meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
     folder.make_draft()
     draft = Index(folder.draft_path, sync=index.sync, retentions=index.retentions)
@@ -88,7 +90,7 @@ def rebuild(parts: Parts, source: Source, *, is_damaged: bool = True) -> None:
                     txn.saw_time(max(chain.from_iterable(times), default=0.0))
                     parts.failpoint("adopt:before")
         draft.flush()
-        folder.take_draft(sets_aside=is_damaged and (bool(old.format) or holds_blocks))
+        folder.take_draft(sets_aside=bool(fault) and (bool(old.format) or holds_blocks))
     except BaseException as error:
         is_short = parts.files.free_bytes() < parts.space.headroom_bytes
         draft.close()
@@ -101,6 +103,9 @@ def rebuild(parts: Parts, source: Source, *, is_damaged: bool = True) -> None:
     parts.allocator.reload()
     for _ in parts.allocator.erasing():
         pass
+    if fault:
+        text = "the index of `%s` was rebuilt from %s: %s"
+        logger.warning(text, folder.path, source.name, fault)
 
 
 def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
@@ -143,6 +148,16 @@ def _make_room(txn: IndexTxn, parts: Parts, num_blocks: int) -> int:
     return needed_bytes
 
 
+def fault_of(index: Index) -> str:
+    """Say how an index contradicts itself; empty if it does not."""
+    try:
+        with index.reading() as txn:
+            found = txn.contradictions()
+    except CorruptIndexError as error:
+        return str(error)
+    return f"it contradicts itself ({', '.join(found)})" if found else ""
+
+
 # --- the two sources ----------------------------------------------------------------------------
 
 
@@ -155,7 +170,7 @@ def from_records(parts: Parts) -> Source:
     unknown = open_unknown(parts.files, parts.index)
     with parts.index.reading() as txn:
         segments = txn.segments() | unknown
-    return Source(segments, _records(parts, segments, unknown))
+    return Source("its records", segments, _records(parts, segments, unknown))
 
 
 def _records(
@@ -189,7 +204,7 @@ def _records(
 def from_headers(parts: Parts, progress: OpeningProgress) -> Source:
     """Return what the headers in all segment files say."""
     segments = open_unknown(parts.files, parts.index)
-    return Source(segments, _headers(parts.files, segments, progress))
+    return Source("the extent headers", segments, _headers(parts.files, segments, progress))
 
 
 def _headers(

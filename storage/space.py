@@ -12,6 +12,7 @@ from tieredkv.errors import StoreFullError
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import lack_of_room
 from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.format.record import extent_bytes_for
 from tieredkv.storage.index import PAGE_BYTES
 from tieredkv.storage.index_txn import TXN_BLOCKS
 from tieredkv.storage.lifetimes import LifetimeCounts
@@ -19,6 +20,7 @@ from tieredkv.storage.results import Lifetimes
 
 logger = logging.getLogger(__name__)
 
+_SMALLEST_INDEX_BYTES = 512 << 10
 _FULL_S = 1.0  # after this time, a filesystem that was full is asked for space again
 
 
@@ -29,6 +31,12 @@ def headroom_bytes(index_bytes: int) -> int:
     the index has. It may add a few new pages.
     """
     return min(4 * TXN_BLOCKS * PAGE_BYTES, index_bytes) + 48 * PAGE_BYTES
+
+
+def minimum_budget_bytes(block_bytes: int) -> int:
+    """The smallest budget in which blocks of this size can be stored and replaced."""
+    index_bytes = _SMALLEST_INDEX_BYTES + headroom_bytes(_SMALLEST_INDEX_BYTES)
+    return index_bytes + 2 * extent_bytes_for(block_bytes)
 
 
 @dataclass(eq=False)

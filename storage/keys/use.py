@@ -108,14 +108,10 @@ class KeyUse:
         if (scope := self._lent.pop(extent, None)) is not None:
             self._suspects.add(scope)
 
-    def suspect(self, scopes: Iterable[bytes]) -> None:
-        """Note scopes that may have lost their last block."""
-        self._suspects.update(scopes)
-
     def suspect_all(self) -> None:
         """Note that any scope may have no block."""
         if self.table is not None:
-            self.suspect(key.scope for key in self.table)
+            self._suspects.update(key.scope for key in self.table)
 
     def ids_of(self, blocks: Iterable[Located]) -> set[bytes]:
         """Return the ids of the keys under which these blocks were encrypted."""
@@ -170,6 +166,8 @@ class KeyUse:
         """
         if self.table is None:
             return []
+        self._suspects |= self.index.emptied
+        self.index.emptied.clear()
         suspects = self._suspects.difference(self._lent.values())
         with self.index.reading() as txn:
             unused = [scope for scope in suspects if not txn.num_encrypted(scope)]

@@ -34,8 +34,8 @@ from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.format.record import HEADER_BYTES, Extent
 from tieredkv.storage.index import PAGE_BYTES
 from tieredkv.storage.index_txn import TXN_BLOCKS, IndexTxn
-from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import TouchItem, chain_id
+from tieredkv.storage.space import minimum_budget_bytes
 from tieredkv.types import BlockRecord
 
 

@@ -52,7 +52,8 @@ from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.keys.cipher import encrypt
 from tieredkv.storage.keys.layout import PayloadKey
-from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.space import minimum_budget_bytes
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
