@@ -8,7 +8,6 @@ that were under way.
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 from tieredkv.clock import Clock
 from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
@@ -41,25 +40,17 @@ logger = logging.getLogger(__name__)
 CLOCK_TOLERANCE_S = 60.0
 
 
-class Opened(NamedTuple):
-    """A store that was opened.
-
-    Attributes:
-        num_expired: how many blocks expired because the clock is behind the store's latest time.
-    """
-
-    parts: Parts
-    num_expired: int
-
-
 def open_store(
     options: StoreOptions,
     clock: Clock,
     failpoint: Callable[[str], None],
     prepare: Callable[[StoreFolder], None],
     progress: OpeningProgress,
-) -> Opened:
-    """Open or create a store; `BlockStore.open` has the arguments and errors."""
+) -> tuple[Parts, int]:
+    """Open or create a store; `BlockStore.open` has the arguments and errors.
+
+    Returns its parts, and how many blocks expired because the clock is behind.
+    """
     with ExitStack() as undo:
         with storage_errors(options.path):
             # Its parts, from the outside in.
@@ -98,7 +89,7 @@ def open_store(
         use.sweep_others()
         folder.note_budget(budget)  # used when the store is opened without a budget
         undo.pop_all()
-    return Opened(parts, num_expired)
+    return parts, num_expired
 
 
 def _budgets(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:

@@ -170,54 +170,49 @@ def from_records(parts: Parts) -> Source:
     unknown = open_unknown(parts.files, parts.index)
     with parts.index.reading() as txn:
         segments = txn.segments() | unknown
-    return Source("its records", segments, _records(parts, segments, unknown))
-
-
-def _records(
-    parts: Parts, segments: Mapping[int, SegmentState], unknown: Mapping[int, SegmentState]
-) -> Generator[Found, None, None]:
     keys, lent = parts.files.keys, parts.allocator.lent
 
     def is_readable(located: Located) -> bool:
-        if keys is None:
-            return True
         is_sealed = is_encrypted(located.codec)
-        return is_sealed and keys.of_scope(scope_of(located.record)) is not None
+        scope = scope_of(located.record)
+        return keys is None or (is_sealed and keys.of_scope(scope) is not None)
 
-    with parts.index.reading() as txn:
-        claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
-        kept = set[Extent]()
-        blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
-        sound = (each for each in blocks if each.extent.segment in segments and is_readable(each))
-        while some := list(islice(sound, _BATCH_EXTENTS)):
-            extents = [each.extent for each in some]
-            kept.update(extents)
-            yield some, extents
-        others = {*_extents_of(segments), *lent} - kept
-        strays = {each for each in others if each.segment in unknown}
-        yield from _stray_blocks(parts, txn, sorted(strays))
-        rest = iter(others - strays)
-        while extents := list(islice(rest, _BATCH_EXTENTS)):
-            yield [], extents
+    def records() -> Generator[Found, None, None]:
+        with parts.index.reading() as txn:
+            claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
+            kept = set[Extent]()
+            blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
+            known = (each for each in blocks if each.extent.segment in segments)
+            sound = filter(is_readable, known)
+            while some := list(islice(sound, _BATCH_EXTENTS)):
+                extents = [each.extent for each in some]
+                kept.update(extents)
+                yield some, extents
+            others = {*_extents_of(segments), *lent} - kept
+            strays = {each for each in others if each.segment in unknown}
+            yield from _stray_blocks(parts, txn, sorted(strays))
+            rest = iter(others - strays)
+            while extents := list(islice(rest, _BATCH_EXTENTS)):
+                yield [], extents
+
+    return Source("its records", segments, records())
 
 
 def from_headers(parts: Parts, progress: OpeningProgress) -> Source:
     """Return what the headers in all segment files say."""
     segments = open_unknown(parts.files, parts.index)
-    return Source("the extent headers", segments, _headers(parts.files, segments, progress))
 
+    def headers() -> Generator[Found, None, None]:
+        num_read, num_extents = 0, sum(state.num_extents for state in segments.values())
+        for found, batch in _read_headers(parts.files, _extents_of(segments)):
+            progress(num_read, num_extents)
+            if num_read % _REPORTED_EXTENTS == 0:
+                text = "the index is being rebuilt from extent headers: %d of %d extents read"
+                logger.warning(text, num_read, num_extents)
+            num_read += len(batch)
+            yield found, batch
 
-def _headers(
-    files: SegmentFiles, segments: Mapping[int, SegmentState], progress: OpeningProgress
-) -> Generator[Found, None, None]:
-    num_read, num_extents = 0, sum(state.num_extents for state in segments.values())
-    for found, batch in _read_headers(files, _extents_of(segments)):
-        progress(num_read, num_extents)
-        if num_read % _REPORTED_EXTENTS == 0:
-            of = f"{num_read} of {num_extents}"
-            logger.warning("the index is being rebuilt from extent headers: %s extents read", of)
-        num_read += len(batch)
-        yield found, batch
+    return Source("the extent headers", segments, headers())
 
 
 # --- what the files hold ------------------------------------------------------------------------
