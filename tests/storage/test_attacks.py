@@ -49,7 +49,7 @@ def forge_header(store: CheckedStore, found: Located) -> None:
     [file] = segment_files(Path(store.path))
     at, size = found.extent.number * found.extent_bytes, found.extent_bytes
     image = bytearray(file.read_bytes()[at : at + size])
-    encode_header_into(image, found, RETENTIONS, decode_encryption(image))
+    encode_header_into(image, found, RETENTIONS, decode_encryption(bytes(image)))
     change_bytes(file, at, lambda _: bytes(image[:size]), size)
 
 

@@ -53,13 +53,14 @@ class Stopped:
 
     def open(self) -> CheckedStore:
         """Open the store as a server does."""
-        options = {"encryption": self.encryption, "key_dir": str(self.key_dir)}
+        options: dict[str, Any] = {"encryption": self.encryption, "key_dir": str(self.key_dir)}
         return open_store(self.folder, Clock(), **options)
 
     def control(self) -> StoreControl:
         """Return what the command line uses."""
-        clock = {"clock_offset_file": str(self.offset)}
-        return StoreControl(self.folder, key_dir=str(self.key_dir), **clock)
+        return StoreControl(
+            self.folder, key_dir=str(self.key_dir), clock_offset_file=str(self.offset)
+        )
 
     def seen(self) -> Seen:
         """Return all that can be compared of every file and folder of the store and its keys."""
