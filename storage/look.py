@@ -29,7 +29,6 @@ from tieredkv.errors import (
     StoreBusyError,
     StoreFailedError,
 )
-from tieredkv.storage import recovery
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.allocator import ExtentAllocator
 from tieredkv.storage.control_server import Caller, answer_of, decoder
@@ -45,8 +44,10 @@ from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.looked_index import LookedIndex
 from tieredkv.storage.loop import Loop
 from tieredkv.storage.marker import refuse_replaced
+from tieredkv.storage.opening import CLOCK_TOLERANCE_S
 from tieredkv.storage.operators import Operators
 from tieredkv.storage.own_files import open_own
+from tieredkv.storage.parts import Parts
 from tieredkv.storage.results import Need
 from tieredkv.storage.socket_messages import Asked
 from tieredkv.storage.space import Space
@@ -157,11 +158,10 @@ class LookedStore(BlockStore):
                 needs.append(Need("segments", text))
             num_expired = _compare_clocks(looked, clock, needs)
             space = Space(folder, files, folder.budget_bytes)
-            allocator = ExtentAllocator(
-                folder, files, looked, space, clock, lambda label: None, use
-            )
+            allocator = ExtentAllocator(files, looked, space, clock, _no_failpoint)
             allocator.reload()
-            store = cls(allocator, options, num_expired)
+            parts = Parts(clock, folder, looked, use, files, space, allocator, _no_failpoint)
+            store = cls(parts, num_expired, options)
             undo.pop_all()
         store.needs = needs
         store.is_whole = not num_unknown and (looked.is_read or is_believed)
@@ -169,6 +169,10 @@ class LookedStore(BlockStore):
 
     def ask_for_rebuild(self) -> None:
         """Do nothing: the next start of a server finds the damage, too."""
+
+
+def _no_failpoint(_label: str) -> None:
+    """Do nothing: only changes have steps at which tests stop."""
 
 
 def _needs_of(folder: LookedFolder, index: IndexStart) -> list[Need]:
@@ -235,7 +239,7 @@ def _compare_clocks(index: LookedIndex, clock: Clock, needs: list[Need]) -> int:
     if needs_rebuild:
         text = "entries of the index are damaged; the next start of a server makes it again from "
         needs.append(Need("index_rebuild", f"{text}those that are sound"))
-    if (behind_s := mark - clock.now()) <= recovery.CLOCK_TOLERANCE_S or not num_blocks:
+    if (behind_s := mark - clock.now()) <= CLOCK_TOLERANCE_S or not num_blocks:
         clock.advance_to(mark)
         return 0
     text = f"the clock is {behind_s:.0f} s behind the store's latest time, so its {num_blocks} "

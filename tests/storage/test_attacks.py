@@ -109,7 +109,6 @@ def folder_with_a_link(path: Path) -> None:
         ("index.bad", folder_with_a_link),
         ("index.new", deep_folder),
         ("index.open/x", folder_with_a_link),
-        ("index/compact.mdb", folder_with_a_link),
         ("other", deep_folder),
     ],
 )
@@ -120,7 +119,6 @@ def test_a_folder_in_the_place_of_a_draft_does_not_keep_a_store_from_starting(
     make(place.folder / name)
     with place.open(budget_bytes=64 << 20) as store:
         assert load(store, record) == payload_of(record)
-        store.index.compact()
         store.make_index_again()
         assert load(store, record) == payload_of(record)
         store.check()
