@@ -475,8 +475,8 @@ class BlockStore:
     @owned_by("thread")
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
-        fault = f"{len(self._damaged)} of its records were found damaged" if self._damaged else ""
-        fault = fault_of(self.index) or fault or "as was asked for"
+        damaged = f"damaged records were met: {len(self._damaged)}" if self._damaged else ""
+        fault = fault_of(self.index) or damaged or "that was asked for"
         if self.allocator.gone is not None:
             with self.index.reading() as txn:
                 self.allocator.gone += txn.hashes_from(b"")  # not all of them may come back
