@@ -13,10 +13,9 @@ from typing import Any
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage.emptying import Emptied, empty_store
 from tieredkv.storage.folder import StoreFolder, check_folder, check_unused, has_segments
-from tieredkv.storage.keys.destruction import destroy_table
+from tieredkv.storage.keys.destruction import destroy_own_table
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.store_keys import plan, write_stamp
-from tieredkv.storage.marker import Marker
 from tieredkv.storage.replaced import destroy_replaced
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
@@ -86,7 +85,7 @@ def adopt(options: StoreOptions) -> bool:
             raise ConfigError(what)
         table = KeyPlace(folder.path, options, folder.marker.id).open()
         try:
-            is_needed = bytes.fromhex(folder.marker.stamp) not in table.stamps
+            is_needed = not table.head.has_stamp(folder.marker.stamp)
             write_stamp(folder, table)
         finally:
             table.close()
@@ -111,7 +110,7 @@ def why_refused(options: StoreOptions) -> str:
         return "it has the format version before"
     try:
         place = KeyPlace(path, options, marker.id)
-        if bytes.fromhex(marker.stamp) in place.look().stamps:
+        if place.look().head.has_stamp(marker.stamp):
             return ""
     except (MissingKeyError, ConfigError) as error:
         return str(error)
@@ -142,7 +141,7 @@ def empty(options: StoreOptions) -> dict[str, Any]:
         if folder.marker.id:
             place = KeyPlace(folder.path, options, folder.marker.id)
             try:
-                keys["kept_why"] = _destroy_keys(place, folder.marker)
+                keys["kept_why"] = destroy_own_table(place, folder.marker)
             except StorageError as error:
                 keys["keys_error"] = str(error)
             emptied.append(empty_store(folder.path))
@@ -153,39 +152,3 @@ def empty(options: StoreOptions) -> dict[str, Any]:
     num_bytes = sum(each.num_bytes for each in emptied)
     sums = {"evicted_blocks": num_blocks, "freed_bytes": num_bytes}
     return {**sums, "unknown_ids": [], "disk": {**sums, **keys}}
-
-
-def _destroy_keys(place: KeyPlace, marker: Marker) -> str:
-    """Destroy the keys of a store if they belong to this folder; return why some stay, if so.
-
-    Raises:
-        StorageError: they cannot be overwritten or removed.
-    """
-    try:
-        why = _not_its(place, marker)
-    except ConfigError as error:
-        return str(error)
-    except MissingKeyError as error:
-        if error.reason != "absent":
-            return str(error)
-        destroy_table(place)  # what is left of it
-        return str(error)
-    if not why:
-        destroy_table(place)
-    return why
-
-
-def _not_its(place: KeyPlace, marker: Marker) -> str:
-    """Return why a key table does not belong to a folder with this marker; empty if it does.
-
-    Nobody vouches for what the table says without the master key, but only its owner can write it.
-
-    Raises:
-        MissingKeyError: it is absent, not to be believed or of another format version.
-    """
-    found = place.heads()
-    if not found:
-        return ""  # it is damaged, and named by the store's id
-    if any(bytes.fromhex(marker.stamp) in head.stamps for head in found):
-        return ""
-    return f"`{place.table}` belongs to the folder of which this one is a copy"

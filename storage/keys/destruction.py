@@ -14,6 +14,7 @@ from tieredkv.storage.keys import layout, master, trust
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.sweeps import tables_under
 from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, erase
+from tieredkv.storage.marker import Marker
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,35 @@ def destroy_table(place: KeyPlace) -> None:
         os.lstat(place.table)
         erase(place.table)
     _destroy_master(place)
+
+
+def destroy_own_table(place: KeyPlace, marker: Marker) -> str:
+    """Destroy the key table that a folder names, if it belongs to that folder, and its master key.
+
+    Whoever can write to the folder can name the table of any store, and a copy of the folder names
+    that of the original.
+
+    Args:
+        place: of the id in `marker`.
+        marker: of the folder.
+
+    Returns why keys stay; empty if none do.
+
+    Raises:
+        StorageError: they cannot be overwritten or removed.
+    """
+    try:
+        found = place.heads()
+    except MissingKeyError as error:
+        if error.reason == "absent":
+            destroy_table(place)  # what is left of it
+        return str(error)
+    # If no header is sound, the table is of no use. Nobody vouches for a header without the master
+    # key, but only its owner can have written it.
+    if found and not any(head.has_stamp(marker.stamp) for head in found):
+        return f"`{place.table}` belongs to the folder of which this one is a copy"
+    destroy_table(place)
+    return ""
 
 
 def destroy_replaced_tables(place: KeyPlace) -> int:
@@ -61,13 +91,16 @@ def _is_replaced_table(path: str, id: str) -> bool:
     start = _start_of(path)
     is_so = layout.version_of(start) == REPLACED_TABLE_VERSION
     is_so &= start[_REPLACED_ID_AT:_REPLACED_CHECK_AT] == bytes.fromhex(id)
-    return is_so or (bool(start) and not any(start))
+    if is_so or any(start) or not start:
+        return is_so
+    pages = layout.header_pages(_start_of(path, layout.SLOTS_AT))
+    return not any(map(layout.head_of, pages))  # of a table of this version one header may be lost
 
 
-def _start_of(path: str) -> bytes:
+def _start_of(path: str, num_bytes: int = _REPLACED_CHECK_AT + _CHECK_BYTES) -> bytes:
     """Return the first bytes of a file of the key folder; none of what is not to be believed."""
     with suppress(OSError), open(trust.open_file(path, WHAT, follows_link=False), "rb") as file:
-        return file.read(_REPLACED_CHECK_AT + _CHECK_BYTES)
+        return file.read(num_bytes)
     return b""
 
 

@@ -95,6 +95,13 @@ class Head(NamedTuple):
         """Whether slots may still be encrypted under the wrapping key of before."""
         return self.checks[1] != _NO_CHECK
 
+    def has_stamp(self, stamp: str) -> bool:
+        """Return whether a stamp, in hexadecimal digits, is the last one or the one before.
+
+        Zeroes are none: a table that was started once has them in the place of the one before.
+        """
+        return any(bytes.fromhex(stamp)) and bytes.fromhex(stamp) in self.stamps
+
     def under(self, check: bytes, salt: bytes, *, is_told: bool) -> "Head":
         """Return this head with another wrapping key, and a note of the present one."""
         checks, salts = (check, self.checks[0]), (salt, self.salts[0])

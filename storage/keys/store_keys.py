@@ -22,7 +22,7 @@ from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, Sto
 from tieredkv.storage.emptying import empty_store
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.keys import master
-from tieredkv.storage.keys.destruction import destroy_table
+from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table
 from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable, write_note
 from tieredkv.storage.keys.rotation import rotate_in_place
 from tieredkv.storage.keys.sweeps import sweep_tables
@@ -97,7 +97,7 @@ def check_stamp(folder: str, marker: Marker, table: KeyTable) -> None:
     Raises:
         MissingKeyError: another folder has been served with these keys since.
     """
-    if bytes.fromhex(marker.stamp) not in table.stamps:
+    if not table.head.has_stamp(marker.stamp):
         what = f"`{folder}` is a copy or an old backup of a store whose keys, `{table.path}`,"
         adopt = f"`tieredkv adopt --disk-dir {folder}` takes them here, so that the other folder"
         raise MissingKeyError(
@@ -193,9 +193,11 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | 
         case Start.CLEAR:
             return None, ""
         case Start.DESTROY:
+            was = folder.marker
             folder.begin_anew()
             folder.mark(id="", stamp="")
-            destroy_table(place)
+            if kept_why := destroy_own_table(place, was):
+                logger.warning("the keys of `%s` were not destroyed: %s", folder.path, kept_why)
             return None, ""
         case Start.MAKE:
             folder.begin_anew()

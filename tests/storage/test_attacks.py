@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from tests.golden import refused
 from tests.storage.blocks import (
     RETENTIONS,
     CheckedStore,
@@ -22,11 +24,15 @@ from tests.storage.blocks import (
     sweep,
 )
 from tests.storage.test_store_keys import DAY_S, Place
+from tieredkv.errors import MissingKeyError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.folder import INDEX
+from tieredkv.storage.folder import INDEX, MARKER
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
 from tieredkv.storage.format.record import Located, encode_record
+from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
+from tieredkv.storage.keys.place import NOTE
 from tieredkv.storage.own_files import remove
+from tieredkv.types import BlockRecord
 
 
 @pytest.fixture
@@ -147,3 +153,70 @@ def test_evicting_all_removes_what_lies_in_the_places_of_its_files(
     assert not (place.folder / name).exists()
     assert (place.folder.parent / "keys").is_dir()
     place.stores()
+
+
+# --- the id of another store ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(place: Place) -> tuple[Place, BlockRecord]:
+    """Another store whose keys lie in the same folder of keys, and its one block."""
+    other = Place(place.folder.parent)
+    other.folder, other.clock = place.folder.with_name("victim"), place.clock
+    return other, other.stores()
+
+
+def assert_is_served(victim: tuple[Place, BlockRecord]) -> None:
+    other, record = victim
+    with other.open() as store:
+        assert load(store, record) == payload_of(record)
+        assert put(store, other.record("new")) == [True]
+
+
+@pytest.mark.parametrize("stamp", ["00" * 16, "ab" * 16])
+def test_a_clear_start_on_a_folder_that_names_the_keys_of_another_store_leaves_them(
+    place: Place, victim: tuple[Place, BlockRecord], stamp: str
+) -> None:
+    place.open(encryption="off").close()
+    place.mark(id=victim[0].marker["id"], stamp=stamp)
+    before = place.files()
+    place.open(encryption="off").close()
+    assert place.files() == before
+    assert_is_served(victim)
+
+
+def test_a_clear_start_on_an_old_copy_without_blocks_leaves_the_keys_to_the_original(
+    place: Place,
+) -> None:
+    place.open().close()
+    copy = place.copy()
+    record = place.stores()
+    copy.open(encryption="off").close()
+    assert_is_served((place, record))
+
+
+@pytest.mark.parametrize("stamp", ["00" * 16, "ab" * 16])
+def test_a_folder_that_names_the_keys_of_another_store_gets_none_of_them(
+    place: Place, victim: tuple[Place, BlockRecord], stamp: str
+) -> None:
+    place.stores()
+    own = place.files()
+    place.mark(id=victim[0].marker["id"], stamp=stamp)
+    with refused(MissingKeyError):
+        place.open()
+    answer = place.control().evict(EvictFilter(all=True))
+    assert answer["disk"]["kept_why"]
+    assert place.files() == own
+    assert_is_served(victim)
+
+
+def test_a_forged_old_store_does_not_cost_a_table_of_which_one_header_is_lost(
+    place: Place, victim: tuple[Place, BlockRecord]
+) -> None:
+    place.open().close()
+    note = {"store_id": victim[0].marker["id"]}
+    (place.folder / NOTE).write_bytes(msgspec.json.encode(note))
+    (place.folder / MARKER).write_text('{"format":"tieredkv-store","version":2}')
+    change_bytes(victim[0].table, HEADERS_AT[0], lambda data: bytes(len(data)), PAGE_BYTES)
+    place.open().close()
+    assert_is_served(victim)

@@ -131,15 +131,19 @@ def test_a_first_start_makes_the_keys_and_says_where(
     assert look(place).stamps == (bytes.fromhex(place.marker["stamp"]),) * 2
 
 
-@pytest.mark.parametrize("in_the_way", [f"{NOTE}.tmp", f"{MARKER}.tmp"])
-def test_a_first_start_that_fails_leaves_no_file_of_keys(place: Place, in_the_way: str) -> None:
+@pytest.mark.parametrize("name", ["keys.place", "marker"])
+def test_a_first_start_that_fails_leaves_no_file_of_keys(
+    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
     open_store(place.folder, place.clock).close()
-    (place.folder / in_the_way).mkdir()
-    with pytest.raises(StorageError):
+    with monkeypatch.context() as patched, pytest.raises(StorageError):
+        patched.setattr(f"tieredkv.storage.{name}.replace_own", fail)
         place.open()
     assert place.files() == {}
     assert (place.marker["id"], place.marker["stamp"]) == ("", "")
-    (place.folder / in_the_way).rmdir()
     place.open().close()
 
 
