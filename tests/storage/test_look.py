@@ -53,14 +53,13 @@ class Stopped:
 
     def open(self) -> CheckedStore:
         """Open the store as a server does."""
-        options: dict[str, Any] = {"encryption": self.encryption, "key_dir": str(self.key_dir)}
-        return open_store(self.folder, Clock(), **options)
+        key_dir = str(self.key_dir)
+        return open_store(self.folder, Clock(), encryption=self.encryption, key_dir=key_dir)
 
     def control(self) -> StoreControl:
         """Return what the command line uses."""
-        return StoreControl(
-            self.folder, key_dir=str(self.key_dir), clock_offset_file=str(self.offset)
-        )
+        key_dir, offset_file = str(self.key_dir), str(self.offset)
+        return StoreControl(self.folder, key_dir=key_dir, clock_offset_file=offset_file)
 
     def seen(self) -> Seen:
         """Return all that can be compared of every file and folder of the store and its keys."""
