@@ -23,7 +23,7 @@ from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import operators
+from tieredkv.storage import operators, pace
 from tieredkv.storage.deleting import deleting
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -153,7 +153,8 @@ class Front:
         return self._is_busy.pop(0)
 
 
-def test_a_step_waits_until_the_front_thread_is_idle() -> None:
+def test_a_step_waits_until_the_front_thread_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_PATIENCE_S", HANG_S)
     front = Front(True, True, False, True)
     give_way(cast(Loop, front))
     assert front.is_busy, "it was asked until it was idle, and no more"

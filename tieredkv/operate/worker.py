@@ -71,14 +71,19 @@ class Worker:
     def rows(self, *, settled: bool = False) -> Iterator[messages.Rows]:
         """Yield the entries of all blocks; those that come or go meanwhile may be there or not.
 
+        The worker makes the next part while this process is busy with one. So all parts have to be
+        taken before anything else is asked.
+
         Args:
             settled: begin once all stores that the worker has received are acknowledged.
         """
         after: bytes | None = b""
+        self._channel.send(messages.Scan(settled=settled))
         while after is not None:
-            rows = self._ask(messages.Scan(after=after, settled=settled), messages.Rows)
+            rows = self._last(messages.Rows)
+            if (after := rows.next) is not None:
+                self._channel.send(messages.Scan(after=after))
             yield rows
-            after, settled = rows.next, False
 
     def delete(
         self,
@@ -151,18 +156,23 @@ class Worker:
 
     def _ask(self, asked: messages.Asked, last: type[Last]) -> Last:
         """Ask, and return the one answer."""
-        *_, answer = self._replies(asked, last)
+        self._channel.send(asked)
+        return self._last(last)
+
+    def _last(self, last: type[Last]) -> Last:
+        """Return the last word of an answer."""
+        *_, answer = self._replies(last)
         assert isinstance(answer, last), answer
         return answer
 
     def _parts(self, asked: messages.Asked, kind: type[Last]) -> Iterator[Last]:
         """Ask, and yield the parts of the answer as they come."""
-        for reply in self._replies(asked, messages.Done):
+        self._channel.send(asked)
+        for reply in self._replies(messages.Done):
             if isinstance(reply, kind):
                 yield reply
 
-    def _replies(self, asked: messages.Asked, last: type[Last]) -> Iterator[Any]:
-        self._channel.send(asked)
+    def _replies(self, last: type[Last]) -> Iterator[Any]:
         while True:
             received = self._channel.receive(self._timeout_s)
             if not received:
