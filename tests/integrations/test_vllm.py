@@ -25,6 +25,7 @@ from tests.integrations.with_vllm import VERSIONS
 from tests.waiting import is_alive, wait_until
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
 from tieredkv.integrations import offers, vllm_settings
+from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 
 DAY_S = 86_400.0
@@ -226,7 +227,8 @@ def test_chunks_are_encrypted_on_disk_and_their_keys_go_with_them(
     assert not any(setup.holds(bytes_of(each, 512)) for each in chain)
     assert engine.tier._rows.stats().num_keys == 1
     setup.close(engine)
-    assert len(setup.control.evict(setup.everything)["disk"]["erased_keys"]) == 1
+    control = StoreControl(str(setup.folder), key_dir=keys["disk_key_dir"])
+    assert len(control.evict(setup.everything)["disk"]["erased_keys"]) == 1
 
 
 def test_flipped_bits_are_a_miss(setup: Setup) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import fcntl
 import io
 import os
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from tieredkv.config import Settings
 from tieredkv.errors import ServerUnreachableError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.server.slow_requests import SlowRequest
+from tieredkv.storage.folder import hold_for_engine
 from tieredkv.storage.results import Lifetimes
 
 NOW = 1_800_000_000.0
@@ -317,8 +317,7 @@ def test_an_engine_that_tells_nothing_of_its_tiers_is_named(
     source = top.FolderSource(Settings(disk_dir=str(tmp_path)))
     with refused(ServerUnreachableError):
         source.read()
-    folder_fd = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(folder_fd, fcntl.LOCK_EX)  # as an engine that uses the folder has it
+    folder_fd = hold_for_engine(str(tmp_path))
     with refused(ServerUnreachableError):
         source.read()
     os.close(folder_fd)

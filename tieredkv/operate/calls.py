@@ -319,8 +319,9 @@ class NamesKey(Verb, frozen=True, kw_only=True, tag="names_key"):
     is_local: ClassVar[bool] = True
 
 
-Call = Df | Ls | Inspect | EvictFilter | Prune | Verify | Rotate | NamesKey
-VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(Call)}
+_OfOperators = Df | Ls | Inspect | EvictFilter | Prune | Verify | Rotate
+VERBS = {str(kind.__struct_config__.tag): kind for kind in get_args(_OfOperators)}
+Call = _OfOperators | NamesKey
 _decoder = msgspec.msgpack.Decoder(Call)
 
 
