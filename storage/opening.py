@@ -7,7 +7,7 @@ that were under way.
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from tieredkv.clock import Clock
 from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
@@ -15,7 +15,7 @@ from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.format.record import FORMAT_VERSION
+from tieredkv.storage.format.record import FORMAT_VERSION, Located
 from tieredkv.storage.index import Index
 from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.keys.store_keys import open_keys
@@ -186,7 +186,9 @@ def _settle_unknown(parts: Parts, unknown: dict[int, SegmentState]) -> None:
 def _reach_budget(parts: Parts, budget_bytes: int) -> None:
     """Shrink a store, its index included, to a smaller budget.
 
-    An index that has grown beyond its need is made again, which takes fewer pages.
+    Where most of it has to go, or where its index has grown beyond its need, the index is made
+    again without the longest unused blocks. Dropping them one by one would take longer, and an
+    index keeps nearly all pages that it once had.
     """
     folder, index, space = parts.folder, parts.index, parts.space
     larger_bytes, space.budget_bytes = space.budget_bytes, budget_bytes
@@ -198,36 +200,62 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
         what = f"the files beside the index and segments in `{folder.path}`"
         takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
         raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
+    is_remade = False
     while space.room_bytes < 0:
         is_bloated = 2 * index.used_bytes() < index.file_bytes()
-        is_smaller = is_bloated and _shrink_index(parts, larger_bytes)
-        if not is_smaller and not parts.allocator.give_way():
+        if not is_remade and (is_bloated or space.occupied_bytes > 2 * budget_bytes):
+            is_remade = _make_smaller(parts, larger_bytes)
+        if space.room_bytes < 0 and not parts.allocator.give_way():
             break
     if space.room_bytes < 0:
-        _shrink_index(parts, larger_bytes)
+        _make_smaller(parts, larger_bytes)
     if space.occupied_bytes > space.budget_bytes:
         where = f"the store at `{index.path}` occupies {space.occupied_bytes} bytes"
         what = f"{where} without any block, but its budget is {space.budget_bytes}"
         raise StoreFullError(f"{what}; raise `disk_size`")
 
 
-def _shrink_index(parts: Parts, larger_bytes: int) -> bool:
-    """Make the index again, which takes fewer pages; return whether the files got smaller.
+def _make_smaller(parts: Parts, larger_bytes: int) -> bool:
+    """Make the index again without the blocks that have no room, if there is room for that.
 
-    The old index and the new one exist side by side for a while, so this is done only once both,
-    and what the last batch of blocks changes, fit into the larger budget that was in force before.
+    The old index and the new one exist side by side for a while. Both, and what the last batch of
+    blocks changes, must fit into the larger budget that was in force before, and onto the disk.
+
+    Returns whether there was.
     """
     index, space = parts.index, parts.space
-    smaller_bytes, before = space.budget_bytes, space.overhead_bytes
+    smaller_bytes = space.budget_bytes
+    kept = min(smaller_bytes / space.occupied_bytes, 1.0)
+    # The new index, its changed pages, and the room that is kept for changes of both.
+    needed_bytes = parts.files.filesystem.spread_bytes(int(3 * kept * index.used_bytes()))
     # The old index does not change meanwhile, so the room kept for its changes is free.
-    space.budget_bytes = larger_bytes + space.headroom_bytes
+    room_bytes = larger_bytes - space.occupied_bytes
+    if needed_bytes > min(room_bytes, parts.files.free_bytes()):
+        return False
     try:
-        # The new index, its changed pages, and the room that is kept for changes of both.
-        needed_bytes = parts.files.filesystem.spread_bytes(3 * index.used_bytes())
-        if needed_bytes <= space.room_bytes:
-            with suppress(StoreFullError):
-                rebuild(parts, from_records(parts), fault="")
+        source = from_records(parts, _without_room(parts))
+        space.budget_bytes = larger_bytes + space.headroom_bytes
+        rebuild(parts, source, fault="")
+    except StoreFullError:
+        return False
     finally:
         space.budget_bytes = smaller_bytes
         space.measure()
-    return space.overhead_bytes < before
+    return True
+
+
+def _without_room(parts: Parts) -> set[bytes]:
+    """Choose the longest unused blocks, for which the budget has no room, and count them."""
+    index, space, chosen = parts.index, parts.space, list[Located]()
+    with parts.allocator.changing() as txn:
+        used_bytes = txn.used_bytes()
+        index_bytes = used_bytes / max(txn.meta.totals.num_blocks, 1)  # of a block
+        short_bytes = used_bytes - index.file_bytes() - space.room_bytes
+        for block_hash in txn.longest_unused():
+            if short_bytes <= 0:
+                break
+            if (located := txn.sound(block_hash)) is not None:
+                chosen.append(located)
+                short_bytes -= located.extent_bytes + index_bytes
+        parts.allocator.note_evicted(txn, chosen)
+    return {each.record.block_hash for each in chosen}

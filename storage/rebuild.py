@@ -8,7 +8,7 @@ place of the old one. This takes time in proportion to the store.
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, islice
@@ -161,18 +161,20 @@ def fault_of(index: Index) -> str:
 # --- the two sources ----------------------------------------------------------------------------
 
 
-def from_records(parts: Parts) -> Source:
+def from_records(parts: Parts, dropped: Container[bytes] = ()) -> Source:
     """Return what the index is sure of, and what the headers in files unknown to it say.
 
-    If several records claim the same extent, none of them is kept, as at most one can be right. Nor
-    is a block whose payload key is gone.
+    Blocks that are `dropped` are left out. If several records claim the same extent, none of them
+    is kept, as at most one can be right. Nor is a block whose payload key is gone.
     """
     unknown = open_unknown(parts.files, parts.index)
     with parts.index.reading() as txn:
         segments = txn.segments() | unknown
     keys, lent = parts.files.keys, parts.allocator.lent
 
-    def is_readable(located: Located) -> bool:
+    def is_kept(located: Located) -> bool:
+        if located.extent.segment not in segments or located.record.block_hash in dropped:
+            return False
         is_sealed = is_encrypted(located.codec)
         scope = scope_of(located.record)
         return keys is None or (is_sealed and keys.of_scope(scope) is not None)
@@ -182,8 +184,7 @@ def from_records(parts: Parts) -> Source:
             claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
             kept = set[Extent]()
             blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
-            known = (each for each in blocks if each.extent.segment in segments)
-            sound = filter(is_readable, known)
+            sound = filter(is_kept, blocks)
             while some := list(islice(sound, _BATCH_EXTENTS)):
                 extents = [each.extent for each in some]
                 kept.update(extents)
