@@ -250,7 +250,7 @@ def _without_room(parts: Parts) -> set[bytes]:
     with parts.allocator.changing() as txn:
         used_bytes = txn.used_bytes()
         index_bytes = used_bytes / max(txn.meta.totals.num_blocks, 1)  # of a block
-        short_bytes = used_bytes - index.file_bytes() - space.room_bytes
+        short_bytes: float = used_bytes - index.file_bytes() - space.room_bytes
         for block_hash in txn.longest_unused():
             if short_bytes <= 0:
                 break

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -231,8 +230,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
     wait_for_starts(flag)
     assert client.pid is None
     assert kept_files(stored.folder) == before
-    with refused(StorageError):
-        StoreControl(stored.folder).df()
+    assert StoreControl(stored.folder).df()["disk"]["blocks"] == len(CHAIN)  # by a look
     assert kept_files(stored.folder) == before
     flag.unlink()
     expect_back(stored, client)
@@ -350,8 +348,7 @@ def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone
     before = kill(client, stored.folder, flag)
     wait_until(lambda: os.strerror(code) in client.trouble)
     wait_for_starts(flag)
-    with pytest.raises(StorageError, match=re.escape(os.strerror(code))):
-        StoreControl(stored.folder).df()
+    assert StoreControl(stored.folder).df()["disk"]["blocks"] == len(CHAIN)  # by a look
     assert kept_files(stored.folder) == before
     flag.unlink()
     expect_back(stored, client)
