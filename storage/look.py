@@ -158,9 +158,9 @@ class LookedStore(BlockStore):
                 needs.append(Need("segments", text))
             num_expired = _compare_clocks(looked, clock, needs)
             space = Space(folder, files, folder.budget_bytes)
-            allocator = ExtentAllocator(files, looked, space, clock, _no_failpoint)
+            allocator = ExtentAllocator(files, looked, space, clock, lambda label: None)
             allocator.reload()
-            parts = Parts(clock, folder, looked, use, files, space, allocator, _no_failpoint)
+            parts = Parts(clock, folder, looked, use, files, space, allocator)
             store = cls(parts, num_expired, options)
             undo.pop_all()
         store.needs = needs
@@ -169,10 +169,6 @@ class LookedStore(BlockStore):
 
     def ask_for_rebuild(self) -> None:
         """Do nothing: the next start of a server finds the damage, too."""
-
-
-def _no_failpoint(_label: str) -> None:
-    """Do nothing: only changes have steps at which tests stop."""
 
 
 def _needs_of(folder: LookedFolder, index: IndexStart) -> list[Need]:

@@ -31,7 +31,7 @@ from tieredkv.storage.rebuild import (
     rebuild,
 )
 from tieredkv.storage.replaced import claim_folder
-from tieredkv.storage.space import Space
+from tieredkv.storage.space import Space, headroom_bytes
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 
@@ -194,6 +194,7 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
     larger_bytes, space.budget_bytes = space.budget_bytes, budget_bytes
     if space.room_bytes < 0:
         folder.drop_set_aside()
+        parts.allocator.release_idle(0)
         space.measure()
     others_bytes = space.overhead_bytes - index.file_bytes()
     if others_bytes > budget_bytes:
@@ -247,10 +248,13 @@ def _make_smaller(parts: Parts, larger_bytes: int) -> bool:
 def _without_room(parts: Parts) -> set[bytes]:
     """Choose the longest unused blocks, for which the budget has no room, and count them."""
     index, space, chosen = parts.index, parts.space, list[Located]()
+    spread_bytes = parts.files.filesystem.spread_bytes
     with parts.allocator.changing() as txn:
         used_bytes = txn.used_bytes()
         index_bytes = used_bytes / max(txn.meta.totals.num_blocks, 1)  # of a block
-        short_bytes: float = used_bytes - index.file_bytes() - space.room_bytes
+        overhead_bytes = space.overhead_bytes - index.file_bytes() + used_bytes
+        needed_bytes = overhead_bytes + spread_bytes(headroom_bytes(overhead_bytes))
+        short_bytes: float = parts.files.occupied_bytes + needed_bytes - space.budget_bytes
         for block_hash in txn.longest_unused():
             if short_bytes <= 0:
                 break
