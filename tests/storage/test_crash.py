@@ -113,7 +113,7 @@ ENGINE = textwrap.dedent(
     from tieredkv.storage.client import StoreClient
     from tieredkv.storage.host import HostArena
     from tieredkv.storage.tier import Lent
-from tieredkv.storage.worker_messages import StoreOptions
+    from tieredkv.storage.worker_messages import StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 
