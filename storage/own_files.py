@@ -16,13 +16,16 @@ _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 DRAFT_SUFFIX = ".tmp"
 
 
-def open_own(path: str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
+def open_own(
+    path: str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None, owner: int | None = None
+) -> int:
     """Open a file of the store's folder; nothing is followed or truncated, and nothing waits.
 
     Args:
         path: the file.
         dir_fd: the folder that `path` is in, unless that is absolute.
         flags: of `os.open`. With `O_CREAT` the file is closed to others.
+        owner: the user whom it must belong to; None for this one.
 
     Raises:
         StorageError: it is no regular file, has another name as well, or belongs to another user.
@@ -33,10 +36,10 @@ def open_own(path: str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) 
     with suppress(FileNotFoundError):
         found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
     if found is not None:
-        check_own(path, found)
+        check_own(path, found, owner)
     fd = os.open(path, flags | _SAFELY, 0o600, dir_fd=dir_fd)
     try:
-        check_own(path, os.fstat(fd))  # it may have been replaced meanwhile
+        check_own(path, os.fstat(fd), owner)  # it may have been replaced meanwhile
         if flags & os.O_CREAT:
             os.fchmod(fd, 0o600)  # the umask may have taken more
     except BaseException:
@@ -45,8 +48,13 @@ def open_own(path: str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) 
     return fd
 
 
-def check_own(path: str, info: os.stat_result) -> None:
+def check_own(path: str, info: os.stat_result, owner: int | None = None) -> None:
     """Refuse what is no regular file of this user with one name, or what others can write to.
+
+    Args:
+        path: the file.
+        info: what it is.
+        owner: a user in the place of this one.
 
     Raises:
         StorageError: names what it is.
@@ -56,16 +64,21 @@ def check_own(path: str, info: os.stat_result) -> None:
     if info.st_nlink > 1:
         what = f"`{path}` has {info.st_nlink} names, so a change of it would change another file"
         raise StorageError(f"{what}; put a copy in its place")
-    check_owner(path, info)
+    check_owner(path, info, owner)
 
 
-def check_owner(path: str, info: os.stat_result) -> None:
+def check_owner(path: str, info: os.stat_result, owner: int | None = None) -> None:
     """Refuse what belongs to another user, or what others can write to.
+
+    Args:
+        path: the file or folder.
+        info: what it is.
+        owner: a user in the place of this one.
 
     Raises:
         StorageError: names the user or the mode.
     """
-    if info.st_uid != os.geteuid():
+    if info.st_uid != (os.geteuid() if owner is None else owner):
         raise StorageError(
             f"`{path}` belongs to uid {info.st_uid}, but this process runs as {os.geteuid()}; "
             "`chown` it or choose another folder"
@@ -75,13 +88,15 @@ def check_owner(path: str, info: os.stat_result) -> None:
         raise StorageError(f"`{path}` is writable by others (mode {mode}); run `chmod go-w {path}`")
 
 
-def read_own(path: str, most_bytes: int, *, dir_fd: int | None = None) -> bytes:
+def read_own(
+    path: str, most_bytes: int, *, dir_fd: int | None = None, owner: int | None = None
+) -> bytes:
     """Read a file of the store's folder; of a longer one, one byte more than `most_bytes`.
 
     Raises:
         StorageError, OSError: as `open_own`.
     """
-    with open(open_own(path, dir_fd=dir_fd), "rb") as file:
+    with open(open_own(path, dir_fd=dir_fd, owner=owner), "rb") as file:
         return file.read(most_bytes + 1)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.golden import refused
@@ -30,6 +31,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError, UnknownIdError, named
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune
+from tieredkv.operate.models import KnownModel, note_model, read_models
 from tieredkv.storage.store_lock import is_wanted, lock_to_look, lock_to_write
 from tieredkv.storage.worker_messages import Looking, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
@@ -316,12 +318,16 @@ def test_a_store_on_a_read_only_mount_is_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 def test_root_looks_as_the_owner_of_the_store(stopped: Stopped) -> None:
+    facts = {"fingerprint": "ab" * 32, "dtype": "float32", "hash_algo": "sha256"}
+    model = msgspec.convert({"name": "m", "block_size": 16, **facts}, KnownModel)
+    note_model(stopped.folder, model)
     for path in (stopped.folder, *stopped.folder.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     stopped.folder.chmod(0o500)
     before = stopped.seen()
     df = stopped.control().df()
     assert (df["disk"]["blocks"], codes_of(df)) == (5, [])
+    assert read_models(stopped.folder) == [model]
     with looking(stopped) as look:
         status = Path(f"/proc/{look.pid}/status").read_text().splitlines()
         ids = {line.split()[0]: line.split()[1:] for line in status if line.startswith(("U", "G"))}

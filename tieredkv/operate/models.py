@@ -56,9 +56,13 @@ class KnownModels:
 
 
 def read_models(folder: str | Path) -> list[KnownModel]:
-    """Read the file in a store's folder; models that cannot be read are not known."""
+    """Read the file in a store's folder; models that cannot be read are not known.
+
+    Root reads that of the folder's owner, as it looks at stores of others.
+    """
     try:
-        data = read_own(os.path.join(folder, NAME), MOST_BYTES)
+        owner = None if os.geteuid() else os.stat(folder).st_uid
+        data = read_own(os.path.join(folder, NAME), MOST_BYTES, owner=owner)
         return msgspec.json.decode(data, type=list[KnownModel])
     except FileNotFoundError:
         pass
