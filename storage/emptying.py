@@ -15,7 +15,7 @@ from tieredkv.storage.folder import INDEX, INDEXES, SEGMENTS
 from tieredkv.storage.index_pages import count_entries
 from tieredkv.storage.own_files import open_own, remove
 
-_SEGMENT = re.compile(r"\d+-\d+\.seg")
+_SEGMENT = re.compile(r"[0-9]+-[0-9]+\.seg")
 
 
 class Emptied(NamedTuple):

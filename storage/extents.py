@@ -8,6 +8,7 @@ methods are for the thread that owns the store.
 import errno
 import math
 import os
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,7 +58,13 @@ from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 _ZEROES_BYTES = 1 << 20  # how many zeroes are written at once
+_SEGMENT_NAME = re.compile(r"([0-9]{1,20})-([0-9]{1,20})\.seg")
+_MOST_NUMBER = (1 << 32) - 1  # the next segment has to have a number, too
 PIECE_BYTES = 512 << 10  # of a block, so that a write can be given up while it goes on
+
+
+def _segment_name(segment: int, extent_bytes: int) -> str:
+    return f"{segment:08d}-{extent_bytes}.seg"
 
 
 @dataclass(slots=True)
@@ -123,12 +130,14 @@ class SegmentFiles:
         """
         found = {}
         for name in os.listdir(self.folder):
-            stem, _, suffix = name.rpartition(".")
-            number, _, extent_bytes = stem.partition("-")
-            is_so = suffix == "seg" and number.isdecimal() and extent_bytes.isdecimal()
-            if not is_so or not int(extent_bytes) or int(extent_bytes) % PAGE_ALIGNMENT_BYTES:
+            match = _SEGMENT_NAME.fullmatch(name)
+            segment, extent_bytes = map(int, match.groups()) if match else (0, 0)
+            # There is one way to write a name, and the numbers are u32 in the records.
+            is_so = name == _segment_name(segment, extent_bytes) and extent_bytes > 0
+            is_so &= max(segment, extent_bytes) < _MOST_NUMBER
+            if not is_so or extent_bytes % PAGE_ALIGNMENT_BYTES:
                 raise StorageError(f"`{self.folder}/{name}` is not a segment file; move it away")
-            found[int(number)] = (name, int(extent_bytes))
+            found[segment] = (name, extent_bytes)
         return found
 
     def open(self, segment: int, extent_bytes: int, *, create: bool = False) -> None:
@@ -136,7 +145,7 @@ class SegmentFiles:
 
         The file's name holds the segment number and the extent size.
         """
-        path = os.path.join(self.folder, f"{segment:08d}-{extent_bytes}.seg")
+        path = os.path.join(self.folder, _segment_name(segment, extent_bytes))
         flags = os.O_RDWR if self._writes else os.O_RDONLY
         flags |= (os.O_DIRECT if self.direct_io else 0) | (os.O_CREAT if create else 0)
         fd = open_own(path, flags)

@@ -18,6 +18,8 @@ from tieredkv.types import PAGE_ALIGNMENT_BYTES
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending", "keys")
 """The names of the databases."""
 
+_MAX_U32 = (1 << 32) - 1
+
 META_KEY = b"store"
 """The only key of `meta`."""
 
@@ -107,8 +109,12 @@ def understand(database: str, decode: Callable[[bytes], Value], data: bytes) -> 
 
 
 def decode_meta(data: bytes) -> Meta:
-    """Decode what `meta` holds."""
-    return understand("meta", _decode_meta, data)
+    """Decode what `meta` holds; an impossible number of a segment raises CorruptIndexError."""
+    meta = understand("meta", _decode_meta, data)
+    if not 0 < meta.next_segment <= _MAX_U32:
+        text = f"an entry of `meta` is damaged: no segment has the number {meta.next_segment}"
+        raise CorruptIndexError(text)
+    return meta
 
 
 def decode_totals(data: bytes) -> Totals:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.storage.blocks import (
     sweep,
 )
 from tests.storage.test_store_keys import DAY_S, Place
-from tieredkv.errors import MissingKeyError
+from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.folder import INDEX, MARKER
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
@@ -73,7 +72,7 @@ def test_a_forged_record_whose_time_is_no_time_costs_its_block_only(
         assert found is not None
         forge(store, found._replace(record=replace(found.record, **changes)))
     if forge is forge_header:
-        shutil.rmtree(place.folder / INDEX)
+        remove(str(place.folder / INDEX))
     with place.open() as store:
         assert load(store, forged) is None
         assert load(store, other) == payload_of(other)
@@ -153,6 +152,42 @@ def test_evicting_all_removes_what_lies_in_the_places_of_its_files(
     assert not (place.folder / name).exists()
     assert (place.folder.parent / "keys").is_dir()
     place.stores()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("4294967295-8192.seg", "99999999999-8192.seg", "9" * 100 + "-8192.seg"),
+        *("9-8192.seg", "\u0663\u0663-8192.seg", "000000009-8192.seg"),
+        *("00000009-0.seg", "00000009-4294967296.seg", f"00000009-{4096 * 10**40}.seg"),
+    ],
+)
+def test_a_name_that_no_segment_has_is_refused_and_said(
+    place: Place, name: str, is_lost: bool
+) -> None:
+    record = place.stores()
+    stranger = place.folder / "segments" / name
+    stranger.write_bytes(bytes(8192))
+    stranger.chmod(0o600)
+    if is_lost:
+        remove(str(place.folder / INDEX))
+    with refused(StorageError) as told:
+        place.open()
+    assert str(stranger) in str(told.value)
+    stranger.unlink()
+    with place.open() as store:
+        assert load(store, record) == payload_of(record)
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1 << 32, (1 << 64) - 1])
+def test_an_index_that_names_an_impossible_segment_is_damaged(place: Place, number: int) -> None:
+    place.stores()
+    with place.open() as store:
+        with store.index.writing() as txn:
+            txn.meta.next_segment = number
+        with pytest.raises(CorruptIndexError), store.index.reading() as txn:
+            assert txn.meta
 
 
 # --- the id of another store ----------------------------------------------------------------------
