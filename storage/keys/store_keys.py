@@ -20,7 +20,7 @@ from enum import Enum, auto
 
 from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, StorageError
 from tieredkv.storage.emptying import empty_store
-from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.folder import StoreFolder, make_missing
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table
 from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable, write_note
@@ -266,10 +266,10 @@ def _make(folder: StoreFolder, options: StoreOptions) -> StoreKeys:
     place = KeyPlace(folder.path, options, secrets.token_hex(ID_BYTES))
     place.check()
     try:
-        os.makedirs(place.key_dir, 0o700, exist_ok=True)
-    except OSError as error:
-        what = f"the folder of keys `{place.key_dir}` cannot be made: {described(error)}"
-        raise ConfigError(f"{what}; set `disk_key_dir`") from error
+        make_missing(place.key_dir)
+    except StorageError as error:
+        what = f"the folder of keys `{place.key_dir}` cannot be made; set `disk_key_dir`"
+        raise ConfigError(f"{what}: {error}") from error
     made = list[str]()
     table: KeyTable | None = None
     try:

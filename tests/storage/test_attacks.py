@@ -2,6 +2,7 @@
 
 import math
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -188,6 +189,23 @@ def test_an_index_that_names_an_impossible_segment_is_damaged(place: Place, numb
             txn.meta.next_segment = number
         with pytest.raises(CorruptIndexError), store.index.reading() as txn:
             assert txn.meta
+
+
+# --- the folder of keys ---------------------------------------------------------------------------
+
+
+def test_nobody_else_can_write_to_the_folders_above_the_keys_whatever_the_umask(
+    place: Place,
+) -> None:
+    above = place.key_dir
+    place.key_dir = above / "state" / "keys"
+    before = os.umask(0)
+    try:
+        place.stores()
+    finally:
+        os.umask(before)
+    made = (above, above / "state", place.key_dir, place.table, place.master)
+    assert [stat.S_IMODE(each.stat().st_mode) & 0o077 for each in made] == [0] * len(made)
 
 
 # --- the id of another store ----------------------------------------------------------------------
