@@ -27,7 +27,6 @@ from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable,
 from tieredkv.storage.keys.rotation import rotate_in_place
 from tieredkv.storage.keys.sweeps import sweep_tables
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.limits import described
 from tieredkv.storage.marker import ID_BYTES, Marker, read_marker
 from tieredkv.storage.worker_messages import StoreOptions
 
