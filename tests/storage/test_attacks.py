@@ -17,6 +17,7 @@ from tests.storage.blocks import (
     RETENTIONS,
     CheckedStore,
     change_bytes,
+    evict,
     load,
     payload_of,
     put,
@@ -28,7 +29,8 @@ from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.folder import INDEX, MARKER
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
-from tieredkv.storage.format.record import Located, encode_record
+from tieredkv.storage.format.record import Located, encode_record, scope_of
+from tieredkv.storage.index_entries import encode
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
 from tieredkv.storage.own_files import remove
@@ -273,3 +275,33 @@ def test_a_forged_old_store_does_not_cost_a_table_of_which_one_header_is_lost(
     change_bytes(victim[0].table, HEADERS_AT[0], lambda data: bytes(len(data)), PAGE_BYTES)
     place.open().close()
     assert_is_served(victim)
+
+
+# --- what the index says of keys ------------------------------------------------------------------
+
+
+def count_more(store: CheckedStore, found: Located) -> None:
+    """Have the index say that a key has more blocks than there are."""
+    with store.index.writing() as txn:
+        txn._txn.put(scope_of(found.record), encode(1000), db=txn._dbs["keys"])
+
+
+def move_away(store: CheckedStore, found: Located) -> None:
+    """Have the index say that a block belongs to another namespace."""
+    forge_entry(store, found._replace(record=replace(found.record, namespace=b"z" * 32)))
+
+
+@pytest.mark.parametrize("forge", [count_more, move_away])
+def test_the_key_of_an_evicted_namespace_goes_whatever_the_index_says_of_its_blocks(
+    place: Place, forge: Callable[[CheckedStore, Located], None]
+) -> None:
+    record, other = place.record("a"), place.record("b", namespace=b"other")
+    with place.open() as store:
+        put(store, record, other)
+        found = store.locate(record.block_hash)
+        assert found is not None and store.keys is not None
+        forge(store, found)
+        evict(store, EvictFilter(namespace_prefix=record.namespace.hex()))
+        assert [key.scope for key in store.keys.table] == [scope_of(other)]
+        assert load(store, record) in (None, "key", "header")
+        assert load(store, other) == payload_of(other)
