@@ -242,6 +242,8 @@ class EvictResult(NamedTuple):
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
     """Evict from a store as its worker and the verb do."""
+    if which.is_empty:
+        return EvictResult(0, 0)
     now, starts, unknown_ids = store.clock.now(), None, tuple[str, ...]()
     if which.ids:
         chosen = choose_in(gather(store), which.ids)
