@@ -320,7 +320,7 @@ class ExtentAllocator:
             for extent, extents in product(chain(*erased), self._dirty.values()):
                 extents.pop(extent, None)
             yield
-        self._remove_empty_segments()
+        yield from self._removing_empty_segments()
 
     def _next_runs(self, start: bytes) -> list[list[Extent]]:
         """Return runs of neighbouring dirty extents for one step, from a key of `pending` on."""
@@ -354,17 +354,19 @@ class ExtentAllocator:
                 self.files.truncate(segment, unused[segment].num_used)
         return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
-    def _remove_empty_segments(self) -> None:
-        """Unlink segments that hold neither blocks nor pending extents."""
-        busy = {extent.segment for extent in chain(self.lent, *self._dirty.values())}
+    def _removing_empty_segments(self) -> Iterator[None]:
+        """Unlink segments that hold neither blocks nor pending extents, one in each step."""
         with self.index.reading() as txn:
-            used = [(s, state.num_used) for s, state in txn.segments().items() if s not in busy]
-            empty = [segment for segment, num_used in used if txn.is_empty(segment, num_used)]
-        for segment in empty:
-            with self.index.writing() as txn:
-                txn.remove_segment(segment)
-            self.failpoint("segment:forgotten")
-            self.files.remove(segment)
+            segments = txn.segments()
+        for segment in segments:
+            with self.index.reading() as txn:
+                is_empty = txn.is_empty(segment)
+            if is_empty:
+                with self.index.writing() as txn:
+                    txn.remove_segment(segment)
+                self.failpoint("segment:forgotten")
+                self.files.remove(segment)
+                yield
 
     @owned_by("index.thread")
     def erase(self, first: Extent, num_extents: int = 1) -> bool:

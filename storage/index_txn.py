@@ -268,10 +268,12 @@ class IndexTxn:
         data = self._txn.get(segment_key(segment), db=self._dbs["segments"])
         return None if data is None else decode_segment(data)
 
-    def is_empty(self, segment: int, num_used: int) -> bool:
-        """Return whether every extent handed out is free; it stops at the first that is not."""
+    def is_empty(self, segment: int) -> bool:
+        """Return whether all extents handed out are free; it stops at the first that is not."""
+        if (state := self.get_segment(segment)) is None:
+            return False
         free = (extent.number for extent in self.free(segment))
-        return all(next(free, None) == number for number in range(num_used))
+        return all(next(free, None) == number for number in range(state.num_used))
 
     def remove_segment(self, segment: int) -> None:
         """Forget a segment and its extents, which must all be free."""

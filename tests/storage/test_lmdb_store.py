@@ -187,7 +187,8 @@ def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Pat
             before = store.stats()
             assert before.bytes_pending == len(gone) * (BLOCK_BYTES + HEADER_BYTES)
             num_steps = sum(1 for _ in store.sweeping())
-            assert num_steps <= len(gone) // (128 if gap > 256 else 1) + 1
+            # One step more may unlink the segment.
+            assert num_steps <= len(gone) // (128 if gap > 256 else 1) + 2
             after = store.stats()
             assert after.bytes_erased - before.bytes_erased == before.bytes_pending
             assert after.bytes_pending == 0

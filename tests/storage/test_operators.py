@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from tests.storage.blocks import (
     make_record,
     open_store,
     put,
+    segment_files,
     stored_hashes,
     sweep,
 )
@@ -158,3 +160,14 @@ def test_a_step_waits_until_the_front_thread_is_idle(monkeypatch: pytest.MonkeyP
     front = Front(True, True, False, True)
     give_way(cast(Loop, front))
     assert front.is_busy, "it was asked until it was idle, and no more"
+
+
+def test_one_step_of_a_deletion_unlinks_one_segment_at_most(tmp_path: Path) -> None:
+    with open_store(tmp_path / "kv") as store:
+        sizes = [4096 * number for number in range(1, 6)]
+        put(store, *[make_record(f"{size}", size_bytes=size) for size in sizes])
+        assert len(segment_files(tmp_path / "kv")) == len(sizes)
+        left = [len(segment_files(tmp_path / "kv")) for _ in deleting(store, Delete())]
+        assert {one - other for one, other in pairwise([len(sizes), *left])} == {0, 1}
+        assert left[-1] == 0
+        store.check()
