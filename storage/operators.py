@@ -194,7 +194,9 @@ class Operators:
             return self._finish(deleting(self.store, asked), caller)
         with self.doomed.deleting(asked.namespace.lower()):
             self._settle(caller)
-            return self._finish(deleting(self.store, asked, keys_first=True), caller)
+            deleted = self._finish(deleting(self.store, asked, keys_first=True), caller)
+            self._at_once(_pass, caller)  # stores that were received by now come before it
+            return deleted
 
     def _verify(self, asked: messages.Verify, caller: Caller) -> messages.Checked:
         if self.store.lacks_keys:
@@ -338,6 +340,10 @@ def rows_of(
         raise CorruptIndexError("the keys of `blocks` are out of order")
     data = b"".join([record for name, record in entries if is_record_of(name, record)])
     return messages.Rows(data, next_key, now, retentions)
+
+
+def _pass() -> None:
+    """Do nothing."""
 
 
 def _raise(error: Exception) -> None:

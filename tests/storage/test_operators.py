@@ -75,6 +75,7 @@ def test_a_namespace_is_gone_at_once_and_takes_no_block_while_it_is_deleted(
             assert engine.gate.reached.wait(HANG_S)
             assert not engine.lookup(OLD.block_hash, OLDER.block_hash), "they can still be found"
             engine.channel.send(StoreCall([Lent.of(NEW, 0), Lent.of(theirs, 1)]))
+            assert not engine.lookup(NEW.block_hash)  # once the stores were received
             engine.gate.opened.set()
             ended = [engine.next_page() for _ in range(2)]
             assert answer()["evicted_blocks"] == 2
