@@ -255,7 +255,8 @@ class Look:
         self._store = store
         self._channel = channel
         self._parent_pid = launch.parent_pid
-        self._answers = socket.socket(fileno=launch.look_fd)
+        sock = socket.socket(fileno=launch.look_fd)
+        self._answers = FrameChannel(sock, decoder, MAX_CONTROL_FRAME_BYTES)
         self._loop = Loop()  # of the main thread
         self._loop.selector.register(channel, EVENT_READ, self._hear)
         self._is_over = False
@@ -288,10 +289,7 @@ class Look:
         self._is_over |= any(isinstance(it, messages.CloseCall) for it in self._channel.receive())
 
     def _answer(self) -> None:
-        with (
-            suppress(EOFError, OSError),
-            closing(FrameChannel(self._answers, decoder, MAX_CONTROL_FRAME_BYTES)) as channel,
-        ):
+        with suppress(EOFError, OSError), closing(self._answers) as channel:
             while True:
                 for call in channel.receive(None):
                     channel.send(answer_of(self._answer_to, call, Caller(channel)))

@@ -201,7 +201,7 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
         what = f"the files beside the index and segments in `{folder.path}`"
         takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
         raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
-    is_remade = False
+    is_remade = budget_bytes >= larger_bytes  # a start with the budget of before takes no scan
     while space.room_bytes < 0:
         is_bloated = 2 * index.used_bytes() < index.file_bytes()
         if not is_remade and (is_bloated or space.occupied_bytes > 2 * budget_bytes):

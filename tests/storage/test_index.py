@@ -106,16 +106,6 @@ def test_what_lies_in_the_folder_of_links_is_removed_by_its_name(
     assert content_of(treasure) == before
 
 
-def test_a_full_folder_in_the_folder_of_links_is_refused_and_kept(stored: Path) -> None:
-    kept = stored / LINKS / "folder" / "kept"
-    kept.parent.mkdir()
-    kept.write_bytes(b"irreplaceable")
-    with pytest.raises(StorageError) as error:
-        open_store(stored)
-    assert error.value.errno == errno.ENOTEMPTY
-    assert kept.read_bytes() == b"irreplaceable"
-
-
 @pytest.mark.parametrize("name", [LINKS, "index"])
 def test_a_folder_that_others_can_write_to_is_refused(stored: Path, name: str) -> None:
     (stored / name).chmod(0o777)

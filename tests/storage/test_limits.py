@@ -22,10 +22,12 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def df_under(limit: int, value: int, store: Path) -> subprocess.CompletedProcess[str]:
-    """Run `tieredkv df` on the store in a process with this limit."""
+def run_under(
+    limit: int, value: int, store: Path, verb: str = "df"
+) -> subprocess.CompletedProcess[str]:
+    """Run a verb on the store in a process with this limit."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "tieredkv", "df", "--disk-dir", str(store), "--json"],
+        [sys.executable, "-P", "-m", "tieredkv", verb, "--disk-dir", str(store), "--json"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -34,7 +36,7 @@ def df_under(limit: int, value: int, store: Path) -> subprocess.CompletedProcess
 
 
 def test_too_little_address_space_for_the_index_is_named(store: Path) -> None:
-    found = df_under(resource.RLIMIT_AS, 20 << 30, store)
+    found = run_under(resource.RLIMIT_AS, 20 << 30, store)
     assert (found.returncode, found.stderr.splitlines()) == (
         1,
         [
@@ -46,7 +48,7 @@ def test_too_little_address_space_for_the_index_is_named(store: Path) -> None:
 
 
 def test_too_small_files_are_named(store: Path) -> None:
-    found = df_under(resource.RLIMIT_FSIZE, 1 << 20, store)
+    found = run_under(resource.RLIMIT_FSIZE, 1 << 20, store, "verify")
     assert (found.returncode, found.stderr.splitlines()) == (
         1,
         [
@@ -57,14 +59,17 @@ def test_too_small_files_are_named(store: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("num_files", [6, 8, 11, 13, 16])
+@pytest.mark.parametrize(
+    ("verb", "num_files"),
+    [("df", 6), ("df", 8), ("df", 11), ("df", 13), ("verify", 8), ("verify", 13), ("verify", 16)],
+)
 def test_too_few_open_files_are_named(
-    store: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
+    store: Path, verb: str, num_files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = store.parent / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    found = df_under(resource.RLIMIT_NOFILE, num_files, store)
+    found = run_under(resource.RLIMIT_NOFILE, num_files, store, verb)
     assert found.returncode == 1
     assert f"the limit of open files (`ulimit -n`) is {num_files}; raise it" in found.stderr
     assert "Traceback" not in found.stderr and "damaged" not in found.stderr
