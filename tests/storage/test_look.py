@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from tests.golden import refused
+from tests.levels import few
 from tests.storage.blocks import (
     CheckedStore,
     change_bytes,
@@ -209,21 +210,24 @@ def lose_lock(stopped: Stopped) -> None:
 
 @pytest.mark.parametrize(
     ("change", "codes", "num_blocks"),
-    [
-        (lose_index, ["index_lost"], 0),
-        (lose_index_folder, ["index_lost"], 0),
-        (empty_index, ["index_lost"], 0),
-        (cut_index, ["index_damaged"], 0),
-        (damage_meta, ["index_damaged"], 0),
-        (damage_pages, ["index_damaged"], 0),
-        (leave_drafts, ["index_replaced", "index_draft"], 5),
-        (stop_the_machine, ["index_unflushed"], 0),
-        (ask_for_rebuild, ["index_rebuild"], 5),
-        (add_a_segment, ["segments"], 5),
-        (leave_pending_extents, [], 4),
-        (turn_the_clock_back_a_little, [], 5),
-        (lose_lock, [], 5),
-    ],
+    few(
+        [
+            (lose_index, ["index_lost"], 0),
+            (damage_pages, ["index_damaged"], 0),
+            (leave_drafts, ["index_replaced", "index_draft"], 5),
+            (leave_pending_extents, [], 4),
+            (lose_index_folder, ["index_lost"], 0),
+            (empty_index, ["index_lost"], 0),
+            (cut_index, ["index_damaged"], 0),
+            (damage_meta, ["index_damaged"], 0),
+            (stop_the_machine, ["index_unflushed"], 0),
+            (ask_for_rebuild, ["index_rebuild"], 5),
+            (add_a_segment, ["segments"], 5),
+            (turn_the_clock_back_a_little, [], 5),
+            (lose_lock, [], 5),
+        ],
+        4,
+    ),
 )
 def test_a_look_leaves_what_needs_repair_and_says_so(
     stopped: Stopped, change: Callable[[Stopped], None], codes: list[str], num_blocks: int
@@ -409,14 +413,17 @@ def keys_of(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["df"],
-        ["ls"],
-        ["inspect"],
-        ["verify", "--no-repair"],
-        ["evict", "--all", "--dry-run"],
-        ["prune", "--dry-run"],
-    ],
+    few(
+        [
+            ["df"],
+            ["verify", "--no-repair"],
+            ["ls"],
+            ["inspect"],
+            ["evict", "--all", "--dry-run"],
+            ["prune", "--dry-run"],
+        ],
+        2,
+    ),
 )
 def test_the_exit_code_says_that_a_store_needs_repair(
     stopped: Stopped, keys_of: None, words: list[str], capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.levels import few
 from tests.storage.blocks import evict, load, payload_of, put, sweep
 from tests.storage.test_crash_points import FINISHED, in_child
 from tests.storage.test_replaced import OldPlace
@@ -105,6 +106,7 @@ def place(ram_base: Path) -> Place:
     return Place(ram_base / "base")
 
 
+@pytest.mark.slow
 def test_a_first_start_that_is_cut_short_leaves_a_store_that_starts(
     place: Place, ram_base: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_the_destruction_of_an_old_store_that_is_cut_short_is_finished(ram_base:
     cut_everywhere(old, ram_base / "copies", start, then)
 
 
+@pytest.mark.slow
 def test_a_store_whose_keys_are_damaged_begins_anew_also_if_that_is_cut_short(
     place: Place, ram_base: Path
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_store_whose_keys_are_damaged_begins_anew_also_if_that_is_cut_short(
     cut_everywhere(place, ram_base / "copies", start, opens)
 
 
+@pytest.mark.slow
 def test_an_empty_store_becomes_clear_also_if_that_is_cut_short(
     place: Place, ram_base: Path
 ) -> None:
@@ -167,7 +171,7 @@ def test_an_empty_store_becomes_clear_also_if_that_is_cut_short(
     cut_everywhere(place, ram_base / "copies", start_clear, then)
 
 
-@pytest.mark.parametrize("kind", [Place, OldPlace])
+@pytest.mark.parametrize("kind", few([Place, OldPlace]))
 def test_an_emptying_that_is_cut_short_is_finished_by_the_next(
     ram_base: Path, kind: type[Place]
 ) -> None:

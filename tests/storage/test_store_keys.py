@@ -200,7 +200,7 @@ def test_a_folder_of_keys_that_cannot_be_made_is_refused_by_a_look_and_by_the_st
     place.key_dir.write_bytes(b"")
     with refused(ConfigError):
         place.check_start()
-    with pytest.raises(ConfigError, match="disk_key_dir"):
+    with refused(ConfigError):
         place.open()
     with refused(ConfigError):
         place.check_start(key_dir=str(place.key_dir / "below"))
@@ -460,7 +460,7 @@ def test_a_link_in_the_place_of_the_socket_is_not_followed(
     place.stores()
     (place.folder / "sock").touch(0o600)
     replace(place.folder / "sock", place.folder.with_name("elsewhere"))
-    with pytest.raises(StorageError, match="is no socket of the store's owner"):
+    with refused(StorageError):
         place.control().df()
 
 
