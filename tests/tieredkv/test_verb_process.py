@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.blocks import make_record, open_store, put
-from tests.waiting import is_alive, wait_until
+from tests.waiting import HANG_S, is_alive, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import NoStoreError
 from tieredkv.operate.calls import Call, Df, Inspect, Ls
@@ -62,6 +62,26 @@ def test_whoever_stops_waiting_for_its_answer_ends_it(
 
     pid = asyncio.run(wait_in_vain())
     wait_until(lambda: not is_alive(pid))
+
+
+def test_an_answer_that_fills_the_pipe_does_not_keep_it_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho '{}'\nexec cat /dev/zero\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+
+    async def read_some() -> int:
+        process = await VerbProcess.start(job(tmp_path, Df()))
+        text = process.text()
+        assert set(await anext(text)) == {0}
+        await asyncio.sleep(0.05)  # time for the loop to take more than is read
+        async with asyncio.timeout(HANG_S):
+            await text.aclose()
+        return process.pid
+
+    assert not is_alive(asyncio.run(read_some()))
 
 
 def test_whoever_stops_reading_ends_it(folder: Path) -> None:

@@ -92,4 +92,13 @@ class VerbProcess:
         """End the process, and wait until it has ended; twice is fine."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await asyncio.shield(self._process.wait())
+        await asyncio.shield(self._ended())
+
+    async def _ended(self) -> None:
+        """Wait until the process has ended, and all that it wrote has been taken.
+
+        NOTE: asyncio tells of no end while a pipe is paused that has more than was read.
+        """
+        while await self._out.read(_PIECE_BYTES):
+            pass
+        await self._process.wait()
