@@ -29,20 +29,6 @@ logger = logging.getLogger(__name__)
 HasStore = Callable[[str, bytes], bool]
 """Called with a path and a folder id; returns whether the folder of that store is at that path."""
 
-_START_BYTES = 24
-
-
-class TableFile(NamedTuple):
-    """What the first bytes of a file say; nobody vouches for them.
-
-    Attributes:
-        version: the format version; 1 is that of a store of version 2.
-        folder_id: 16 bytes; the id of the store.
-    """
-
-    version: int
-    folder_id: bytes
-
 
 class Swept(NamedTuple):
     """What a sweep has done.
@@ -54,24 +40,6 @@ class Swept(NamedTuple):
 
     num_keys: int
     num_tables: int
-
-
-def table_at(path: str) -> TableFile | None:
-    """Return what a key table of any version says of itself; None if the file is none.
-
-    Raises:
-        MissingKeyError: it is absent, unreadable or not to be believed.
-    """
-    fd = trust.open_file(path, WHAT, follows_link=False)
-    try:
-        with storage_errors(path):
-            start = os.pread(fd, _START_BYTES, 0)
-    finally:
-        os.close(fd)
-    version = layout.version_of(start)
-    if version is None or len(start) < _START_BYTES:
-        return None
-    return TableFile(version, start[8:])
 
 
 def tables_under(key_dir: str, check: bytes) -> list[str]:

@@ -43,7 +43,7 @@ from tests.storage.key_tables import (
 )
 from tieredkv.errors import DamagedTableError, MissingKeyError, StorageError, StoreBusyError
 from tieredkv.storage.keys import layout, table_file
-from tieredkv.storage.keys.sweeps import Swept, sweep_table, table_at
+from tieredkv.storage.keys.sweeps import Swept, sweep_table
 from tieredkv.storage.keys.table import KeyTable
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -239,7 +239,6 @@ def test_nothing_but_a_plain_file_with_one_name_is_taken_for_a_table(
         make()
         assert reason_of(KeyTable.open, table_path, FOLDER_ID, MASTER) == "unsafe"
         assert reason_of(KeyTable.look, table_path, FOLDER_ID, MASTER) == "unsafe"
-        assert reason_of(table_at, table_path) == "unsafe"
         assert reason_of(sweep_table, table_path, DEATH + 10, lambda *_: False) == "unsafe"
         assert reason_of(table_file.erase, table_path) == "unsafe"
         assert away.read_bytes() == before

@@ -84,9 +84,6 @@ class RamBlocks(NamedTuple):
         return [self.hashes[place] for place in places.tolist()]
 
 
-NO_RAM_BLOCKS = RamBlocks.of(())
-
-
 def part_of(
     rows: Blocks, hashes: Sequence[bytes], parents: Sequence[bytes], kinds: Sequence[Kind]
 ) -> dict[str, Any]:
