@@ -15,7 +15,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.slices import Answer
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
-from tieredkv.storage.names import NO_NAMES, Names
+from tieredkv.storage.client.names import NO_NAMES, Names
 
 PART_BLOCKS = 512
 """Told of in one message."""

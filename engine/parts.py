@@ -34,13 +34,13 @@ from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.operate.models import KnownModel, note_model
-from tieredkv.storage.client import StoreClient
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.space import minimum_budget_bytes
-from tieredkv.storage.starts import check_start
-from tieredkv.storage.worker_messages import BUSY_PATIENCE_S
+from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.extents.space import minimum_budget_bytes
+from tieredkv.storage.folder.starts import check_start
+from tieredkv.storage.messages.engine import BUSY_PATIENCE_S
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
+from tieredkv.wire.arena import HostArena
 
 logger = logging.getLogger(__name__)
 

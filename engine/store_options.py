@@ -1,8 +1,8 @@
 """How the settings say that the store is opened, and what this process does with its names key."""
 
 from tieredkv.config import Settings
-from tieredkv.storage.limits import forbid_core_files
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.wire.limits import forbid_core_files
 
 
 def store_options(

@@ -23,10 +23,11 @@ from tieredkv.engine.slices import Answer, Slices, TellPart, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, decoded
+from tieredkv.operate.chain_ids import named_blocks
+from tieredkv.operate.infos import BlockInfo, hidden
 from tieredkv.operate.models import KnownModel
-from tieredkv.storage.names import NO_NAMES, Names
-from tieredkv.storage.results import BlockInfo, named_blocks
-from tieredkv.storage.worker_messages import ControlRequest
+from tieredkv.storage.client.names import NO_NAMES, Names
+from tieredkv.storage.messages.engine import ControlRequest
 from tieredkv.types import BlockHash, Tier
 
 EVERYTHING = EvictFilter(all=True)
@@ -163,7 +164,7 @@ class Verbs:
                 found.add(entry.block_hash)
                 infos.append(self._described(entry))
                 waiting.append(entry.parent_hash)
-            yield {"blocks": msgspec.to_builtins(self._names.hide_infos(infos))} if infos else None
+            yield {"blocks": msgspec.to_builtins(hidden(self._names, infos))} if infos else None
         yield from emptying(found)
         return {"blocks": []}
 

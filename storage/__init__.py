@@ -1,1 +1,1 @@
-"""Bytes at rest: the host arena, the block store, its worker; no models, tokens or CUDA here."""
+"""Bytes at rest: the block store, its worker process and its client; no models, tokens or CUDA."""

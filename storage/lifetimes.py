@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from tieredkv.histogram import LogHistogram
-from tieredkv.storage.results import Lifetimes
+from tieredkv.storage.stats import Lifetimes
 from tieredkv.units import format_bytes, format_duration
 
 RATE_SPAN_S = 3600.0

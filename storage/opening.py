@@ -11,18 +11,16 @@ from contextlib import ExitStack
 
 from tieredkv.clock import Clock
 from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
-from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
-from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.filesystem import Filesystem
-from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.extents.allocator import ExtentAllocator, largest_file_bytes
+from tieredkv.storage.extents.files import SegmentFiles
+from tieredkv.storage.extents.space import Space, headroom_bytes
+from tieredkv.storage.folder.filesystem import Filesystem
+from tieredkv.storage.folder.folder import StoreFolder
+from tieredkv.storage.folder.replaced import claim_folder
 from tieredkv.storage.format.record import FORMAT_VERSION, Located
-from tieredkv.storage.index import Index
-from tieredkv.storage.index_entries import SegmentState
-from tieredkv.storage.keys.store_keys import open_keys
-from tieredkv.storage.keys.use import KeyUse
-from tieredkv.storage.limits import check_file_size
-from tieredkv.storage.parts import Parts
-from tieredkv.storage.rebuild import (
+from tieredkv.storage.index.entries import SegmentState
+from tieredkv.storage.index.environment import Index
+from tieredkv.storage.index.rebuild import (
     OpeningProgress,
     from_headers,
     from_records,
@@ -30,10 +28,12 @@ from tieredkv.storage.rebuild import (
     open_unknown,
     rebuild,
 )
-from tieredkv.storage.replaced import claim_folder
-from tieredkv.storage.space import Space, headroom_bytes
-from tieredkv.storage.verdicts import storage_errors
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.index.verdicts import storage_errors
+from tieredkv.storage.keys.store_keys import open_keys
+from tieredkv.storage.keys.use import KeyUse
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.parts import Parts
+from tieredkv.wire.limits import check_file_size
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tieredkv.clock import Clock
-from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import Index
+from tieredkv.storage.extents.allocator import ExtentAllocator
+from tieredkv.storage.extents.files import SegmentFiles
+from tieredkv.storage.extents.space import Space
+from tieredkv.storage.folder.folder import StoreFolder
+from tieredkv.storage.index.environment import Index
 from tieredkv.storage.keys.use import KeyUse
-from tieredkv.storage.space import Space
 
 
 @dataclass(frozen=True, eq=False)

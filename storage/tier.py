@@ -3,7 +3,7 @@
 The engine lends a page with the name of a block: to have the block loaded into it, or stored from
 it. It says what it knows of the block from the chain of tokens, so that the tier can tell another
 block that it finds under the same name. Towards the engine a block is called by its hash; the
-store's worker gets and gives the same messages with names in their places (`storage.names`).
+store's worker gets and gives the same messages with names in their places (`storage.client.names`).
 """
 
 from typing import Self

@@ -27,10 +27,10 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.client.names import NO_NAMES
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.names import NO_NAMES
-from tieredkv.storage.results import TouchItem
+from tieredkv.storage.messages.engine import TouchItem
 from tieredkv.storage.tier import BlockLife, Gone, Lent, Loaded, LookupDone, Restarted, Stored
 from tieredkv.types import BlockHash, BlockRecord, Tier
 

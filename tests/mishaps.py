@@ -29,8 +29,8 @@ from tieredkv.engine import model_runner
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import client
-from tieredkv.storage.client import Event
+from tieredkv.storage.client import client
+from tieredkv.storage.client.client import Event
 from tieredkv.storage.tier import Loaded, Stored
 from tieredkv.types import Tier
 

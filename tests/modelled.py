@@ -39,13 +39,13 @@ from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.client.names import NO_NAMES
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.names import NO_NAMES
-from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
+from tieredkv.storage.messages.engine import StoreOptions, TouchItem
+from tieredkv.storage.stats import NO_STATS, StoreStats
 from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
-from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.storage.write_share import WRITE_SHARE
+from tieredkv.storage.worker.write_share import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId
 
 WALL_TIME = 1_800_000_000.0

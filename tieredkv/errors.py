@@ -149,7 +149,7 @@ class DamagedTableError(MissingKeyError):
 
 
 class CorruptIndexError(StorageError):
-    """The index contradicts itself; raised on evidence only (`tieredkv.storage.verdicts`)."""
+    """The index contradicts itself; raised on evidence only (`tieredkv.storage.index.verdicts`)."""
 
 
 class StoreFailedError(StorageError):

@@ -10,11 +10,11 @@ import os
 from contextlib import suppress
 
 from tieredkv.errors import MissingKeyError
+from tieredkv.storage.folder.marker import Marker
 from tieredkv.storage.keys import layout, master, trust
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.sweeps import tables_under
 from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, erase
-from tieredkv.storage.marker import Marker
 
 logger = logging.getLogger(__name__)
 

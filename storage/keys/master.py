@@ -14,10 +14,10 @@ import subprocess
 from contextlib import suppress
 
 from tieredkv.errors import MissingKeyError
-from tieredkv.storage.filesystem import flush_folder
+from tieredkv.storage.folder.filesystem import flush_folder
 from tieredkv.storage.keys import trust
 from tieredkv.storage.keys.layout import KEY_BYTES
-from tieredkv.storage.limits import described
+from tieredkv.wire.limits import described
 
 WHAT = "the master key"
 MASTER_SUFFIX = ".master"

@@ -12,14 +12,14 @@ import msgspec
 
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError
+from tieredkv.storage.folder.own_files import replace_own
 from tieredkv.storage.keys import master, trust
 from tieredkv.storage.keys.layout import Head, head_of, header_pages, is_of_another_version
 from tieredkv.storage.keys.master import MASTER_SUFFIX
 from tieredkv.storage.keys.rotation import look_table, open_table
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, read_all
-from tieredkv.storage.own_files import replace_own
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.messages.engine import StoreOptions
 
 NOTE = "encryption.json"
 """A file in the folder of an encrypted store that tells people where its keys are."""

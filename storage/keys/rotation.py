@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
-from tieredkv.storage.filesystem import flush_folder
+from tieredkv.storage.folder.filesystem import flush_folder
+from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys import master, trust
 from tieredkv.storage.keys.layout import check_of
 from tieredkv.storage.keys.sweeps import tables_under
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.keys.table_file import DRAFT_SUFFIX, write_all
-from tieredkv.storage.verdicts import storage_errors
 
 logger = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ from contextlib import suppress
 from enum import Enum, auto
 
 from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, StorageError
-from tieredkv.storage.emptying import empty_store
-from tieredkv.storage.folder import StoreFolder, make_missing
+from tieredkv.storage.folder.emptying import empty_store
+from tieredkv.storage.folder.folder import StoreFolder, make_missing
+from tieredkv.storage.folder.marker import ID_BYTES, Marker, read_marker
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table
 from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable, write_note
 from tieredkv.storage.keys.rotation import rotate_in_place
 from tieredkv.storage.keys.sweeps import sweep_tables
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.marker import ID_BYTES, Marker, read_marker
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.messages.engine import StoreOptions
 
 logger = logging.getLogger(__name__)
 

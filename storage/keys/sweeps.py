@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from tieredkv.errors import StorageError
+from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys import layout, trust
 from tieredkv.storage.keys.layout import FREE, SLOT_BYTES, SLOTS_AT, Head
 from tieredkv.storage.keys.table_file import (
@@ -22,7 +23,6 @@ from tieredkv.storage.keys.table_file import (
     read_all,
     write_all,
 )
-from tieredkv.storage.verdicts import storage_errors
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from contextlib import suppress
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tieredkv.errors import DamagedTableError, IntegrityError, MissingKeyError, StorageError
-from tieredkv.storage.filesystem import flush_folder
+from tieredkv.storage.folder.filesystem import flush_folder
+from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys import layout, trust
 from tieredkv.storage.keys.layout import (
     FREE,
@@ -45,7 +46,6 @@ from tieredkv.storage.keys.table_file import (
     read_all,
     write_all,
 )
-from tieredkv.storage.verdicts import storage_errors
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tieredkv.errors import MissingKeyError, StoreBusyError
-from tieredkv.storage.filesystem import flush_folder
+from tieredkv.storage.folder.filesystem import flush_folder
+from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys import trust
-from tieredkv.storage.limits import described
-from tieredkv.storage.verdicts import storage_errors
+from tieredkv.wire.limits import described
 
 TABLE_SUFFIX, DRAFT_SUFFIX = ".keys", ".new"
 WHAT = "the key table"

@@ -13,7 +13,7 @@ from collections import deque
 from typing import NoReturn
 
 from tieredkv.errors import MissingKeyError
-from tieredkv.storage.limits import described
+from tieredkv.wire.limits import described
 
 _MOST_LINKS = 40  # as many as Linux follows
 _ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

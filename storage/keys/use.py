@@ -19,7 +19,7 @@ from tieredkv.storage.format.record import (
     scope_of,
     split_scope,
 )
-from tieredkv.storage.index import Index
+from tieredkv.storage.index.environment import Index
 from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.keys.store_keys import StoreKeys
 from tieredkv.storage.keys.table import KeyTable

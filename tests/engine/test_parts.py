@@ -12,7 +12,7 @@ from tieredkv.engine import parts
 from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, StoreBusyError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
-from tieredkv.storage.folder import StoreFolder
+from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.types import Tier, ignore_progress
 
 

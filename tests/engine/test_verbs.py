@@ -19,10 +19,10 @@ from tieredkv.engine.slices import Slices, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.chain_ids import chain_id
 from tieredkv.operate.models import KnownModel
 from tieredkv.operate.ram import RamBlocks
-from tieredkv.storage.names import Names
-from tieredkv.storage.results import chain_id
+from tieredkv.storage.client.names import Names
 from tieredkv.types import KVSpec, Tier
 
 NUM_BLOCKS = 40

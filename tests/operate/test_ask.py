@@ -34,9 +34,9 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, NoServerError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl, document
 from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, decoded
-from tieredkv.storage.client import StoreClient
-from tieredkv.storage.results import BlockInfo, ChainInfo
-from tieredkv.storage.worker_messages import ControlRequest
+from tieredkv.operate.infos import BlockInfo, ChainInfo
+from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.messages.engine import ControlRequest
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
@@ -184,7 +184,7 @@ def fill(path: Path, num_chains: int) -> None:
 def test_a_list_longer_than_any_frame_arrives_in_pages(
     harness: Harness, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.operators._ROWS", 512)
+    monkeypatch.setattr("tieredkv.storage.worker.operators._ROWS", 512)
     fill(harness.folder, 1500)
     if is_live:
         harness.open()

@@ -21,7 +21,8 @@ from tests.storage.blocks import (
     sweep,
 )
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.results import TouchItem, named_blocks, short_id
+from tieredkv.operate.chain_ids import named_blocks, short_id
+from tieredkv.storage.messages.engine import TouchItem
 from tieredkv.types import BlockRecord
 
 

@@ -18,8 +18,9 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StoreUnreachableError, UnknownIdError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Inspect
-from tieredkv.storage.client import StoreClient
-from tieredkv.storage.results import BlockInfo, chain_id
+from tieredkv.operate.chain_ids import chain_id
+from tieredkv.operate.infos import BlockInfo
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.types import BlockRecord, Tier
 
 NOW = time.time()

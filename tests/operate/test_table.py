@@ -16,9 +16,9 @@ from tieredkv.errors import CorruptIndexError
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import TIER_BITS, BlockTable, Kind, TableReader
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.index import Index
-from tieredkv.storage.index_pages import DATA_FILE
-from tieredkv.storage.operators import rows_of
+from tieredkv.storage.index.environment import Index
+from tieredkv.storage.index.pages import DATA_FILE
+from tieredkv.storage.worker.operators import rows_of
 from tieredkv.types import Tier
 
 NAMES = Retentions(["24h", "x", "y" * 32])

@@ -24,9 +24,10 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life
 from tieredkv.sizing.tiers import Room, Source
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
+from tieredkv.storage.messages.engine import TouchItem
+from tieredkv.storage.stats import NO_STATS, StoreStats
 from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import BlockHash, BlockRecord
 

@@ -19,14 +19,13 @@ from tieredkv.operate.calls import EvictFilter, Ls
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.evict import choose as choose_in
+from tieredkv.operate.infos import ChainInfo, VerifyResult
 from tieredkv.operate.ls import listing
 from tieredkv.operate.models import KnownModels
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
 from tieredkv.operate.verify import check
-from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.checking import check_blocks, checking_index
-from tieredkv.storage.deleting import deleting
+from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.format.record import (
     Extent,
     Retentions,
@@ -35,13 +34,14 @@ from tieredkv.storage.format.record import (
     extent_key,
     lru_key,
 )
-from tieredkv.storage.index_entries import Totals
-from tieredkv.storage.index_txn import IndexTxn
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.operators import rows_of
-from tieredkv.storage.results import ChainInfo, VerifyResult
-from tieredkv.storage.socket_messages import Checked, Delete, Verify
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.index.entries import Totals
+from tieredkv.storage.index.transaction import IndexTxn
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.messages.operator import Checked, Delete, Verify
+from tieredkv.storage.store import BlockStore
+from tieredkv.storage.worker.checking import check_blocks, checking_index
+from tieredkv.storage.worker.deleting import deleting
+from tieredkv.storage.worker.operators import rows_of
 from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
 
 BLOCK_BYTES = 8192

@@ -16,13 +16,13 @@ from tests.storage.key_tables import DEATH, FOLDER_ID, MASTER, ONE, STAMP, TWO
 from tests.waiting import is_alive as is_alive
 from tests.waiting import wait_until as wait_until
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Retentions, decode_record
-from tieredkv.storage.host import HostArena
 from tieredkv.storage.keys.table import KeyTable
+from tieredkv.storage.messages.engine import StoreOptions
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
-from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import BlockRecord
+from tieredkv.wire.arena import HostArena
 
 PAGE_BYTES = 32 * 1024
 NUM_PAGES = 64

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tests.fakes import FakeClock
 from tests.storage.blocks import open_store, page_with, sweep
 from tests.storage.conftest import make_record, payload_of
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.store import BlockStore
 from tieredkv.types import BlockRecord
 
 BUDGETS_BYTES = (4 << 20, 2 << 20)  # of two lives of the store: the second one shrinks its index

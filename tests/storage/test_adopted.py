@@ -19,15 +19,15 @@ from tests.storage.conftest import (
 )
 from tests.storage.test_verdicts import kept_files
 from tieredkv.errors import ConfigError, StorageError
-from tieredkv.storage.folder import SET_ASIDE
-from tieredkv.storage.host import HostArena
+from tieredkv.storage.folder.folder import SET_ASIDE
 from tieredkv.storage.tier import Loaded, Stored
+from tieredkv.wire.arena import HostArena
 
 SIZE_BYTES = NUM_PAGES * PAGE_BYTES
 BLIND = """
 import sys
 if any("tieredkv.storage.worker" in each for each in sys.orig_argv):
-    import tieredkv.storage.host as host
+    import tieredkv.wire.arena as host
     host.HostArena.page.__globals__["_check_adopted"] = lambda fd, size_bytes: None
 """
 """Makes the worker touch pages without a look at the file first, as if it shrank just then."""

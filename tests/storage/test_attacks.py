@@ -27,13 +27,13 @@ from tests.storage.blocks import (
 from tests.storage.test_store_keys import DAY_S, Place
 from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.folder import INDEX, MARKER
+from tieredkv.storage.folder.folder import INDEX, MARKER
+from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
 from tieredkv.storage.format.record import Located, encode_record, scope_of
-from tieredkv.storage.index_entries import encode
+from tieredkv.storage.index.entries import encode
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
-from tieredkv.storage.own_files import remove
 from tieredkv.types import BlockRecord
 
 

@@ -42,7 +42,7 @@ from tests.storage.conftest import (
 from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.format.planes import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.format.record import CODEC_RAW, Located, payload_checksum
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Stored
 from tieredkv.types import BlockRecord
 

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from tests.waiting import HANG_S, wait_until
-from tieredkv.storage.control_server import Caller, ControlServer
-from tieredkv.storage.socket_messages import (
+from tieredkv.storage.messages.operator import (
     Asked,
     Checked,
     Done,
@@ -21,6 +20,7 @@ from tieredkv.storage.socket_messages import (
     Scan,
     Verify,
 )
+from tieredkv.storage.worker.socket import Caller, ControlServer
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
 
@@ -161,7 +161,7 @@ def test_the_longest_idle_client_makes_room_and_one_that_waits_does_not(tmp_path
 def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
+    monkeypatch.setattr("tieredkv.storage.worker.socket._SILENCE_S", 0.5)
     with serving(tmp_path) as carrier, closing(_connect(tmp_path)) as channel:
         channel.send(Find(starts=[]))
         assert carrier.ended.acquire(timeout=HANG_S)
@@ -173,7 +173,7 @@ def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or
 def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
+    monkeypatch.setattr("tieredkv.storage.worker.socket._SILENCE_S", 0.5)
     answered: list[Asked] = []
     others = set(threading.enumerate())
 

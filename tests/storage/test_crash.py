@@ -26,7 +26,7 @@ from tests.storage.conftest import (
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.tier import Loaded, Restarted, Stored
-from tieredkv.storage.worker_process import EXIT_FAILED
+from tieredkv.storage.worker.process import EXIT_FAILED
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import start_process
 
@@ -110,10 +110,10 @@ def test_a_worker_killed_sixty_times_loses_nothing_acknowledged(harness: Harness
 ENGINE = textwrap.dedent(
     """
     import os, sys, time
-    from tieredkv.storage.client import StoreClient
-    from tieredkv.storage.host import HostArena
+    from tieredkv.storage.client.client import StoreClient
+    from tieredkv.wire.arena import HostArena
     from tieredkv.storage.tier import Lent
-    from tieredkv.storage.worker_messages import StoreOptions
+    from tieredkv.storage.messages.engine import StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 

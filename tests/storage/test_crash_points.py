@@ -27,8 +27,9 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tieredkv.storage import allocator, rebuild
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.extents import allocator
+from tieredkv.storage.index import rebuild
+from tieredkv.storage.store import BlockStore
 from tieredkv.types import BlockRecord
 
 LABELS = [

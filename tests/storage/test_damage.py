@@ -42,11 +42,11 @@ from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import rebuild
-from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index_pages import check_pages
-from tieredkv.storage.results import VerifyResult
-from tieredkv.storage.worker import set_aside_index
+from tieredkv.operate.infos import VerifyResult
+from tieredkv.storage.folder.folder import StoreFolder
+from tieredkv.storage.index import rebuild
+from tieredkv.storage.index.pages import check_pages
+from tieredkv.storage.worker.__main__ import set_aside_index
 from tieredkv.types import BlockRecord
 
 BUDGET_BYTES = 32 << 20

@@ -31,7 +31,7 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
-from tieredkv.storage.client import StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.tier import Loaded, LookupDone, Restarted, Stored
 from tieredkv.types import BlockRecord
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.storage.blocks import BLOCK_BYTES, make_record, open_store, put, stored_hashes
+from tieredkv.storage.extents.space import headroom_bytes
 from tieredkv.storage.format.record import extent_bytes_for
-from tieredkv.storage.space import headroom_bytes
 from tieredkv.types import BlockRecord
 
 QUIET, FLOOD = b"quiet...", b"flood..."

@@ -39,7 +39,8 @@ from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.extents import PIECE_BYTES
+from tieredkv.storage.client.names import Names
+from tieredkv.storage.extents.files import PIECE_BYTES
 from tieredkv.storage.format.header import decode_encryption, decode_header
 from tieredkv.storage.format.planes import WIDTHS
 from tieredkv.storage.format.record import (
@@ -52,8 +53,7 @@ from tieredkv.storage.format.record import (
     split_scope,
 )
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.names import Names
-from tieredkv.storage.results import TouchItem
+from tieredkv.storage.messages.engine import TouchItem
 from tieredkv.storage.tier import BlockLife, Gone, ProbeDone
 from tieredkv.types import BlockRecord
 from tieredkv.wire.channel import FrameChannel

@@ -23,7 +23,7 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.server import admin
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.store import BlockStore
 from tieredkv.types import BlockRecord
 
 MINE, THEIRS = digest("tenant"), digest("other")

@@ -34,7 +34,7 @@ from tieredkv.storage.format.record import (
     decode_record,
     encode_record,
 )
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.store import BlockStore
 from tieredkv.types import BlockRecord
 
 SMALL = [make_record("small", position) for position in range(6)]

@@ -30,7 +30,8 @@ from tests.storage.blocks import (
 from tests.storage.conftest import wait_until
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, Filesystem, mounted
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage import extents, filesystem
+from tieredkv.storage.extents import files as extents
+from tieredkv.storage.folder import filesystem
 from tieredkv.types import BlockRecord
 
 pytestmark = pytest.mark.e2e
@@ -197,7 +198,7 @@ def test_an_index_that_was_copied_with_its_empty_end_takes_no_room(tmp_path: Pat
 def test_a_call_that_the_store_cannot_do_without_is_named_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.filesystem.mmap.mmap", refuse(errno.ENODEV))
+    monkeypatch.setattr("tieredkv.storage.folder.filesystem.mmap.mmap", refuse(errno.ENODEV))
     with refused(StorageError, errno=errno.ENODEV):
         open_store(tmp_path / "store")
     assert {each.name for each in (tmp_path / "store").iterdir()} == {

@@ -12,8 +12,8 @@ import pytest
 from tests.fakes import FakeClock
 from tests.storage.blocks import make_record, open_store, put, sweep
 from tieredkv.storage.lifetimes import LEAST_MEASURED_S, LifetimeCounts
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import Lifetimes
+from tieredkv.storage.stats import Lifetimes
+from tieredkv.storage.store import BlockStore
 from tieredkv.units import parse_bytes
 
 NOW = 1_800_000_000.0

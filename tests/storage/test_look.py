@@ -33,9 +33,9 @@ from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError, Un
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune
 from tieredkv.operate.models import KnownModel, note_model, read_models
-from tieredkv.storage.store_lock import is_wanted, lock_to_look, lock_to_write
-from tieredkv.storage.worker_messages import Looking, StoreOptions
-from tieredkv.storage.worker_process import WorkerProcess
+from tieredkv.storage.folder.lock import is_wanted, lock_to_look, lock_to_write
+from tieredkv.storage.messages.engine import Looking, StoreOptions
+from tieredkv.storage.worker.process import WorkerProcess
 from tieredkv.wire.process import Refused
 
 NOBODY = 65534

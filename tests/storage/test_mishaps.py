@@ -22,8 +22,8 @@ from tests.storage.test_faults import plain_index
 from tests.waiting import HANG_S
 from tieredkv.errors import StorageError, StoreBusyError, StoreFullError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.storage.worker_messages import CloseCall
-from tieredkv.storage.worker_process import WorkerProcess, judge_end
+from tieredkv.storage.messages.engine import CloseCall
+from tieredkv.storage.worker.process import WorkerProcess, judge_end
 
 CHAIN = make_chain("a", 8)
 HASHES = [each.block_hash for each in CHAIN]

@@ -166,7 +166,7 @@ def test_a_backup_brings_back_what_was_evicted_and_nothing_that_expired(folders:
 def test_a_store_is_served_by_a_machine_of_another_boot_under_another_path(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.folder._boot_id", lambda: "another")
+    monkeypatch.setattr("tieredkv.storage.folder.folder._boot_id", lambda: "another")
     moved = folders.path / "elsewhere" / "store"
     moved.parent.mkdir()
     os.rename(folders.path / "live", moved)

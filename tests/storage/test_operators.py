@@ -25,16 +25,16 @@ from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import operators, pace
-from tieredkv.storage.deleting import deleting
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.loop import Loop
-from tieredkv.storage.pace import give_way
-from tieredkv.storage.socket_messages import Delete
+from tieredkv.storage.messages.engine import StoreCall
+from tieredkv.storage.messages.operator import Delete
+from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent
-from tieredkv.storage.worker_messages import StoreCall
+from tieredkv.storage.worker import operators, pace
+from tieredkv.storage.worker.deleting import deleting
+from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.pace import give_way
 from tieredkv.types import Tier
+from tieredkv.wire.arena import HostArena
 
 MINE, THEIRS = digest("tenant"), digest("other")
 ON_DISK = EvictFilter(namespace_prefix=MINE.hex(), tiers=(Tier.DISK,))

@@ -11,14 +11,14 @@ import pytest
 from tests.golden import refused
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.allocator import ExtentAllocator
-from tieredkv.storage.deletions import Deletions
-from tieredkv.storage.index import Index
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.loop import Loop
-from tieredkv.storage.reads import Reads
-from tieredkv.storage.sweeper import Sweeper
-from tieredkv.storage.writes import Writes
+from tieredkv.storage.extents.allocator import ExtentAllocator
+from tieredkv.storage.index.environment import Index
+from tieredkv.storage.store import BlockStore
+from tieredkv.storage.worker.deletions import Deletions
+from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.reads import Reads
+from tieredkv.storage.worker.sweeper import Sweeper
+from tieredkv.storage.worker.writes import Writes
 
 FOR_ANY_THREAD: dict[type, set[str]] = {
     BlockStore: {

@@ -27,7 +27,7 @@ from tests.storage.blocks import (
 from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, lent_pages, wait_until
 from tests.storage.test_faults import plain_index
 from tieredkv.storage.format.record import HEADER_BYTES, Located
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Stored
 from tieredkv.types import BlockRecord
 

@@ -23,16 +23,8 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage import operators, service, touches, write_share
-from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.format.record import decode_record
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import StoreStats, TouchItem
-from tieredkv.storage.service import StoreService
-from tieredkv.storage.socket_messages import Delete, Reply
-from tieredkv.storage.tier import Lent, Loaded, Stored
-from tieredkv.storage.worker_messages import (
+from tieredkv.storage.messages.engine import (
     CloseCall,
     Completions,
     ControlRequest,
@@ -47,10 +39,19 @@ from tieredkv.storage.worker_messages import (
     StoreCall,
     StoreOptions,
     TouchCall,
+    TouchItem,
     WorkerMessage,
     WorkerUp,
 )
+from tieredkv.storage.messages.operator import Delete, Reply
+from tieredkv.storage.stats import StoreStats
+from tieredkv.storage.store import BlockStore
+from tieredkv.storage.tier import Lent, Loaded, Stored
+from tieredkv.storage.worker import operators, service, touches, write_share
+from tieredkv.storage.worker.service import StoreService
+from tieredkv.storage.worker.socket import socket_address
 from tieredkv.types import BlockRecord
+from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel
 
 NOW = Clock().now()

@@ -33,14 +33,14 @@ from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBus
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.models import KnownModel, note_model, read_models
-from tieredkv.storage import starts
-from tieredkv.storage.folder import MARKER
+from tieredkv.storage.folder import starts
+from tieredkv.storage.folder.folder import MARKER
 from tieredkv.storage.format.record import scope_of
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.messages.engine import StoreOptions
 
 DAY_S = 86_400
 
@@ -131,7 +131,7 @@ def test_a_first_start_makes_the_keys_and_says_where(
     assert look(place).stamps == (bytes.fromhex(place.marker["stamp"]),) * 2
 
 
-@pytest.mark.parametrize("name", ["keys.place", "marker"])
+@pytest.mark.parametrize("name", ["keys.place", "folder.marker"])
 def test_a_first_start_that_fails_leaves_no_file_of_keys(
     place: Place, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,8 @@ from tests.storage.strangers_reader import Block, Store
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.tiny import init_tiny_weights
+from tieredkv.storage.client.names import Names
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.names import Names
 
 PROMPT = "".join(chr(0x21 + number * 7 % 90) for number in range(100))
 OTHER = PROMPT[:48] + "~" * 40

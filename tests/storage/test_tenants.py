@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.storage.blocks import digest, make_record
+from tieredkv.storage.extents.tenants import Tenants
 from tieredkv.storage.format.record import Extent, Located, Retentions, extent_bytes_for, lru_key
-from tieredkv.storage.index import Index
-from tieredkv.storage.index_txn import TXN_BLOCKS
-from tieredkv.storage.tenants import Tenants
+from tieredkv.storage.index.environment import Index
+from tieredkv.storage.index.transaction import TXN_BLOCKS
 
 PAYLOAD_BYTES = 8192
 EXTENT_BYTES = extent_bytes_for(PAYLOAD_BYTES)

@@ -27,9 +27,9 @@ from tieredkv.errors import (
     StoreFullError,
 )
 from tieredkv.operate.ask import StoreControl
-from tieredkv.storage.index_pages import check_pages, read_meta
-from tieredkv.storage.verdicts import FULL_ERRNOS, MEANINGS, storage_errors
-from tieredkv.storage.worker_process import judge_end
+from tieredkv.storage.index.pages import check_pages, read_meta
+from tieredkv.storage.index.verdicts import FULL_ERRNOS, MEANINGS, storage_errors
+from tieredkv.storage.worker.process import judge_end
 
 CHAIN = make_chain("a", 20)
 HASHES = [record.block_hash for record in CHAIN]
@@ -99,11 +99,11 @@ def test_a_code_of_lmdbs_that_nobody_knows_is_no_damage() -> None:
 @pytest.mark.parametrize(
     ("returncode", "frame", "wanted"),
     [
-        (-signal.SIGSEGV, "/x/storage/index.py", (True, False)),
-        (-signal.SIGBUS, "/x/storage/index.py", (True, False)),
-        (-signal.SIGABRT, "/x/storage/index.py", (True, False)),
-        (-signal.SIGBUS, "/x/storage/index_txn.py", (True, False)),
-        (-signal.SIGFPE, "/x/storage/index.py", (False, True)),
+        (-signal.SIGSEGV, "/x/storage/index/environment.py", (True, False)),
+        (-signal.SIGBUS, "/x/storage/index/environment.py", (True, False)),
+        (-signal.SIGABRT, "/x/storage/index/environment.py", (True, False)),
+        (-signal.SIGBUS, "/x/storage/index/transaction.py", (True, False)),
+        (-signal.SIGFPE, "/x/storage/index/environment.py", (False, True)),
         (-signal.SIGSEGV, "/x/storage/format/planes.py", (False, True)),
         (-signal.SIGSEGV, "/x/other/index.py", (False, True)),
         (-signal.SIGSEGV, None, (False, True)),
@@ -126,7 +126,7 @@ def test_a_crash_is_evidence_only_in_the_index(
     ("returncode", "frame", "wanted"),
     [
         (-signal.SIGBUS, "/x/storage/format/record.py", (False, False)),
-        (-signal.SIGBUS, "/x/storage/index.py", (True, False)),
+        (-signal.SIGBUS, "/x/storage/index/environment.py", (True, False)),
         (-signal.SIGSEGV, "/x/storage/format/record.py", (False, True)),
         (-signal.SIGBUS, None, (False, True)),
     ],
@@ -238,7 +238,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
 
 @pytest.mark.parametrize(
     ("module", "holder", "name"),
-    [("lmdb_store", "BlockStore", "find"), ("lmdb_store", "BlockStore", "commit")],
+    [("store", "BlockStore", "find"), ("store", "BlockStore", "commit")],
 )
 def test_an_exception_in_the_middle_leaves_every_stored_block(
     stored: Harness, break_worker: Break, module: str, holder: str, name: str
@@ -260,7 +260,7 @@ def test_an_exception_at_the_workers_end_leaves_every_file_as_it_is(
     stored: Harness, break_worker: Break
 ) -> None:
     flag = break_worker(
-        "index", "close", "raise ZeroDivisionError('injected')", holder="module.Index"
+        "index.environment", "close", "raise ZeroDivisionError('injected')", holder="module.Index"
     )
     client = stored.open()
     flag.touch()
@@ -288,7 +288,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
 ) -> None:
     # The code is compiled under the name of the index's file, as if LMDB had crashed below it.
     crash = "exec(compile(RAISE, module.__file__, 'exec'))"
-    flag = break_worker("index_txn", "get_segment", crash, holder="module.IndexTxn")
+    flag = break_worker("index.transaction", "get_segment", crash, holder="module.IndexTxn")
     client = stored.open()
     before = kept_files(stored.folder)
     flag.touch()
@@ -343,7 +343,9 @@ def test_a_truncated_index_under_a_live_worker_is_evidence_and_no_block_is_lost(
 def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone(
     stored: Harness, break_worker: Break, code: int
 ) -> None:
-    flag = break_worker("index", "read_meta", f"raise OSError({code}, os.strerror({code}))")
+    flag = break_worker(
+        "index.environment", "read_meta", f"raise OSError({code}, os.strerror({code}))"
+    )
     client = stored.open()
     before = kill(client, stored.folder, flag)
     wait_until(lambda: os.strerror(code) in client.trouble)
@@ -466,7 +468,7 @@ def test_an_index_that_cannot_be_made_again_for_want_of_space_is_tried_again(
     stored: Harness, break_worker: Break
 ) -> None:
     action = "raise OSError(28, 'No space left on device')"
-    flag = break_worker("rebuild", "_fill", action)
+    flag = break_worker("index.rebuild", "_fill", action)
     client = stored.open()
     flag.touch()
     os.truncate(stored.folder / "index" / "data.mdb", 4096)

@@ -26,8 +26,8 @@ from tests.storage.blocks import make_record
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.store import BlockStore
 
 BLOCK_BYTES, GROUP, WRITERS, READERS, REPEATS = 2 << 20, 64, 8, 32, 3
 

@@ -11,10 +11,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tieredkv.storage.client import StoreClient
-from tieredkv.storage.host import HostArena
+from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.messages.engine import ControlRequest, StoreOptions
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Restarted, Stored
-from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
+from tieredkv.wire.arena import HostArena
 
 _POLL_S = 0.02
 _PATIENCE_S = 60.0

@@ -34,13 +34,13 @@ from tests.storage.blocks import make_record
 from tieredkv.bench import raw
 from tieredkv.bench.disk import STAMPED
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.storage.client import StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import extent_bytes_for
-from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages.engine import StoreOptions
 from tieredkv.storage.tier import Lent, Loaded, Stored
-from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import tracked
 from tieredkv.units import parse_bytes
+from tieredkv.wire.arena import HostArena
 
 NUM_KEPT = 4  # times the blocks of a round
 READERS, WRITERS = StoreOptions(path="").num_readers, StoreOptions(path="").num_writers

@@ -57,9 +57,9 @@ from tieredkv.garbage import look_seldom
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.chain_ids import chain_id
 from tieredkv.operate.models import KnownModel
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.results import chain_id
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
 BLOCK_BYTES = 8

@@ -23,8 +23,8 @@ import click
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.store import BlockStore
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
 BLOCK_BYTES = 4096

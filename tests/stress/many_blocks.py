@@ -35,13 +35,13 @@ import numpy as np
 
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
-from tieredkv.storage.client import StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.messages.engine import ControlRequest, StoreOptions
+from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent, LookupDone, Stored
-from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 from tieredkv.types import BlockRecord
+from tieredkv.wire.arena import HostArena
 
 GROUP, WRITERS, NUM_TENANTS, SHARED_BLOCKS = 64, 8, 10, 64
 EXTENT_BYTES = 8192

@@ -36,8 +36,8 @@ from tieredkv.bench import plots
 from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
+from tieredkv.storage.messages.engine import StoreOptions
 from tieredkv.storage.tier import Lent
-from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)

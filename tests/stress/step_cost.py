@@ -42,11 +42,11 @@ from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
+from tieredkv.storage.messages.engine import StoreCall, TouchItem
+from tieredkv.storage.stats import NO_STATS, StoreStats
 from tieredkv.storage.tier import Lent, LookupDone, Restarted, Stored
-from tieredkv.storage.worker_messages import StoreCall
 from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
 
 BLOCK_BYTES = 8

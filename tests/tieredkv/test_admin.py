@@ -12,9 +12,9 @@ from tests.fake_store import chain_of, root_of
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.operate.calls import Call, Inspect
+from tieredkv.operate.infos import BlockInfo
 from tieredkv.server.admin import respond
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.results import BlockInfo
 from tieredkv.types import BlockRecord, Tier
 
 CHAIN = chain_of("a", 3)

@@ -10,8 +10,8 @@ from tieredkv.cache import chain_search
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.chain_search import ChainSearch, named
 from tieredkv.cache.pieces import whole
+from tieredkv.operate.chain_ids import chain_id, short_id
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies
-from tieredkv.storage.results import chain_id, short_id
 from tieredkv.types import BlockHash
 
 

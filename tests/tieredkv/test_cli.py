@@ -39,8 +39,8 @@ from tieredkv.errors import (
 from tieredkv.operate import calls
 from tieredkv.operate.ask import Asking, StoreControl
 from tieredkv.operate.calls import Ls
-from tieredkv.storage import starts
-from tieredkv.storage.results import short_id
+from tieredkv.operate.chain_ids import short_id
+from tieredkv.storage.folder import starts
 from tieredkv.units import format_duration
 
 VERBS = ["serve", "generate", "bench ttft", *calls.VERBS, "doctor", "config show"]

@@ -27,13 +27,13 @@ from tieredkv.errors import (
 )
 from tieredkv.operate.ask import Asking, document
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.infos import BlockInfo, ChainInfo
 from tieredkv.operate.jobs import Job
 from tieredkv.operate.ls import PAGE_CHAINS
 from tieredkv.server import admin
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
-from tieredkv.storage.results import BlockInfo, ChainInfo
 from tieredkv.types import Tier
 
 KEY = "operator"

@@ -23,8 +23,8 @@ from tieredkv.config import Settings
 from tieredkv.errors import ServerUnreachableError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.server.slow_requests import SlowRequest
-from tieredkv.storage.folder import hold_for_engine
-from tieredkv.storage.results import Lifetimes
+from tieredkv.storage.folder.folder import hold_for_engine
+from tieredkv.storage.stats import Lifetimes
 
 NOW = 1_800_000_000.0
 GIB = 1 << 30

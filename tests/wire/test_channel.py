@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.worker_messages import EngineMessage, LookupCall
+from tieredkv.storage.messages.engine import EngineMessage, LookupCall
 from tieredkv.wire.channel import FrameChannel
 
 _decoder = msgspec.msgpack.Decoder(EngineMessage)

@@ -34,10 +34,11 @@ from tieredkv.bench.temporary_keys import make_place, temporary_keys
 from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
-from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.filesystem import Filesystem
-from tieredkv.storage.folder import INDEX, SEGMENTS
+from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.extents.files import SegmentFiles
+from tieredkv.storage.extents.space import minimum_budget_bytes
+from tieredkv.storage.folder.filesystem import Filesystem
+from tieredkv.storage.folder.folder import INDEX, SEGMENTS
 from tieredkv.storage.format.record import (
     CODEC_RAW,
     Extent,
@@ -47,17 +48,16 @@ from tieredkv.storage.format.record import (
     identity_of,
     payload_checksum,
 )
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import Index
-from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.index.entries import SegmentState
+from tieredkv.storage.index.environment import Index
 from tieredkv.storage.keys.cipher import encrypt
 from tieredkv.storage.keys.layout import PayloadKey
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.space import minimum_budget_bytes
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
-from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
+from tieredkv.wire.arena import HostArena
 
 ARENA_BYTES = 256 << 20
 STAMPED = np.s_[:: PAGE_ALIGNMENT_BYTES // 8]  # words of a block that hold the block's number

@@ -3,7 +3,7 @@
 import os
 
 from tieredkv.errors import ConfigError, StorageError
-from tieredkv.storage.folder import make_missing
+from tieredkv.storage.folder.folder import make_missing
 from tieredkv.storage.keys import master
 
 

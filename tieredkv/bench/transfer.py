@@ -20,9 +20,9 @@ from tieredkv.bench import raw
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
-from tieredkv.storage.host import HostArena
 from tieredkv.types import BlockId, PageId, Progress, tracked
 from tieredkv.units import parse_bytes
+from tieredkv.wire.arena import HostArena
 
 DIRECTIONS = {"host to device": 1.0, "device to host": 0.0, "both at once": 0.5}
 """Share of the bytes copied to the device; the rest goes to the host. Rates are per direction."""

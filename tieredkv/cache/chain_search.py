@@ -12,8 +12,8 @@ from itertools import chain
 
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying
-from tieredkv.storage.names import NO_NAMES, Names
-from tieredkv.storage.results import named_blocks
+from tieredkv.operate.chain_ids import named_blocks
+from tieredkv.storage.client.names import NO_NAMES, Names
 from tieredkv.types import BlockHash
 
 
@@ -34,7 +34,7 @@ class ChainSearch:
 
     Args:
         catalog: knows the blocks.
-        ids: see `storage.results.ChainInfo`.
+        ids: see `operate.infos.ChainInfo`.
         following: further blocks that count as named, since the disk has them.
         before: further blocks that belong to these chains if no other chain uses them.
         names: which ids are made of.

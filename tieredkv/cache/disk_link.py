@@ -17,8 +17,9 @@ from tieredkv.cache.plan import LinkState
 from tieredkv.cache.pool import Block
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import Times
+from tieredkv.storage.messages.engine import ControlRequest
 from tieredkv.storage.tier import (
     BlockLife,
     Gone,
@@ -29,7 +30,6 @@ from tieredkv.storage.tier import (
     Restarted,
     Stored,
 )
-from tieredkv.storage.worker_messages import ControlRequest
 from tieredkv.types import BlockHash, BlockRecord
 
 MAX_READ_S = 0.05

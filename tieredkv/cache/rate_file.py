@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tieredkv.cache.rates import ComputeRate, LinkRate, Step
-from tieredkv.storage.folder import MARKER
-from tieredkv.storage.own_files import read_own, replace_own
+from tieredkv.storage.folder.folder import MARKER
+from tieredkv.storage.folder.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
-from tieredkv.storage.client import StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from tieredkv.cli.store import NAMESPACE_HEX, SHORT_HEX, with_needs
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import NoServerError
 from tieredkv.operate.calls import Inspect
-from tieredkv.storage.results import BlockInfo
+from tieredkv.operate.infos import BlockInfo
 from tieredkv.units import format_bytes, format_duration
 
 

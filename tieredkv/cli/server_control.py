@@ -20,7 +20,7 @@ from tieredkv.errors import (
 )
 from tieredkv.operate.ask import Asking, Page
 from tieredkv.operate.calls import Call, EvictFilter
-from tieredkv.storage.results import BlockInfo, ChainInfo
+from tieredkv.operate.infos import BlockInfo, ChainInfo
 
 TIMEOUTS = httpx.Timeout(600.0, connect=30.0)
 """A server says nothing while it looks through a large store."""

@@ -17,7 +17,9 @@ from tieredkv.cli.versions import told, untold_text
 from tieredkv.config import LoadedSettings
 from tieredkv.operate.ask import Asking, StoreControl, document
 from tieredkv.operate.calls import Df, EvictFilter, Ls, Prune, Verify
-from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, Lifetimes, short_id
+from tieredkv.operate.chain_ids import MIN_ID_DIGITS, short_id
+from tieredkv.operate.infos import ChainInfo
+from tieredkv.storage.stats import Lifetimes
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
 

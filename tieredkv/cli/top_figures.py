@@ -11,7 +11,7 @@ import msgspec
 from tieredkv.cache.counters import moved_bytes
 from tieredkv.cli.versions import told
 from tieredkv.server.slow_requests import SlowRequest
-from tieredkv.storage.results import Lifetimes
+from tieredkv.storage.stats import Lifetimes
 from tieredkv.types import Tier
 
 MOVES = ("device,host", "host,disk", "disk,host", "host,device")

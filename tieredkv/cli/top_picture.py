@@ -12,7 +12,7 @@ from tieredkv.cli.output import MOST_COLUMNS
 from tieredkv.cli.top_figures import MoveRate, Picture, Recent, TierUse
 from tieredkv.cli.versions import untold_text
 from tieredkv.server.slow_requests import SlowRequest
-from tieredkv.storage.results import Lifetimes
+from tieredkv.storage.stats import Lifetimes
 from tieredkv.types import Tier
 from tieredkv.units import format_bytes, format_duration
 

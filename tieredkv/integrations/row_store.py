@@ -19,10 +19,10 @@ from typing import NamedTuple
 from tieredkv.cache.rates import LinkRate
 from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Times, times_of
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.messages.engine import ControlRequest, StoreOptions, TouchItem
+from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.tier import (
     BlockLife,
     Gone,
@@ -33,8 +33,8 @@ from tieredkv.storage.tier import (
     Restarted,
     Stored,
 )
-from tieredkv.storage.worker_messages import ControlRequest, StoreOptions
 from tieredkv.types import BlockRecord
+from tieredkv.wire.arena import HostArena
 
 _POLL_S = 0.05
 _LOOKUP_S = 2.0  # a lookup that takes longer is a miss

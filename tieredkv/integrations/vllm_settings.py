@@ -6,7 +6,7 @@ from typing import Any
 
 from tieredkv.config import Settings, load_settings
 from tieredkv.errors import ConfigError
-from tieredkv.storage.space import minimum_budget_bytes
+from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)

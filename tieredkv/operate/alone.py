@@ -10,11 +10,11 @@ from tieredkv.operate.ask import Asking
 from tieredkv.operate.calls import Call, EvictFilter, Inspect, Ls
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
+from tieredkv.operate.infos import BlockInfo, ChainInfo
 from tieredkv.operate.inspect import in_order
 from tieredkv.operate.ls import listing
 from tieredkv.operate.models import KnownModel, KnownModels
 from tieredkv.operate.ram import RamBlocks
-from tieredkv.storage.results import BlockInfo, ChainInfo
 
 
 def pages(call: Call, told: Sequence[dict[str, Any]]) -> Asking:

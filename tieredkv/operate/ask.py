@@ -41,19 +41,19 @@ from tieredkv.operate.calls import (
     encoded,
 )
 from tieredkv.operate.df import df
+from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.rotate import rotate
 from tieredkv.operate.verify import VerbProgress, verify
 from tieredkv.operate.worker import Channel, Worker, decoder, silent
-from tieredkv.storage import worker_messages as messages
-from tieredkv.storage.control_server import socket_address
-from tieredkv.storage.folder import SOCKET, has_engine
-from tieredkv.storage.limits import described
-from tieredkv.storage.names import Names
-from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.worker_messages import StoreOptions
-from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
+from tieredkv.storage.client.names import Names
+from tieredkv.storage.folder.folder import SOCKET, has_engine
+from tieredkv.storage.messages import engine as messages
+from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.worker.process import WorkerEnd, WorkerProcess
+from tieredkv.storage.worker.socket import socket_address
 from tieredkv.types import Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel, Incoming
+from tieredkv.wire.limits import described
 from tieredkv.wire.process import Refused
 
 Page = list[Any]
@@ -151,7 +151,7 @@ class StoreControl:
         Raises:
             ConfigError, MissingKeyError, StoreBusyError, StorageError: see `starts.adopt`.
         """
-        from tieredkv.storage import starts  # loads what most verbs do not need
+        from tieredkv.storage.folder import starts  # loads what most verbs do not need
 
         return {"adopted": starts.adopt(self._options)}
 
@@ -232,7 +232,7 @@ class StoreControl:
         """
         if not _is_of_whole_disk(call):
             return None
-        from tieredkv.storage import starts  # loads what most verbs do not need
+        from tieredkv.storage.folder import starts  # loads what most verbs do not need
 
         if not (why := starts.why_refused(self._options)):
             return None

@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tieredkv.errors import ConfigError
-from tieredkv.storage.results import ID_HINT, ChainInfo, named_blocks, namespace_prefix
+from tieredkv.operate.chain_ids import ID_HINT, named_blocks, namespace_prefix
+from tieredkv.operate.infos import ChainInfo
 from tieredkv.types import Tier
 
 
@@ -103,7 +104,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
         tenant: of the prompt: the SHA-256 of its API key in hex; "" without keys.
         cache_salt, prompt_cache_key: of the prompt, where its body has none.
         names: what the store calls the blocks of a prompt that was tokenized elsewhere, the first
-            one first; see `storage.names`. Those that are on disk are listed. If the first is not,
+            one first (`storage.client.names`). Those on disk are listed. If the first is not there,
             the answer has all `roots` of the store, each with its namespace.
     """
 

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieredkv.operate.chains import Chains
+from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.models import KnownModels
 from tieredkv.operate.table import TIER_BITS
-from tieredkv.storage.results import ChainInfo
 from tieredkv.types import Tier
 
 _TIERS = [[tier for tier, bit in TIER_BITS.items() if code & bit] for code in range(8)]

@@ -12,13 +12,14 @@ from msgspec.structs import replace
 
 from tieredkv.errors import NoServerError, StoreUnreachableError
 from tieredkv.operate.calls import EvictFilter, Ls
+from tieredkv.operate.chain_ids import named_blocks
 from tieredkv.operate.chains import Chains
+from tieredkv.operate.infos import NOTHING_EVICTED
 from tieredkv.operate.ls import chains_of, columns_of, listing
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import TIER_BITS, Blocks, starts_in
 from tieredkv.operate.worker import Worker, batched, silent_engine
-from tieredkv.storage.results import NOTHING_EVICTED, named_blocks
-from tieredkv.storage.socket_messages import Deleted
+from tieredkv.storage.messages.operator import Deleted
 from tieredkv.types import Tier
 
 SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tieredkv.errors import ConfigError
+from tieredkv.operate.chain_ids import namespace_prefix
 from tieredkv.operate.columns import ChainColumns, Labels
-from tieredkv.storage.results import namespace_prefix
 from tieredkv.types import Tier
 from tieredkv.units import parse_bytes, parse_duration
 

@@ -12,14 +12,15 @@ from msgspec.structs import replace
 
 from tieredkv.errors import ConfigError, NoServerError, UnknownIdError
 from tieredkv.operate.calls import Inspect, Ls
+from tieredkv.operate.chain_ids import ID_HINT, named_blocks
 from tieredkv.operate.evict import choose, names_of
+from tieredkv.operate.infos import BlockInfo
 from tieredkv.operate.ls import chains_of
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import scan
 from tieredkv.operate.worker import Worker, only, silent_engine
 from tieredkv.storage.format.planes import codec_name
 from tieredkv.storage.format.record import Located
-from tieredkv.storage.results import ID_HINT, BlockInfo, named_blocks
 from tieredkv.types import Tier
 
 Known = dict[str, BlockInfo]

@@ -9,12 +9,12 @@ from tieredkv.operate.calls import Ls
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import scan
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.results import ChainInfo
-from tieredkv.storage.socket_messages import NO_ANSWER
+from tieredkv.storage.messages.operator import NO_ANSWER
 
 PAGE_CHAINS = 256
 

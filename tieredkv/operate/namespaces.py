@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tieredkv.operate.infos import NamespaceUse
 from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.operate.table import BlockTable, scan
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.results import NamespaceUse
 
 _TOLD_NAMESPACES = 10_000  # the largest, in one answer
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.format.record import NO_RETENTIONS, RECORD_BYTES, Retentions
-from tieredkv.storage.socket_messages import Rows
+from tieredkv.storage.messages.operator import Rows
 from tieredkv.types import Tier
 
 START_BYTES = 16

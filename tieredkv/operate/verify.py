@@ -7,10 +7,10 @@ import msgspec
 
 from tieredkv.errors import CorruptIndexError, StoreFailedError
 from tieredkv.operate.calls import Verify
+from tieredkv.operate.infos import ErasureResult, VerifyResult
 from tieredkv.operate.worker import Worker
-from tieredkv.storage import socket_messages as messages
-from tieredkv.storage.results import ErasureResult, VerifyResult
-from tieredkv.storage.socket_messages import Checked
+from tieredkv.storage.messages import operator as messages
+from tieredkv.storage.messages.operator import Checked
 
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""

@@ -13,9 +13,9 @@ import msgspec
 
 from tieredkv.errors import StoreUnreachableError, named
 from tieredkv.operate.calls import Call, encoded
-from tieredkv.storage import socket_messages as messages
 from tieredkv.storage.format.record import Located, Retentions, decode_record, hash_in
-from tieredkv.storage.socket_messages import Checked, Deleted, Rotated, Told
+from tieredkv.storage.messages import operator as messages
+from tieredkv.storage.messages.operator import Checked, Deleted, Rotated, Told
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
 
@@ -142,7 +142,7 @@ class Worker:
 
         Args:
             call: the verb.
-            following: blocks on disk that it is about; see `worker_messages.ControlRequest`.
+            following: blocks on disk that it is about; see `messages.engine.ControlRequest`.
             before: blocks on disk before these that no other chain on disk shares.
         """
         *some, last = [*batched(following, _ASKED_BLOCKS)] or [()]

@@ -19,11 +19,11 @@ from tieredkv.errors import (
     UnknownIdError,
 )
 from tieredkv.operate.calls import VERBS, Call, EvictFilter, Inspect, Ls
+from tieredkv.operate.infos import NOTHING_EVICTED
 from tieredkv.operate.jobs import Job
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.verb_process import VerbProcess
-from tieredkv.storage.results import NOTHING_EVICTED
 
 _VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}
 Forget = Callable[[EvictFilter], Json]

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from tieredkv.errors import RequestError
 from tieredkv.server.limits import ID_HEADERS, request_id_of
 from tieredkv.server.openai_answers import openai_body
-from tieredkv.storage.limits import raise_file_limit
+from tieredkv.wire.limits import raise_file_limit
 
 logger = logging.getLogger(__name__)
 

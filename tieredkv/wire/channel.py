@@ -1,7 +1,7 @@
 """Messages in frames over a stream socket; sending never waits for the other side.
 
 A frame is a little-endian u32 length and that many bytes of msgpack: one tagged struct of
-`tieredkv.storage.worker_messages`. This module does not know what the messages mean.
+`tieredkv.storage.messages.engine`. This module does not know what the messages mean.
 """
 
 import select

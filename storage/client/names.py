@@ -1,0 +1,58 @@
+"""The names of blocks in a store: their hashes, under a keyed permutation if it is encrypted.
+
+A block hash follows from a prompt, so whoever has an index of such hashes can test whether a prompt
+was cached. Names tell nothing without their key. AES-256 is applied to each 16 bytes of a hash, so
+a name is as long as its hash, and whoever has the key can turn it back.
+
+The engine knows hashes only, and the store's worker names only: the client of the store translates
+between them. It hands these names to whoever answers an operator, whose ids are made of names.
+"""
+
+from collections.abc import Sequence
+
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from tieredkv.errors import StorageError
+
+_AES_BYTES = 16
+
+
+class Names:
+    """Turns block hashes into names and names into block hashes; any thread may use it.
+
+    Args:
+        key: of the names; empty for a store that is not encrypted, whose names are the hashes.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
+        self._cipher = Cipher(algorithms.AES256(key), modes.ECB()) if key else None
+
+    def hide(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the names of blocks.
+
+        Raises:
+            StorageError: the store is encrypted, and a hash does not have 16 or 32 bytes.
+        """
+        return [*hashes] if self._cipher is None else _apply(self._cipher.encryptor(), hashes)
+
+    def reveal(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the hashes of blocks by their names."""
+        return [*names] if self._cipher is None else _apply(self._cipher.decryptor(), names)
+
+
+NO_NAMES = Names()
+"""Those of a store that is not encrypted, and of no store."""
+
+
+def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:
+    data = context.update(b"".join(digests))
+    sizes = set(map(len, digests))
+    if any(size % _AES_BYTES for size in sizes):
+        raise StorageError("the blocks of an encrypted store have hashes of 16 or 32 bytes")
+    if len(sizes) == 1:
+        (size,) = sizes
+        return [data[start : start + size] for start in range(0, len(data), size)]
+    start, changed = 0, list[bytes]()
+    for each in digests:
+        changed.append(data[start : (start := start + len(each))])
+    return changed

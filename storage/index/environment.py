@@ -1,0 +1,340 @@
+"""The LMDB environment of a store: opens the index, and begins its transactions.
+
+This module knows the index's file: how it is opened, how long it is, how it is read ahead
+and checked. `tieredkv.storage.index.transaction` knows what is in it.
+
+One thread makes all changes and any thread may read; neither waits for the other. Only
+`looking_over`, which reads the whole index, takes turns with changes: LMDB cannot reuse a page
+while a read transaction is open that began before the page was released.
+"""
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
+from typing import Any
+
+import lmdb
+import numpy as np
+
+from tieredkv.errors import StorageError
+from tieredkv.storage.folder.own_files import check_owner, open_own, remove
+from tieredkv.storage.format.record import NO_RETENTIONS, Retentions
+from tieredkv.storage.index.entries import NAMES, ORDERS
+from tieredkv.storage.index.pages import DATA_FILE, read_meta
+from tieredkv.storage.index.transaction import IndexTxn
+from tieredkv.storage.index.verdicts import storage_errors
+from tieredkv.storage.ownership import OwningThread, owned_by
+from tieredkv.wire.limits import check_address_space
+
+MAP_BYTES = 64 << 30
+LIB_VERSION = 0  # selects the version of LMDB that writes `pages.DATA_VERSION`
+_LOCK_FILE = "lock.mdb"
+_LINKS = "index.open"  # beside the index: the folder through which LMDB finds its two files
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a filesystem without symbolic links
+_AHEAD_BYTES = 2 << 20  # more than one ordinary transaction adds to the file
+PAGE_BYTES = 4096
+_PAGE_HEADER_BYTES = 16
+_PAGE = np.dtype(  # the header of an LMDB page; its flags are 1 in a branch and 2 in a leaf
+    {
+        "names": ["number", "flags", "lower", "upper"],
+        "formats": ["<u8", "<u2", "<u2", "<u2"],
+        "offsets": [0, 10, 12, 14],
+        "itemsize": PAGE_BYTES,
+    }
+)
+_LOOKED_OVER_KEYS = 256  # how many keys one step of `looking_over` checks
+_READ_AHEAD_BYTES = 1 << 20
+_PAUSES = 25  # each pause while the index is checked lasts this many times the step before it
+_MAX_PAUSE_S = 0.5
+_MADV_POPULATE_READ = 22
+
+
+@contextmanager
+def _folder_fd(path: str, parent_fd: int | None = None) -> Iterator[int]:
+    """Open a folder of this user that others cannot write to; its last name is no link.
+
+    Args:
+        path: the folder, for errors as well; only its last name counts below `parent_fd`.
+        parent_fd: the folder above it.
+    """
+    name = path if parent_fd is None else os.path.basename(path)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=parent_fd)
+    try:
+        check_owner(path, os.fstat(fd))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _links_to(files: dict[str, int], store: str, store_fd: int) -> Iterator[str]:
+    """Make links to open files in a folder of the store, and return a path to that folder.
+
+    One process at a time opens a store, so whatever is there was left by a process that was killed,
+    or by somebody else: it is removed by its name and never followed. Between two openings, empty
+    files take the places of the links, so that these can be made on a full disk, too.
+    """
+    path = os.path.join(store, _LINKS)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(_LINKS, dir_fd=store_fd).st_mode):
+            os.unlink(_LINKS, dir_fd=store_fd)
+    with suppress(FileExistsError):
+        os.mkdir(_LINKS, dir_fd=store_fd)
+        os.chmod(_LINKS, 0o700, dir_fd=store_fd)  # whatever the umask
+    with _folder_fd(path, store_fd) as links_fd:
+        os.fchmod(links_fd, 0o700)
+        _empty(links_fd)
+        try:
+            for name, fd in files.items():
+                os.symlink(f"/proc/self/fd/{fd}", name, dir_fd=links_fd)
+            yield f"/proc/self/fd/{links_fd}"
+        finally:
+            _empty(links_fd)
+            with suppress(OSError):
+                for name in files:
+                    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=links_fd)
+                    os.fchmod(fd, 0o600)
+                    os.close(fd)
+
+
+def _empty(folder_fd: int) -> None:
+    """Remove what lies in a folder by its name."""
+    for name in os.listdir(folder_fd):
+        remove(name, dir_fd=folder_fd)
+
+
+class Index:
+    """The LMDB environment of a store.
+
+    Attributes:
+        retentions: the names of retention policies, by the numbers that the records have.
+        emptied: scopes of payload keys that have lost their last block since somebody took them
+            from here.
+    """
+
+    def __init__(self, path: str, *, sync: bool, retentions: Retentions = NO_RETENTIONS) -> None:
+        self.path = path
+        self.sync = sync
+        self.retentions = retentions
+        self.emptied = set[bytes]()
+        self._opened: Any = None
+        self._data_fd = -1
+        self._file_end = 0
+        self.thread = OwningThread()  # makes every change
+        self._changing = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        store = os.path.dirname(os.path.abspath(self.path))
+        with storage_errors(self.path), ExitStack() as folders:
+            store_fd = folders.enter_context(_folder_fd(store))
+            index_fd = folders.enter_context(_folder_fd(self.path, store_fd))
+            read_meta(self.path)
+            check_address_space(f"the index at `{self.path}`", MAP_BYTES)
+            data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
+            try:
+                env = self._open_through_links(store, store_fd, index_fd, data_fd)
+                # NOTE: the file is given its full length. Otherwise, reading a page that a short
+                # file lacks would raise SIGBUS; now it reads as damage. A short file alone is no
+                # damage, because pages that were never written may be missing. Bytes behind the
+                # last page are empty, and cutting them off saves room in a copied file.
+                try:
+                    size = self._end_bytes(env)
+                    os.ftruncate(data_fd, size)
+                    self._data_fd, self._file_end = data_fd, size
+                    self._opened = env, dict[str, Any]()
+                    self.keep_ahead()
+                    self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+                except BaseException:
+                    env.close()
+                    raise
+            except BaseException:
+                self._opened, self._data_fd = None, -1
+                os.close(data_fd)
+                raise
+
+    def _open_through_links(self, store: str, store_fd: int, index_fd: int, data_fd: int) -> Any:
+        """Open the environment with LMDB's lock file in memory; only this process uses it.
+
+        LMDB writes to a map of the lock file. On a filesystem without room for a changed page, such
+        as a full btrfs, that write would raise SIGBUS. LMDB finds the file in memory through a
+        folder of two links. A filesystem without symbolic links, such as FAT, sets room aside for
+        every page of a file that grows, so there the lock file beside the data file will do.
+        """
+        options: dict[str, Any] = {
+            "max_dbs": len(NAMES),
+            "map_size": MAP_BYTES,
+            "mode": 0o600,
+            "readahead": False,
+            "sync": self.sync,
+            "metasync": False,
+            "lib_version": LIB_VERSION,
+        }
+        lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
+        try:
+            files = {DATA_FILE: data_fd, _LOCK_FILE: lock_fd}
+            with _links_to(files, store, store_fd) as path:
+                return lmdb.open(path, **options)
+        except OSError as error:  # LMDB's own errors are none of these
+            if error.errno not in _NO_LINKS:
+                raise
+            return lmdb.open(f"/proc/self/fd/{index_fd}", **options)
+        finally:
+            os.close(lock_fd)
+
+    @contextmanager
+    def reading(self) -> Iterator[IndexTxn]:
+        """Open a transaction that reads one consistent state of the index.
+
+        Raises:
+            StorageError: the index is closed, or LMDB failed (`tieredkv.storage.index.verdicts`).
+        """
+        if self._opened is None:
+            raise StorageError(errno.EBADF, f"the index at `{self.path}` is closed")
+        env, dbs = self._opened
+        with storage_errors(self.path), env.begin() as txn:
+            yield IndexTxn(txn, dbs, self.retentions)
+
+    @contextmanager
+    @owned_by("thread")
+    def writing(self) -> Iterator[IndexTxn]:
+        """Change the index in one transaction, which is undone if anything raises."""
+        env, dbs = self._opened
+        with self._changing, storage_errors(self.path), env.begin(write=True) as txn:
+            self.keep_ahead()
+            changes = IndexTxn(txn, dbs, self.retentions)
+            yield changes
+            changes.keep_meta()
+        self.emptied |= changes.emptied
+
+    def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
+        """Keep the file's length `num_bytes` beyond its last page; the extra bytes take no space.
+
+        LMDB then never makes the file grow by writing at its end. Some filesystems (XFS) give a
+        file that grows that way far more space than was written, which the store cannot plan for.
+        """
+        end = self._end_bytes(self._opened[0]) + num_bytes
+        if end > self._file_end:
+            self._file_end = end + _AHEAD_BYTES
+            os.ftruncate(self._data_fd, self._file_end)
+
+    @staticmethod
+    def _end_bytes(env: Any) -> int:
+        """Return the file offset at which the last page ends that was ever used."""
+        return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
+
+    def reading_ahead(self) -> Iterator[bool]:
+        """Read the whole file and fill LMDB's map, so that the first lookups wait for no page.
+
+        Yields after each short step whether all tree pages read in it lie where their numbers say.
+        """
+        path, first_page = os.path.join(self.path, DATA_FILE), 0
+        with self.reading():
+            page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
+        with suppress(OSError), open(open_own(path), "rb", buffering=0) as file:
+            while data := file.read(_READ_AHEAD_BYTES):
+                pages = np.frombuffer(data, _PAGE, len(data) // PAGE_BYTES)
+                pages = pages[:: page_bytes // PAGE_BYTES]
+                places = np.arange(first_page, first_page := first_page + len(pages))
+                is_tree = (pages["flags"] - 1 < 2) & (pages["lower"] >= _PAGE_HEADER_BYTES)
+                is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
+                yield not np.any(is_tree & (pages["number"] != places))
+            # NOTE: bytes behind the last page are left out: in a tmpfs they would take up room.
+            size = ctypes.c_size_t(self._end_bytes(self._opened[0]))
+            with open("/proc/self/maps") as maps:
+                for line in maps:
+                    if line.rstrip().endswith(os.path.realpath(path)):
+                        start = ctypes.c_void_p(int(line.partition("-")[0], 16))
+                        # Older kernels refuse this advice; pages are then read when first used.
+                        ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
+
+    def looking_over(self) -> Iterator[bool]:
+        """Check the index in short steps: first the order of keys, last the counters.
+
+        Yields after each step whether that step found no fault. No transaction outlives its step,
+        so blocks may change between steps. The number of keys is compared only if the index did not
+        change during the walk.
+        """
+        for name in ("blocks", *ORDERS):
+            start, num_keys, states = b"", 0, set[int]()
+            while True:
+                with self._changing, self.reading() as txn:
+                    keys, num_entries, state = txn.some_keys(name, start, _LOOKED_OVER_KEYS)
+                states.add(state)
+                num_keys += len(keys)
+                if not keys:
+                    break
+                yield all(key < other for key, other in pairwise([start, *keys]))
+                start = keys[-1] + b"\0"
+            yield num_keys == num_entries or len(states) > 1
+        with self._changing, self.reading() as txn:
+            is_sound = not txn.contradictions()
+        yield is_sound
+
+    def is_sound(self, is_over: threading.Event) -> bool:
+        """Read the index into memory and check its consistency, beside the store's other work.
+
+        Pages that swapped places break no checksum, but blocks in them may not be found. Checking
+        competes with lookups for the interpreter's lock, so a pause follows each of its steps.
+
+        Args:
+            is_over: set to end the check early, as if nothing were wrong.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+        for steps, pauses in (self.reading_ahead(), 0), (self.looking_over(), _PAUSES):
+            begin = time.monotonic()
+            for is_sound in steps:
+                if not is_sound:
+                    return False
+                if is_over.wait(min(pauses * (time.monotonic() - begin), _MAX_PAUSE_S)):
+                    return True
+                begin = time.monotonic()
+        return True
+
+    @owned_by("thread")
+    def become(self, draft: "Index") -> None:
+        """Take over the environment of `draft`, whose folder has replaced this one's.
+
+        Running read transactions finish on the old environment, which closes after the last one.
+        """
+        os.close(self._data_fd)
+        self._opened, self._file_end = draft._opened, draft._file_end
+        self._data_fd = draft._data_fd
+
+    def file_bytes(self) -> int:
+        """Return how many bytes the index file occupies on disk."""
+        return os.fstat(self._data_fd).st_blocks * 512
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all pages in use, without the free list."""
+        with self.reading() as txn:
+            return txn.used_bytes()
+
+    @owned_by("thread")
+    def flush(self) -> None:
+        """Flush every change so far to the device."""
+        with storage_errors(self.path):
+            self._opened[0].sync(True)
+
+    def close(self) -> None:
+        """Flush and close the environment; may be called again."""
+        if self._opened is not None:
+            self.flush()
+            size = self._end_bytes(self._opened[0])
+            with suppress(OSError):  # the length kept ahead is not needed any more
+                os.ftruncate(self._data_fd, size)
+            self._close()
+
+    def _close(self) -> None:
+        self._opened[0].close()
+        os.close(self._data_fd)
+        self._opened, self._data_fd = None, -1

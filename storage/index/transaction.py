@@ -1,0 +1,416 @@
+"""One transaction of the LMDB index: which blocks are stored, where, for whom, and until when.
+
+Every change to a block changes its secondary keys and the counters in the same transaction. This
+module knows databases and their entries, not segment files: extents are numbers here.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from heapq import merge
+from itertools import islice, takewhile
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from tieredkv.errors import CorruptBlockError
+from tieredkv.storage.format.record import (
+    Extent,
+    Located,
+    Retentions,
+    decode_record,
+    encode_record,
+    expiry_of,
+    extent_key,
+    is_encrypted,
+    lru_order,
+    scope_of,
+    split_expiry_key,
+    split_extent_key,
+    tenant_of,
+    to_us,
+)
+from tieredkv.storage.index.entries import (
+    META_KEY,
+    NAMES,
+    ORDERS,
+    ExtentList,
+    Meta,
+    SegmentState,
+    Totals,
+    decode_count,
+    decode_meta,
+    decode_order,
+    decode_segment,
+    decode_totals,
+    encode,
+    segment_key,
+    understand,
+)
+from tieredkv.types import TENANT_BYTES
+
+TXN_BLOCKS = 64
+"""How many blocks one transaction changes at most."""
+
+MAX_KEY_BYTES = 256  # no key of the index is longer
+_NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
+
+Item = TypeVar("Item")
+
+
+def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Cut a list into batches that one transaction can change."""
+    return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
+
+
+class IndexTxn:
+    """Reads and changes within one transaction; every change of a block updates the counters.
+
+    Attributes:
+        gone: blocks whose entries were dropped; they may have got new ones since.
+        emptied: scopes of payload keys that have lost their last block; see `scope_of`.
+        growth: by how many bytes the extents of each tenant have grown, negative if they shrank.
+        first_orders: the first of the `lru` keys that were added, of each tenant and without it.
+    """
+
+    def __init__(self, txn: Any, dbs: dict[str, Any], retentions: Retentions) -> None:
+        self.gone: list[bytes] = []
+        self.emptied: set[bytes] = set()
+        self.growth = Counter[bytes]()
+        self.first_orders: dict[bytes, bytes] = {}
+        self._txn = txn
+        self._dbs = dbs
+        self._retentions = retentions
+        self._blocks = dbs["blocks"]
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    def get(self, block_hash: bytes) -> Located | None:
+        """Return one decoded entry, or None if there is none.
+
+        Raises:
+            CorruptBlockError: the record contradicts its checksum or key.
+        """
+        data = self._txn.get(block_hash, db=self._blocks)
+        return None if data is None else decode_record(block_hash, data, self._retentions)
+
+    def sound(self, block_hash: bytes) -> Located | None:
+        """Return one decoded entry, or None if there is none or it is damaged."""
+        with suppress(CorruptBlockError):
+            return self.get(block_hash)
+        return None
+
+    def find(self, hashes: Sequence[bytes], now: float) -> tuple[dict[bytes, bytes], list[bytes]]:
+        """Return the sealed records that have not expired, and the hashes of damaged ones.
+
+        This is the main cost of a lookup of thousands of blocks. Records are therefore not decoded,
+        and hashes are looked up in sorted order.
+        """
+        found: dict[bytes, bytes] = {}
+        damaged: list[bytes] = []
+        get, blocks = self._txn.get, self._blocks  # a cursor would take longer
+        for block_hash in sorted(hashes):
+            if (data := get(block_hash, None, blocks)) is None:
+                continue
+            if (expires_at := expiry_of(block_hash, data)) is None:
+                damaged.append(block_hash)
+            elif now < expires_at:
+                found[block_hash] = data
+        return found, damaged
+
+    def insert(self, located: Located) -> None:
+        """Add a block that has no entry."""
+        self._put_keys(located)
+        self._count(located, 1)
+
+    def replace(self, old: Located, new: Located) -> None:
+        """Change retention, recency or hits of a block that stays where it is."""
+        self._delete_keys(old)
+        self._put_keys(new)
+
+    def remove(self, located: Located) -> None:
+        """Drop a block's entry and list its extent as pending, to be erased or reused."""
+        self._txn.delete(located.record.block_hash, db=self._blocks)
+        self.gone.append(located.record.block_hash)
+        self._delete_keys(located)
+        self._count(located, -1)
+        self.add_extent("pending", located.extent)
+
+    def remove_damaged(self, block_hash: bytes) -> None:
+        """Drop an entry whose fields cannot be trusted; a rebuild finds its extent and keys."""
+        self._txn.delete(block_hash, db=self._blocks)
+        self.gone.append(block_hash)
+        self.meta.needs_rebuild = True
+
+    def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:
+        """Walk over all entries from a key on; a damaged entry is None.
+
+        NOTE: on a damaged page, keys may be out of order. A caller that starts again behind the
+        last key may then loop forever.
+        """
+        for key, data in self._walk("blocks", start):
+            try:
+                yield key, decode_record(key, data, self._retentions)
+            except CorruptBlockError:
+                yield key, None
+
+    def records(self, start: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Return up to `limit` entries from a key on: keys and sealed records, as they are."""
+        return list(islice(self._walk("blocks", start), limit))
+
+    def some_blocks(self, start: bytes) -> list[tuple[bytes, Located | None]]:
+        """Return as many entries from a key on as one transaction may change; see `blocks`."""
+        return list(islice(self.blocks(start), TXN_BLOCKS))
+
+    def entries_of(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Walk over the keys that begin so, with their sealed records, which are sound."""
+        for key, data in self._walk("blocks", start):
+            if not key.startswith(start):
+                return
+            if expiry_of(key, data) is not None:
+                yield key, data
+
+    def hashes_from(self, start: bytes) -> Iterator[bytes]:
+        """Walk over the hashes of all entries from a key on, without looking at the entries."""
+        return (key for key, _ in self._walk("blocks", start))
+
+    def _put_keys(self, located: Located) -> None:
+        record = located.record
+        sealed = encode_record(located, self._retentions)
+        self._txn.put(record.block_hash, sealed, db=self._blocks)
+        for name, key_of in ORDERS.items():
+            self._txn.put(key := key_of(record), b"", db=self._dbs[name])
+            if name == "lru":
+                tenant, order = key[:TENANT_BYTES], lru_order(key)
+                self.first_orders[tenant] = min(self.first_orders.get(tenant, order), order)
+
+    def _delete_keys(self, located: Located) -> None:
+        for name, key_of in ORDERS.items():
+            self._txn.delete(key_of(located.record), db=self._dbs[name])
+
+    # --- orders -----------------------------------------------------------------------------
+
+    def expired(self, now: float, limit: int) -> list[tuple[bytes, bytes]]:
+        """Return up to `limit` expired keys of `expiry` with their block hashes, earliest first."""
+        due = to_us(now)
+        found: list[tuple[bytes, bytes]] = []
+        for key, _ in self._walk("expiry"):
+            expires_us, block_hash = understand("expiry", split_expiry_key, key)
+            if expires_us > due or len(found) >= limit:
+                break
+            found.append((key, block_hash))
+        return found
+
+    def drop_expiry_key(self, key: bytes) -> None:
+        """Drop a key of `expiry` that belongs to no sound record."""
+        self._txn.delete(key, db=self._dbs["expiry"])
+
+    def longest_unused(self) -> Iterator[bytes]:
+        """Walk over the block hashes of all tenants, the longest unused first.
+
+        Nothing may change during the walk.
+        """
+        orders = [self._orders_of(tenant) for tenant, _ in list(self.first_unused())]
+        yield from map(decode_order, merge(*orders))
+
+    def first_unused(self) -> Iterator[tuple[bytes, bytes]]:
+        """Return each tenant with blocks, and the first of its `lru` keys without the tenant."""
+        with self._txn.cursor(db=self._dbs["lru"]) as cursor:
+            is_there = cursor.first()
+            while is_there:
+                key = cursor.key()
+                yield (tenant := key[:TENANT_BYTES]), lru_order(key)
+                is_there = cursor.set_range(tenant + b"\xff" * (MAX_KEY_BYTES - TENANT_BYTES))
+
+    def next_unused(self, tenant: bytes, order: bytes) -> bytes | None:
+        """Return the first `lru` key of a tenant from one on, both without the tenant."""
+        with self._txn.cursor(db=self._dbs["lru"]) as cursor:
+            if cursor.set_range(tenant + order) and (key := cursor.key()).startswith(tenant):
+                return lru_order(key)
+        return None
+
+    def unused_block(self, order: bytes) -> Located | None:
+        """Return the block of an `lru` key without its tenant; None if its entry is damaged."""
+        return self.sound(decode_order(order))
+
+    # --- extents ------------------------------------------------------------------------------
+
+    def add_extent(self, name: ExtentList, extent: Extent) -> None:
+        """Add an extent without a stored block to a list."""
+        self._txn.put(extent_key(extent), b"", db=self._dbs[name])
+
+    def drop_extent(self, name: ExtentList, extent: Extent) -> None:
+        """Take an extent off a list."""
+        self._txn.delete(extent_key(extent), db=self._dbs[name])
+
+    def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
+        """Walk over listed extents in order from a key on; nothing may change during the walk."""
+        keys = (key for key, _ in self._walk(name, start))
+        return (understand(name, split_extent_key, key) for key in keys)
+
+    def free(self, segment: int) -> Iterator[Extent]:
+        """Walk over the free extents of one segment; nothing may change during the walk."""
+        start = extent_key(Extent(segment, 0))
+        return takewhile(lambda extent: extent.segment == segment, self.extents("free", start))
+
+    def segments(self) -> dict[int, SegmentState]:
+        """Return every segment that the index knows."""
+        walk = self._walk("segments")
+        return {int.from_bytes(key, "big"): decode_segment(data) for key, data in walk}
+
+    def put_segment(self, segment: int, state: SegmentState) -> None:
+        """Add or change a segment."""
+        self._txn.put(segment_key(segment), encode(state), db=self._dbs["segments"])
+
+    def get_segment(self, segment: int) -> SegmentState | None:
+        """Return one segment, or None if there is none."""
+        data = self._txn.get(segment_key(segment), db=self._dbs["segments"])
+        return None if data is None else decode_segment(data)
+
+    def is_empty(self, segment: int) -> bool:
+        """Return whether all extents handed out are free; it stops at the first that is not."""
+        if (state := self.get_segment(segment)) is None:
+            return False
+        free = (extent.number for extent in self.free(segment))
+        return all(next(free, None) == number for number in range(state.num_used))
+
+    def remove_segment(self, segment: int) -> None:
+        """Forget a segment and its extents, which must all be free."""
+        for extent in list(self.free(segment)):
+            self.drop_extent("free", extent)
+        self._txn.delete(segment_key(segment), db=self._dbs["segments"])
+
+    # --- counters, meta -----------------------------------------------------------------
+
+    @cached_property
+    def meta(self) -> Meta:
+        """What is known of the store as a whole; changes to it are part of the transaction."""
+        data = self._txn.get(META_KEY, db=self._dbs["meta"])
+        return Meta() if data is None else decode_meta(data)
+
+    def keep_meta(self) -> None:
+        """Write `meta` if it was read in this transaction; this must be the last step of it."""
+        if "meta" in self.__dict__:
+            self._txn.put(META_KEY, encode(self.meta), db=self._dbs["meta"])
+
+    def saw_time(self, now: float) -> None:
+        """Move the latest time seen forward to `now`, if that is later."""
+        self.meta.clock = max(self.meta.clock, now)
+
+    def namespaces(self) -> dict[bytes, Totals]:
+        """Return the blocks and payload bytes of each namespace that has any."""
+        walk = self._walk("namespaces")
+        return {key: decode_totals(data) for key, data in walk}
+
+    def tenant_bytes(self) -> Counter[bytes]:
+        """Return about how many bytes the extents of each tenant's blocks have.
+
+        If the counters of namespaces are not those of the store, the index will be made again.
+        """
+        sums, num_blocks = Counter[bytes](), 0
+        for namespace, totals in self.namespaces().items():
+            sums[tenant_of(namespace)] += totals.extent_bytes
+            num_blocks += totals.num_blocks
+        if num_blocks != self.meta.totals.num_blocks:
+            self.meta.needs_rebuild = True
+        return sums
+
+    def _count(self, located: Located, sign: int) -> None:
+        """Add a block to the counters of its namespace and to the totals, or take it out."""
+        namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
+        self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
+        data = self._txn.get(namespace, db=self._dbs["namespaces"])
+        before = Totals(0, 0)
+        if data is not None:
+            before = decode_totals(data)
+        counted = before.plus(sign, payload_bytes)
+        grown_bytes = counted.extent_bytes - before.extent_bytes
+        self.growth[tenant_of(namespace)] += grown_bytes
+        if counted.num_blocks:
+            self._txn.put(namespace, encode(counted), db=self._dbs["namespaces"])
+        else:
+            self._txn.delete(namespace, db=self._dbs["namespaces"])
+        if is_encrypted(located.codec):
+            self._count_encrypted(scope_of(located.record), sign)
+
+    def _count_encrypted(self, scope: bytes, sign: int) -> None:
+        self.meta.num_encrypted = max(self.meta.num_encrypted + sign, 0)
+        count = self.num_encrypted(scope) + sign
+        if count > 0:
+            self._txn.put(scope, encode(count), db=self._dbs["keys"])
+        else:
+            self._txn.delete(scope, db=self._dbs["keys"])
+            self.emptied.add(scope)
+
+    def num_encrypted(self, scope: bytes) -> int:
+        """Return how many blocks are encrypted under the key of a scope."""
+        data = self._txn.get(scope, db=self._dbs["keys"])
+        return 0 if data is None else decode_count(data)
+
+    # --- whole databases --------------------------------------------------------------------
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all pages in use, including the changes of this transaction."""
+        stats = list(map(self._txn.stat, self._dbs.values()))
+        pages = ("branch_pages", "leaf_pages", "overflow_pages")
+        num_pages = sum(stat[name] for stat in stats for name in pages)
+        return int(stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages))
+
+    def is_whole(self, located: Located) -> bool:
+        """Return whether a record has its keys, and a used extent not listed as pending or free."""
+        keys = {name: key_of(located.record) for name, key_of in ORDERS.items()}
+        keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
+        found = [self._txn.get(key, db=self._dbs[name]) for name, key in keys.items()]
+        state = self.get_segment(located.extent.segment)
+        is_used = state is not None and located.extent.number < state.num_used
+        return is_used and found == [b"", b"", None, None]
+
+    def contradictions(self) -> list[str]:
+        """Compare all counters and return the names of those that disagree.
+
+        Together with `is_whole` of every record, this finds every lost key.
+        """
+        num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
+        num_blocks = num["blocks"]
+        num_used = sum(each.num_used for each in self.segments().values())
+        sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
+        num_extents = num_blocks + num["free"] + num["pending"]
+        num_encrypted = sum(decode_count(data) for _, data in self._walk("keys"))
+        wrong = {
+            "keys": any(num[name] != num_blocks for name in ORDERS),
+            "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
+            "encrypted": num_encrypted != self.meta.num_encrypted,
+            "extents": num_used != num_extents,
+            "damaged entries": self.meta.needs_rebuild,
+        }
+        return [name for name, is_wrong in wrong.items() if is_wrong]
+
+    def some_keys(self, name: str, start: bytes, limit: int) -> tuple[list[bytes], int, int]:
+        """Return up to `limit` keys from `start` on, the count of all keys, the transaction id."""
+        keys = [key for key, _ in islice(self._walk(name, start), limit)]
+        return keys, self._txn.stat(self._dbs[name])["entries"], self._txn.id()
+
+    def begin(self, meta: Meta, segments: Mapping[int, SegmentState]) -> None:
+        """Fill an empty index with a store's meta data and segments, before any block is added."""
+        self.meta = replace(meta, totals=Totals(0, 0), num_encrypted=0, needs_rebuild=False)
+        for segment, state in segments.items():
+            self.put_segment(segment, state)
+
+    def clear(self) -> None:
+        """Empty all databases but `meta`."""
+        for name in NAMES:
+            if name != "meta":
+                self._txn.drop(self._dbs[name], delete=False)
+        self.meta.totals, self.meta.num_encrypted = Totals(0, 0), 0
+        self.meta.needs_rebuild = False
+
+    def _orders_of(self, tenant: bytes) -> Iterator[bytes]:
+        keys = (key for key, _ in self._walk("lru", tenant))
+        return map(lru_order, takewhile(lambda key: key.startswith(tenant), keys))
+
+    def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Walk over a database's entries from a key on; nothing may change during the walk."""
+        with self._txn.cursor(db=self._dbs[name]) as cursor:
+            if cursor.set_range(start) if start else cursor.first():
+                yield from cursor.iternext(keys=True, values=True)

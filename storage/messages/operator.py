@@ -1,0 +1,246 @@
+"""What operators' processes ask a store's worker over the socket in the store's folder.
+
+The worker finds, lists, deletes and checks blocks, and hands questions on to the engine. What is
+made of the answers, such as chains and sums, is made by who asks; see `tieredkv.operate`. Blocks
+are called by the names that the index has for them. This module knows only the shapes of messages.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from tieredkv.storage.stats import StoreStats
+from tieredkv.wire.process import Refused
+
+NO_ANSWER = {"engine": "no answer"}
+"""What a silent engine is taken to say."""
+
+# --- Operator to worker ----------------------------------------------------------------------
+
+
+class Question(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A question to the worker, which is answered by any number of parts and a last word.
+
+    Unknown fields are refused, as they may be meant to spare blocks.
+    """
+
+
+class Find(Question, frozen=True, kw_only=True, tag="find"):
+    """The records of blocks whose names begin so, by `Records`; then `Done`.
+
+    Attributes:
+        starts: first bytes of names, at most 32.
+        climbs: tell of all blocks before them too, up to the first that the disk lacks.
+    """
+
+    starts: list[bytes]
+    climbs: bool = False
+
+
+class Scan(Question, frozen=True, kw_only=True, tag="scan"):
+    """Some thousand records from a name on, in the order of names: one `Rows`.
+
+    Attributes:
+        after: where to begin; `Rows.next` of the part before.
+        settled: begin once all stores that were received so far are acknowledged.
+    """
+
+    after: bytes = b""
+    settled: bool = False
+
+
+class Delete(Question, frozen=True, kw_only=True, tag="delete"):
+    """Drop and erase blocks, by `Deleted`; of stores under way those that it is about, too.
+
+    With neither `starts` nor a namespace it is about every block. Unless only blocks of some age
+    are meant, a namespace is gone at once: its keys are destroyed and lookups miss it before its
+    blocks are dropped, and what is stored meanwhile is not kept.
+
+    Attributes:
+        starts: first bytes of names, 16 at least; of a chain's blocks the last one first.
+        namespace: hex digits that the namespaces begin with; "" for all.
+        unused_since: only blocks whose last use is not after this moment.
+        expired: only blocks that have expired.
+        reason: for what the worker counts.
+        dry_run: count the blocks only.
+    """
+
+    starts: list[bytes] | None = None
+    namespace: str = ""
+    unused_since: float | None = None
+    expired: bool = False
+    reason: str = "operator"
+    dry_run: bool = False
+
+
+class Verify(Question, frozen=True, kw_only=True, tag="verify"):
+    """One step of checking the store: one `Checked`.
+
+    Attributes:
+        step: `blocks` compares some payloads with their checksums; `index` reads the whole index
+            and checks it against itself; `extents` looks for what should be erased.
+        after: where the step begins; `Checked.next` of the one before.
+        repair: whether what is bad is dropped or made again.
+        sample: the part of the blocks that is read, chosen by chance.
+        is_whole: for `index`: whether the entries of all blocks were whole.
+        erased_key, erased_namespace: for `extents`; see `tieredkv.operate.calls.Verify`.
+    """
+
+    step: Literal["blocks", "index", "extents"]
+    after: bytes = b""
+    repair: bool = True
+    sample: float = 1.0
+    is_whole: bool = True
+    erased_key: str = ""
+    erased_namespace: str = ""
+
+
+class Figures(Question, frozen=True, kw_only=True, tag="figures"):
+    """What the store holds: one `Told`.
+
+    Attributes:
+        tenants: whether to add up what each tenant holds.
+        names_key: whether to tell the key of the names of blocks.
+    """
+
+    tenants: bool = False
+    names_key: bool = False
+
+
+class Rotate(Question, frozen=True, kw_only=True, tag="rotate"):
+    """Replace the master key: one `Rotated`; see `tieredkv.operate.calls.Rotate`."""
+
+    master_key: str | None = None
+    command: str | None = None
+
+
+class AskEngine(Question, frozen=True, kw_only=True, tag="ask"):
+    """Hand a call on to the engine: `EnginePart` for each part of its answer; then `Done`.
+
+    Without an engine there is no part.
+
+    Attributes:
+        call: as `tieredkv.operate.calls` encodes it; the worker does not read it.
+        following, before, roots: see `storage.messages.engine.ControlRequest`.
+    """
+
+    call: bytes
+    following: list[bytes] = []
+    before: list[bytes] = []
+    roots: dict[bytes, bytes] = {}
+
+
+Asked = Find | Scan | Delete | Verify | Figures | Rotate | AskEngine
+
+# --- Worker to operator ----------------------------------------------------------------------
+
+
+class StillBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
+    """The answer takes longer."""
+
+
+class Records(msgspec.Struct, frozen=True, array_like=True, tag="records"):
+    """Sealed records of blocks, and the names of the retention policies that they number."""
+
+    found: list[bytes]
+    retentions: tuple[str, ...]
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
+    """Sealed records in the order of names, side by side; their seals were not checked.
+
+    Attributes:
+        data: all of them, of which each has the same size.
+        next: where the next part begins; None after the last.
+        now: the time by the store's clock.
+        retentions: names of the retention policies that the records number.
+    """
+
+    data: bytes
+    next: bytes | None
+    now: float
+    retentions: tuple[str, ...]
+
+
+class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
+    """What a deletion freed.
+
+    Attributes:
+        num_blocks, freed_bytes: blocks, expired ones left out, and the bytes of their extents.
+        erased_keys, kept_keys: ids of the blocks' keys that are erased, and of those that are not.
+        keys_error: why keys without blocks could not be erased; empty if nothing went wrong.
+    """
+
+    num_blocks: int
+    freed_bytes: int
+    erased_keys: list[str]
+    kept_keys: list[str]
+    keys_error: str
+
+
+class Checked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
+    """What one step of `Verify` found.
+
+    Attributes:
+        checked: blocks or extents that were read.
+        by_reason: bad blocks by the reason.
+        repaired: how many of these were repaired.
+        is_whole: whether the entries of these blocks were whole.
+        next: where the next step begins.
+        is_last: whether none is left.
+        keys, blocks, extents: what is left that should be erased.
+    """
+
+    checked: int = 0
+    by_reason: dict[str, int] = {}
+    repaired: int = 0
+    is_whole: bool = True
+    next: bytes = b""
+    is_last: bool = False
+    keys: int = 0
+    blocks: int = 0
+    extents: int = 0
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+    """The figures of a store.
+
+    Attributes:
+        stats: as of now.
+        tenants: blocks and payload bytes by the hex digits of the tenant, of those who have most.
+        writer_pid: the worker's, if it serves an engine.
+        now: the time by the store's clock.
+        lacks_keys: why the keys of an encrypted store are not there; empty otherwise.
+        names_key: of the names of blocks, if it was asked for; empty if they are hashes.
+    """
+
+    stats: StoreStats
+    tenants: dict[str, tuple[int, int]]
+    writer_pid: int | None
+    now: float
+    lacks_keys: str
+    names_key: bytes = b""
+
+
+class Rotated(msgspec.Struct, frozen=True, array_like=True, tag="rotated"):
+    """Where the new master key is, and how many keys it wraps."""
+
+    master_key: str
+    keys: int
+
+
+class EnginePart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """A part of what the engine says; it may be empty, to tell that the engine is still at it."""
+
+    body: dict[str, Any]
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """The end of an answer that has any number of parts."""
+
+
+Reply = (
+    StillBusy | Records | Rows | Deleted | Checked | Told | Rotated | EnginePart | Done | Refused
+)

@@ -1,0 +1,55 @@
+"""What the store grants of what the engine claims for a block: its times, and its retention."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from tieredkv.clock import Clock
+from tieredkv.storage.messages.engine import TouchItem
+from tieredkv.types import BlockRecord
+
+_CLOCK_SLACK_S = 1.0
+_TIMES = ("computed_at", "expires_at", "pinned_until", "last_used")
+Item = TypeVar("Item", BlockRecord, TouchItem)
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Decides on the claims of blocks and touches; any thread may use it.
+
+    Args:
+        clock: the store's clock.
+        disk_retentions: names of the retention policies that allow the disk tier.
+    """
+
+    clock: Clock
+    disk_retentions: Collection[str]
+
+    def of_block(self, record: BlockRecord) -> BlockRecord | None:
+        """Return a block's record by our clock, or None if it must not be stored.
+
+        NOTE: this is the last check that keeps a block off the disk whose retention does not allow
+        the disk.
+        """
+        is_allowed = record.retention in self.disk_retentions
+        return self._by_our_clock(record) if is_allowed else None
+
+    def of_touch(self, touch: TouchItem) -> TouchItem:
+        """Return a touch by our clock, without a claim that no retention lets the disk keep."""
+        touch = self._by_our_clock(touch)
+        is_kept = touch.retention in self.disk_retentions
+        return touch if is_kept else replace(touch, expires_at=None, retention=None)
+
+    def _by_our_clock(self, item: Item) -> Item:
+        """Convert the times of a block or a touch to our clock if the engine's clock is ahead.
+
+        Neither clock ever runs back. If the system's clock does, a worker that starts later is
+        behind the engine, and would keep a block for longer than the engine asked.
+        """
+        ahead_s = item.last_used - self.clock.now()
+        if ahead_s <= _CLOCK_SLACK_S:
+            return item
+        times = {name: getattr(item, name, None) for name in _TIMES}
+        return replace(item, **{name: time - ahead_s for name, time in times.items() if time})

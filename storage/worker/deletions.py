@@ -1,0 +1,86 @@
+"""Deletions that the engine asks for: a miss at once, and gone from the disk before the answer.
+
+A deletion that the disk refuses is tried again by each sweep; until it succeeds, its blocks stay a
+miss and it is not answered.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from tieredkv.storage.messages.engine import DeleteCall, DeleteDone
+from tieredkv.storage.ownership import owned_by
+from tieredkv.storage.store import BlockStore
+from tieredkv.storage.worker.fault_log import FaultLog
+from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.writes import Writes
+
+
+@dataclass(eq=False)
+class Deletions:
+    """The deletions that one worker was asked for; sections say which thread runs and owns what.
+
+    Args:
+        store: where blocks are stored.
+        writes: the stores under way, which a deletion concerns too.
+        log: told of failures.
+        front, changes: the loops of the front thread and of the index thread.
+        answer: sends an answer; called by the front thread.
+    """
+
+    store: BlockStore
+    writes: Writes
+    log: FaultLog
+    front: Loop
+    changes: Loop
+    answer: Callable[[DeleteDone], None]
+    _doomed: Counter[bytes] = field(default_factory=Counter)  # the front thread's
+    _refused: list[DeleteCall] = field(default_factory=list)  # by the disk; the index thread's
+
+    # --- front thread --------------------------------------------------------------------------
+
+    @owned_by("front")
+    def begin(self, call: DeleteCall) -> None:
+        """Make blocks a miss from now on, and have the index thread delete them."""
+        self._doomed.update(call.hashes)
+        self.changes.hand(partial(self._delete_beside_writes, call))
+
+    @owned_by("front")
+    def without_doomed(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        """Take blocks that are being deleted out of the result of a lookup, and return it."""
+        for block_hash in self._doomed.keys() & found.keys():
+            del found[block_hash]
+        return found
+
+    @owned_by("front")
+    def _end(self, call: DeleteCall) -> None:
+        self._doomed -= Counter(call.hashes)
+        self.answer(DeleteDone(call.job))
+
+    # --- index thread --------------------------------------------------------------------------
+
+    @owned_by("changes")
+    def retry_refused(self) -> None:
+        """Try deletions again that the disk refused."""
+        for call in self._refused:
+            self.writes.add_barrier(partial(self._delete_after_writes, call, is_deleted=False))
+        self._refused.clear()
+
+    @owned_by("changes")
+    def _delete_beside_writes(self, call: DeleteCall) -> None:
+        is_deleted = self._delete(call) and not self.writes.are_under_way
+        # These blocks may be among those being written, so they are deleted again after.
+        delete_again = partial(self._delete_after_writes, call, is_deleted=is_deleted)
+        self.writes.add_barrier(delete_again)
+
+    @owned_by("changes")
+    def _delete_after_writes(self, call: DeleteCall, *, is_deleted: bool) -> None:
+        if is_deleted or self._delete(call):
+            self.front.hand(partial(self._end, call))
+        else:
+            self._refused.append(call)
+
+    def _delete(self, call: DeleteCall) -> bool:
+        delete = partial(self.store.delete, call.hashes, call.reason)
+        return self.log.attempt("delete", delete) is not None

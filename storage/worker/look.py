@@ -1,0 +1,364 @@
+"""A look at a stopped store, for a verb that changes nothing.
+
+The process of a look takes the place of the worker that would open the store. It makes no file and
+changes none, neither in the store's folder nor in that of its keys, so it may look at a backup, at
+a read-only mount, and with a clock that is wrong. What an opening would settle or repair stays as
+it is, and is told instead: see `Need`. The look holds the store's lock together with others that
+look, and ends at once when a writer wants it. Started by root, it takes the identity of the store's
+owner first, so that a forged index gets no rights that its owner does not have.
+"""
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from selectors import EVENT_READ
+
+import msgspec
+
+from tieredkv.clock import Clock
+from tieredkv.errors import (
+    ConfigError,
+    CorruptIndexError,
+    DamagedTableError,
+    MissingKeyError,
+    StorageError,
+    StoreBusyError,
+    StoreFailedError,
+)
+from tieredkv.storage.extents.allocator import ExtentAllocator
+from tieredkv.storage.extents.files import SegmentFiles
+from tieredkv.storage.extents.space import Space
+from tieredkv.storage.folder.filesystem import Filesystem
+from tieredkv.storage.folder.folder import (
+    COMPLETE,
+    DRAFT,
+    LOCK,
+    MARKER,
+    StoreFolder,
+    check_folder,
+    in_use,
+)
+from tieredkv.storage.folder.lock import is_wanted, lock_to_look
+from tieredkv.storage.folder.marker import refuse_replaced
+from tieredkv.storage.folder.own_files import open_own
+from tieredkv.storage.index.looked import LookedIndex
+from tieredkv.storage.index.pages import check_pages
+from tieredkv.storage.index.verdicts import storage_errors
+from tieredkv.storage.keys.place import KeyPlace
+from tieredkv.storage.keys.store_keys import StoreKeys, check_stamp
+from tieredkv.storage.keys.use import KeyUse
+from tieredkv.storage.messages import engine as messages
+from tieredkv.storage.messages.engine import EngineMessage, IndexStart, StoreOptions, refusal
+from tieredkv.storage.messages.operator import Asked
+from tieredkv.storage.opening import CLOCK_TOLERANCE_S
+from tieredkv.storage.parts import Parts
+from tieredkv.storage.stats import Need
+from tieredkv.storage.store import BlockStore
+from tieredkv.storage.worker.doomed import Doomed
+from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.operators import Operators
+from tieredkv.storage.worker.process import EXIT_FAILED
+from tieredkv.storage.worker.socket import Caller, answer_of, decoder
+from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
+
+_WISH_POLL_S = 0.1
+_TICK_S = 0.5
+_HERE = "/proc/self/cwd/."
+_REBUILDS = "the next start of a server makes it again from the segments"
+
+
+class LookedFolder(StoreFolder):
+    """A store's folder that others may look at, too, and that is not changed; for one thread."""
+
+    @classmethod
+    def look(cls, path: str) -> "LookedFolder":
+        """Check the folder, and take its lock as one who looks, if it has one.
+
+        Raises:
+            StoreBusyError: a process writes to the store, or wants to.
+            FormatVersionError: another version of tieredkv wrote the store.
+            StorageError: the folder holds no store, belongs to another user or is not safe.
+        """
+        marker = check_folder(path, create=False, writes=False)
+        assert marker is not None, "it would have been refused"
+        if marker.is_replaced:
+            raise refuse_replaced(path)
+        lock_fd = -1
+        with suppress(FileNotFoundError):
+            lock_fd = open_own(os.path.join(path, LOCK))
+        try:
+            if lock_fd >= 0:
+                lock_to_look(lock_fd)
+        except BlockingIOError:
+            busy = in_use(path, lock_fd)
+            os.close(lock_fd)
+            raise busy from None
+        folder = cls(path, lock_fd, marker)
+        if os.path.isdir(complete := os.path.join(path, COMPLETE)):
+            folder.index_path = complete  # the next start begins with it
+            folder._identity = folder._look()
+        return folder
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a writer waits for this process to end."""
+        return self._lock_fd >= 0 and is_wanted(self._lock_fd)
+
+    def release(self) -> None:
+        """Release the lock, and write nothing; may be called again."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+class LookedStore(BlockStore):
+    """A store whose folder, index and segments are not changed; those parts refuse to be.
+
+    Attributes:
+        needs: what the store needs.
+        is_whole: whether the index and all segments that it should know can be read.
+    """
+
+    needs: list[Need]
+    is_whole: bool
+
+    @classmethod
+    def look(
+        cls, options: StoreOptions, folder: LookedFolder, clock: Clock, index: IndexStart
+    ) -> "LookedStore":
+        """See what there is.
+
+        Args:
+            options: where the keys are.
+            folder: the folder of the store, which is released with the store.
+            clock: moved up to the latest time that the store has seen, if it is a little behind,
+                and behind the end of all blocks, if it is further behind.
+            index: whether its pages are checked first, or it is left alone.
+
+        Raises:
+            CorruptIndexError, StoreFailedError, FormatVersionError, StorageError
+        """
+        needs = _needs_of(folder, index)
+        with ExitStack() as undo, storage_errors(folder.path):
+            undo.callback(folder.release)
+            if index == "examined":
+                check_pages(folder.index_path)
+            is_believed = index != "set_aside" and not folder.lost_unflushed
+            names = folder.retentions
+            looked = LookedIndex(folder.index_path, is_read=is_believed, retentions=names)
+            undo.callback(looked.close)
+            keys, why = _look_for_keys(folder, options, needs)
+            use = KeyUse(looked, clock, keys, why, options.longest_s)
+            filesystem = Filesystem.look(os.path.join(folder.path, MARKER))
+            files = SegmentFiles(folder.segments_path, filesystem, use.living, names, writes=False)
+            undo.callback(files.close)
+            num_unknown = _open_segments(files, looked)
+            if not looked.is_read and is_believed and num_unknown:
+                text = f"the index is lost or was never completed; {_REBUILDS}"
+                needs.append(Need("index_lost", text))
+            elif looked.is_read and num_unknown:
+                text = f"the index does not know {num_unknown} segment files; the next start of a "
+                text += "server removes those without blocks, or makes the index again"
+                needs.append(Need("segments", text))
+            num_expired = _compare_clocks(looked, clock, needs)
+            space = Space(folder, files, folder.budget_bytes)
+            allocator = ExtentAllocator(files, looked, space, clock, lambda label: None)
+            allocator.reload()
+            parts = Parts(clock, folder, looked, use, files, space, allocator)
+            store = cls(parts, num_expired, options)
+            undo.pop_all()
+        store.needs = needs
+        store.is_whole = not num_unknown and (looked.is_read or is_believed)
+        return store
+
+    def ask_for_rebuild(self) -> None:
+        """Do nothing: the next start of a server finds the damage, too."""
+
+
+def _needs_of(folder: LookedFolder, index: IndexStart) -> list[Need]:
+    """Say what is unfinished about the index."""
+    needs = list[Need]()
+    if index == "set_aside":
+        needs.append(Need("index_damaged", f"the index is damaged; {_REBUILDS}"))
+    elif folder.lost_unflushed:
+        text = f"the machine stopped before the index was flushed; {_REBUILDS}"
+        needs.append(Need("index_unflushed", text))
+    if os.path.isdir(os.path.join(folder.path, COMPLETE)):
+        text = "a new index has not replaced the old one yet; the next start of a server does that"
+        needs.append(Need("index_replaced", text))
+    if os.path.isdir(os.path.join(folder.path, DRAFT)):
+        text = "a new index was not finished; the next start of a server removes what there is"
+        needs.append(Need("index_draft", text))
+    return needs
+
+
+def _look_for_keys(
+    folder: LookedFolder, options: StoreOptions, needs: list[Need]
+) -> tuple[StoreKeys | None, str]:
+    """Read the keys; return them and, if the store is encrypted and they are not there, why."""
+    if not folder.marker.id:
+        return None, ""
+    place = KeyPlace(folder.path, options, folder.marker.id)
+    try:
+        table = place.look()
+        check_stamp(folder.path, folder.marker, table)
+    except DamagedTableError as error:
+        text = f"{error}; the next start of a server empties the store and makes new keys"
+        needs.append(Need("keys_damaged", text))
+        return None, str(error)
+    except MissingKeyError as error:
+        if error.reason == "copy":
+            needs.append(Need("copy", f"no server starts on it: {error}"))
+        return None, str(error)
+    except (ConfigError, StorageError) as error:
+        return None, str(error)
+    return StoreKeys(place, table), ""
+
+
+def _open_segments(files: SegmentFiles, index: LookedIndex) -> int:
+    """Open the segment files that the index knows; return how many others there are."""
+    names = dict[int, tuple[str, int]]()
+    with suppress(FileNotFoundError):
+        names = files.names()
+    with index.reading() as txn:
+        known = txn.segments()
+    for segment, state in known.items():
+        with suppress(FileNotFoundError):  # its blocks are misses
+            files.open(segment, state.extent_bytes)
+    others = names.keys() - known.keys()
+    for segment in others:  # only what they occupy counts
+        files.open(segment, names[segment][1])
+    return len(others)
+
+
+def _compare_clocks(index: LookedIndex, clock: Clock, needs: list[Need]) -> int:
+    """Compare the clock with the store's latest time; return how many blocks expire by it."""
+    with index.reading() as txn:
+        mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
+        needs_rebuild = txn.meta.needs_rebuild
+    if needs_rebuild:
+        text = "entries of the index are damaged; the next start of a server makes it again from "
+        needs.append(Need("index_rebuild", f"{text}those that are sound"))
+    if (behind_s := mark - clock.now()) <= CLOCK_TOLERANCE_S or not num_blocks:
+        clock.advance_to(mark)
+        return 0
+    text = f"the clock is {behind_s:.0f} s behind the store's latest time, so its {num_blocks} "
+    text += "blocks count as expired; the next start of a server removes them unless the clock is "
+    needs.append(Need("clock", f"{text}set right before"))
+    clock.advance_to(index.latest_expiry())
+    return num_blocks
+
+
+class Look:
+    """Answers one verb on a stopped store; made and run by the main thread of its process."""
+
+    def __init__(
+        self, store: LookedStore, launch: messages.Launch, channel: FrameChannel[EngineMessage]
+    ) -> None:
+        assert launch.look_fd is not None, "it is no look"
+        self._store = store
+        self._channel = channel
+        self._parent_pid = launch.parent_pid
+        sock = socket.socket(fileno=launch.look_fd)
+        self._answers = FrameChannel(sock, decoder, MAX_CONTROL_FRAME_BYTES)
+        self._loop = Loop()  # of the main thread
+        self._loop.selector.register(channel, EVENT_READ, self._hear)
+        self._is_over = False
+        self._operators = Operators(
+            store,
+            store.stats,
+            self._loop,
+            self._loop,
+            after_writes=self._loop.hand,
+            doomed=Doomed(),
+            ask_engine=None,
+        )
+
+    def run(self) -> None:
+        """Answer until the other side has what it wants.
+
+        Raises:
+            EOFError: the other side has gone.
+            CorruptIndexError, StoreFailedError: of the index that was read.
+        """
+        self._channel.send(messages.Looking(self._store.needs, self._store.is_whole))
+        threading.Thread(target=self._answer, name="answers", daemon=True).start()
+        while not self._is_over:
+            self._loop.wait(_TICK_S)
+            if os.getppid() != self._parent_pid:
+                raise EOFError
+        self._store.close()
+
+    def _hear(self) -> None:
+        self._is_over |= any(isinstance(it, messages.CloseCall) for it in self._channel.receive())
+
+    def _answer(self) -> None:
+        with suppress(EOFError, OSError), closing(self._answers) as channel:
+            while True:
+                for call in channel.receive(None):
+                    channel.send(answer_of(self._answer_to, call, Caller(channel)))
+
+    def _answer_to(self, asked: Asked, caller: Caller) -> msgspec.Struct:
+        """Answer a question; a damaged index ends the process instead."""
+        try:
+            return self._operators.answer(asked, caller)
+        except (CorruptIndexError, StoreFailedError) as error:
+            raise EOFError from error  # it is handed to the main thread, too
+
+
+def look(launch: messages.Launch, channel: FrameChannel[EngineMessage]) -> Look:
+    """Look at a store; nothing of it is changed.
+
+    Raises:
+        StoreBusyError, FormatVersionError, CorruptIndexError, StoreFailedError, StorageError
+    """
+    path = _become_owner(os.path.abspath(launch.options.path))
+    folder = LookedFolder.look(path)
+    watching = partial(_watch, folder, partial(_give_way, channel, path))
+    threading.Thread(target=watching, name="watch", daemon=True).start()
+    options = launch.options
+    store = LookedStore.look(options, folder, Clock(options.clock_offset_file), launch.index)
+    return Look(store, launch, channel)
+
+
+def _watch(folder: LookedFolder, give_way: Callable[[], None]) -> None:
+    """End the process when a writer wants the store, whatever it is doing."""
+    pause = threading.Event()
+    while not pause.wait(_WISH_POLL_S):
+        if folder.is_wanted:
+            give_way()
+
+
+def _give_way(channel: FrameChannel[EngineMessage], path: str) -> None:
+    channel.send(refusal(StoreBusyError(f"a server has started on the store at `{path}`")))
+    os._exit(EXIT_FAILED)
+
+
+def _become_owner(path: str) -> str:
+    """Give up the rights of root for those of the user whom a folder belongs to.
+
+    Returns:
+        a path by which that user reaches the folder.
+
+    Raises:
+        StorageError: the identity cannot be changed.
+    """
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return path  # what is wrong is said later
+    if os.geteuid() != 0 or info.st_uid == 0 or not stat.S_ISDIR(info.st_mode):
+        return path
+    try:
+        os.chdir(path)
+        os.setgroups([])
+        os.setresgid(info.st_gid, info.st_gid, info.st_gid)
+        os.setresuid(info.st_uid, info.st_uid, info.st_uid)
+    except OSError as error:
+        what = f"`{path}` belongs to uid {info.st_uid}, whose identity this process cannot take"
+        raise StorageError(f"{what} ({error.strerror}); run the command as that user") from error
+    return path if os.access(path, os.R_OK | os.X_OK) else _HERE

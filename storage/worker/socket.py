@@ -1,0 +1,209 @@
+"""The worker's socket for operators' processes.
+
+It limits how many clients are connected, how long they may be silent, how much they may send and
+how long they may leave an answer unread, so that no client can hold up the worker. It does not know
+what is asked: a function that answers is given to it.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import msgspec
+
+from tieredkv.errors import StorageError, TieredKVError
+from tieredkv.storage.folder.folder import SOCKET
+from tieredkv.storage.messages.engine import refusal
+from tieredkv.storage.messages.operator import Asked, StillBusy
+from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
+from tieredkv.wire.limits import described
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLIENTS = 32
+_SILENCE_S = 30.0
+_LEAVING_S = 2.0
+_PAUSE_S = 0.1
+_HINT = "hint: it may have another version; use the `tieredkv` of that version"
+decoder = msgspec.msgpack.Decoder(Asked)
+
+
+class Caller:
+    """The client whose question is answered: it hears that work goes on, and gets the answer.
+
+    Both methods raise EOFError once nobody listens any more.
+    """
+
+    def __init__(self, channel: FrameChannel[Asked]) -> None:
+        self._channel = channel
+
+    def report(self) -> None:
+        """Tell that the answer takes longer, if the client reads what it is told."""
+        self._channel.receive()  # if only the end of the client
+        if not self._channel.has_queued:
+            self._channel.send(StillBusy())
+
+    def tell(self, part: msgspec.Struct) -> None:
+        """Send a part of the answer, and wait until the client has taken it."""
+        self._channel.send(part)
+        _drain(self._channel)
+
+
+Answer = Callable[[Asked, Caller], msgspec.Struct]
+
+
+def _drain(channel: FrameChannel[Asked]) -> None:
+    """Wait until a client has taken what it was sent, but not for ever.
+
+    Raises:
+        StorageError: it does not read.
+    """
+    if not channel.drain(_SILENCE_S):
+        raise StorageError(f"a control client has not read its answer for {_SILENCE_S:g} s")
+
+
+def socket_address(folder_fd: int) -> str:
+    """Return an address of the folder's socket that fits into 108 bytes, whatever its path."""
+    return f"/proc/self/fd/{folder_fd}/{SOCKET}"
+
+
+class ControlServer:
+    """Accepts clients and has their questions answered, each client on a thread of its own.
+
+    A client that sends nothing, reads nothing or does not speak the protocol loses its connection.
+    Until then it takes one thread and one bounded buffer.
+
+    Clients may connect as soon as the server exists. They are heard once `start` is called.
+    """
+
+    def __init__(self, folder: str, answer: Answer) -> None:
+        """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
+        self._carry_out = answer
+        self._room = threading.Semaphore(_MAX_CLIENTS)
+        # Those without a call, for longest first; whoever has an answer is in it.
+        self._idle: OrderedDict[socket.socket, None] = OrderedDict()
+        self._answering = threading.Lock()
+        self._calls: list[Asked] = []  # until their answers are taken
+        self._ended_at = time.monotonic()
+        self._is_over = threading.Event()
+        self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._remove()
+            os.fchmod(self._listener.fileno(), 0o600)
+            self._listener.bind(socket_address(self._folder_fd))
+            os.chmod(socket_address(self._folder_fd), 0o600)  # the umask took its part
+            self._listener.listen(_MAX_CLIENTS)
+        except OSError as error:
+            self._listener.close()
+            os.close(self._folder_fd)
+            raise StorageError(f"cannot listen on `{folder}/{SOCKET}`: {error}") from error
+        self._thread = threading.Thread(target=self._accept, name="control", daemon=True)
+
+    def start(self) -> None:
+        """Hear the clients that have connected, and those that will."""
+        self._thread.start()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last answer was taken; 0 while a client waits for one."""
+        return 0.0 if self._calls else time.monotonic() - self._ended_at
+
+    def is_answering(self, *kinds: type[Asked]) -> bool:
+        """Return whether a client waits for the answer to a question of one of these kinds."""
+        return any(isinstance(call, kinds) for call in [*self._calls])
+
+    def close(self) -> None:
+        """Take no more clients and remove the socket; those that are left go with the process."""
+        self._is_over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends the `accept`
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        self._remove()
+        os.close(self._folder_fd)
+
+    def _remove(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(SOCKET, dir_fd=self._folder_fd)
+
+    def _accept(self) -> None:
+        told = set[int | None]()
+        while not self._is_over.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:  # the client has gone again, or no descriptor is left
+                if not self._is_over.wait(_PAUSE_S) and error.errno not in told:
+                    told.add(error.errno)
+                    logger.warning("a command cannot be accepted: %s", described(error))
+                continue
+            if self._make_room():
+                threading.Thread(target=self._converse, args=[sock], daemon=True).start()
+            else:
+                sock.close()
+
+    def _make_room(self) -> bool:
+        """Close the connection that is idle for longest if there are too many; False if none is."""
+        if self._room.acquire(blocking=False):
+            return True
+        with self._answering, suppress(KeyError, OSError):  # OSError: it went by itself
+            longest, _ = self._idle.popitem(last=False)
+            longest.shutdown(socket.SHUT_RDWR)
+        return self._room.acquire(timeout=_LEAVING_S)
+
+    def _converse(self, sock: socket.socket) -> None:
+        """Hear one call after another, with any number of reports and an answer to each."""
+        try:
+            with closing(FrameChannel(sock, decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
+                try:
+                    self._answer_calls(sock, channel)
+                except StorageError as error:
+                    logger.warning("the connection of a control client is closed: %s", error)
+                    channel.send(refusal(StorageError(f"the store worker: {error}\n{_HINT}")))
+        except (EOFError, OSError):  # it is gone, or there is no descriptor for it
+            pass
+        finally:
+            self._idle.pop(sock, None)
+            sock.close()
+            self._room.release()
+
+    def _answer_calls(self, sock: socket.socket, channel: FrameChannel[Asked]) -> None:
+        self._idle[sock] = None
+        while calls := channel.receive(_SILENCE_S):
+            self._idle.pop(sock, None)
+            for call in calls:
+                with self._under_way(call):
+                    answer = answer_of(self._carry_out, call, Caller(channel))
+                    with self._answering:
+                        channel.send(answer)
+                        if call is calls[-1] and not channel.has_queued:
+                            self._idle[sock] = None
+                    _drain(channel)
+            self._idle[sock] = None
+
+    @contextmanager
+    def _under_way(self, call: Asked) -> Iterator[None]:
+        self._calls.append(call)
+        try:
+            yield
+        finally:
+            self._ended_at = time.monotonic()
+            self._calls.remove(call)
+
+
+def answer_of(answer: Answer, call: Asked, caller: Caller) -> msgspec.Struct:
+    """Have a call carried out; a bug of ours ends the call, never the worker."""
+    try:
+        return answer(call, caller)
+    except EOFError:
+        raise
+    except TieredKVError as error:
+        return refusal(error)
+    except Exception as error:
+        logger.exception("a command failed")
+        return refusal(StorageError(f"the command failed in the store worker: {error!r}"))
