@@ -1,8 +1,8 @@
 """Simulates a power loss: the writes of a store are logged and replayed up to some moment.
 
 Run as a script, this module is the process whose power is lost. It writes, deletes, sweeps, evicts
-and shrinks a store while `power_loss.c` logs its writes, and notes after each round which blocks
-are stored.
+and shrinks an encrypted store while `power_loss.c` logs its writes and those of its keys, and notes
+after each round which blocks are stored.
 """
 
 import json
@@ -16,9 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from tests.fakes import FakeClock
 from tests.storage.blocks import open_store, page_with, sweep
 from tests.storage.conftest import make_record, payload_of
+from tieredkv.storage.client.names import Names
 from tieredkv.storage.store import BlockStore
 from tieredkv.types import BlockRecord
 
@@ -53,10 +56,15 @@ class Round(NamedTuple):
 
 
 class Recording:
-    """The log of a store's writes, and the notes of what it stored."""
+    """The log of the writes to a store and its keys, and the notes of what it stored.
+
+    Attributes:
+        folder: the disk, which has `store` and `keys`.
+    """
 
     def __init__(self, base: Path, shim: Path, *, sync: str, seed: int) -> None:
-        self.folder, log, notes = base / "store", base / "log", base / "notes"
+        self.folder, log, notes = base / "disk", base / "log", base / "notes"
+        self.folder.mkdir(mode=0o700)
         variables = {"LD_PRELOAD": str(shim), "POWER_LOG": str(log)}
         command = [sys.executable, "-m", "tests.storage.power_loss"]
         subprocess.run(
@@ -105,20 +113,14 @@ class Recording:
         for i, each in enumerate(operations):
             owner = numbers.setdefault(each.path, i)
             owners.append(owner)
-            if each.what == "s":
+            if each.what == "s":  # of a file or a folder
                 synced[owner] = i
             elif each.what in "ru":
-                del numbers[each.path]
-                if each.what == "r":
-                    numbers[each.other] = owner
-            if i >= names_end:
-                continue
-            if each.what in "ru":
-                names.pop(each.path, None)
-            else:
+                _move(numbers, each.path, each.other)
+                if i < names_end:
+                    _move(names, each.path, each.other)
+            elif i < names_end:
                 names.setdefault(each.path, owner)
-            if each.what == "r":
-                names[each.other] = owner
 
         files: dict[int, bytearray] = {}
         for i, (each, owner) in enumerate(zip(operations, owners, strict=True)):
@@ -136,6 +138,14 @@ class Recording:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.write_bytes(files[owner])
             path.chmod(0o600)
+
+
+def _move(names: dict[str, int], path: str, other: str) -> None:
+    """Give a file, or all files of a folder, another name; or none, if `other` is empty."""
+    for name in [each for each in names if f"{each}/".startswith(f"{path}/")]:
+        owner = names.pop(name)
+        if other:
+            names[other + name[len(path) :]] = owner
 
 
 def _put(file: bytearray, offset: int, data: bytes) -> None:
@@ -181,18 +191,26 @@ def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
     known: dict[bytes, Block] = {}
     with notes.open("w") as lines:
         for life, budget_bytes in enumerate(BUDGETS_BYTES):
-            with open_store(folder, clock, budget_bytes=budget_bytes, sync=sync) as store:
+            with open_store(
+                folder / "store",
+                clock,
+                budget_bytes=budget_bytes,
+                sync=sync,
+                encryption="on",
+                key_dir=str(folder / "keys"),
+            ) as store:
                 for round_ in range(_ROUNDS):
                     chain = f"{life}.{round_}"
                     blocks = [
                         make_record(chain, position, size_bytes=random_.choice(SIZES_BYTES))
                         for position in range(random_.randrange(1, 20))
                     ]
-                    for each in blocks:
-                        known[each.block_hash] = (chain, each.position, each.size_bytes)
-                    _put_blocks(store, blocks)
+                    names = Names(store.names_key).hide([each.block_hash for each in blocks])
+                    for name, each in zip(names, blocks, strict=True):
+                        known[name] = (chain, each.position, each.size_bytes)
+                    _put_blocks(store, blocks, Names(store.names_key))
                     if round_ % 3 == 2:
-                        store.delete([each.block_hash for each in blocks[:3]], "request")
+                        store.delete(names[:3], "request")
                     if round_ % 5 == 4:
                         sweep(store)
                     found = store.lookup(list(known))
@@ -200,11 +218,18 @@ def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
                     lines.write(json.dumps([log.stat().st_size, stored]) + "\n")
 
 
-def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord]) -> None:
+def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord], names: Names) -> None:
+    """Store blocks under their names, as the client does."""
+    hashes = [each.block_hash for each in blocks]
+    hidden = zip(names.hide(hashes), names.hide([each.parent_hash for each in blocks]), strict=True)
+    records = [
+        replace(each, block_hash=name, parent_hash=parent)
+        for each, (name, parent) in zip(blocks, hidden, strict=True)
+    ]
     writes = []
-    for extent, record in zip(store.reserve_many(blocks), blocks, strict=True):
+    for extent, record, known in zip(store.reserve_many(records), records, hashes, strict=True):
         if extent is not None:
-            page = page_with(payload_of(record.block_hash, record.size_bytes))
+            page = page_with(payload_of(known, record.size_bytes))
             writes.append(store.write_payload(extent, record, page))
     store.commit(writes)
 

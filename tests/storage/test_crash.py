@@ -38,14 +38,20 @@ EXPIRES_AFTER_S = 1.0
 
 
 def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
-    """Kill the worker at random times, with load on a full store; return the counters.
+    """Kill the worker at random times, with load on a full encrypted store; return the counters.
 
     Each round stores, loads, deletes and expires blocks, kills the worker, and checks the new one:
     the blocks acknowledged last are stored, every byte is right, `verify` finds nothing and the
     files stay within the budget. The moment is random in time in one round, and in the number of
     blocks acknowledged before it in the next, so that a slow worker is not only hit at its start.
     """
-    client = harness.open(budget_bytes=BUDGET_BYTES, backoff_s=0.01, max_backoff_s=0.01)
+    client = harness.open(
+        budget_bytes=BUDGET_BYTES,
+        backoff_s=0.01,
+        max_backoff_s=0.01,
+        encryption="on",
+        key_dir=f"{harness.folder}.keys",
+    )
     mail, random_ = Mailbox(client), random.Random(seed)
     acknowledged: dict[bytes, BlockRecord] = {}
     tried: dict[bytes, BlockRecord] = {}

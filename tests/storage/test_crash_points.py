@@ -8,19 +8,19 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import pytest
 
 import tieredkv.storage
 from tests.fakes import FakeClock
+from tests.storage import blocks as blocks_of
 from tests.storage.blocks import (
     CheckedStore,
     load,
     make_record,
     occupied_bytes,
-    open_store,
     payload_of,
     put,
     segment_files,
@@ -119,6 +119,11 @@ class Outcome(NamedTuple):
     under_way: dict[bytes, BlockRecord | None]
     is_committed: bool
     now: float
+
+
+def open_store(path: Path, clock: FakeClock, **options: Any) -> CheckedStore:
+    """Open an encrypted store, whose keys lie beside its folder."""
+    return blocks_of.open_store(path, clock, encryption="on", key_dir=f"{path}.keys", **options)
 
 
 def live(path: Path, failpoint: Callable[[str], None], tell: Callable[[str], None]) -> None:
@@ -226,7 +231,7 @@ def count_labels(path: Path) -> Counter[str]:
 
 def test_every_label_in_the_source_is_tested(num_reached: Counter[str]) -> None:
     folder = Path(tieredkv.storage.__path__[0])
-    source = "".join(file.read_text() for file in sorted(folder.glob("*.py")))
+    source = "".join(file.read_text() for file in sorted(folder.rglob("*.py")))
     labels = re.findall(r"failpoint\(\s*[\"']([^\"']+)[\"']", source)
     assert sorted(labels) == sorted(["adopt:before", *LABELS])
     assert len(re.findall(r"\b_?failpoint\(", source)) == len(labels), "a label that is no literal"

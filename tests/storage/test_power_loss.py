@@ -65,20 +65,22 @@ def lose_power(where: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> 
 
 def start_machine_again(folder: Path) -> None:
     """Make the lock file name another boot of the machine, as after a power loss."""
-    if (lock := folder / "lock").exists():
+    if (lock := folder / "store" / "lock").exists():
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         lock.write_bytes(lock.read_bytes().replace(boot, bytes(reversed(boot))))
 
 
 def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: str) -> Counter[str]:
-    """Serve the store by a worker and check every block.
+    """Serve the store of a disk by a worker and check every block.
 
     With `sync="commit"` no block of `certain` may be missing.
     """
     outcome: Counter[str] = Counter(opened=1)
-    harness = Harness(folder)
+    harness = Harness(folder / "store")
     try:
-        client = harness.open(budget_bytes=BUDGETS_BYTES[0])
+        client = harness.open(
+            budget_bytes=BUDGETS_BYTES[0], encryption="on", key_dir=str(folder / "keys")
+        )
         mail, pid = Mailbox(client), client.pid
         blocks = sorted(tried)
         for start in range(0, len(blocks), 64):
@@ -111,10 +113,10 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
             is_served = all(done.ok for done in [*stored, *loaded])
         if sync == "commit":
             assert client.pid == pid, "the worker had to be started again"
-            assert not list(folder.glob("index.bad*")), "the index was set aside"
-            StoreControl(folder).verify()
-            assert StoreControl(folder).verify()["bad"] == 0
-        assert occupied_bytes(folder) <= BUDGETS_BYTES[0]
+            assert not list(harness.folder.glob("index.bad*")), "the index was set aside"
+            StoreControl(harness.folder).verify()
+            assert StoreControl(harness.folder).verify()["bad"] == 0
+        assert occupied_bytes(harness.folder) <= BUDGETS_BYTES[0]
     except (StorageError, NeverServesError):
         if sync == "commit":
             raise
