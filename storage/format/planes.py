@@ -111,22 +111,20 @@ def pack(block: memoryview, number: int) -> Packed | None:
     size, width = len(block), WIDTHS[number]
     if size % width:
         return None
-    image = aligned_buffer(extent_bytes_for(size))
-    elements = np.frombuffer(block, np.uint8).reshape(-1, width)
-    lengths, end = [], PACKED_HEADER_BYTES + 4 * width
-    for i in range(width):
-        plane = np.ascontiguousarray(elements[:, i]).data
-        packed = _thread.compress(plane)
-        is_raw = len(packed) > _MOST_KEPT * len(plane)
-        piece = plane if is_raw else packed
-        start, end = end, end + len(piece)
-        if end > size * 15 // 16:
-            return None
-        image[start:end] = piece
-        lengths.append(len(piece) | is_raw * _IS_RAW)
-    struct.pack_into(f"<{width}I", image, PACKED_HEADER_BYTES, *lengths)
+    pieces = []
+    for column in np.frombuffer(block, np.uint8).reshape(-1, width).T:
+        plane = np.ascontiguousarray(column)
+        packed = np.frombuffer(_thread.compress(plane.data), np.uint8)
+        pieces.append(packed if len(packed) <= _MOST_KEPT * len(plane) else plane)
+    end = PACKED_HEADER_BYTES + 4 * width + sum(map(len, pieces))
+    if end > size * 15 // 16:
+        return None
+    image = aligned_buffer(extent_bytes_for(end - PACKED_HEADER_BYTES, number, size))
     payload = image[PACKED_HEADER_BYTES:end]
-    return Packed(image[: extent_bytes_for(len(payload), number, size)], payload, number)
+    lengths = [len(piece) | (len(piece) == size // width) * _IS_RAW for piece in pieces]
+    head = np.array(lengths, "<u4").view(np.uint8)
+    np.concatenate([head, *pieces], out=np.frombuffer(payload, np.uint8))
+    return Packed(image, payload, number)
 
 
 def extent_bytes_of(record: BlockRecord, packed: Packed | None) -> int:
