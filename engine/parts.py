@@ -37,7 +37,7 @@ from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.storage.folder.starts import check_start
-from tieredkv.storage.messages.engine import BUSY_PATIENCE_S
+from tieredkv.storage.options import BUSY_PATIENCE_S
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.arena import HostArena

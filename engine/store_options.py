@@ -1,7 +1,7 @@
 """How the settings say that the store is opened, and what this process does with its names key."""
 
 from tieredkv.config import Settings
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.wire.limits import forbid_core_files
 
 

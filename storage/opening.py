@@ -31,7 +31,7 @@ from tieredkv.storage.index.rebuild import (
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.store_keys import open_keys
 from tieredkv.storage.keys.use import KeyUse
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
 from tieredkv.wire.limits import check_file_size
 

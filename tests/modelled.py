@@ -42,7 +42,8 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.client.names import NO_NAMES
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.messages.engine import StoreOptions, TouchItem
+from tieredkv.storage.messages.engine import TouchItem
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import NO_STATS, StoreStats
 from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
 from tieredkv.storage.worker.write_share import WRITE_SHARE

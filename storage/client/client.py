@@ -22,7 +22,8 @@ from tieredkv.hashing import ModelIdentity
 from tieredkv.storage.client.names import NO_NAMES, Names
 from tieredkv.storage.folder.folder import hold_for_engine, trouble_with
 from tieredkv.storage.messages import engine as messages
-from tieredkv.storage.messages.engine import ControlRequest, StoreOptions, TouchItem
+from tieredkv.storage.messages.engine import ControlRequest, TouchItem
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import NO_STATS, StoreStats
 from tieredkv.storage.tier import Gone, Lent, Loaded, LookupDone, ProbeDone, Restarted, Stored
 from tieredkv.storage.worker.process import WorkerEnd, WorkerProcess

@@ -16,7 +16,7 @@ from tieredkv.storage.folder.marker import REPLACED_VERSION
 from tieredkv.storage.folder.own_files import read_own
 from tieredkv.storage.keys.destruction import destroy_replaced_tables
 from tieredkv.storage.keys.place import NOTE, KeyPlace
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.destruction import destroy_own_table
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.store_keys import plan, write_stamp
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tieredkv.storage.keys.master import MASTER_SUFFIX
 from tieredkv.storage.keys.rotation import look_table, open_table
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, read_all
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 
 NOTE = "encryption.json"
 """A file in the folder of an encrypted store that tells people where its keys are."""

@@ -28,7 +28,7 @@ from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable,
 from tieredkv.storage.keys.rotation import rotate_in_place
 from tieredkv.storage.keys.sweeps import sweep_tables
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 
 logger = logging.getLogger(__name__)
 

@@ -52,9 +52,10 @@ from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.store_keys import StoreKeys, check_stamp
 from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.messages import engine as messages
-from tieredkv.storage.messages.engine import EngineMessage, IndexStart, StoreOptions, refusal
+from tieredkv.storage.messages.engine import EngineMessage, IndexStart, refusal
 from tieredkv.storage.messages.operator import Asked
 from tieredkv.storage.opening import CLOCK_TOLERANCE_S
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Need
 from tieredkv.storage.store import BlockStore

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tieredkv.storage.messages.engine import IndexStart, Launch, StoreOptions, WorkerMessage
+from tieredkv.storage.messages.engine import IndexStart, Launch, WorkerMessage
+from tieredkv.storage.options import StoreOptions
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import bury, describe_exit, start_process

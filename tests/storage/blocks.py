@@ -36,8 +36,8 @@ from tieredkv.storage.format.record import (
 )
 from tieredkv.storage.index.entries import Totals
 from tieredkv.storage.index.transaction import IndexTxn
-from tieredkv.storage.messages.engine import StoreOptions
 from tieredkv.storage.messages.operator import Checked, Delete, Verify
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.worker.checking import check_blocks, checking_index
 from tieredkv.storage.worker.deleting import deleting

@@ -19,7 +19,7 @@ from tieredkv.errors import IntegrityError
 from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Retentions, decode_record
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena

@@ -119,7 +119,7 @@ ENGINE = textwrap.dedent(
     from tieredkv.storage.client.client import StoreClient
     from tieredkv.wire.arena import HostArena
     from tieredkv.storage.tier import Lent
-    from tieredkv.storage.messages.engine import StoreOptions
+    from tieredkv.storage.options import StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 

@@ -34,7 +34,8 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune
 from tieredkv.operate.models import KnownModel, note_model, read_models
 from tieredkv.storage.folder.lock import is_wanted, lock_to_look, lock_to_write
-from tieredkv.storage.messages.engine import Looking, StoreOptions
+from tieredkv.storage.messages.engine import Looking
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.worker.process import WorkerProcess
 from tieredkv.wire.process import Refused
 

@@ -37,13 +37,13 @@ from tieredkv.storage.messages.engine import (
     LookupAnswer,
     LookupCall,
     StoreCall,
-    StoreOptions,
     TouchCall,
     TouchItem,
     WorkerMessage,
     WorkerUp,
 )
 from tieredkv.storage.messages.operator import Delete, Reply
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent, Loaded, Stored

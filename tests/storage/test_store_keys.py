@@ -40,7 +40,7 @@ from tieredkv.storage.keys import master
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 
 DAY_S = 86_400
 

@@ -26,7 +26,7 @@ from tests.storage.blocks import make_record
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
 
 BLOCK_BYTES, GROUP, WRITERS, READERS, REPEATS = 2 << 20, 64, 8, 32, 3

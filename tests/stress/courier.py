@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.messages.engine import ControlRequest, StoreOptions
+from tieredkv.storage.messages.engine import ControlRequest
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Restarted, Stored
 from tieredkv.wire.arena import HostArena
 

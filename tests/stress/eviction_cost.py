@@ -23,7 +23,7 @@ import click
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
 from tieredkv.types import TENANT_BYTES, BlockRecord
 

@@ -37,7 +37,8 @@ from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.messages.engine import ControlRequest, StoreOptions
+from tieredkv.storage.messages.engine import ControlRequest
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent, LookupDone, Stored
 from tieredkv.types import BlockRecord

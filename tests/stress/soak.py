@@ -36,7 +36,7 @@ from tieredkv.bench import plots
 from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.tier import Lent
 from tieredkv.units import format_bytes, parse_bytes
 

@@ -52,7 +52,7 @@ from tieredkv.storage.index.entries import SegmentState
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.keys.cipher import encrypt
 from tieredkv.storage.keys.layout import PayloadKey
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked

@@ -21,7 +21,8 @@ from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Times, times_of
-from tieredkv.storage.messages.engine import ControlRequest, StoreOptions, TouchItem
+from tieredkv.storage.messages.engine import ControlRequest, TouchItem
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.tier import (
     BlockLife,

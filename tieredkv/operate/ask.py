@@ -48,7 +48,7 @@ from tieredkv.operate.worker import Channel, Worker, decoder, silent
 from tieredkv.storage.client.names import Names
 from tieredkv.storage.folder.folder import SOCKET, has_engine
 from tieredkv.storage.messages import engine as messages
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.worker.process import WorkerEnd, WorkerProcess
 from tieredkv.storage.worker.socket import socket_address
 from tieredkv.types import Tier
