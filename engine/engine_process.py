@@ -78,7 +78,7 @@ class EngineProcess:
         try:
             core = self._core = EngineCore(start.settings, progress=self._report)
         except TieredKVError as error:
-            self._channel.send(Refused(type(error).__name__, str(error)))
+            self._channel.send(Refused.of(error))
             exit_code = EXIT_START_FAILED
         else:
             self._on_start()

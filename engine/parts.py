@@ -38,6 +38,7 @@ from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.storage.folder.starts import check_start
 from tieredkv.storage.options import BUSY_PATIENCE_S
+from tieredkv.storage.tier import BackingTier
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.arena import HostArena
@@ -189,7 +190,7 @@ def make_tiers(
     settings: Settings,
     spec: KVSpec,
     link: DeviceLink[Any],
-    store: StoreClient | None,
+    store: BackingTier | None,
     num_blocks: int,
     num_pages: int,
     device_type: str,

@@ -27,7 +27,7 @@ from tieredkv.operate.chain_ids import named_blocks
 from tieredkv.operate.infos import BlockInfo, hidden
 from tieredkv.operate.models import KnownModel
 from tieredkv.storage.client.names import NO_NAMES, Names
-from tieredkv.storage.messages.engine import ControlRequest
+from tieredkv.storage.tier import ControlRequest
 from tieredkv.types import BlockHash, Tier
 
 EVERYTHING = EvictFilter(all=True)
@@ -80,10 +80,10 @@ class Verbs:
         while self._cache.control_requests:
             event = self._cache.control_requests.popleft()
             assert self._tiers.store is not None
-            tell = partial(self._tiers.store.reply_control, event.id)
-            call = decoded(event.call)
+            tell = partial(self._tiers.store.reply, event.id)
+            call = decoded(event.asked.call)
             if isinstance(call, Inspect) and call.prompt is not None:
-                roots = cast(Mapping[BlockHash, bytes], event.roots)
+                roots = cast(Mapping[BlockHash, bytes], event.asked.roots)
                 self.prompts.begin(call, roots, tell)
             else:
                 self.slices.begin(telling(self._answer_worker(call, event), tell))
@@ -107,8 +107,8 @@ class Verbs:
         return answer
 
     def _answer_worker(self, call: Call, event: ControlRequest) -> Answer:
-        following, before = event.following, event.before
-        hashes = cast(tuple[list[BlockHash], list[BlockHash]], (following, before))
+        named = event.asked.following, event.asked.before
+        hashes = cast(tuple[list[BlockHash], list[BlockHash]], named)
         answer = yield from self._answer(call, *hashes)
         if isinstance(call, EvictFilter):
             self.on_evict(call)

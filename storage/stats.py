@@ -77,33 +77,33 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         lifetimes: how long blocks are kept.
     """
 
-    blocks: int
-    bytes_live: int
-    bytes_files: int
-    bytes_index: int
-    bytes_budget: int
-    bytes_pending: int
-    bytes_written: int
-    bytes_written_ever: int
-    bytes_write_limit: int | None
-    bytes_read: int
-    bytes_erased: int
-    num_stored: int
-    num_expired: int
-    num_evicted: int
-    num_extents_retired: int
-    faults: dict[str, int]
-    deleted: dict[str, int]
-    encryption: str
-    num_keys: int
-    compression: str
-    is_compressing: bool
-    compression_trial: dict[str, float]
-    compression_ratio: float
-    compression_rate: float
-    decompression_rate: float
-    direct_io: bool
-    punch_hole: bool
+    blocks: int = 0
+    bytes_live: int = 0
+    bytes_files: int = 0
+    bytes_index: int = 0
+    bytes_budget: int = 0
+    bytes_pending: int = 0
+    bytes_written: int = 0
+    bytes_written_ever: int = 0
+    bytes_write_limit: int | None = None
+    bytes_read: int = 0
+    bytes_erased: int = 0
+    num_stored: int = 0
+    num_expired: int = 0
+    num_evicted: int = 0
+    num_extents_retired: int = 0
+    faults: dict[str, int] = {}
+    deleted: dict[str, int] = {}
+    encryption: str = ""
+    num_keys: int = 0
+    compression: str = ""
+    is_compressing: bool = False
+    compression_trial: dict[str, float] = {}
+    compression_ratio: float = 0.0
+    compression_rate: float = 0.0
+    decompression_rate: float = 0.0
+    direct_io: bool = False
+    punch_hole: bool = False
     store_error: str = ""
     num_other_model: int | None = None
     num_lookups_dropped: int = 0
@@ -111,18 +111,5 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
 
 
-_NO_FIGURE = {
-    "faults": {},
-    "deleted": {},
-    "compression_trial": {},
-    "compression": "",
-    "encryption": "",
-}
-NO_STATS = StoreStats(
-    **{  # type: ignore[arg-type]
-        name: _NO_FIGURE.get(name, 0)
-        for name in StoreStats.__struct_fields__
-        if name not in ("store_error", "num_other_model", "lifetimes")
-    }
-)
+NO_STATS = StoreStats()
 """The figures of a store that was not opened yet."""

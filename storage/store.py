@@ -32,11 +32,11 @@ from tieredkv.storage.format.record import (
 from tieredkv.storage.index.rebuild import OpeningProgress, fault_of, from_records, rebuild
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.index.verdicts import is_of_memory
-from tieredkv.storage.messages.engine import TouchItem
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Lifetimes, StoreStats
+from tieredkv.storage.tier import TouchItem
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
 

@@ -6,10 +6,14 @@ block that it finds under the same name. Towards the engine a block is called by
 store's worker gets and gives the same messages with names in their places (`storage.client.names`).
 """
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 import msgspec
 
+from tieredkv.storage.client.names import Names
+from tieredkv.storage.messages.operator import AskEngine
+from tieredkv.storage.stats import StoreStats
 from tieredkv.types import BlockRecord
 
 
@@ -80,6 +84,21 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 _IDENTITY = [name for name in Lent.__struct_fields__ if name in BlockRecord.__struct_fields__]
 
 
+class TouchItem(msgspec.Struct, frozen=True, array_like=True):
+    """One use of a block, and the claim that came with it if that lengthens the block's life.
+
+    Attributes:
+        hits: how many requests have found the block, as far as is known; None for one more.
+    """
+
+    block_hash: bytes
+    last_used: float
+    expires_at: float | None = None
+    retention: str | None = None
+    pinned_until: float = 0.0
+    hits: int | None = None
+
+
 class Ended(msgspec.Struct, frozen=True, array_like=True):
     """The end of one loan; `reason` tells why it failed, and is empty if it succeeded."""
 
@@ -137,7 +156,7 @@ class LookupDone(msgspec.Struct, frozen=True):
     """
 
     job: int
-    found: dict[bytes, bytes]
+    found: dict[bytes, bytes] = {}
 
 
 class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
@@ -150,4 +169,60 @@ class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
     """
 
     job: int
-    ended_at: list[float]
+    ended_at: list[float] = []
+
+
+class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """An operator's question that also concerns the engine's own tiers; the engine answers it."""
+
+    id: int
+    asked: AskEngine
+
+
+Event = LookupDone | ProbeDone | Loaded | Stored | Gone | Restarted | ControlRequest
+"""What a tier tells the engine."""
+
+
+class BackingTier(Protocol):
+    """A tier that backs the engine's memory, as the engine sees it; nothing waits for the disk.
+
+    Attributes:
+        shares: the part of the budget that each tenant keeps, whatever other tenants store; to
+            change them, assign other ones.
+        names: what an operator's ids are made of.
+    """
+
+    shares: dict[bytes, float]
+    names: Names
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        """Ask which blocks are stored and not expired; answered by `LookupDone` of this job."""
+
+    def load(self, lent: Sequence[Lent]) -> None:
+        """Read blocks into pages; each page is on loan until its `Loaded`."""
+
+    def store(self, lent: Sequence[Lent]) -> None:
+        """Write blocks from pages; each page is on loan until its `Stored`."""
+
+    def touch(self, items: Sequence[TouchItem]) -> None:
+        """Refresh blocks after a hit; a touch may be lost."""
+
+    def delete(self, hashes: Sequence[bytes], reason: str) -> None:
+        """Make blocks unreachable, those that are being written too; no deletion is lost."""
+
+    def reply(self, id: int, body: dict[str, Any], has_more: bool = False) -> None:
+        """Answer a `ControlRequest`, whole or in part."""
+
+    def poll(self) -> list[Event]:
+        """Return what has happened since the last call, oldest first."""
+
+    def stats(self) -> StoreStats:
+        """Return the last known figures."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the tier is off; empty while it serves."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, while one is up."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.fake_link import FakeDeviceLink
+from tests.fake_tier import FakeTier
 from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
@@ -27,11 +28,18 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.client.client import Event, StoreClient
-from tieredkv.storage.client.names import NO_NAMES
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.messages.engine import TouchItem
-from tieredkv.storage.tier import BlockLife, Gone, Lent, Loaded, LookupDone, Restarted, Stored
+from tieredkv.storage.tier import (
+    BlockLife,
+    Event,
+    Gone,
+    Lent,
+    Loaded,
+    LookupDone,
+    Restarted,
+    Stored,
+    TouchItem,
+)
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 BLOCK_BYTES = 64
@@ -82,7 +90,7 @@ class Job:
         return BlockHash(self.page.block_hash)
 
 
-class FakeStore(StoreClient):
+class FakeStore(FakeTier):
     """The disk tier as a dict. It accesses a page only at the very end of the page's loan.
 
     Attributes:
@@ -96,9 +104,9 @@ class FakeStore(StoreClient):
     """
 
     def __init__(self, arena: torch.Tensor, clock: Clock) -> None:
+        super().__init__()
         self._memory = arena
         self._clock = clock
-        self.names = NO_NAMES
         self._numbers = itertools.count(1)
         self.told: list[Event] = []
         self.lookups: list[tuple[int, list[bytes]]] = []
@@ -109,7 +117,6 @@ class FakeStore(StoreClient):
         self.reason = ""
         self.tells_gone = False
         self.asked: list[bytes] = []
-        self.shares: dict[bytes, float] = {}
         self.loaded: list[BlockHash] = []
         self.stored: list[BlockHash] = []
         self.touched: list[TouchItem] = []
@@ -232,9 +239,6 @@ class FakeStore(StoreClient):
     def check(self) -> None:
         pages = [job.page.page_id for job in self.jobs]
         assert len(set(pages)) == len(pages), "a page is on two loans"
-
-    def close(self, timeout_s: float = 30.0) -> None:
-        pass
 
     def _open_jobs(self, pages: Iterable[Lent], *, is_store: bool) -> None:
         self.jobs.extend(Job(page, is_store) for page in pages)

@@ -29,9 +29,9 @@ from tieredkv.engine import model_runner
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.client import client
-from tieredkv.storage.client.client import Event
-from tieredkv.storage.tier import Loaded, Stored
+from tieredkv.storage.client import supervisor
+from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.tier import Event, Loaded, Stored
 from tieredkv.types import Tier
 
 POISON = 0x4B
@@ -131,7 +131,7 @@ class FlakyDisk:
 
     def __init__(self, llm: LLM) -> None:
         store = llm.core.tiers.store
-        assert store is not None
+        assert isinstance(store, StoreClient)
         self.fail_share = self.delay_share = 0.0
         self.generator = random.Random()
         self._arena, self._poll, self._held = store.arena, store.poll, list[Event]()
@@ -184,7 +184,7 @@ class UnluckyEngine:
         self._cold_tokens: dict[tuple[int, ...], list[int]] = {}
         self._offset_file.write_text("0")
         patch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(self._offset_file))
-        patch.setattr(client, "_HEALTHY_S", 0.0)  # a killed worker is started again at once
+        patch.setattr(supervisor, "_HEALTHY_S", 0.0)  # a killed worker is started again at once
         patch.setattr(rates, "PROBE_S", 0.1)  # a disk that was away is soon tried again
         patch.setattr(promotion, "MIN_MEASURED_BYTES", 0)  # so that copies of few blocks are probes
         patch.setattr(promotion, "PROBE_COPY_BYTES", 128 << 10)

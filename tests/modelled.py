@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 
+from tests.fake_tier import FakeTier
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import ComputeRate, pairs
@@ -39,13 +40,9 @@ from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
-from tieredkv.storage.client.client import Event, StoreClient
-from tieredkv.storage.client.names import NO_NAMES
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.messages.engine import TouchItem
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.stats import NO_STATS, StoreStats
-from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
 from tieredkv.storage.worker.write_share import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId
 
@@ -346,7 +343,7 @@ class _Queue:
         return list(itertools.islice(self.pages, self.width))
 
 
-class Disk(StoreClient):
+class Disk(FakeTier):
     """The disk tier: a table of records, and one device that reads and writes.
 
     While there are reads, writes get their share (`write_share`). The block used the longest ago is
@@ -358,13 +355,12 @@ class Disk(StoreClient):
     """
 
     def __init__(self, device: _Device, num_blocks: int) -> None:
+        super().__init__()
         self._device, self._num_blocks = device, num_blocks
         self._GBps = device.machine.read_GBps
         self.records: OrderedDict[bytes, BlockRecord] = OrderedDict()
-        self.shares: dict[bytes, float] = {}
-        self.names = NO_NAMES
         self._numbers = itertools.count(1)
-        self._events: list[tuple[float, int, Event]] = []  # type: ignore[assignment]
+        self._events: list[tuple[float, int, Event]] = []
         self._reads, self._writes = _Queue(StoreOptions(path="").num_readers), _Queue(1)
         self._at = device.time.now
         self.bytes_read = self.bytes_written = 0
@@ -479,20 +475,6 @@ class Disk(StoreClient):
         num_arrived = sum(isinstance(event, Loaded) for event in events)
         self._device.time.sleep(num_arrived * self._device.machine.arrival_s)
         return events
-
-    def stats(self) -> StoreStats:
-        return NO_STATS
-
-    @property
-    def trouble(self) -> str:
-        return ""
-
-    @property
-    def pid(self) -> int | None:
-        return None
-
-    def close(self, timeout_s: float = 30.0) -> None:
-        pass
 
 
 class _Wake(threading.Event):

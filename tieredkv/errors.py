@@ -181,7 +181,7 @@ def invalid_value(path: str, value: str, supported: str) -> RequestError:
 
 def named(kind: str, message: str) -> TieredKVError:
     """Return the error that another process raised, as if it were raised in this one."""
-    error = None if kind == "CorruptBlockError" else globals().get(kind)
+    error = StorageError if kind == "CorruptBlockError" else globals().get(kind)
     if isinstance(error, type) and issubclass(error, TieredKVError):
         return error(message)
     return TieredKVError(message)

@@ -1,26 +1,25 @@
 """The messages between the engine and the store worker.
 
 Each message is one tagged struct, framed by `tieredkv.wire.channel`. This module knows only the
-shapes of messages. The modules `worker` and `client` know who answers what, and when.
-Here, all hashes of blocks and of their parents are names: see `storage.client.names`.
+shapes of messages; `client` and `worker` know who answers what, and when. Here, all hashes of
+blocks and of their parents are names: see `storage.client.names`.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
 from tieredkv.hashing import ModelIdentity
+from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import Need, StoreStats
-from tieredkv.storage.tier import Gone, Lent, Loaded, ProbeDone, Stored
+from tieredkv.storage.tier import ControlRequest, Gone, Lent, Loaded, ProbeDone, Stored, TouchItem
 from tieredkv.wire.process import Refused
-
-# --- Nouns -----------------------------------------------------------------------------------
-
 
 IndexStart = Literal["as_it_is", "examined", "set_aside"]
 """What a worker does with the index before it opens it."""
+
+# --- Engine to worker ------------------------------------------------------------------------
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="launch"):
@@ -48,35 +47,28 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
     look_fd: int | None = None
 
 
-class TouchItem(msgspec.Struct, frozen=True, array_like=True):
-    """One use of a block, and the claim that came with it if that lengthens the block's life.
-
-    Attributes:
-        hits: how many requests have found the block, as far as is known; None for one more.
-    """
-
-    block_hash: bytes
-    last_used: float
-    expires_at: float | None = None
-    retention: str | None = None
-    pinned_until: float = 0.0
-    hits: int | None = None
-
-
-# --- Engine to worker ------------------------------------------------------------------------
-
-
 class LookupCall(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
+    """Tell which blocks are stored; answered by `LookupAnswer`."""
+
+    job: int
+    hashes: list[bytes]
+
+
+class ProbeCall(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """Read blocks only to find out how fast the disk is; answered by `ProbeDone`."""
+
     job: int
     hashes: list[bytes]
 
 
 class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Read blocks into pages; each is answered by a `Loaded` in `Completions`."""
+
     pages: list[Lent]
 
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
-    """Write blocks.
+    """Write blocks; each is answered by a `Stored` in `Completions`.
 
     Attributes:
         pages: that hold the blocks.
@@ -88,14 +80,9 @@ class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     shares: dict[bytes, float] | None = None
 
 
-class ProbeCall(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
-    """Read blocks only to find out how fast the disk is; answered by `ProbeDone`."""
-
-    job: int
-    hashes: list[bytes]
-
-
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
+    """Refresh blocks after a hit; not answered."""
+
     items: list[TouchItem]
 
 
@@ -105,14 +92,6 @@ class DeleteCall(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
     job: int
     hashes: list[bytes]
     reason: str
-
-
-class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The engine's answer to a `ControlRequest`, or a part of it that others follow."""
-
-    id: int
-    body: dict[str, Any]
-    has_more: bool = False
 
 
 class ModelCall(msgspec.Struct, frozen=True, array_like=True, tag="model"):
@@ -125,7 +104,7 @@ class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Finish the writes and evictions under way, close the store and exit."""
 
 
-_StoreCalls = LookupCall | LoadCall | StoreCall | ProbeCall | TouchCall | DeleteCall
+_StoreCalls = LookupCall | ProbeCall | LoadCall | StoreCall | TouchCall | DeleteCall
 EngineMessage = Launch | _StoreCalls | EngineAnswer | ModelCall | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------
@@ -176,6 +155,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, array_like=True, tag="records"):
 
 
 class DeleteDone(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
+    """A deletion was carried out."""
+
     job: int
 
 
@@ -186,46 +167,6 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     stats: StoreStats
 
 
-class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A call that also concerns the engine's own tiers; the engine answers it.
-
-    Attributes:
-        call: as an operator's process encoded it; see `tieredkv.operate.calls`.
-        following: of each chain that an eviction names, the blocks on disk from the named one on.
-        roots: of chains on disk, each with its namespace, for a prompt that was found nowhere.
-        before: the blocks on disk before the named one that no other chain on disk shares.
-    """
-
-    id: int
-    call: bytes
-    following: list[bytes] = []
-    before: list[bytes] = []
-    roots: dict[bytes, bytes] = {}
-
-
-WorkerMessage = (
-    Opening
-    | WorkerUp
-    | Looking
-    | IndexSetAside
-    | Refused
-    | LookupAnswer
-    | ProbeDone
-    | DeleteDone
-    | Gone
-    | Completions
-    | ControlRequest
-)
-
-# --- Errors over the wire --------------------------------------------------------------------
-
-
-def refusal(error: TieredKVError) -> Refused:
-    """Return the message that tells the other side of `error`.
-
-    An error that is no ConfigError or StorageError, or that is a CorruptBlockError, is sent as a
-    plain StorageError.
-    """
-    is_told = isinstance(error, ConfigError | StorageError)
-    is_told = is_told and not isinstance(error, CorruptBlockError)
-    return Refused(type(error).__name__ if is_told else StorageError.__name__, str(error))
+_Starts = Opening | WorkerUp | Looking | IndexSetAside | Refused
+_Answers = LookupAnswer | ProbeDone | Completions | DeleteDone
+WorkerMessage = _Starts | _Answers | Gone | ControlRequest

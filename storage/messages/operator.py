@@ -28,7 +28,7 @@ class Question(
 
 
 class Find(Question, frozen=True, kw_only=True, tag="find"):
-    """The records of blocks whose names begin so, by `Records`; then `Done`.
+    """The records of blocks whose names begin so, by `Rows`; then `Done`.
 
     Attributes:
         starts: first bytes of names, at most 32.
@@ -117,13 +117,15 @@ class Rotate(Question, frozen=True, kw_only=True, tag="rotate"):
 
 
 class AskEngine(Question, frozen=True, kw_only=True, tag="ask"):
-    """Hand a call on to the engine: `EnginePart` for each part of its answer; then `Done`.
+    """Hand a call on to the engine: `EngineAnswer` for each part of its answer; then `Done`.
 
     Without an engine there is no part.
 
     Attributes:
         call: as `tieredkv.operate.calls` encodes it; the worker does not read it.
-        following, before, roots: see `storage.messages.engine.ControlRequest`.
+        following: of each chain that an eviction names, the blocks on disk from the named one on.
+        before: the blocks on disk before the named one that no other chain on disk shares.
+        roots: of chains on disk, each with its namespace, for a prompt that was found nowhere.
     """
 
     call: bytes
@@ -141,27 +143,20 @@ class StillBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
     """The answer takes longer."""
 
 
-class Records(msgspec.Struct, frozen=True, array_like=True, tag="records"):
-    """Sealed records of blocks, and the names of the retention policies that they number."""
-
-    found: list[bytes]
-    retentions: tuple[str, ...]
-
-
 class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
-    """Sealed records in the order of names, side by side; their seals were not checked.
+    """Sealed records, side by side; those of a `Scan` in the order of names, with unchecked seals.
 
     Attributes:
         data: all of them, of which each has the same size.
-        next: where the next part begins; None after the last.
-        now: the time by the store's clock.
         retentions: names of the retention policies that the records number.
+        now: the time by the store's clock.
+        next: where the next part of a scan begins; None after the last.
     """
 
     data: bytes
-    next: bytes | None
-    now: float
     retentions: tuple[str, ...]
+    now: float
+    next: bytes | None = None
 
 
 class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
@@ -231,16 +226,24 @@ class Rotated(msgspec.Struct, frozen=True, array_like=True, tag="rotated"):
     keys: int
 
 
-class EnginePart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A part of what the engine says; it may be empty, to tell that the engine is still at it."""
+class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """The engine's answer, or a part of it that others follow; see `AskEngine`.
 
+    It goes from the engine to the worker, and on to the operator.
+
+    Attributes:
+        id: of the `ControlRequest`.
+        body: it may be empty, to tell that the engine is still at it.
+        has_more: whether other parts follow.
+    """
+
+    id: int
     body: dict[str, Any]
+    has_more: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """The end of an answer that has any number of parts."""
 
 
-Reply = (
-    StillBusy | Records | Rows | Deleted | Checked | Told | Rotated | EnginePart | Done | Refused
-)
+Reply = StillBusy | Rows | Deleted | Checked | Told | Rotated | EngineAnswer | Done | Refused

@@ -21,7 +21,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.storage.folder.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.index.pages import check_pages
-from tieredkv.storage.messages.engine import EngineMessage, IndexSetAside, Launch, Opening, refusal
+from tieredkv.storage.messages.engine import EngineMessage, IndexSetAside, Launch, Opening
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.worker.look import Look, look
 from tieredkv.storage.worker.process import (
@@ -34,6 +34,7 @@ from tieredkv.storage.worker.service import StoreService
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.limits import described, forbid_core_files, raise_file_limit
+from tieredkv.wire.process import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def _tell(
             code = EXIT_UNEXPLAINED
             logger.error("the store worker of `%s` failed", path, exc_info=error)
             error = StoreFailedError(f"the store worker of `{path}` failed: {error!r}")
-    channel.send(refusal(error))
+    channel.send(Refused.of(error))
     return code
 
 

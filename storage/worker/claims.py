@@ -7,7 +7,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from tieredkv.clock import Clock
-from tieredkv.storage.messages.engine import TouchItem
+from tieredkv.storage.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 _CLOCK_SLACK_S = 1.0

@@ -52,7 +52,7 @@ from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.store_keys import StoreKeys, check_stamp
 from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.messages import engine as messages
-from tieredkv.storage.messages.engine import EngineMessage, IndexStart, refusal
+from tieredkv.storage.messages.engine import EngineMessage, IndexStart
 from tieredkv.storage.messages.operator import Asked
 from tieredkv.storage.opening import CLOCK_TOLERANCE_S
 from tieredkv.storage.options import StoreOptions
@@ -65,6 +65,7 @@ from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.process import EXIT_FAILED
 from tieredkv.storage.worker.socket import Caller, answer_of, decoder
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
+from tieredkv.wire.process import Refused
 
 _WISH_POLL_S = 0.1
 _TICK_S = 0.5
@@ -335,7 +336,7 @@ def _watch(folder: LookedFolder, give_way: Callable[[], None]) -> None:
 
 
 def _give_way(channel: FrameChannel[EngineMessage], path: str) -> None:
-    channel.send(refusal(StoreBusyError(f"a server has started on the store at `{path}`")))
+    channel.send(Refused.of(StoreBusyError(f"a server has started on the store at `{path}`")))
     os._exit(EXIT_FAILED)
 
 

@@ -27,9 +27,10 @@ from tieredkv.storage.format.record import decode_record, is_record_of
 from tieredkv.storage.index.entries import Totals
 from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.messages import operator as messages
-from tieredkv.storage.messages.engine import ControlRequest, EngineAnswer
+from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
+from tieredkv.storage.tier import ControlRequest
 from tieredkv.storage.worker import checking
 from tieredkv.storage.worker.deleting import deleting
 from tieredkv.storage.worker.doomed import Doomed
@@ -140,7 +141,7 @@ class Operators:
                         if asked.climbs and record.position:
                             waiting.append(record.parent_hash)
             if len(some) >= _FOUND or (some and not waiting):
-                caller.tell(messages.Records(some, self._retentions))
+                caller.tell(messages.Rows(b"".join(some), self._retentions, now))
                 some = []
         return messages.Done()
 
@@ -236,14 +237,13 @@ class Operators:
             return messages.Done()
         job, answers = next(self._ids), queue.SimpleQueue[EngineAnswer]()
         self._asked[job] = answers
-        lists = asked.following, asked.before, asked.roots
         try:
-            self.ask_engine(ControlRequest(job, asked.call, *lists))
+            self.ask_engine(ControlRequest(job, asked))
             while (answer := self._next(answers, caller)) is not None:
-                caller.tell(messages.EnginePart(answer.body))
+                caller.tell(answer)
                 if not answer.has_more:
                     return messages.Done()
-            caller.tell(messages.EnginePart(messages.NO_ANSWER))
+            caller.tell(EngineAnswer(job, messages.NO_ANSWER))
             return messages.Done()
         finally:
             del self._asked[job]
@@ -339,7 +339,7 @@ def rows_of(
     if any(name >= other for name, other in pairwise(names)):
         raise CorruptIndexError("the keys of `blocks` are out of order")
     data = b"".join([record for name, record in entries if is_record_of(name, record)])
-    return messages.Rows(data, next_key, now, retentions)
+    return messages.Rows(data, retentions, now, next_key)
 
 
 def _pass() -> None:

@@ -36,10 +36,10 @@ from tieredkv.storage.format.record import Located
 from tieredkv.storage.index.transaction import batches
 from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.messages import engine as messages
-from tieredkv.storage.messages.operator import Delete
+from tieredkv.storage.messages.operator import Delete, EngineAnswer
 from tieredkv.storage.stats import Lifetimes, StoreStats
 from tieredkv.storage.store import BlockStore
-from tieredkv.storage.tier import Gone
+from tieredkv.storage.tier import ControlRequest, Gone
 from tieredkv.storage.worker.claims import Claims
 from tieredkv.storage.worker.deletions import Deletions
 from tieredkv.storage.worker.doomed import Doomed
@@ -192,7 +192,7 @@ class StoreService:
         else:
             self._changes.hand(partial(self._note_others, num_others))
 
-    def _ask_engine(self, request: messages.ControlRequest) -> None:
+    def _ask_engine(self, request: ControlRequest) -> None:
         """Ask the engine, on an operator's thread, unless the engine has stopped reading."""
         if not self._channel.is_stuck:
             self._tell_engine(request)
@@ -238,7 +238,7 @@ class StoreService:
                 self._touches.gather(map(self._claims.of_touch, touches))
             case messages.DeleteCall():
                 self._deletions.begin(message)
-            case messages.EngineAnswer():
+            case EngineAnswer():
                 self._operators.hear_engine(message)
             case messages.ModelCall(model):
                 Thread(target=self._count_others, args=(model,), daemon=True).start()

@@ -18,10 +18,10 @@ import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.folder.folder import SOCKET
-from tieredkv.storage.messages.engine import refusal
 from tieredkv.storage.messages.operator import Asked, StillBusy
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.wire.limits import described
+from tieredkv.wire.process import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class ControlServer:
                     self._answer_calls(sock, channel)
                 except StorageError as error:
                     logger.warning("the connection of a control client is closed: %s", error)
-                    channel.send(refusal(StorageError(f"the store worker: {error}\n{_HINT}")))
+                    channel.send(Refused.of(StorageError(f"the store worker: {error}\n{_HINT}")))
         except (EOFError, OSError):  # it is gone, or there is no descriptor for it
             pass
         finally:
@@ -203,7 +203,7 @@ def answer_of(answer: Answer, call: Asked, caller: Caller) -> msgspec.Struct:
     except EOFError:
         raise
     except TieredKVError as error:
-        return refusal(error)
+        return Refused.of(error)
     except Exception as error:
         logger.exception("a command failed")
-        return refusal(StorageError(f"the command failed in the store worker: {error!r}"))
+        return Refused.of(StorageError(f"the command failed in the store worker: {error!r}"))

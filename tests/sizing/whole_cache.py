@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from msgspec.structs import replace
 
+from tests.fake_tier import FakeTier
 from tests.fakes import FakeClock
 from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import DeviceLink
@@ -24,11 +25,8 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life
 from tieredkv.sizing.tiers import Room, Source
-from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.messages.engine import TouchItem
-from tieredkv.storage.stats import NO_STATS, StoreStats
-from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
 from tieredkv.types import BlockHash, BlockRecord
 
 START = 1e6
@@ -55,15 +53,15 @@ class _Link(DeviceLink[Any]):
         return 1 << 30
 
 
-class _Disk(StoreClient):
+class _Disk(FakeTier):
     """The disk tier: the stand-in for its index, and the records."""
 
     def __init__(self, index: DiskIndex, clock: FakeClock) -> None:
+        super().__init__()
         self.index, self._clock = index, clock
         self._records = dict[BlockHash, BlockRecord]()
         self._events: deque[Event] = deque()
         self._num_jobs = 0
-        self.shares = {}
 
     def _record(self, block_hash: bytes) -> BlockRecord | None:
         life = self.index.get(BlockHash(block_hash), self._clock.moment)
@@ -110,13 +108,6 @@ class _Disk(StoreClient):
         events = list(self._events)
         self._events.clear()
         return events
-
-    def stats(self) -> StoreStats:
-        return NO_STATS
-
-    @property
-    def trouble(self) -> str:
-        return ""
 
 
 class WholeCache:

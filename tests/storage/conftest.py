@@ -16,11 +16,11 @@ from tests.storage.key_tables import DEATH, FOLDER_ID, MASTER, ONE, STAMP, TWO
 from tests.waiting import is_alive as is_alive
 from tests.waiting import wait_until as wait_until
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import Retentions, decode_record
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.tier import Event, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
 
@@ -76,7 +76,7 @@ class CheckedClient(StoreClient):
         with self._lock:
             if any(not 0 <= page < self.arena.num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
-            if self._worker is None and (self._loans or self._lookups or self._probes):
+            if self._supervisor._worker is None and (self._loans or self._asked):
                 raise IntegrityError("jobs are open though no worker process exists")
 
     @property

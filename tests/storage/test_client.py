@@ -1,6 +1,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import stat
 import threading
@@ -30,10 +31,18 @@ from tests.storage.conftest import (
 )
 from tests.waiting import HANG_S
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
-from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.folder.folder import has_engine, hold_for_engine
-from tieredkv.storage.messages.engine import TouchItem
-from tieredkv.storage.tier import BlockLife, Lent, Loaded, LookupDone, Restarted, Stored
+from tieredkv.storage.tier import (
+    BlockLife,
+    Event,
+    Lent,
+    Loaded,
+    LookupDone,
+    Restarted,
+    Stored,
+    TouchItem,
+)
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import MAX_QUEUED_BYTES
 
@@ -442,7 +451,7 @@ def test_a_folder_is_held_for_the_engine_all_the_time(
         is_held.append(has_engine(folder_fd))
         return hold_for_engine(path)
 
-    monkeypatch.setattr("tieredkv.storage.client.client.hold_for_engine", hold)
+    monkeypatch.setattr("tieredkv.storage.client.supervisor.hold_for_engine", hold)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     Mailbox(client).take(Restarted)
@@ -626,7 +635,7 @@ def test_a_worker_that_is_given_up_returns_every_page_only_once_it_is_dead(
 def test_a_worker_that_served_for_a_while_is_started_again_at_once(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.client.client._HEALTHY_S", 0.5)
+    monkeypatch.setattr("tieredkv.storage.client.supervisor._HEALTHY_S", 0.5)
     client = harness.open(backoff_s=0.1, max_backoff_s=60.0)
     mail = Mailbox(client)
     for serves_s in (0.0, 0.0, 0.0, 0.7, 0.7, 0.7):  # killed soon, and then now and then
@@ -636,3 +645,10 @@ def test_a_worker_that_served_for_a_while_is_started_again_at_once(
         mail.take(Restarted)
     pauses = re.findall(r"again in (.*?):", caplog.text)
     assert pauses == ["0.1 s", "0.2 s", "0.4 s", "0.1 s", "0.1 s", "0.1 s"]
+
+
+def test_a_worker_that_crashes_leaves_no_core_file_with_its_keys(harness: Harness) -> None:
+    pid = harness.open().pid
+    assert pid is not None
+    limit, most = resource.prlimit(pid, resource.RLIMIT_CORE)
+    assert limit == most <= 1

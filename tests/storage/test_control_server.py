@@ -12,11 +12,11 @@ from tieredkv.storage.messages.operator import (
     Asked,
     Checked,
     Done,
-    EnginePart,
+    EngineAnswer,
     Figures,
     Find,
-    Records,
     Reply,
+    Rows,
     Scan,
     Verify,
 )
@@ -66,7 +66,7 @@ class Carrier:
         return Done()
 
 
-PAGE = Records([b"r" * 540] * 256, ())
+PAGE = Rows(b"r" * 540 * 256, (), 0.0)
 
 
 @contextmanager
@@ -177,9 +177,9 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     answered: list[Asked] = []
     others = set(threading.enumerate())
 
-    def answer(asked: Asked, caller: Caller) -> EnginePart:
+    def answer(asked: Asked, caller: Caller) -> EngineAnswer:
         answered.append(asked)
-        return EnginePart({"text": "x" * 100_000})
+        return EngineAnswer(0, {"text": "x" * 100_000})
 
     def is_being_served() -> bool:
         return any("_converse" in it.name for it in threading.enumerate() if it not in others)

@@ -53,8 +53,7 @@ from tieredkv.storage.format.record import (
     split_scope,
 )
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.messages.engine import TouchItem
-from tieredkv.storage.tier import BlockLife, Gone, ProbeDone
+from tieredkv.storage.tier import BlockLife, Gone, ProbeDone, TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.wire.channel import FrameChannel
 

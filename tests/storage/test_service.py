@@ -27,10 +27,8 @@ from tieredkv.storage.format.record import decode_record
 from tieredkv.storage.messages.engine import (
     CloseCall,
     Completions,
-    ControlRequest,
     DeleteCall,
     DeleteDone,
-    EngineAnswer,
     EngineMessage,
     Launch,
     LoadCall,
@@ -38,15 +36,14 @@ from tieredkv.storage.messages.engine import (
     LookupCall,
     StoreCall,
     TouchCall,
-    TouchItem,
     WorkerMessage,
     WorkerUp,
 )
-from tieredkv.storage.messages.operator import Delete, Reply
+from tieredkv.storage.messages.operator import Delete, EngineAnswer, Reply
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
-from tieredkv.storage.tier import Lent, Loaded, Stored
+from tieredkv.storage.tier import ControlRequest, Lent, Loaded, Stored, TouchItem
 from tieredkv.storage.worker import operators, service, touches, write_share
 from tieredkv.storage.worker.service import StoreService
 from tieredkv.storage.worker.socket import socket_address

@@ -25,7 +25,7 @@ from tests.storage.blocks import (
     verify,
 )
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.messages.engine import TouchItem
+from tieredkv.storage.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]

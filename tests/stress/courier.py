@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.messages.engine import ControlRequest
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import Lent, Loaded, LookupDone, Restarted, Stored
+from tieredkv.storage.tier import ControlRequest, Lent, Loaded, LookupDone, Restarted, Stored
 from tieredkv.wire.arena import HostArena
 
 _POLL_S = 0.02
@@ -184,7 +183,7 @@ class Courier:
                 case Restarted():
                     self.num_starts += 1
                 case ControlRequest():
-                    client.reply_control(event.id, {})
+                    client.reply(event.id, {})
         stats = client.stats()
         self._add(self.tally, {name: getattr(stats, name) for name in _COUNTERS})
         self._add(self.faults, stats.faults)

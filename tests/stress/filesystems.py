@@ -27,7 +27,7 @@ from tests.storage.blocks import load, make_record, open_store, page_with, paylo
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.bench import raw
 from tieredkv.errors import StorageError
-from tieredkv.storage.messages.engine import TouchItem
+from tieredkv.storage.tier import TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.units import parse_bytes
 

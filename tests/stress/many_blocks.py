@@ -37,10 +37,9 @@ from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.messages.engine import ControlRequest
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
-from tieredkv.storage.tier import Lent, LookupDone, Stored
+from tieredkv.storage.tier import ControlRequest, Lent, LookupDone, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
 
@@ -168,7 +167,7 @@ class Beside:
         for event in self._client.poll():
             match event:
                 case ControlRequest(id):
-                    self._client.reply_control(id, {"evicted_blocks": 0, "freed_bytes": 0})
+                    self._client.reply(id, {"evicted_blocks": 0, "freed_bytes": 0})
                 case LookupDone():
                     self._has_found = True
                 case Stored():

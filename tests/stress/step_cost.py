@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from tests.fake_store import DAY_S, kept_by
+from tests.fake_tier import FakeTier
 from tests.fakes import FakeClock
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
@@ -42,11 +43,9 @@ from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.client.client import Event, StoreClient
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.messages.engine import StoreCall, TouchItem
-from tieredkv.storage.stats import NO_STATS, StoreStats
-from tieredkv.storage.tier import Lent, LookupDone, Restarted, Stored
+from tieredkv.storage.messages.engine import StoreCall
+from tieredkv.storage.tier import Event, Lent, LookupDone, Restarted, Stored, TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
 
 BLOCK_BYTES = 8
@@ -61,11 +60,11 @@ Steps = Iterator[Callable[[], object]]
 """The iterator of a case. It first fills its queue, and then yields each step to be measured."""
 
 
-class _Worker(StoreClient):
+class _Worker(FakeTier):
     """A fake worker of a store. It finishes stores only in `write`, and never finishes a load."""
 
     def __init__(self) -> None:
-        self.shares: dict[bytes, float] = {}
+        super().__init__()
         self.lent: list[Lent] = []
         self.num_lookups = 0
         self._events = deque[Event]()
@@ -84,9 +83,6 @@ class _Worker(StoreClient):
     def touch(self, items: Sequence[TouchItem]) -> None:
         pass
 
-    def delete(self, hashes: Sequence[bytes], reason: str) -> None:
-        pass
-
     def tell(self, event: Event) -> None:
         self._events.append(event)
 
@@ -98,9 +94,6 @@ class _Worker(StoreClient):
         events = list(self._events)
         self._events.clear()
         return events
-
-    def stats(self) -> StoreStats:
-        return NO_STATS
 
 
 class _Engine:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.storage.blocks import make_record, open_store, put
-from tests.storage.conftest import Harness
 from tieredkv.clock import Clock
 from tieredkv.wire.arena import memory_left_by_groups
 from tieredkv.wire.limits import described
@@ -111,10 +110,3 @@ def test_every_control_group_above_a_process_limits_its_memory(tmp_path: Path) -
     (old / "c" / "memory.stat").write_text(f"total_rss {4 * mib}\ntotal_shmem {mib}\n")
     assert memory_left_by_groups("4:cpu:/\n3:memory:/c\n", tmp_path) == [27 * mib]
     assert memory_left_by_groups("", tmp_path / "none") == []
-
-
-def test_a_worker_that_crashes_leaves_no_core_file_with_its_keys(harness: Harness) -> None:
-    pid = harness.open().pid
-    assert pid is not None
-    limit, most = resource.prlimit(pid, resource.RLIMIT_CORE)
-    assert limit == most <= 1

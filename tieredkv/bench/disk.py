@@ -34,7 +34,7 @@ from tieredkv.bench.temporary_keys import make_place, temporary_keys
 from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
-from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.extents.files import SegmentFiles
 from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.storage.folder.filesystem import Filesystem
@@ -54,7 +54,7 @@ from tieredkv.storage.keys.cipher import encrypt
 from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
-from tieredkv.storage.tier import Lent, Loaded, LookupDone, Stored
+from tieredkv.storage.tier import Event, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 from tieredkv.wire.arena import HostArena

@@ -18,8 +18,7 @@ from tieredkv.cache.departed import Departed
 from tieredkv.cache.pieces import PIECE_BLOCKS
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.messages.engine import TouchItem
-from tieredkv.storage.tier import BlockLife, Lent
+from tieredkv.storage.tier import BlockLife, Lent, TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 _NEVER, _SOON = sys.maxsize, -1

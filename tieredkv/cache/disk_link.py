@@ -17,11 +17,11 @@ from tieredkv.cache.plan import LinkState
 from tieredkv.cache.pool import Block
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import Times
-from tieredkv.storage.messages.engine import ControlRequest
 from tieredkv.storage.tier import (
+    BackingTier,
     BlockLife,
+    ControlRequest,
     Gone,
     Lent,
     Loaded,
@@ -128,7 +128,7 @@ class DiskLink:
     """
 
     def __init__(
-        self, store: StoreClient | None, block_bytes: int, counters: CacheCounters
+        self, store: BackingTier | None, block_bytes: int, counters: CacheCounters
     ) -> None:
         """Bind the disk.
 

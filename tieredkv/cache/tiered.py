@@ -41,8 +41,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.format.record import times_of
-from tieredkv.storage.messages.engine import ControlRequest
-from tieredkv.storage.tier import Gone, LookupDone, Restarted
+from tieredkv.storage.tier import ControlRequest, Gone, LookupDone, Restarted
 from tieredkv.types import BlockHash, Tier
 
 MAX_EXPIRED = 64

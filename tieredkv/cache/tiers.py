@@ -17,7 +17,7 @@ from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
-from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.tier import BackingTier
 from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Tiers:
     device: BlockPool
     host: BlockPool
     catalog: Catalog
-    store: StoreClient | None
+    store: BackingTier | None
     device_link: DeviceLink[Any]
     clock: Clock
     block_bytes: int

@@ -19,13 +19,14 @@ from typing import NamedTuple
 from tieredkv.cache.rates import LinkRate
 from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.client.client import Event, StoreClient
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import Times, times_of
-from tieredkv.storage.messages.engine import ControlRequest, TouchItem
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.tier import (
     BlockLife,
+    ControlRequest,
+    Event,
     Gone,
     Lent,
     Loaded,
@@ -33,6 +34,7 @@ from tieredkv.storage.tier import (
     ProbeDone,
     Restarted,
     Stored,
+    TouchItem,
 )
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
@@ -428,8 +430,8 @@ class RowStore:
                 return
             for event in self._client.poll():
                 if isinstance(event, ControlRequest):
-                    self.num_purges += isinstance(decoded(event.call), EvictFilter)
-                    self._client.reply_control(event.id, {})
+                    self.num_purges += isinstance(decoded(event.asked.call), EvictFilter)
+                    self._client.reply(event.id, {})
                 else:
                     self._events.append(event)
             self._heard.notify_all()

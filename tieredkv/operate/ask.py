@@ -26,7 +26,6 @@ from tieredkv.errors import (
     StoreBusyError,
     StoreUnreachableError,
     TieredKVError,
-    named,
 )
 from tieredkv.operate.calls import (
     Call,
@@ -266,8 +265,8 @@ class StoreControl:
                 while not own.is_up:
                     for message in self._next(worker.channel):
                         match message:
-                            case Refused(kind, text):
-                                refused = named(kind, text)
+                            case Refused():
+                                refused = message.error
                             case messages.WorkerUp():
                                 own.is_up = True
                             case messages.Looking():
@@ -307,7 +306,7 @@ class StoreControl:
             while received := worker.channel.receive(self._answer_timeout_s):
                 for message in received:
                     if isinstance(message, Refused):
-                        refused = named(message.kind, message.message)
+                        refused = message.error
         return refused
 
     def _worker(self, channel: Channel, let_go: Callable[[], object], *, is_own: bool) -> Worker:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tieredkv.errors import StoreUnreachableError, named
+from tieredkv.errors import StoreUnreachableError
 from tieredkv.operate.calls import Call, encoded
-from tieredkv.storage.format.record import Located, Retentions, decode_record, hash_in
+from tieredkv.storage.format.record import RECORD_BYTES, Located, Retentions, decode_record, hash_in
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.operator import Checked, Deleted, Rotated, Told
 from tieredkv.wire.channel import FrameChannel
@@ -63,9 +63,10 @@ class Worker:
         """
         for some in batched(starts, _STARTS_A_CALL):
             asked = messages.Find(starts=[*some], climbs=climbs)
-            for part in self._parts(asked, messages.Records):
+            for part in self._parts(asked, messages.Rows):
                 retentions = Retentions(part.retentions)
-                for data in part.found:
+                for start in range(0, len(part.data), RECORD_BYTES):
+                    data = part.data[start : start + RECORD_BYTES]
                     yield decode_record(hash_in(data), data, retentions)
 
     def rows(self, *, settled: bool = False) -> Iterator[messages.Rows]:
@@ -132,7 +133,7 @@ class Worker:
         """
         for some in [*batched(following, _ASKED_BLOCKS)] or [()]:
             asked = messages.AskEngine(call=encoded(call), following=[*some], roots={**roots})
-            for part in self._parts(asked, messages.EnginePart):
+            for part in self._parts(asked, messages.EngineAnswer):
                 yield part.body
 
     def ask_engine_of(
@@ -142,7 +143,7 @@ class Worker:
 
         Args:
             call: the verb.
-            following: blocks on disk that it is about; see `messages.engine.ControlRequest`.
+            following: blocks on disk that it is about; see `messages.AskEngine`.
             before: blocks on disk before these that no other chain on disk shares.
         """
         *some, last = [*batched(following, _ASKED_BLOCKS)] or [()]
@@ -150,7 +151,7 @@ class Worker:
         questions = [*((it, ()) for it in some), (last, first), *(((), it) for it in others)]
         for follow, lead in questions:
             asked = messages.AskEngine(call=encoded(call), following=[*follow], before=[*lead])
-            yield only(part.body for part in self._parts(asked, messages.EnginePart))
+            yield only(part.body for part in self._parts(asked, messages.EngineAnswer))
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Worker:
                 raise silent(self.path, self._timeout_s)
             for reply in received:
                 if isinstance(reply, Refused):
-                    raise named(reply.kind, reply.message)
+                    raise reply.error
                 if not isinstance(reply, messages.StillBusy):
                     yield reply
                 if isinstance(reply, last):

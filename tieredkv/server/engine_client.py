@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from tieredkv import errors
 from tieredkv.config import Settings
 from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.engine_messages import (
@@ -239,8 +238,8 @@ class EngineClient:
                 if not self._ready.done():
                     self._ready.set_result(message)
                     self._ticking = self._loop.call_later(TICK_S, self._tick)
-            case Refused(kind, text):  # said instead of `EngineInfo`
-                self._ready.set_exception(errors.named(kind, text))
+            case Refused():  # said instead of `EngineInfo`
+                self._ready.set_exception(message.error)
 
     async def _tokenize(self, id: int, call: Inspect) -> None:
         """Tell the engine the tokens of a prompt that an operator inspects, or why it has none."""

@@ -5,10 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Self
 
 import msgspec
 
 from tieredkv.config import child_environment
+from tieredkv.errors import TieredKVError, named
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,16 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
     kind: str
     message: str
+
+    @classmethod
+    def of(cls, error: TieredKVError) -> Self:
+        """Return the message that tells the other side of an error."""
+        return cls(type(error).__name__, str(error))
+
+    @property
+    def error(self) -> TieredKVError:
+        """The exception, as if it were raised in this process."""
+        return named(self.kind, self.message)
 
 
 def start_process(
