@@ -145,10 +145,10 @@ class StoreClient(BackingTier):
     def _named(self, lent: Sequence[Lent]) -> list[Lent]:
         """Return pages with names in the places of hashes."""
         names = self.names.hide([each.block_hash for each in lent])
-        parents = self.names.hide([each.parent_hash or b"" for each in lent])
+        parents = iter(self.names.hide([it.parent_hash for it in lent if it.parent_hash]))
         return [
-            replace(each, block_hash=name, parent_hash=parent or None)
-            for each, name, parent in zip(lent, names, parents, strict=True)
+            replace(it, block_hash=name, parent_hash=next(parents) if it.parent_hash else None)
+            for it, name in zip(lent, names, strict=True)
         ]
 
     def touch(self, items: Sequence[TouchItem]) -> None:

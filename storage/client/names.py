@@ -9,7 +9,6 @@ between them. It hands these names to whoever answers an operator, whose ids are
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
@@ -46,8 +45,14 @@ NO_NAMES = Names()
 
 
 def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:
-    if any(len(each) % _AES_BYTES for each in digests):
-        raise StorageError("the blocks of an encrypted store have hashes of 16 or 32 bytes")
     data = context.update(b"".join(digests))
-    ends = accumulate(map(len, digests))
-    return [data[end - len(each) : end] for each, end in zip(digests, ends, strict=True)]
+    sizes = set(map(len, digests))
+    if any(size % _AES_BYTES for size in sizes):
+        raise StorageError("the blocks of an encrypted store have hashes of 16 or 32 bytes")
+    if len(sizes) == 1:
+        (size,) = sizes
+        return [data[start : start + size] for start in range(0, len(data), size)]
+    start, changed = 0, list[bytes]()
+    for each in digests:
+        changed.append(data[start : (start := start + len(each))])
+    return changed

@@ -111,10 +111,7 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | ModelCall | CloseCall
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
-    """A new worker is still opening the store, and has read `done` of its `total` extents."""
-
-    done: int
-    total: int
+    """A new worker is still opening the store, which takes long."""
 
 
 class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

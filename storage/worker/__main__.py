@@ -140,7 +140,7 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
         options,
         Clock(options.clock_offset_file),
         prepare=prepare,
-        progress=lambda done, total: channel.send(Opening(done, total)),
+        progress=lambda *_: channel.send(Opening()),
     )
     is_open.set()
     try:

@@ -6,13 +6,13 @@ another server's.
 
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tieredkv.config import Settings, load_settings
 from tieredkv.errors import ConfigError
 from tieredkv.integrations.vllm_bodies import PARAMS, SALT, Endpoint
-from tieredkv.integrations.vllm_plugin import TIER_TYPE
+from tieredkv.integrations.vllm_settings import tiers_in
 
 KNOWN_TO_WORK = "0.26 and 0.33"
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -110,9 +110,7 @@ def settings_of(app: Any) -> tuple[Settings, bool]:
         ConfigError: a setting is malformed.
     """
     arguments = _arguments(app)
-    config = getattr(arguments, "kv_transfer_config", None)
-    held = dict(getattr(config, "__dict__", {})) if config is not None else {}
-    tiers = [*_tiers(config if isinstance(config, Mapping) else held)]
+    tiers = tiers_in(getattr(arguments, "kv_transfer_config", None))
     told = tiers[0] if tiers else {}
     chosen = {"default_retention": told.get("default_retention")}
     settings = load_settings(arguments=chosen, config_path=told.get("config_file")).settings
@@ -123,14 +121,3 @@ def settings_of(app: Any) -> tuple[Settings, bool]:
 def _arguments(app: Any) -> Any:
     """Return the arguments of vLLM's command line; None if the application does not tell them."""
     return getattr(getattr(app, "state", None), "args", None)
-
-
-def _tiers(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the arguments of our tiers, however deep they stand among those of connectors."""
-    if isinstance(config, Mapping):
-        if config.get("type") == TIER_TYPE:
-            yield config
-        config = list(config.values())
-    if isinstance(config, list | tuple):
-        for each in config:
-            yield from _tiers(each)

@@ -1,11 +1,12 @@
 """The arguments of a tier inside vLLM, and what they must fit; it is read without vLLM."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tieredkv.config import Settings, load_settings
 from tieredkv.errors import ConfigError
+from tieredkv.integrations.vllm_plugin import TIER_TYPE
 from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.units import format_bytes
 
@@ -26,7 +27,7 @@ _OWN = ("config_file", "weights", "weights_id", "prefill_seconds", "locality")
 
 
 def load(config: Mapping[str, Any]) -> Settings:
-    """Return the settings in the arguments of a tier.
+    """Return the settings in the arguments of a tier, and warn of those that are not known.
 
     Raises:
         ConfigError: one of them is malformed, or there is no folder.
@@ -35,12 +36,37 @@ def load(config: Mapping[str, Any]) -> Settings:
     if others := sorted(config.keys() - known):
         text = "arguments of the tier that tieredkv does not know are ignored: %s"
         logger.warning(text, ", ".join(others))
+    return settings_in(config)
+
+
+def settings_in(config: Mapping[str, Any]) -> Settings:
+    """Return the settings in the arguments of a tier; what is not known is left out.
+
+    Raises:
+        ConfigError: one of them is malformed, or there is no folder.
+    """
     arguments = {name: config[name] for name in _SETTINGS if name in config}
     file = config.get("config_file")
     settings = load_settings(arguments=arguments, config_path=file).settings
     if settings.disk_dir is None:
         raise ConfigError("the tier needs `disk_dir`, the folder of its store on disk")
     return settings
+
+
+def tiers_in(config: Any) -> list[Mapping[str, Any]]:
+    """Return the arguments of our tiers in vLLM's `kv_transfer_config`, which may be None."""
+    return [*_tiers(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))]
+
+
+def _tiers(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the arguments of our tiers, however deep they stand among those of connectors."""
+    if isinstance(config, Mapping):
+        if config.get("type") == TIER_TYPE:
+            yield config
+        config = list(config.values())
+    if isinstance(config, list | tuple):
+        for each in config:
+            yield from _tiers(each)
 
 
 def warn_if_untried(version: str) -> None:

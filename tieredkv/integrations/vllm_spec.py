@@ -54,7 +54,12 @@ def folder_of(disk_dir: str, parallel: Any) -> str:
             f"data-parallel rank {rank} needs a folder of its own, which this version of vLLM does "
             "not let tieredkv choose: take vLLM 0.33 or newer, or one process for each rank"
         )
-    return disk_dir if size in (None, 1) else os.path.join(disk_dir, f"dp{rank}")
+    return disk_dir if size in (None, 1) else folders_of(disk_dir, size)[rank]
+
+
+def folders_of(disk_dir: str, size: int) -> list[str]:
+    """Return the folders of all data-parallel ranks."""
+    return [disk_dir] if size == 1 else [os.path.join(disk_dir, f"dp{it}") for it in range(size)]
 
 
 def check_rows(config: Any, version: str) -> None:

@@ -1,7 +1,7 @@
 """Messages in frames over a stream socket; sending never waits for the other side.
 
-A frame is a little-endian u32 length and that many bytes of msgpack: one tagged struct of
-`tieredkv.storage.messages.engine`. This module does not know what the messages mean.
+A frame is a little-endian u32 length and that many bytes of msgpack: one tagged struct. This module
+does not know what the messages mean.
 """
 
 import select
@@ -19,7 +19,7 @@ MAX_ENGINE_FRAME_BYTES = 256 << 20
 """Largest frame between engine and worker, which trust each other; 8,192 records are 3 MiB."""
 
 MAX_CONTROL_FRAME_BYTES = 1 << 20
-"""Largest frame from a command-line client: a verb and its filter, with some thousand ids."""
+"""Largest frame from an operator's process: a question with some thousand names."""
 
 MAX_QUEUED_BYTES = 32 << 20
 """What may wait for a side that does not read before callers hold back what can be held back."""
