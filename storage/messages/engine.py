@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tieredkv.hashing import ModelIdentity
-from tieredkv.storage.messages.operator import EngineAnswer
+from tieredkv.storage.messages.operator import EngineAnswer, StillBusy
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import Need, StoreStats
 from tieredkv.storage.tier import ControlRequest, Gone, Lent, Loaded, ProbeDone, Stored, TouchItem
@@ -110,10 +110,6 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | ModelCall | CloseCall
 # --- Worker to engine ------------------------------------------------------------------------
 
 
-class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
-    """A new worker is still opening the store, which takes long."""
-
-
 class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """A new worker serves the store.
 
@@ -164,6 +160,6 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     stats: StoreStats
 
 
-_Starts = Opening | WorkerUp | Looking | IndexSetAside | Refused
+_Starts = StillBusy | WorkerUp | Looking | IndexSetAside | Refused
 _Answers = LookupAnswer | ProbeDone | Completions | DeleteDone
 WorkerMessage = _Starts | _Answers | Gone | ControlRequest

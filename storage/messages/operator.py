@@ -140,7 +140,7 @@ Asked = Find | Scan | Delete | Verify | Figures | Rotate | AskEngine
 
 
 class StillBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
-    """The answer takes longer."""
+    """The worker opens the store, or an answer takes longer."""
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):

@@ -21,7 +21,8 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.storage.folder.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.index.pages import check_pages
-from tieredkv.storage.messages.engine import EngineMessage, IndexSetAside, Launch, Opening
+from tieredkv.storage.messages.engine import EngineMessage, IndexSetAside, Launch
+from tieredkv.storage.messages.operator import StillBusy
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.worker.look import Look, look
 from tieredkv.storage.worker.process import (
@@ -140,7 +141,7 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
         options,
         Clock(options.clock_offset_file),
         prepare=prepare,
-        progress=lambda *_: channel.send(Opening()),
+        progress=lambda *_: channel.send(StillBusy()),
     )
     is_open.set()
     try:

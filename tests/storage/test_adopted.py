@@ -46,7 +46,9 @@ def region(ram_path: Path, tmp_path: Path) -> Iterator[Path]:
 def adopted(harness: Harness, region: Path) -> Harness:
     """A harness whose pages are in that file."""
     harness.arena.close()
-    harness.arena = HostArena.adopt(os.open(region, os.O_RDWR), NUM_PAGES, PAGE_BYTES)
+    harness.arena = HostArena.attach(
+        os.open(region, os.O_RDWR), NUM_PAGES, PAGE_BYTES, is_adopted=True
+    )
     return harness
 
 
@@ -75,14 +77,14 @@ def test_memory_of_another_size_is_not_adopted(region: Path, size_bytes: int) ->
     os.truncate(region, size_bytes)
     fd = os.open(region, os.O_RDWR)
     with refused(StorageError):
-        HostArena.adopt(fd, NUM_PAGES, PAGE_BYTES)
+        HostArena.attach(fd, NUM_PAGES, PAGE_BYTES, is_adopted=True)
     os.close(fd)
 
 
 def test_rows_that_are_not_aligned_are_not_adopted(region: Path) -> None:
     fd = os.open(region, os.O_RDWR)
     with refused(ConfigError):
-        HostArena.adopt(fd, 8, PAGE_BYTES + 512)
+        HostArena.attach(fd, 8, PAGE_BYTES + 512, is_adopted=True)
     os.close(fd)
 
 

@@ -166,7 +166,9 @@ class TieredKVTier(_Base):  # type: ignore[misc]
         is_announcing = bool(getattr(events, "enable_kv_cache_events", False))
         most = max(1024, 2 * settings.disk_size // self._row_bytes)
         self._announced = Announced(most) if is_announcing else None
-        arena = HostArena.adopt(open_rows(primary_kv_view), num_rows, self._row_bytes)
+        arena = HostArena.attach(
+            open_rows(primary_kv_view), num_rows, self._row_bytes, is_adopted=True
+        )
         try:
             vllm_settings.check_budget(settings.disk_size, self._row_bytes)
             options = store_options(

@@ -36,6 +36,7 @@ class HostArena:
     - every page starts on a multiple of 4 KiB, as O_DIRECT requires.
 
     Attributes:
+        fd: the file of the memory; negative once `close()` was called.
         is_adopted: whether another program made the memory.
 
     Any thread may call `page()`; the bytes of a page belong to whoever holds it in the block pool,
@@ -71,7 +72,11 @@ class HostArena:
     def attach(
         cls, fd: int, num_pages: int, page_bytes: int, is_adopted: bool = False
     ) -> "HostArena":
-        """Map an arena that another process made or adopted, and take ownership of `fd`.
+        """Map an arena that another process made, and take ownership of `fd`.
+
+        With `is_adopted` the memory is another program's, which decides when it goes. If that
+        truncates the file, what touches the lost pages gets SIGBUS or EFAULT: that may end the
+        store worker, and says nothing about the disk.
 
         Raises:
             IntegrityError: the file behind `fd` is not a sealed arena of this size.
@@ -85,18 +90,6 @@ class HostArena:
         arena._map(fd, num_pages, page_bytes)
         arena.check()
         return arena
-
-    @classmethod
-    def adopt(cls, fd: int, num_pages: int, page_bytes: int) -> "HostArena":
-        """Use the shared memory of another program as pages, and take ownership of `fd`.
-
-        That program decides when the memory goes. If it truncates the file, what touches the lost
-        pages gets SIGBUS or EFAULT: that may end the store worker, and says nothing about the disk.
-
-        Raises:
-            StorageError: the file behind `fd` has another size.
-        """
-        return cls.attach(fd, num_pages, page_bytes, is_adopted=True)
 
     def _map(self, fd: int, num_pages: int, page_bytes: int) -> None:
         self.fd = fd
@@ -121,11 +114,6 @@ class HostArena:
         """Bytes of all pages."""
         return self.num_pages * self.page_bytes
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close()` was called."""
-        return self.fd < 0
-
     def page(self, page_id: int) -> memoryview:
         """Return the writable bytes of one page; they are shared, not copied.
 
@@ -141,7 +129,7 @@ class HostArena:
 
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
-        if self.is_closed:
+        if self.fd < 0:
             return
         if self.is_adopted:
             _check_adopted(self.fd, self.size_bytes)
@@ -160,7 +148,7 @@ class HostArena:
 
         Views that are still in use stay valid: the memory is freed with the last of them.
         """
-        if self.is_closed:
+        if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
