@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.apps import connectors
+from tests.integrations.engines import HAS_VLLM
 from tests.storage.blocks import make_record, open_store, put
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, MissingKeyError
@@ -22,7 +23,7 @@ class Place:
         self.folder, self.keys, self._engine_args = path / "kv", path / "keys", engine_args
 
     def make_store(self, encryption: str, folder: str = "") -> None:
-        options = {"encryption": encryption, "key_dir": str(self.keys)}
+        options: dict[str, Any] = {"encryption": encryption, "key_dir": str(self.keys)}
         with open_store(self.folder / folder, Clock(), **options) as store:
             put(store, make_record())
 
@@ -94,7 +95,7 @@ def test_the_folder_of_each_rank_is_checked_that_is_on_this_machine(place: Place
 
 
 def test_a_store_in_use_is_left_to_the_tier_which_waits(place: Place) -> None:
-    options = {"encryption": "off", "key_dir": str(place.keys)}
+    options: dict[str, Any] = {"encryption": "off", "key_dir": str(place.keys)}
     with open_store(place.folder, Clock(), **options):
         place.build("on")
 
@@ -105,3 +106,12 @@ def test_an_api_server_of_a_running_engine_checks_nothing(
     place.make_store("on")
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the engine's")
     place.build("off")
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="there is no vLLM")
+def test_what_vllm_itself_builds_its_configuration_by_checks_tiers() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    register()
+    for each in (EngineArgs, AsyncEngineArgs):
+        assert each.create_engine_config.checks_tiers
