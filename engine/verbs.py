@@ -81,9 +81,9 @@ class Verbs:
             event = self._cache.control_requests.popleft()
             assert self._tiers.store is not None
             tell = partial(self._tiers.store.reply, event.id)
-            call = decoded(event.asked.call)
+            call = decoded(event.call)
             if isinstance(call, Inspect) and call.prompt is not None:
-                roots = cast(Mapping[BlockHash, bytes], event.asked.roots)
+                roots = cast(Mapping[BlockHash, bytes], event.roots)
                 self.prompts.begin(call, roots, tell)
             else:
                 self.slices.begin(telling(self._answer_worker(call, event), tell))
@@ -107,8 +107,8 @@ class Verbs:
         return answer
 
     def _answer_worker(self, call: Call, event: ControlRequest) -> Answer:
-        named = event.asked.following, event.asked.before
-        hashes = cast(tuple[list[BlockHash], list[BlockHash]], named)
+        following, before = event.following, event.before
+        hashes = cast(tuple[list[BlockHash], list[BlockHash]], (following, before))
         answer = yield from self._answer(call, *hashes)
         if isinstance(call, EvictFilter):
             self.on_evict(call)

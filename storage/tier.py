@@ -12,7 +12,6 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from tieredkv.storage.client.names import Names
-from tieredkv.storage.messages.operator import AskEngine
 from tieredkv.storage.stats import StoreStats
 from tieredkv.types import BlockRecord
 
@@ -173,10 +172,20 @@ class ProbeDone(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """An operator's question that also concerns the engine's own tiers; the engine answers it."""
+    """An operator's call that also concerns the engine's own tiers; the engine answers it.
+
+    Attributes:
+        call: as an operator's process encoded it; see `tieredkv.operate.calls`.
+        following: of each chain that an eviction names, the blocks on disk from the named one on.
+        roots: of chains on disk, each with its namespace, for a prompt that was found nowhere.
+        before: the blocks on disk before the named one that no other chain on disk shares.
+    """
 
     id: int
-    asked: AskEngine
+    call: bytes
+    following: list[bytes] = []
+    before: list[bytes] = []
+    roots: dict[bytes, bytes] = {}
 
 
 Event = LookupDone | ProbeDone | Loaded | Stored | Gone | Restarted | ControlRequest

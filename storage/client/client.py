@@ -273,11 +273,9 @@ class StoreClient(BackingTier):
                 self._deletions.pop(job, None)
             case Gone(names):
                 self._events.append(Gone(self.names.reveal(names)))
-            case ControlRequest(id, question):
-                following = self.names.reveal(question.following)
-                before = self.names.reveal(question.before)
-                question = replace(question, following=following, before=before)
-                self._events.append(ControlRequest(id, question))
+            case ControlRequest(_, _, following, before):
+                following, before = self.names.reveal(following), self.names.reveal(before)
+                self._events.append(replace(message, following=following, before=before))
 
     def _end_loan(self, ended: Loaded | Stored) -> Loaded | Stored | None:
         """Take a page back; return the event, or None if the page was not on that loan."""

@@ -123,9 +123,7 @@ class AskEngine(Question, frozen=True, kw_only=True, tag="ask"):
 
     Attributes:
         call: as `tieredkv.operate.calls` encodes it; the worker does not read it.
-        following: of each chain that an eviction names, the blocks on disk from the named one on.
-        before: the blocks on disk before the named one that no other chain on disk shares.
-        roots: of chains on disk, each with its namespace, for a prompt that was found nowhere.
+        following, before, roots: see `storage.tier.ControlRequest`.
     """
 
     call: bytes

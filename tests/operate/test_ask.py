@@ -81,7 +81,7 @@ def test_df_on_a_live_store_has_every_tier(harness: Harness) -> None:
     said = {"device": {"blocks": 1}, "host": {"blocks": 2}}
     with engine_that_says(client, said) as asked:
         df = StoreControl(harness.folder).df()
-    assert [decoded(request.asked.call).verb for request in asked] == ["df"]
+    assert [decoded(request.call).verb for request in asked] == ["df"]
     assert (df["device"], df["host"], df["writer_pid"]) == (
         {"blocks": 1},
         {"blocks": 2},
@@ -240,7 +240,7 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
     mail.store(chain)
     with engine_that_says(client, {"evicted_blocks": 2, "freed_bytes": 100}) as asked:
         result = StoreControl(harness.folder).evict(EvictFilter(all=True))
-    assert decoded(asked[0].asked.call) == EvictFilter(all=True)
+    assert decoded(asked[0].call) == EvictFilter(all=True)
     assert result["evicted_blocks"] == 5 + 2
     assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5

@@ -232,7 +232,7 @@ def test_an_eviction_names_the_blocks_to_the_engine_by_their_hashes(
     assert chain[0].block_hash.hex()[:32] not in listed.id
     assert answer["disk"]["evicted_blocks"] == 3
     hashes = {each.block_hash for each in chain}
-    assert {*asked[-1].asked.following, *asked[-1].asked.before} == hashes
+    assert {*asked[-1].following, *asked[-1].before} == hashes
 
 
 def hashes_of(store: BlockStore) -> list[bytes]:

@@ -430,7 +430,7 @@ class RowStore:
                 return
             for event in self._client.poll():
                 if isinstance(event, ControlRequest):
-                    self.num_purges += isinstance(decoded(event.asked.call), EvictFilter)
+                    self.num_purges += isinstance(decoded(event.call), EvictFilter)
                     self._client.reply(event.id, {})
                 else:
                     self._events.append(event)
