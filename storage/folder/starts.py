@@ -17,6 +17,7 @@ from tieredkv.storage.folder.replaced import destroy_replaced
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.destruction import destroy_own_table
 from tieredkv.storage.keys.place import KeyPlace
+from tieredkv.storage.keys.rotation import open_table
 from tieredkv.storage.keys.store_keys import plan, write_stamp
 from tieredkv.storage.options import StoreOptions
 
@@ -83,7 +84,7 @@ def adopt(options: StoreOptions) -> bool:
         if not folder.marker.id:
             what = f"the store at `{folder.path}` is not encrypted, so it has no keys to adopt"
             raise ConfigError(what)
-        table = KeyPlace(folder.path, options, folder.marker.id).open()
+        table = open_table(KeyPlace(folder.path, options, folder.marker.id))
         try:
             is_needed = not table.head.has_stamp(folder.marker.stamp)
             write_stamp(folder, table)

@@ -1,20 +1,36 @@
-"""Destroys the files of one store's keys, of this format version or the one before.
+"""Destroys files of the folder of keys: those of one store, and what is over of the other stores.
 
-Only files of the key folder that are named by the store's id are touched, and a master key only if
-a first start made it and nothing else needs it.
+A store is destroyed with its keys first. Each sweep of a server destroys the keys whose second is
+over in the tables that no process holds, and removes what no store can need any more: empty tables
+whose stores are gone, and what a first start left that was cut short. No master key is needed for
+that. A master key is destroyed only if a first start made it, as its name says, and no table needs
+it.
 """
 
-import glob
 import logging
 import os
+import re
 from contextlib import suppress
+from functools import partial
 
-from tieredkv.errors import MissingKeyError
+from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.storage.folder.marker import Marker
-from tieredkv.storage.keys import layout, master, trust
+from tieredkv.storage.index.verdicts import storage_errors
+from tieredkv.storage.keys import gone, layout, master
+from tieredkv.storage.keys.layout import FREE, SLOT_BYTES, SLOTS_AT
+from tieredkv.storage.keys.master import MASTER_SUFFIX
 from tieredkv.storage.keys.place import KeyPlace
-from tieredkv.storage.keys.sweeps import tables_under
-from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, erase
+from tieredkv.storage.keys.table_file import (
+    DRAFT_SUFFIX,
+    TABLE_SUFFIX,
+    WHAT,
+    erase,
+    erase_locked,
+    look_at,
+    open_locked,
+    read_all,
+    write_all,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +38,11 @@ REPLACED_TABLE_VERSION = 1
 """The version of the key tables of stores of the version before."""
 
 # In such a table: id of the store, and what tells one master key from another.
-_REPLACED_ID_AT, _REPLACED_CHECK_AT, _CHECK_BYTES = 8, 24, 8
+_REPLACED_ID_AT, _REPLACED_CHECK_AT, _REPLACED_END = 8, 24, 32
+_ID = re.compile("[0-9a-f]{32}")
+
+
+# --- the keys of one store ----------------------------------------------------------------------
 
 
 def destroy_table(place: KeyPlace) -> None:
@@ -33,10 +53,9 @@ def destroy_table(place: KeyPlace) -> None:
         StoreBusyError: a process has it open.
         StorageError: it cannot be overwritten or removed.
     """
-    with suppress(FileNotFoundError):
-        os.lstat(place.table)
+    if os.path.lexists(place.table):
         erase(place.table)
-    _destroy_master(place)
+    _destroy_own_master(place)
 
 
 def destroy_own_table(place: KeyPlace, marker: Marker) -> str:
@@ -55,14 +74,14 @@ def destroy_own_table(place: KeyPlace, marker: Marker) -> str:
         StorageError: they cannot be overwritten or removed.
     """
     try:
-        found = place.heads()
+        heads = place.heads()
     except MissingKeyError as error:
         if error.reason == "absent":
             destroy_table(place)  # what is left of it
         return str(error)
     # If no header is sound, the table is of no use. Nobody vouches for a header without the master
     # key, but only its owner can have written it.
-    if found and not any(head.has_stamp(marker.stamp) for head in found):
+    if heads and not any(head.has_stamp(marker.stamp) for head in heads):
         return f"`{place.table}` belongs to the folder of which this one is a copy"
     destroy_table(place)
     return ""
@@ -77,62 +96,188 @@ def destroy_replaced_tables(place: KeyPlace) -> int:
     Raises:
         StorageError: a file cannot be overwritten or removed.
     """
-    start = os.path.join(glob.escape(place.key_dir), f"{place.id}*{TABLE_SUFFIX}")
-    tables = [path for path in sorted(glob.glob(start)) if _is_replaced_table(path, place.id)]
-    if tables:
-        _destroy_master(place)
-    for path in tables:
+    paths = [path for path in _tables(place.key_dir) if _id_of(path).startswith(place.id)]
+    paths = [path for path in paths if _is_replaced_table(path, bytes.fromhex(place.id))]
+    if paths:
+        _destroy_own_master(place)
+    for path in paths:
         erase(path)
-    return len(tables)
+    return len(paths)
 
 
-def _is_replaced_table(path: str, id: str) -> bool:
+def _is_replaced_table(path: str, id: bytes) -> bool:
     """Return whether a file is a key table of version 1 of an id, or was overwritten as one."""
-    start = _start_of(path)
-    is_so = layout.version_of(start) == REPLACED_TABLE_VERSION
-    is_so &= start[_REPLACED_ID_AT:_REPLACED_CHECK_AT] == bytes.fromhex(id)
-    if is_so or any(start) or not start:
-        return is_so
-    pages = layout.header_pages(_start_of(path, layout.SLOTS_AT))
-    return not any(map(layout.head_of, pages))  # of a table of this version one header may be lost
+    data = _bytes_of(path)
+    if any(data[:_REPLACED_END]):
+        is_replaced = layout.version_of(data) == REPLACED_TABLE_VERSION
+        return is_replaced and data[_REPLACED_ID_AT:_REPLACED_CHECK_AT] == id
+    # Of a table of this version one header may be lost.
+    return bool(data) and not layout.heads_of(data)
 
 
-def _start_of(path: str, num_bytes: int = _REPLACED_CHECK_AT + _CHECK_BYTES) -> bytes:
-    """Return the first bytes of a file of the key folder; none of what is not to be believed."""
-    with suppress(OSError), open(trust.open_file(path, WHAT, follows_link=False), "rb") as file:
-        return file.read(num_bytes)
+def _destroy_own_master(place: KeyPlace) -> None:
+    """Destroy the master key that a first start made, unless a setting names it."""
+    if (named := place.options.master_key) is not None:
+        with suppress(OSError):
+            if os.path.samefile(named, place.own_master):
+                return
+    _destroy_master(place.table)
+
+
+def _destroy_master(table: str) -> None:
+    """Destroy the master key that was made for a table, and a draft of it, if no other needs it."""
+    if not _ID.fullmatch(_id_of(table)):
+        return
+    own = table.removesuffix(TABLE_SUFFIX) + MASTER_SUFFIX
+    for path in filter(os.path.lexists, (own, own + DRAFT_SUFFIX)):
+        try:
+            if not _is_needed(path, table):
+                erase(path)
+        except MissingKeyError as error:
+            logger.warning("a master key that nothing needs any more stays: %s", error)
+
+
+def _is_needed(path: str, table: str) -> bool:
+    """Return whether a table of another store is under the master key in a file."""
+    try:
+        check = layout.check_of(master.read_file(path))
+    except MissingKeyError as error:
+        if error.reason != "no key":
+            raise
+        return False  # what was cut short has left a part of a key
+    others = tables_under(os.path.dirname(table), check)
+    return any(not _id_of(each).startswith(_id_of(table)) for each in others)
+
+
+def tables_under(key_dir: str, check: bytes) -> list[str]:
+    """Return the paths of the tables in a key folder that are encrypted under one master key.
+
+    Args:
+        key_dir: the folder.
+        check: what tells the master key from others (`layout.check_of`).
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    return [path for path in _tables(key_dir) if check in _checks_of(_bytes_of(path))]
+
+
+def _checks_of(data: bytes) -> list[bytes]:
+    if layout.version_of(data) == REPLACED_TABLE_VERSION:
+        return [data[_REPLACED_CHECK_AT:_REPLACED_END]]
+    return [check for head in layout.heads_of(data) for check in head.checks]
+
+
+def _tables(key_dir: str, suffix: str = TABLE_SUFFIX) -> list[str]:
+    with storage_errors(key_dir):
+        names = sorted(os.listdir(key_dir))
+    return [os.path.join(key_dir, name) for name in names if name.endswith(suffix)]
+
+
+def _id_of(table: str) -> str:
+    return os.path.basename(table).removesuffix(TABLE_SUFFIX)
+
+
+def _bytes_of(path: str) -> bytes:
+    """Read a file of the key folder; of what is not to be believed nothing."""
+    with suppress(StorageError):
+        return look_at(path)
     return b""
 
 
-def _destroy_master(place: KeyPlace) -> None:
-    """Destroy the master key that a first start made, unless something else needs it."""
-    path = place.own_master
-    if not os.path.lexists(path):
-        return None
-    if place.options.master_key is not None:
-        with suppress(OSError):
-            if os.path.samefile(place.options.master_key, path):
-                return None
+# --- what is over -------------------------------------------------------------------------------
+
+
+def sweep_tables(key_dir: str, now: float) -> None:
+    """Sweep each table and each draft in a key folder that no process holds; failures are logged.
+
+    Each table is read wholly, so this is no work for the thread that answers lookups.
+
+    Args:
+        key_dir: the folder.
+        now: seconds since the epoch.
+    """
     try:
-        try:
-            check = layout.check_of(master.read_file(path))
-        except MissingKeyError as error:
-            if error.reason != "no key":
-                raise
-            return erase(path)  # a destruction that was cut short has overwritten it
-        names = {os.path.basename(each) for each in tables_under(place.key_dir, check)}
-        if not names - {place.id + TABLE_SUFFIX} and not _replaced_under(place, check):
-            erase(path)
-    except MissingKeyError as error:
-        logger.warning("the master key of a store that was destroyed stays: %s", error)
+        tables, drafts = _tables(key_dir), _tables(key_dir, TABLE_SUFFIX + DRAFT_SUFFIX)
+    except StorageError as error:
+        logger.warning("the folder of keys could not be swept: %s", error)
+        return
+    for sweep, paths in ((sweep_draft, drafts), (partial(sweep_table, now=now), tables)):
+        for path in paths:
+            try:
+                sweep(path)
+            except StorageError as error:
+                logger.debug("%s was not swept: %s", WHAT, error)
 
 
-def _replaced_under(place: KeyPlace, check: bytes) -> bool:
-    """Return whether another store of the version before has its table under a master key."""
-    for path in glob.glob(os.path.join(glob.escape(place.key_dir), f"*{TABLE_SUFFIX}")):
-        if not os.path.basename(path).startswith(place.id):
-            start = _start_of(path)
-            is_replaced = layout.version_of(start) == REPLACED_TABLE_VERSION
-            if is_replaced and start[_REPLACED_CHECK_AT:] == check:
-                return True
-    return False
+def sweep_draft(path: str) -> None:
+    """Remove the draft of a table; without a table, its first start was cut short.
+
+    Then nothing needs the master key that this start made either.
+
+    Raises:
+        StorageError: as `sweep_table`.
+    """
+    fd = open_locked(path, wait_s=0.0)
+    try:
+        table = path.removesuffix(DRAFT_SUFFIX)
+        if not os.path.lexists(table):
+            _destroy_master(table)
+        erase_locked(fd, path)
+    finally:
+        os.close(fd)
+
+
+def sweep_table(path: str, now: float) -> None:
+    """Destroy the dead and damaged slots of a table; if it is empty and its store gone, remove it.
+
+    The master key that was made for it goes with it. A table of another format version is left as
+    it is. So is one that a process holds.
+
+    Raises:
+        MissingKeyError: it is absent, unreadable or not to be believed.
+        StoreBusyError: a process holds it.
+        StorageError: it cannot be written.
+    """
+    data = look_at(path)  # without a lock, which would keep a worker from starting
+    if not _dead(data, now) and not _is_left(data):
+        return
+    fd = open_locked(path, wait_s=0.0)
+    try:
+        left = bytearray(read_all(fd, path))
+        dead = _dead(left, now)
+        with storage_errors(path):
+            for at in dead:
+                write_all(fd, FREE, at)
+                left[at : at + SLOT_BYTES] = FREE
+            if dead:
+                os.fdatasync(fd)
+        if _is_left(left):
+            _destroy_master(path)
+            erase_locked(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _dead(data: bytes | bytearray, now: float) -> list[int]:
+    """Return where slots begin whose second of death has come, and those that are damaged.
+
+    Without a sound header nothing shows that the file is a table of ours.
+    """
+    if not layout.heads_of(bytes(data)):
+        return []
+    places = []
+    for at in range(SLOTS_AT, len(data) - SLOT_BYTES + 1, SLOT_BYTES):
+        if (slot := bytes(data[at : at + SLOT_BYTES])) != FREE:
+            dies_at = layout.death_of(slot)
+            if dies_at is None or dies_at <= now:
+                places.append(at)
+    return places
+
+
+def _is_left(data: bytes | bytearray) -> bool:
+    """Return whether a table is empty and the folder of its store gone."""
+    heads = layout.heads_of(bytes(data[:SLOTS_AT]))
+    if not heads or any(data[SLOTS_AT:]):
+        return False
+    return gone.is_gone(heads[0].folder, heads[0].parent, heads[0].folder_id)

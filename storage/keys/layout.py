@@ -8,7 +8,7 @@ import hmac
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -16,27 +16,25 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_64_digest
 
 VERSION = 2
-KEY_BYTES, FOLDER_ID_BYTES, STAMP_BYTES, KEY_ID_BYTES, SCOPE_BYTES = 32, 16, 16, 8, 36
+KEY_BYTES, FOLDER_ID_BYTES, KEY_ID_BYTES, NONCE_BYTES = 32, 16, 8, 12
 PAGE_BYTES, SLOT_BYTES = 4096, 128
 HEADERS_AT = (0, PAGE_BYTES)
 SLOTS_AT = 2 * PAGE_BYTES
+SLOTS_A_PAGE = PAGE_BYTES // SLOT_BYTES
 FREE = bytes(SLOT_BYTES)
-NONCE_BYTES = 12
 
 _MAGIC = b"TKVKEYS"
 _VERSION_AT = len(_MAGIC)
-_MOST_PATH_BYTES = 1536
 _SEAL_BYTES = 8
-_NO_KEY, _NO_CHECK = bytes(KEY_BYTES), bytes(8)
-SALT_BYTES = 16
-NO_SALT = bytes(SALT_BYTES)
 
-# magic and version, folder id, stamp, the stamp before, number, checks of both master keys, both
-# salts, whether the wrapping key was told
-_FIELDS = struct.Struct("<8s16s16s16sQ8s8s16s16sB7x")
-_LOCK = struct.Struct("<12s64s16s")  # nonce, names key and another wrapping key, tag
-_LOCKS_AT = (_FIELDS.size, _FIELDS.size + _LOCK.size)
-_LOCKS_END = _LOCKS_AT[1] + _LOCK.size
+# magic and version, folder id, stamp, the stamp before, number, parent, lock, lock of a new key
+_FIELDS = struct.Struct("<8s16s16s16sQ32s68s68s")
+_LOCK = struct.Struct("<8s12s32s16s")  # check of a master key, nonce, wrapping key, tag
+_NO_LOCK = bytes(_LOCK.size)
+_NAMES_KEY = struct.Struct("<12s32s16s")  # nonce, names key, tag
+_NAMES_KEY_AT = _FIELDS.size
+_NAMES_KEY_END = _NAMES_KEY_AT + _NAMES_KEY.size
+_MOST_PATH_BYTES = 1536
 _PATHS_AT = (512, 512 + _MOST_PATH_BYTES)
 _PAGE_SEAL_AT = PAGE_BYTES - _SEAL_BYTES
 
@@ -73,27 +71,30 @@ class Head(NamedTuple):
         folder_id: the id of the store's folder.
         stamps: that of the last start, and the one before.
         number: of the writing of headers; the higher one of two is the newer.
-        checks: what tells the master key from others, and the same of the one before while the
-            table is put under another wrapping key; 8 zeroes otherwise.
-        salts: of the wrapping key, and of the one before in the same way.
-        is_told: whether the wrapping key stood in a header under another master key.
+        parent: which folder held the store's at its last start (`tieredkv.storage.keys.gone`).
+        locks: the wrapping key under the master key; while that is replaced, also under the new.
         folder: where the store lay at its last start; empty if that is not known.
-        master_place: the path of the file of the master key; empty if a command prints it.
+        master_place: the path of the file of the master key, of the new one while it is replaced;
+            empty if a command prints it.
     """
 
     folder_id: bytes
     stamps: tuple[bytes, bytes]
     number: int
-    checks: tuple[bytes, bytes]
-    salts: tuple[bytes, bytes]
-    is_told: bool
+    parent: bytes
+    locks: tuple[bytes, ...]
     folder: str
     master_place: str
 
     @property
+    def checks(self) -> tuple[bytes, ...]:
+        """What tells the master keys of the locks from others (`check_of`)."""
+        return tuple(each[:8] for each in self.locks)
+
+    @property
     def is_rotating(self) -> bool:
-        """Whether slots may still be encrypted under the wrapping key of before."""
-        return self.checks[1] != _NO_CHECK
+        """Whether a new master key opens the table, too, which is to be the only one."""
+        return len(self.locks) > 1
 
     def has_stamp(self, stamp: str) -> bool:
         """Return whether a stamp, in hexadecimal digits, is the last one or the one before.
@@ -102,30 +103,22 @@ class Head(NamedTuple):
         """
         return any(bytes.fromhex(stamp)) and bytes.fromhex(stamp) in self.stamps
 
-    def under(self, check: bytes, salt: bytes, *, is_told: bool) -> "Head":
-        """Return this head with another wrapping key, and a note of the present one."""
-        checks, salts = (check, self.checks[0]), (salt, self.salts[0])
-        return self._replace(checks=checks, salts=salts, is_told=is_told)
-
-    def settled(self) -> "Head":
-        """Return this head without the note of a wrapping key of before."""
-        return self._replace(checks=(self.checks[0], _NO_CHECK), salts=(self.salts[0], NO_SALT))
-
 
 class Secrets(NamedTuple):
-    """What a header keeps under the master key.
+    """What a header keeps under a master key.
 
     Attributes:
         names_key: hides the names of blocks.
-        wrapping_keys: those under which the slots are encrypted: the present one, and the one of
-            before while the headers note it.
+        wrapping_key: encrypts the names key and the slots.
+        lock: the wrapping key under this master key.
     """
 
     names_key: bytes
-    wrapping_keys: tuple[bytes, ...]
+    wrapping_key: bytes
+    lock: bytes
 
     def __repr__(self) -> str:  # without the keys, which no log may have
-        return f"Secrets({len(self.wrapping_keys)} wrapping keys)"
+        return "Secrets()"
 
 
 def check_of(master_key: bytes) -> bytes:
@@ -138,20 +131,29 @@ def seal(data: bytes | bytearray) -> bytes:
     return xxh3_64_digest(data)
 
 
-def wrapping_key(master_key: bytes, folder_id: bytes, salt: bytes) -> bytes:
-    """Return the key under which one table is encrypted; it tells nothing of the master key."""
-    return hmac.digest(master_key, b"tieredkv key table" + folder_id + salt, "sha256")
-
-
 # --- headers ------------------------------------------------------------------------------------
 
 
-def is_of_another_version(page: bytes) -> bool:
-    """Return whether a page that has no head of ours begins a table of another format version."""
-    if len(page) <= _VERSION_AT or not page.startswith(_MAGIC) or page[_VERSION_AT] == VERSION:
-        return False
-    # If the page is sound but for its version, a flipped bit has made the version.
-    return head_of(page[:_VERSION_AT] + bytes([VERSION]) + page[_VERSION_AT + 1 :]) is None
+def make_secrets(names_key: bytes, master_key: bytes, folder_id: bytes) -> Secrets:
+    """Return a names key and a fresh wrapping key, which a master key opens."""
+    wrapping_key = secrets.token_bytes(KEY_BYTES)
+    return Secrets(names_key, wrapping_key, lock(wrapping_key, master_key, folder_id))
+
+
+def lock(wrapping_key: bytes, master_key: bytes, folder_id: bytes) -> bytes:
+    """Encrypt the wrapping key of a table, so that a master key opens the table."""
+    check, nonce = check_of(master_key), secrets.token_bytes(NONCE_BYTES)
+    cipher = _cipher_of_locks(master_key, folder_id)
+    return check + nonce + cipher.encrypt(nonce, wrapping_key, folder_id + check)
+
+
+def _unlock(lock: bytes, master_key: bytes, folder_id: bytes) -> bytes:
+    check, nonce, sealed, tag = _LOCK.unpack(lock)
+    return _cipher_of_locks(master_key, folder_id).decrypt(nonce, sealed + tag, folder_id + check)
+
+
+def _cipher_of_locks(master_key: bytes, folder_id: bytes) -> AESGCM:
+    return AESGCM(hmac.digest(master_key, b"tieredkv key table" + folder_id, "sha256"))
 
 
 def version_of(start: bytes) -> int | None:
@@ -159,9 +161,23 @@ def version_of(start: bytes) -> int | None:
     return start[_VERSION_AT] if len(start) > _VERSION_AT and start.startswith(_MAGIC) else None
 
 
+def is_of_another_version(page: bytes) -> bool:
+    """Return whether a page that has no head of ours begins a table of another format version."""
+    if version_of(page) in (None, VERSION):
+        return False
+    # If the page is sound but for its version, a flipped bit has made the version.
+    return head_of(page[:_VERSION_AT] + bytes([VERSION]) + page[_VERSION_AT + 1 :]) is None
+
+
 def header_pages(data: bytes) -> list[bytes]:
     """Return the pages of both headers from the bytes of a table."""
     return [data[at : at + PAGE_BYTES] for at in HEADERS_AT]
+
+
+def heads_of(data: bytes) -> list[Head]:
+    """Read the sound headers of a table, the newest one first."""
+    heads = [head for head in map(head_of, header_pages(data)) if head is not None]
+    return sorted(heads, key=lambda head: -head.number)
 
 
 def head_of(page: bytes) -> Head | None:
@@ -170,69 +186,51 @@ def head_of(page: bytes) -> Head | None:
         return None
     if seal(page[:_PAGE_SEAL_AT]) != page[_PAGE_SEAL_AT:]:
         return None
-    _, folder_id, now, before, number, *checks_and_salts, told = _FIELDS.unpack_from(page)
-    check, old_check, salt, old_salt = checks_and_salts
+    _, folder_id, now, before, number, parent, own, new = _FIELDS.unpack_from(page)
+    locks = (own,) if new == _NO_LOCK else (own, new)
     paths = (page[at:][:_MOST_PATH_BYTES].rstrip(b"\0") for at in _PATHS_AT)
-    folder, master_place = map(os.fsdecode, paths)
-    return Head(
-        folder_id=folder_id,
-        stamps=(now, before),
-        number=number,
-        checks=(check, old_check),
-        salts=(salt, old_salt),
-        is_told=bool(told),
-        folder=folder,
-        master_place=master_place,
-    )
+    return Head(folder_id, (now, before), number, parent, locks, *map(os.fsdecode, paths))
 
 
 def pack_header(head: Head, kept: Secrets) -> bytes:
-    """Return the page of a header, encrypted with fresh nonces.
-
-    While the headers note a wrapping key of before, each of both opens it. If they follow from two
-    master keys, each tells the other one.
-    """
+    """Return the page of a header, encrypted with a fresh nonce."""
     page = bytearray(PAGE_BYTES)
-    magic = _MAGIC + bytes([VERSION])
-    fields = (head.folder_id, *head.stamps, head.number, *head.checks, *head.salts, head.is_told)
-    _FIELDS.pack_into(page, 0, magic, *fields)
+    locks = (*head.locks, _NO_LOCK)[:2]
+    start = (_MAGIC + bytes([VERSION]), head.folder_id, *head.stamps, head.number, head.parent)
+    _FIELDS.pack_into(page, 0, *start, *locks)
     for at, path in zip(_PATHS_AT, (head.folder, head.master_place), strict=True):
         data = os.fsencode(path)
         if len(data) <= _MOST_PATH_BYTES:  # a longer one is not remembered
             page[at : at + len(data)] = data
-    tells = head.is_rotating and head.checks[0] != head.checks[1]
-    others = tuple(reversed(kept.wrapping_keys)) if tells else (_NO_KEY, _NO_KEY)
-    for at, own, other in zip(_LOCKS_AT, kept.wrapping_keys, others, strict=False):
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        sealed = AESGCM(own).encrypt(nonce, kept.names_key + other, _known_of(page))
-        _LOCK.pack_into(page, at, nonce, sealed[:64], sealed[64:])
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    sealed = AESGCM(kept.wrapping_key).encrypt(nonce, kept.names_key, _facts_of(page))
+    page[_NAMES_KEY_AT:_NAMES_KEY_END] = nonce + sealed
     page[_PAGE_SEAL_AT:] = seal(page[:_PAGE_SEAL_AT])
     return bytes(page)
 
 
 def open_header(page: bytes, head: Head, master_key: bytes) -> Secrets | None:
-    """Decrypt what a header keeps; None if this master key does not open it."""
-    which = head.checks.index(check_of(master_key))
-    own = wrapping_key(master_key, head.folder_id, head.salts[which])
-    nonce, sealed, tag = _LOCK.unpack_from(page, _LOCKS_AT[which])
-    try:
-        plain = AESGCM(own).decrypt(nonce, sealed + tag, _known_of(page))
-    except InvalidTag:
-        return None
-    names_key, other = plain[:KEY_BYTES], plain[KEY_BYTES:]
-    if not head.is_rotating:
-        return Secrets(names_key, (own,))
-    if head.checks[0] == head.checks[1]:
-        other = wrapping_key(master_key, head.folder_id, head.salts[1])
-    return Secrets(names_key, (own, other) if which == 0 else (other, own))
+    """Decrypt what a header keeps; None if no lock of it opens with this master key."""
+    nonce, sealed, tag = _NAMES_KEY.unpack_from(page, _NAMES_KEY_AT)
+    for each in head.locks:
+        with suppress(InvalidTag):
+            wrapping_key = _unlock(each, master_key, head.folder_id)
+            names_key = AESGCM(wrapping_key).decrypt(nonce, sealed + tag, _facts_of(page))
+            return Secrets(names_key, wrapping_key, each)
+    return None
 
 
-def _known_of(page: bytes | bytearray) -> bytes:
-    """What a header is authenticated with: all of it but its two locks and its seal."""
-    return bytes(page[: _LOCKS_AT[0]] + page[_LOCKS_END:_PAGE_SEAL_AT])
+def _facts_of(page: bytes | bytearray) -> bytes:
+    """What a header is authenticated with: all of it but the names key and its seal."""
+    return bytes(page[:_NAMES_KEY_AT] + page[_NAMES_KEY_END:_PAGE_SEAL_AT])
 
 
 # --- slots --------------------------------------------------------------------------------------
+
+
+def place_of(number: int) -> int:
+    """Return where a slot begins in the file."""
+    return SLOTS_AT + number * SLOT_BYTES
 
 
 def pack_slot(key: PayloadKey, number: int, folder_id: bytes, cipher: AESGCM) -> bytes:
@@ -245,27 +243,23 @@ def pack_slot(key: PayloadKey, number: int, folder_id: bytes, cipher: AESGCM) ->
     return slot + seal(slot)
 
 
-def unpack_slot(
-    slot: bytes, number: int, folder_id: bytes, ciphers: Sequence[AESGCM]
-) -> PayloadKey | None:
+def unpack_slot(slot: bytes, number: int, folder_id: bytes, cipher: AESGCM) -> PayloadKey | None:
     """Decrypt a slot that is not free; None if it is damaged or was written elsewhere.
 
     Args:
         slot: its bytes.
         number: its place in the table.
         folder_id: of the table.
-        ciphers: those under which it may have been encrypted.
+        cipher: of the table's wrapping key.
     """
     if death_of(slot) is None:
         return None
     key_id, scope, dies_at, nonce, sealed, tag = _SLOT.unpack_from(slot)
     place = _PLACE.pack(folder_id, number, key_id, scope, dies_at)
-    for cipher in ciphers:
-        try:
-            return PayloadKey(key_id, cipher.decrypt(nonce, sealed + tag, place), scope, dies_at)
-        except InvalidTag:
-            continue
-    return None
+    try:
+        return PayloadKey(key_id, cipher.decrypt(nonce, sealed + tag, place), scope, dies_at)
+    except InvalidTag:
+        return None
 
 
 def death_of(slot: bytes) -> float | None:

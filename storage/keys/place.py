@@ -13,12 +13,11 @@ import msgspec
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError
 from tieredkv.storage.folder.own_files import replace_own
-from tieredkv.storage.keys import master, trust
-from tieredkv.storage.keys.layout import Head, head_of, header_pages, is_of_another_version
+from tieredkv.storage.keys import layout, master, trust
+from tieredkv.storage.keys.layout import Head
 from tieredkv.storage.keys.master import MASTER_SUFFIX
-from tieredkv.storage.keys.rotation import look_table, open_table
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, read_all
+from tieredkv.storage.keys.table_file import TABLE_SUFFIX, WHAT, look_at
 from tieredkv.storage.options import StoreOptions
 
 NOTE = "encryption.json"
@@ -90,20 +89,16 @@ class KeyPlace:
         return master.read_file(self.master)
 
     def heads(self) -> list[Head]:
-        """Return what the sound headers of the key table say, which nobody vouches for here.
+        """Return the sound headers of the key table, for which nobody vouches, the newest first.
 
         Raises:
             MissingKeyError: the table is absent, not to be believed or of another format version.
         """
-        fd = trust.open_file(self.table, WHAT, follows_link=False)
-        try:
-            pages = header_pages(read_all(fd, self.table))
-        finally:
-            os.close(fd)
-        if is_of_another_version(pages[0]):
+        data = look_at(self.table)
+        if layout.is_of_another_version(layout.header_pages(data)[0]):
             what = f"{WHAT} `{self.table}` has another format version"
             raise MissingKeyError(what, reason="version")
-        return [head for head in map(head_of, pages) if head is not None]
+        return layout.heads_of(data)
 
     def look(self) -> KeyTable:
         """Read the key table, and change nothing.
@@ -112,20 +107,7 @@ class KeyPlace:
             ConfigError, MissingKeyError, DamagedTableError
         """
         self.check()
-        if self.master is None:
-            return KeyTable.look(self.table, bytes.fromhex(self.id), self.read_master())
-        return look_table(self.table, bytes.fromhex(self.id), self.master)
-
-    def open(self) -> KeyTable:
-        """Open the key table, and finish a rotation of the master key that was cut short.
-
-        Raises:
-            ConfigError, MissingKeyError, DamagedTableError, StoreBusyError
-        """
-        self.check()
-        if self.master is None:
-            return KeyTable.open(self.table, bytes.fromhex(self.id), self.read_master())
-        return open_table(self.table, bytes.fromhex(self.id), self.master)
+        return KeyTable.look(self.table, bytes.fromhex(self.id), self.read_master())
 
 
 def check_writable(key_dir: str) -> None:

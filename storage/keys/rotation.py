@@ -1,57 +1,42 @@
-"""A key table whose master key lies in a file: opened, and put under a new key in the same file.
+"""Opens the key table of a store, and puts it under another master key.
 
-A rotation in place makes the new master key in a draft beside the old one, puts the table under it,
-and renames the draft. Whatever a crash leaves of that, the next opening finishes it. This module
-knows no store.
+A rotation in place makes the new master key in a draft beside the old one, has it open the table,
+too, renames the draft over the old key, and has the new key alone open the table. So the key in the
+file opens the table at each moment. Whatever a crash leaves of a rotation, also of one to another
+file, the next opening finishes it.
 """
 
 import logging
 import os
-import re
-from collections.abc import Callable
 from contextlib import suppress
 
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage.folder.filesystem import flush_folder
 from tieredkv.storage.index.verdicts import storage_errors
-from tieredkv.storage.keys import master, trust
+from tieredkv.storage.keys import gone, master, trust
+from tieredkv.storage.keys.destruction import tables_under
 from tieredkv.storage.keys.layout import check_of
-from tieredkv.storage.keys.sweeps import tables_under
+from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.keys.table_file import DRAFT_SUFFIX, write_all
+from tieredkv.storage.keys.table_file import DRAFT_SUFFIX, overwrite
 
 logger = logging.getLogger(__name__)
 
-_OCTAL = re.compile(rb"\\([0-7]{3})")  # how a line of `mountinfo` writes a space
 _HINT = "hint: give the new key another place, with `tieredkv rotate --to FILE`"
 
 
-def open_table(path: str, folder_id: bytes, key_file: str) -> KeyTable:
-    """Open a table with the master key in a file, or with the one in a draft beside it.
-
-    Args:
-        path: of the table.
-        folder_id: of the store's folder.
-        key_file: the file of the master key.
+def open_table(place: KeyPlace) -> KeyTable:
+    """Open the key table of a store, and finish a rotation that was cut short.
 
     Raises:
-        MissingKeyError, StoreBusyError: as `KeyTable.open` and `master.read_file` do.
+        ConfigError, MissingKeyError, DamagedTableError, StoreBusyError: as `KeyPlace.look` and
+            `KeyTable.open` do.
     """
-    table = _with_either_key(KeyTable.open, path, folder_id, key_file)
-    try:
-        _settle(table, key_file)
-    except StorageError as error:
-        logger.warning("the new master key of `%s` is not in its place yet: %s", path, error)
+    place.check()
+    table = KeyTable.open(place.table, bytes.fromhex(place.id), place.read_master())
+    if table.head.is_rotating:
+        _finish(table)
     return table
-
-
-def look_table(path: str, folder_id: bytes, key_file: str) -> KeyTable:
-    """Read a table as `open_table` does, but without its lock and without a change.
-
-    Raises:
-        MissingKeyError: as `KeyTable.look` and `master.read_file` do.
-    """
-    return _with_either_key(KeyTable.look, path, folder_id, key_file)
 
 
 def rotate_in_place(table: KeyTable, key_file: str) -> None:
@@ -66,82 +51,70 @@ def rotate_in_place(table: KeyTable, key_file: str) -> None:
             link or a mount, so the key cannot be replaced in its place.
         MissingKeyError: the file holds no key or another one, or the new key cannot be made
             beside it.
-        StorageError: a file cannot be written. Either key opens the table, and the next
-            `open_table` or another call finishes the rotation.
+        StorageError: a file cannot be written. The key in the file opens the table, and the next
+            opening or another call finishes the rotation.
     """
-    if os.path.islink(key_file) or _is_mount_point(key_file):
+    with storage_errors(key_file):
+        is_fixed = os.path.islink(key_file) or gone.is_mount_point(key_file)
+    if is_fixed:
         text = f"the master key `{key_file}` is a link or mounted, so no new key can take its place"
         raise ConfigError(f"{text}\n{_HINT}")
-    others = tables_under(os.path.dirname(table.path), table.head.checks[0])
-    if others := [
-        path for path in others if os.path.basename(path) != os.path.basename(table.path)
-    ]:
+    check = check_of(master.read_file(key_file))
+    if check not in table.head.checks:
+        text = f"the key in `{key_file}` is not the master key of the key table `{table.path}`"
+        raise MissingKeyError(f"{text}\n{_HINT}", reason="master key")
+    others = [
+        path
+        for path in tables_under(os.path.dirname(table.path), check)
+        if os.path.basename(path) != os.path.basename(table.path)
+    ]
+    if others:
         shown = ", ".join(f"`{path}`" for path in others)
         text = f"the master key `{key_file}` is that of other key tables, too: {shown}"
         raise ConfigError(f"{text}\n{_HINT}")
-    _settle(table, key_file)
-    if check_of(master.read_file(key_file)) != table.head.checks[0]:
-        text = f"the key in `{key_file}` is not the master key of the key table `{table.path}`"
-        raise MissingKeyError(f"{text}\n{_HINT}", reason="master key")
     draft = key_file + DRAFT_SUFFIX
-    key = _key_in(draft)
-    if key is None:
-        with storage_errors(draft), suppress(FileNotFoundError):
-            os.unlink(draft)  # a crash has left a part of a key, under which nothing was written
-        key = master.make_file(draft)
-    table.rotate(key, place=key_file)
-    _settle(table, key_file)
+    with storage_errors(draft), suppress(FileNotFoundError):
+        os.unlink(draft)  # one of a rotation that was cut short, under which no table is alone
+    key = master.make_file(draft)
+    table.note(key, place=key_file)
+    _take_place(draft, key_file)
+    table.renew(key)
 
 
-def _with_either_key(
-    read: Callable[[str, bytes, bytes], KeyTable], path: str, folder_id: bytes, key_file: str
-) -> KeyTable:
-    """Read a table with the key in a file; if it is another one, with the key in the draft."""
-    key = master.read_file(key_file)
-    try:
-        return read(path, folder_id, key)
-    except MissingKeyError as error:
-        if error.reason != "master key" or (draft_key := _key_in(key_file + DRAFT_SUFFIX)) is None:
-            raise
-    return read(path, folder_id, draft_key)
-
-
-def _settle(table: KeyTable, key_file: str) -> None:
-    """Put the draft of a master key into its place, if the table is under it already."""
-    draft = key_file + DRAFT_SUFFIX
-    if not os.path.lexists(draft):
-        return
-    key = _key_in(draft)
-    if key is None or check_of(key) != table.head.checks[0]:
-        return
+def _take_place(draft: str, key_file: str) -> None:
+    """Rename the draft of a master key over the old one, and overwrite that."""
     with storage_errors(key_file):
         old = trust.open_file(key_file, master.WHAT, os.O_RDWR, follows_link=False)
         try:
             os.rename(draft, key_file)
             flush_folder(os.path.dirname(os.path.abspath(key_file)))
-            write_all(old, bytes(os.fstat(old).st_size), 0)
-            os.fsync(old)
+            overwrite(old)
         finally:
             os.close(old)
 
 
-def _is_mount_point(path: str) -> bool:
-    """Return whether a file is mounted by itself, as into a container; nothing can replace it."""
-    real = os.fsencode(os.path.realpath(path))
-    with storage_errors(path), open("/proc/self/mountinfo", "rb") as file:
-        points = [line.split(b" ")[4] for line in file]
-    return any(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), each) == real for each in points)
+def _finish(table: KeyTable) -> None:
+    """Finish a rotation that was cut short, if the new master key is where the table has it.
 
-
-def _key_in(draft: str) -> bytes | None:
-    """Return the master key in a draft; None if there is none, or only a part of one.
-
-    Raises:
-        MissingKeyError: the file cannot be read or is not to be believed.
+    What fails is logged only: the old key opens the table until a start has the new one.
     """
+    place = table.head.master_place
+    where = f"`{place}`" if place else "the output of a command"
+    why = ""
     try:
-        return master.read_file(draft)
-    except MissingKeyError as error:
-        if error.reason in ("absent", "no key"):
-            return None
-        raise
+        for path in (place + DRAFT_SUFFIX, place) if place else ():
+            with suppress(MissingKeyError):
+                key = master.read_file(path)
+                if check_of(key) in table.head.checks[1:]:
+                    if path != place:
+                        _take_place(path, place)
+                    table.renew(key)
+                    text = "%s: a change of the master key was cut short and is finished now; the "
+                    text += "table needs the new one, %s, from now on"
+                    logger.warning(text, table.path, where)
+                    return
+    except StorageError as error:
+        why = f": {error}"
+    text = "%s: a change of the master key was cut short; either key opens the table until a start "
+    text += "is given the new one, %s%s"
+    logger.warning(text, table.path, where, why)

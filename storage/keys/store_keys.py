@@ -14,42 +14,27 @@ This module knows which files there are and in which order they change;
 import logging
 import os
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
-from enum import Enum, auto
+from contextlib import ExitStack, suppress
+from typing import Literal
 
 from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, StorageError
 from tieredkv.storage.folder.emptying import empty_store
 from tieredkv.storage.folder.folder import StoreFolder, make_missing
-from tieredkv.storage.folder.marker import ID_BYTES, Marker, read_marker
+from tieredkv.storage.folder.marker import ID_BYTES, Marker
 from tieredkv.storage.keys import master
-from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table
+from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table, sweep_tables
 from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable, write_note
-from tieredkv.storage.keys.rotation import rotate_in_place
-from tieredkv.storage.keys.sweeps import sweep_tables
+from tieredkv.storage.keys.rotation import open_table, rotate_in_place
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.options import StoreOptions
 
 logger = logging.getLogger(__name__)
 
 
-class Start(Enum):
-    """What a start does about the keys of a store."""
-
-    CLEAR = auto()
-    """Nothing: the store is not encrypted."""
-
-    MAKE = auto()
-    """It makes keys for a store without blocks."""
-
-    OPEN = auto()
-    """It opens the keys and writes a fresh stamp."""
-
-    DESTROY = auto()
-    """It destroys the keys of a store without blocks, which is not encrypted from now on."""
-
-    RENEW = auto()
-    """It empties a store whose key table is damaged, and makes new keys."""
+Start = Literal["clear", "make", "open", "renew"]
+"""What a start does: it sees that a store without blocks has no keys, or makes them; opens the keys
+of a store and writes a fresh stamp; or empties one whose key table is damaged, and makes new keys.
+"""
 
 
 def plan(folder: str, marker: Marker | None, options: StoreOptions, *, has_blocks: bool) -> Start:
@@ -71,23 +56,23 @@ def plan(folder: str, marker: Marker | None, options: StoreOptions, *, has_block
         what = f"the store at `{folder}` is {has}, but `disk_encryption` is {set_to}"
         raise ConfigError(f"{what}\n{_ways_out(folder, 'set it to what the store has')}")
     if not wants:
-        return Start.DESTROY if is_encrypted else Start.CLEAR
+        return "clear"
     place = KeyPlace(folder, options, marker.id if marker is not None else "")
     place.check()
     check_writable(place.key_dir)
     if not is_encrypted:
         if options.master_key is not None or options.master_key_command is not None:
             place.read_master()
-        return Start.MAKE
+        return "make"
     assert marker is not None, "an encrypted store has a marker"
     try:
         table = place.look()
     except DamagedTableError:
-        return Start.RENEW
+        return "renew"
     except MissingKeyError as error:
         raise _with_way_out(error, place) from error
     check_stamp(folder, marker, table)
-    return Start.OPEN
+    return "open"
 
 
 def check_stamp(folder: str, marker: Marker, table: KeyTable) -> None:
@@ -154,20 +139,11 @@ class StoreKeys:
 
         This reads files as long as there are keys.
         """
-        sweep_tables(self.place.key_dir, now, has_store)
+        sweep_tables(self.place.key_dir, now)
 
     def close(self) -> None:
         """Unlock the key table for the next process; may be called again."""
         self.table.close()
-
-
-def has_store(path: str, folder_id: bytes) -> bool:
-    """Return whether the store of an id is, or may be, at a path."""
-    try:
-        marker = read_marker(path)
-    except OSError:
-        return True
-    return marker is not None and marker.id == folder_id.hex()
 
 
 def open_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
@@ -189,38 +165,33 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | 
     start = plan(folder.path, folder.marker, options, has_blocks=folder.has_segments)
     place = KeyPlace(folder.path, options, folder.marker.id)
     match start:
-        case Start.CLEAR:
-            return None, ""
-        case Start.DESTROY:
-            was = folder.marker
-            folder.begin_anew()
-            folder.mark(id="", stamp="")
-            if kept_why := destroy_own_table(place, was):
-                logger.warning("the keys of `%s` were not destroyed: %s", folder.path, kept_why)
-            return None, ""
-        case Start.MAKE:
-            folder.begin_anew()
-            return _make(folder, options), ""
-        case Start.RENEW:
+        case "open":
+            return _open(folder, place, writes_stamp=True), ""
+        case "renew":
             emptied = empty_store(folder.path)
             text = "both headers of the key table `%s` are damaged, so nothing in the store at `%s`"
             text += " can be read any more: its %d blocks were removed, and it begins anew"
             logger.warning(text, place.table, folder.path, emptied.num_blocks)
-            folder.begin_anew()
-            folder.mark(id="", stamp="")
+            _forget_keys(folder)
             destroy_table(place)
             keys = _make(folder, options)
             keys.faults["key_table"] = emptied.num_blocks
             return keys, ""
-        case Start.OPEN:
-            table = place.open()
-            try:
-                check_stamp(folder.path, folder.marker, table)
-                write_stamp(folder, table)
-            except BaseException:
-                table.close()
-                raise
-            return StoreKeys(place, table), ""
+        case "make":
+            folder.begin_anew()
+            return _make(folder, options), ""
+        case "clear":
+            if (was := folder.marker).id:
+                _forget_keys(folder)
+                if kept_why := destroy_own_table(place, was):
+                    text = "the keys of `%s` were not destroyed: %s"
+                    logger.warning(text, folder.path, kept_why)
+            return None, ""
+
+
+def _forget_keys(folder: StoreFolder) -> None:
+    folder.begin_anew()
+    folder.mark(id="", stamp="")
 
 
 def try_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
@@ -230,17 +201,23 @@ def try_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | No
     """
     if not folder.marker.id:
         return None, ""
-    place = KeyPlace(folder.path, options, folder.marker.id)
     try:
-        table = place.open()
-        try:
-            check_stamp(folder.path, folder.marker, table)
-        except BaseException:
-            table.close()
-            raise
+        place = KeyPlace(folder.path, options, folder.marker.id)
+        return _open(folder, place, writes_stamp=False), ""
     except (ConfigError, StorageError) as error:
         return None, str(error)
-    return StoreKeys(place, table), ""
+
+
+def _open(folder: StoreFolder, place: KeyPlace, *, writes_stamp: bool) -> StoreKeys:
+    table = open_table(place)
+    try:
+        check_stamp(folder.path, folder.marker, table)
+        if writes_stamp:
+            write_stamp(folder, table)
+    except BaseException:
+        table.close()
+        raise
+    return StoreKeys(place, table)
 
 
 def write_stamp(folder: StoreFolder, table: KeyTable) -> None:
@@ -269,40 +246,38 @@ def _make(folder: StoreFolder, options: StoreOptions) -> StoreKeys:
     except StorageError as error:
         what = f"the folder of keys `{place.key_dir}` cannot be made; set `disk_key_dir`"
         raise ConfigError(f"{what}: {error}") from error
-    made = list[str]()
-    table: KeyTable | None = None
-    try:
-        if is_own := place.master == place.own_master and options.master_key is None:
-            key = master.make_file(place.own_master)
-            made.append(place.own_master)
-        else:
-            key = place.read_master()
-        stamp = secrets.token_bytes(ID_BYTES)
-        table = KeyTable.create(
-            place.table,
-            bytes.fromhex(place.id),
-            key,
-            stamp,
-            folder=folder.path,
-            master_place=place.master or "",
-        )
+    is_own = place.master == place.own_master and options.master_key is None
+    stamp, made = secrets.token_bytes(ID_BYTES), list[str]()
+
+    def get_master() -> bytes:
+        if not is_own:
+            return place.read_master()
+        key = master.make_file(place.own_master)
+        made.append(place.own_master)
+        return key
+
+    with ExitStack() as undo:
+        undo.callback(_unlink, made)
+        where = {"folder": folder.path, "master_place": place.master or ""}
+        table = KeyTable.create(place.table, bytes.fromhex(place.id), get_master, stamp, **where)
         made.append(place.table)
+        undo.callback(table.close)
+        undo.callback(_try_to_forget, folder)
         folder.mark(id=place.id, stamp=stamp.hex())
         write_note(folder.path, place.table, place.master)
-    except BaseException:
-        if table is not None:
-            table.close()
-        with suppress(OSError):
-            folder.mark(id="", stamp="")
-        _unlink(made)
-        raise
+        undo.pop_all()
     if is_own:
         text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
         logger.warning(text, folder.path, place.own_master)
     return StoreKeys(place, table)
 
 
-def _unlink(paths: Iterable[str]) -> None:
+def _try_to_forget(folder: StoreFolder) -> None:
+    with suppress(OSError):
+        folder.mark(id="", stamp="")
+
+
+def _unlink(paths: list[str]) -> None:
     for path in paths:
         with suppress(OSError):
             os.unlink(path)
@@ -329,5 +304,5 @@ def _with_way_out(error: MissingKeyError, place: KeyPlace) -> MissingKeyError:
 
 def _master_place(place: KeyPlace) -> str:
     """Return where a key table says that its master key is; empty if it names the present place."""
-    newest = max(place.heads(), key=lambda head: head.number)
-    return "" if newest.master_place == place.master else newest.master_place
+    where = place.heads()[0].master_place
+    return "" if where == place.master else where

@@ -1,20 +1,19 @@
 """The key table of a store: its payload keys in slots of one file, each destroyed in its place.
 
 Each payload key belongs to a scope: a namespace and an hour of computing. A slot is encrypted under
-a key that follows from the master key. A change writes slots and flushes them once; the rest of the
-file stays as it is. docs/encryption.md draws the bytes.
+the wrapping key of the table, which each header has under the master key. A change writes slots and
+flushes them once; the rest of the file stays as it is. docs/encryption.md draws the bytes.
 
 This module knows one file and its keys. It knows no store, and does not know where a master key
 comes from.
 """
 
 import errno
-import heapq
 import logging
 import math
 import os
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -22,34 +21,25 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tieredkv.errors import DamagedTableError, IntegrityError, MissingKeyError, StorageError
 from tieredkv.storage.folder.filesystem import flush_folder
 from tieredkv.storage.index.verdicts import storage_errors
-from tieredkv.storage.keys import layout, trust
+from tieredkv.storage.keys import gone, layout, table_file, trust
 from tieredkv.storage.keys.layout import (
     FREE,
     HEADERS_AT,
     KEY_BYTES,
     KEY_ID_BYTES,
     PAGE_BYTES,
-    SALT_BYTES,
-    SLOT_BYTES,
+    SLOTS_A_PAGE,
     SLOTS_AT,
     Head,
     PayloadKey,
     Secrets,
     check_of,
     header_pages,
+    place_of,
 )
-from tieredkv.storage.keys.table_file import (
-    DRAFT_SUFFIX,
-    WHAT,
-    make_locked,
-    open_locked,
-    read_all,
-    write_all,
-)
+from tieredkv.storage.keys.table_file import WHAT, write_all
 
 logger = logging.getLogger(__name__)
-
-_SLOTS_A_PAGE = PAGE_BYTES // SLOT_BYTES
 
 
 class KeyTable:
@@ -61,22 +51,22 @@ class KeyTable:
 
     Attributes:
         path: the file.
+        head: what stands in the headers.
         names_key: 32 bytes; the key of the names of blocks.
         num_lost: slots that were damaged when the table was opened; their keys are gone.
     """
 
-    def __init__(self, path: str, fd: int, head: Head, kept: Secrets) -> None:
-        self.path, self.names_key, self.num_lost = path, kept.names_key, 0
-        self._fd, self._head, self._num_written = fd, head, head.number
-        self._use(kept.wrapping_keys)
+    def __init__(self, path: str, fd: int, head: Head, kept: Secrets, num_slots: int) -> None:
+        self.path, self.head, self.names_key, self.num_lost = path, head, kept.names_key, 0
+        self._fd, self._num_written, self._num_slots = fd, head.number, num_slots
+        self._kept, self._cipher = kept, AESGCM(kept.wrapping_key)
         self._by_scope: dict[bytes, PayloadKey] = {}
         self._by_id: dict[bytes, PayloadKey] = {}
         self._slots: dict[bytes, int] = {}  # by key id
-        self._deaths: list[tuple[float, bytes]] = []  # a heap of all keys; some of them are gone
-        self._num_slots = 0
-        self._free: list[int] = []  # a heap
+        self._first_death = math.inf  # no key dies before it
+        self._free: list[int] = []  # the next one is the last
         # Slots without a key whose bytes are not known to be zeroes: of writes that failed, and
-        # damaged ones. They are overwritten before or with the next change.
+        # damaged ones. They are overwritten with the next change.
         self._unclean: set[int] = set()
 
     # --- files --------------------------------------------------------------------------------
@@ -86,7 +76,7 @@ class KeyTable:
         cls,
         path: str,
         folder_id: bytes,
-        master_key: bytes,
+        get_master_key: Callable[[], bytes],
         stamp: bytes,
         *,
         folder: str = "",
@@ -97,52 +87,42 @@ class KeyTable:
         Args:
             path: of the file, which must not exist.
             folder_id: 16 bytes; of the folder of the store.
-            master_key: 32 bytes.
+            get_master_key: returns 32 bytes. It may make the key: a draft of the table lies there
+                by then, by which a sweep knows that nothing else needs that key.
             stamp: 16 bytes; of the first start.
-            folder: the path of the folder of the store, as a hint for `sweeps`.
+            folder: the path of the folder of the store, as a hint for `destruction`.
             master_place: the path of the file of the master key, as a hint for people; empty if a
                 command prints it.
 
         Raises:
-            MissingKeyError: the folder of the file is missing or not to be believed.
+            MissingKeyError: the folder of the file is missing or not to be believed, or there is
+                no master key.
             StoreBusyError: another process makes the same table.
             StorageError: the file exists or cannot be written; no part of it stays.
         """
-        salt = secrets.token_bytes(SALT_BYTES)
-        head = Head(
-            folder_id=folder_id,
-            stamps=(stamp, bytes(len(stamp))),
-            number=1,
-            checks=(check_of(master_key), b""),
-            salts=(salt, b""),
-            is_told=False,
-            folder=folder,
-            master_place=master_place,
-        ).settled()
-        own = layout.wrapping_key(master_key, folder_id, salt)
-        kept = Secrets(secrets.token_bytes(KEY_BYTES), (own,))
+        stamps, parent = (stamp, bytes(len(stamp))), gone.parent_of(folder)
+        head = Head(folder_id, stamps, 1, parent, (), folder, master_place)
+        tables = list[KeyTable]()
+
+        def make() -> bytes:
+            if os.path.lexists(path):
+                raise StorageError(errno.EEXIST, f"{WHAT} `{path}` is there already")
+            kept = layout.make_secrets(secrets.token_bytes(KEY_BYTES), get_master_key(), folder_id)
+            tables.append(cls(path, -1, head._replace(locks=(kept.lock,)), kept, SLOTS_A_PAGE))
+            return layout.pack_header(tables[0].head, kept) * 2 + bytes(PAGE_BYTES)
+
         trust.check_folder(os.path.dirname(path))
-        draft = path + DRAFT_SUFFIX
         with storage_errors(path):
-            fd = make_locked(draft)
-            made = [draft]
+            fd = table_file.replace(path, make)
             try:
-                if os.path.lexists(path):
-                    raise StorageError(errno.EEXIST, f"{WHAT} `{path}` is there already")
-                header = layout.pack_header(head, kept)
-                write_all(fd, header * len(HEADERS_AT) + bytes(PAGE_BYTES), 0)
-                os.fsync(fd)
-                os.rename(draft, path)
-                made = [path]
                 flush_folder(os.path.dirname(path))
             except BaseException:
-                for each in made:
-                    with suppress(OSError):
-                        os.unlink(each)
+                os.unlink(path)
                 os.close(fd)
                 raise
-        table = cls(path, fd, head, kept)
-        table._num_slots, table._free = _SLOTS_A_PAGE, list(range(_SLOTS_A_PAGE))
+        [table] = tables
+        table._fd = fd
+        table._free += reversed(range(SLOTS_A_PAGE))
         return table
 
     @classmethod
@@ -150,7 +130,7 @@ class KeyTable:
         """Read a table, and keep it locked until it is closed.
 
         Damaged slots are counted, logged and overwritten, a damaged header is mended from the
-        other one, and a rotation that was cut short is finished.
+        other one, and a rotation to this master key that was cut short is finished.
 
         Raises:
             DamagedTableError: both headers are damaged.
@@ -158,14 +138,14 @@ class KeyTable:
                 or version, or written with another master key; the error's `reason` tells.
             StoreBusyError: another process has it open.
         """
-        fd = open_locked(path)
+        fd = table_file.open_locked(path)
         try:
-            data = read_all(fd, path)
+            data = table_file.read_all(fd, path)
             table = cls._of(path, fd, folder_id, master_key, data)
-            table._mend(data, master_key)
         except BaseException:
             os.close(fd)
             raise
+        table._mend(data, master_key)
         return table
 
     @classmethod
@@ -178,52 +158,44 @@ class KeyTable:
             DamagedTableError: both headers are damaged.
             MissingKeyError: as `open` does.
         """
-        fd = trust.open_file(path, WHAT, follows_link=False)
-        try:
-            data = read_all(fd, path)
-        finally:
-            os.close(fd)
-        return cls._of(path, -1, folder_id, master_key, data)
+        return cls._of(path, -1, folder_id, master_key, table_file.look_at(path))
 
     @classmethod
     def _of(
         cls, path: str, fd: int, folder_id: bytes, master_key: bytes, data: bytes
     ) -> "KeyTable":
         """Make the table of the bytes of a file."""
-        table = cls(path, fd, *_open_header(path, folder_id, master_key, data))
-        num_pages = max((len(data) - SLOTS_AT) // PAGE_BYTES, 0)
-        table._num_slots = num_pages * _SLOTS_A_PAGE
-        for number in range(table._num_slots):
-            slot = data[_place_of(number) : _place_of(number + 1)]
+        num_slots = max((len(data) - SLOTS_AT) // PAGE_BYTES, 0) * SLOTS_A_PAGE
+        table = cls(path, fd, *_open_header(path, folder_id, master_key, data), num_slots)
+        for number in range(num_slots):
+            slot = data[place_of(number) : place_of(number + 1)]
             if slot == FREE:
                 table._free.append(number)
-            elif key := layout.unpack_slot(slot, number, folder_id, table._ciphers):
+            elif key := layout.unpack_slot(slot, number, folder_id, table._cipher):
                 table._take(key, number)
             else:
                 table._unclean.add(number)
+        table._free.reverse()
         table.num_lost = len(table._unclean)
         return table
 
     def _mend(self, data: bytes, master_key: bytes) -> None:
         """Put right what damage or a crash has left in the file; what fails is logged only."""
-        head = self._head
+        if self.num_lost:
+            text = "%s `%s`: %d slots were damaged; the blocks of their keys are lost"
+            logger.warning(text, WHAT, self.path, self.num_lost)
+        first, second = header_pages(data)
         try:
-            if self.num_lost:
-                text = "%s `%s`: %d slots were damaged; the blocks of their keys are lost"
-                logger.warning(text, WHAT, self.path, self.num_lost)
-                self._clean()
-            first, second = header_pages(data)
-            if head.is_rotating:
-                self._finish_rotation()
-            elif first != second:
-                self._write_head(head)
-                logger.warning("%s `%s`: a header was mended", WHAT, self.path)
-            if head.is_rotating and head.checks[0] != head.checks[1]:
-                where = f"`{head.master_place}`" if head.master_place else "the output of a command"
-                text = "%s `%s`: a change of the master key was cut short and is finished now; "
-                text += "the table needs the new one, %s, from now on"
-                logger.warning(text, WHAT, self.path, where)
-            self._renew_told(master_key)
+            if check_of(master_key) in self.head.checks[1:]:
+                self.renew(master_key)
+                text = "%s `%s`: a change of the master key was cut short and is finished now"
+                logger.warning(text, WHAT, self.path)
+            else:
+                with storage_errors(self.path):
+                    self._write_slots({})
+                if first != second:
+                    self._write_head(self.head)
+                    logger.warning("%s `%s`: a header was mended", WHAT, self.path)
         except StorageError as error:
             logger.warning("%s could not be mended: %s", WHAT, error)
 
@@ -233,93 +205,103 @@ class KeyTable:
         if fd >= 0:
             os.close(fd)
 
-    # --- what the header has --------------------------------------------------------------------
+    # --- headers --------------------------------------------------------------------------------
 
-    @property
-    def folder_id(self) -> bytes:
-        """The id of the folder of the store; 16 bytes."""
-        return self._head.folder_id
-
-    @property
-    def stamps(self) -> tuple[bytes, bytes]:
-        """The stamp of the last start and the one before: 16 bytes each, zeroes for none."""
-        return self._head.stamps
-
-    @property
-    def head(self) -> Head:
-        """What stands in the header, under the master key."""
-        return self._head
-
-    def stamp(
-        self,
-        new: bytes,
-        before: bytes,
-        *,
-        folder: str | None = None,
-        master_place: str | None = None,
-    ) -> None:
-        """Write the stamps, and the hints that are given, into both headers.
+    def stamp(self, new: bytes, before: bytes, *, folder: str | None = None) -> None:
+        """Write the stamps, and where the folder of the store is, into both headers.
 
         A crash leaves either the stamps of before or the new ones.
 
         Raises:
             StorageError: the file cannot be written.
         """
-        head = self._head._replace(stamps=(new, before))
+        head = self.head._replace(stamps=(new, before))
         if folder is not None:
-            head = head._replace(folder=folder)
-        if master_place is not None:
-            head = head._replace(master_place=master_place)
-        with storage_errors(self.path):
-            self._check_place()
-            self._write_head(head)
+            head = head._replace(folder=folder, parent=gone.parent_of(folder))
+        self._write_head(head)
 
     def rotate(self, master_key: bytes, *, place: str = "") -> None:
         """Put the table under another master key; payload keys and names key stay.
 
-        Both headers note the change first. Until they are written again, either master key opens
-        the table, and the next `open` finishes what was cut short. Then the slots are written once
-        more, under a wrapping key that no header has told.
+        Raises:
+            StorageError: as `note` and `renew` do.
+        """
+        self.note(master_key, place=place)
+        self.renew(master_key)
+
+    def note(self, master_key: bytes, *, place: str) -> None:
+        """Have a new master key open the table, too; `renew` ends that.
 
         Args:
-            master_key: 32 bytes; if the table is under it already, nothing is done.
-            place: the path of the file of the master key; empty if a command prints it.
+            master_key: 32 bytes.
+            place: the path of its file; empty if a command prints it.
 
         Raises:
             StorageError: the file cannot be written.
         """
+        lock = layout.lock(self._kept.wrapping_key, master_key, self.head.folder_id)
+        self._write_head(self.head._replace(locks=(self._kept.lock, lock), master_place=place))
+
+    def renew(self, master_key: bytes) -> None:
+        """Write the table anew under a fresh wrapping key, which only one master key opens.
+
+        So nobody who has another one and old headers can read the keys of later.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        folder_id, number = self.head.folder_id, self._num_written + 1
+        kept = layout.make_secrets(self.names_key, master_key, folder_id)
+        cipher, head = (
+            AESGCM(kept.wrapping_key),
+            self.head._replace(number=number, locks=(kept.lock,)),
+        )
+        slots = [FREE] * self._num_slots
+        for key_id, at in self._slots.items():
+            slots[at] = layout.pack_slot(self._by_id[key_id], at, folder_id, cipher)
+        header = layout.pack_header(head, kept)
         with storage_errors(self.path):
             self._check_place()
-            if self._head.is_rotating:  # since it could not be finished
-                self._finish_rotation()
-            check, salt = check_of(master_key), secrets.token_bytes(SALT_BYTES)
-            if check != self._head.checks[0]:
-                head = self._head.under(check, salt, is_told=True)._replace(master_place=place)
-                own = layout.wrapping_key(master_key, self.folder_id, salt)
-                self._write_head(head, (own, *self._wrapping_keys))
-                self._finish_rotation()
-            self._renew_told(master_key)
+            new = table_file.replace(self.path, lambda: header * 2 + b"".join(slots))
+            old, self._fd = self._fd, new
+            self.head, self._num_written = head, number
+            self._kept, self._cipher = kept, cipher
+            self._free += sorted(self._unclean, reverse=True)
+            self._unclean.clear()
+            try:
+                flush_folder(os.path.dirname(self.path))
+                table_file.overwrite(old)
+            finally:
+                os.close(old)
 
-    def _finish_rotation(self) -> None:
-        """Encrypt each slot under the new wrapping key, and clear the note in the headers."""
+    def _write_head(self, head: Head) -> None:
+        """Write both headers; if that fails, try to have the old ones there again."""
         with storage_errors(self.path):
-            self._clean()
-            keys = {number: self._by_id[key_id] for key_id, number in self._slots.items()}
-            self._write_slots({number: self._pack(key, number) for number, key in keys.items()})
-            self._write_head(self._head.settled(), self._wrapping_keys[:1])
+            self._check_place()
+            try:
+                self.head = self._write_headers(head)
+            except OSError:
+                with suppress(OSError):
+                    self.head = self._write_headers(self.head)
+                raise
 
-    def _renew_told(self, master_key: bytes) -> None:
-        """Take a fresh wrapping key if the headers have told the present one.
+    def _write_headers(self, head: Head) -> Head:
+        """Write one header after the other, so that one of them is always sound."""
+        self._num_written += 1
+        head = head._replace(number=self._num_written)
+        page = layout.pack_header(head, self._kept)
+        for at in HEADERS_AT:
+            write_all(self._fd, page, at)
+            os.fdatasync(self._fd)
+        return head
 
-        Who has the master key of before, and a copy of the headers that told it, could otherwise
-        read the keys of later.
-        """
-        check, salt = check_of(master_key), secrets.token_bytes(SALT_BYTES)
-        if self._head.is_told and check == self._head.checks[0]:
-            own = layout.wrapping_key(master_key, self.folder_id, salt)
-            head = self._head.under(check, salt, is_told=False)
-            self._write_head(head, (own, *self._wrapping_keys))
-            self._finish_rotation()
+    def _check_place(self) -> None:
+        """Refuse to write what the next start will not find."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
+                return
+        what = f"{WHAT} `{self.path}` was removed or moved away"
+        raise StorageError(errno.ENOENT, f"{what}; put it back")
 
     # --- keys -----------------------------------------------------------------------------------
 
@@ -360,20 +342,15 @@ class KeyTable:
         assert all(map(math.isfinite, scopes.values())), scopes
         with storage_errors(self.path):
             self._check_place()
-            self._clean()
             self._grow(len(new) - len(self._free))
-            placed = {heapq.heappop(self._free): key for key in new}
-            try:
-                self._write_slots(
-                    {number: self._pack(key, number) for number, key in placed.items()}
-                )
-            except BaseException:
-                self._unclean.update(placed)
-                with suppress(StorageError):
-                    self._clean()
-                raise
-        for number, key in placed.items():
-            self._take(key, number)
+            placed = {self._free.pop(): key for key in new}
+            self._unclean.update(placed)
+            folder_id, cipher = self.head.folder_id, self._cipher
+            self._write_slots(
+                {at: layout.pack_slot(key, at, folder_id, cipher) for at, key in placed.items()}
+            )
+        for at, key in placed.items():
+            self._take(key, at)
 
     def drop(self, scopes: Collection[bytes]) -> list[bytes]:
         """Destroy the keys of scopes in their slots; return their ids.
@@ -392,33 +369,26 @@ class KeyTable:
         Raises:
             StorageError: as `drop` does.
         """
-        dead = []
-        while self._deaths and self._deaths[0][0] <= now:
-            _, key_id = heapq.heappop(self._deaths)
-            if (key := self._by_id.get(key_id)) is not None:
-                dead.append(key)
-        try:
-            return self._destroy(dead)
-        except BaseException:
-            for key in dead:
-                heapq.heappush(self._deaths, (key.dies_at, key.id))
-            raise
+        if now < self._first_death:
+            return []
+        dropped = self._destroy([key for key in self if key.dies_at <= now])
+        self._first_death = min((key.dies_at for key in self), default=math.inf)
+        return dropped
 
     def _destroy(self, keys: list[PayloadKey]) -> list[bytes]:
-        numbers = [self._slots[key.id] for key in keys]
+        slots = [self._slots[key.id] for key in keys]
         with storage_errors(self.path):
-            self._write_slots(dict.fromkeys((*numbers, *self._unclean), FREE))
-        self._free_unclean()
-        for key, number in zip(keys, numbers, strict=True):
+            self._write_slots(dict.fromkeys(slots, FREE))
+        for key in keys:
             del self._by_id[key.id], self._slots[key.id]
             if self._by_scope.get(key.scope) == key:
                 del self._by_scope[key.scope]
-            heapq.heappush(self._free, number)
+        self._free += slots
         return [key.id for key in keys]
 
-    def _take(self, key: PayloadKey, number: int) -> None:
-        self._slots[key.id] = number
-        heapq.heappush(self._deaths, (key.dies_at, key.id))
+    def _take(self, key: PayloadKey, slot: int) -> None:
+        self._slots[key.id] = slot
+        self._first_death = min(self._first_death, key.dies_at)
         self._by_id[key.id] = self._by_scope[key.scope] = key
 
     def check(self) -> None:
@@ -433,98 +403,47 @@ class KeyTable:
         if self._slots.keys() != self._by_id.keys() or len(self._by_scope) > len(self._by_id):
             raise IntegrityError(f"{WHAT} `{self.path}` has keys without slots")
 
-    # --- bytes ----------------------------------------------------------------------------------
-
-    def _use(self, wrapping_keys: tuple[bytes, ...]) -> None:
-        self._wrapping_keys = wrapping_keys
-        self._ciphers = [AESGCM(each) for each in wrapping_keys]
-
-    def _pack(self, key: PayloadKey, number: int) -> bytes:
-        return layout.pack_slot(key, number, self.folder_id, self._ciphers[0])
-
-    def _check_place(self) -> None:
-        """Refuse to make keys in a file that the next start will not find."""
-        found = None
-        with suppress(FileNotFoundError):
-            found = os.stat(self.path, follow_symlinks=False)
-        if found is None or not os.path.samestat(found, os.fstat(self._fd)):
-            code, what = errno.ENOENT, f"{WHAT} `{self.path}` was removed or moved away"
-            raise StorageError(code, f"{what}; put it back")
-
-    def _clean(self) -> None:
-        """Overwrite the slots that have no key but may hold bytes of one."""
-        with storage_errors(self.path):
-            self._write_slots(dict.fromkeys(self._unclean, FREE))
-        self._free_unclean()
-
-    def _free_unclean(self) -> None:
-        for number in self._unclean:
-            heapq.heappush(self._free, number)
-        self._unclean.clear()
+    # --- slots ----------------------------------------------------------------------------------
 
     def _grow(self, num_slots: int) -> None:
         """Append whole pages, until there is room for so many more slots."""
-        num_pages = -(-num_slots // _SLOTS_A_PAGE)
+        num_pages = -(-num_slots // SLOTS_A_PAGE)
         if num_pages <= 0:
             return
-        end = _place_of(self._num_slots)
+        end = place_of(self._num_slots)
         try:
             write_all(self._fd, bytes(num_pages * PAGE_BYTES), end)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._fd, end)
             raise
-        new = range(self._num_slots, self._num_slots + num_pages * _SLOTS_A_PAGE)
+        new = range(self._num_slots, self._num_slots + num_pages * SLOTS_A_PAGE)
         self._num_slots = new.stop
-        for number in new:
-            heapq.heappush(self._free, number)
+        self._free[:0] = reversed(new)
 
     def _write_slots(self, slots: Mapping[int, bytes]) -> None:
-        """Write slots, those that lie side by side at once, and flush them all."""
-        for run in _runs(sorted(slots)):
-            write_all(self._fd, b"".join(slots[number] for number in run), _place_of(run.start))
-        if slots:
+        """Write slots, and zeroes into the unclean ones, and flush them all."""
+        images = {**dict.fromkeys(self._unclean, FREE), **slots}
+        for run in _runs(sorted(images)):
+            write_all(self._fd, b"".join(images[number] for number in run), place_of(run.start))
+        if images:
             os.fdatasync(self._fd)
-
-    def _write_head(self, head: Head, wrapping_keys: tuple[bytes, ...] | None = None) -> None:
-        """Write both headers; if that fails, try to have the old ones there again."""
-        keys = self._wrapping_keys if wrapping_keys is None else wrapping_keys
-        with storage_errors(self.path):
-            try:
-                head = self._write_headers(head, keys)
-            except OSError:
-                with suppress(OSError):
-                    self._head = self._write_headers(self._head, self._wrapping_keys)
-                raise
-        self._head = head
-        self._use(keys)
-
-    def _write_headers(self, head: Head, wrapping_keys: tuple[bytes, ...]) -> Head:
-        """Write one header after the other, so that one of them is always sound."""
-        self._num_written += 1
-        head = head._replace(number=self._num_written)
-        page = layout.pack_header(head, Secrets(self.names_key, wrapping_keys))
-        for at in HEADERS_AT:
-            write_all(self._fd, page, at)
-            os.fdatasync(self._fd)
-        return head
+        self._free += sorted(self._unclean - slots.keys(), reverse=True)
+        self._unclean.clear()
 
 
 def _open_header(
     path: str, folder_id: bytes, master_key: bytes, data: bytes
 ) -> tuple[Head, Secrets]:
     """Find the newest header that this master key opens."""
-    what = f"{WHAT} `{path}`"
-    pages = header_pages(data)
-    heads = [(layout.head_of(page), page) for page in pages]
-    found = [(head, page) for head, page in heads if head is not None]
+    what, pages = f"{WHAT} `{path}`", header_pages(data)
+    found = [(head, page) for page in pages if (head := layout.head_of(page)) is not None]
     if not found:
         if layout.is_of_another_version(pages[0]):
             text = f"{what} has format version {layout.version_of(pages[0])}, but this tieredkv"
             text += f" reads {layout.VERSION} only; use the tieredkv that wrote it"
             raise MissingKeyError(text, reason="version")
         raise DamagedTableError(f"{what} is damaged: neither of its headers is sound")
-    found = sorted(found, key=lambda each: -each[0].number)
     own = [each for each in found if each[0].folder_id == folder_id]
     if not own:
         raise MissingKeyError(f"{what} belongs to another store", reason="foreign")
@@ -532,15 +451,10 @@ def _open_header(
     if not fitting:
         text = f"the master key is not the one that {what} was written with"
         raise MissingKeyError(text, reason="master key")
-    for head, page in fitting:
+    for head, page in sorted(fitting, key=lambda each: -each[0].number):
         if (kept := layout.open_header(page, head, master_key)) is not None:
             return head, kept
     raise DamagedTableError(f"{what} is damaged: its master key opens neither of its headers")
-
-
-def _place_of(number: int) -> int:
-    """Return where a slot begins in the file."""
-    return SLOTS_AT + number * SLOT_BYTES
 
 
 def _runs(numbers: list[int]) -> Iterator[range]:

@@ -1,4 +1,4 @@
-"""The file of a key table: opened, locked, read and overwritten.
+"""The file of a key table: opened, locked, read, overwritten and replaced.
 
 This module knows files and their locks; it does not know what a table holds.
 """
@@ -25,6 +25,19 @@ _UNREADABLE = b"\xff" * _PAGE_BYTES
 _MOST_WAIT_S, _POLL_S = 1.0, 0.01
 
 
+def look_at(path: str) -> bytes:
+    """Read a table without its lock.
+
+    Raises:
+        MissingKeyError: it is absent, unreadable or not to be believed.
+    """
+    fd = trust.open_file(path, WHAT, follows_link=False)
+    try:
+        return read_all(fd, path)
+    finally:
+        os.close(fd)
+
+
 def open_locked(path: str, *, wait_s: float = _MOST_WAIT_S) -> int:
     """Open a table for writing and lock it; the caller closes it, which unlocks it.
 
@@ -37,38 +50,48 @@ def open_locked(path: str, *, wait_s: float = _MOST_WAIT_S) -> int:
         StoreBusyError: another process keeps it locked.
         StorageError: it cannot be locked.
     """
-
-    def open_it() -> int:
-        return trust.open_file(path, WHAT, os.O_RDWR, follows_link=False)
-
     with storage_errors(path):
-        return _locked(path, open_it, wait_s)
+        return _locked(
+            path, lambda: trust.open_file(path, WHAT, os.O_RDWR, follows_link=False), wait_s
+        )
 
 
-def make_locked(draft: str) -> int:
-    """Make and lock an empty file; what a crash has left in its place is removed first.
+def replace(path: str, make: Callable[[], bytes]) -> int:
+    """Write a table whole, and have it take the place of the old one, if there is one, at once.
+
+    Args:
+        path: of the table.
+        make: returns its bytes; called once its draft is there and locked.
+
+    Returns the new file, locked. Its name is still to be flushed.
 
     Raises:
-        MissingKeyError: what is in its place is not to be believed.
-        StoreBusyError: another process is making it.
-        OSError: it cannot be made.
+        MissingKeyError: what is in the place of the draft is not to be believed.
+        StoreBusyError: another process is making the table.
+        OSError: it cannot be made; what was there is there.
     """
+    draft = path + DRAFT_SUFFIX
 
-    def make() -> int:
+    def make_draft() -> int:
+        if os.path.lexists(draft):  # a crash has left it
+            erase(draft)
         return os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def make_anew() -> int:
-        try:
-            return make()
-        except FileExistsError:
-            erase(draft)
-            return make()
-
-    return _locked(draft, make_anew, 0.0)
+    fd = _locked(draft, make_draft, 0.0)
+    try:
+        write_all(fd, make(), 0)
+        os.fsync(fd)
+        os.rename(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        os.close(fd)
+        raise
+    return fd
 
 
 def erase(path: str) -> None:
-    """Overwrite a table that no process holds, or a draft of one, and remove the file.
+    """Overwrite a file of keys that no process holds, and remove it.
 
     Raises:
         MissingKeyError: it is absent, unreadable or not to be believed.
@@ -89,34 +112,15 @@ def erase_locked(fd: int, path: str) -> None:
         StorageError: it cannot be overwritten or removed.
     """
     with storage_errors(path):
-        write_all(fd, bytes(os.fstat(fd).st_size), 0)
-        os.fsync(fd)
+        overwrite(fd)
         os.unlink(path)
         flush_folder(os.path.dirname(path))
 
 
-def read_all(fd: int, path: str) -> bytes:
-    """Read a whole table; a page that the device cannot read counts as damaged.
-
-    Raises:
-        MissingKeyError: it cannot be read for another reason.
-    """
-    size = os.fstat(fd).st_size
-    try:
-        with suppress(OSError):
-            return _read_part(fd, size, 0)
-        parts = list[bytes]()
-        for at in range(0, size, _PAGE_BYTES):
-            try:
-                parts.append(_read_part(fd, min(_PAGE_BYTES, size - at), at))
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                parts.append(_UNREADABLE)
-        return b"".join(parts)
-    except OSError as error:
-        text = f"{WHAT} `{path}` cannot be read: {described(error)}"
-        raise MissingKeyError(text, reason="unreadable") from error
+def overwrite(fd: int) -> None:
+    """Overwrite all bytes of an open file with zeroes, and flush them."""
+    write_all(fd, bytes(os.fstat(fd).st_size), 0)
+    os.fsync(fd)
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
@@ -127,23 +131,34 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _read_part(fd: int, size: int, offset: int) -> bytes:
-    parts = list[bytes]()
-    while size and (part := os.pread(fd, size, offset)):
-        parts.append(part)
-        size, offset = size - len(part), offset + len(part)
-    return b"".join(parts)
+def read_all(fd: int, path: str) -> bytes:
+    """Read a whole table; a page that the device cannot read counts as damaged.
+
+    Raises:
+        MissingKeyError: it cannot be read for another reason.
+    """
+    pages = list[bytes]()
+    for at in range(0, os.fstat(fd).st_size, _PAGE_BYTES):
+        try:
+            pages.append(os.pread(fd, _PAGE_BYTES, at))
+        except OSError as error:
+            if error.errno != errno.EIO:
+                text = f"{WHAT} `{path}` cannot be read: {described(error)}"
+                raise MissingKeyError(text, reason="unreadable") from error
+            pages.append(_UNREADABLE)
+    return b"".join(pages)
 
 
 def _locked(path: str, open_it: Callable[[], int], wait_s: float) -> int:
-    """Open a file and lock it; what another process has removed meanwhile is opened again."""
+    """Open a file and lock it; what was renamed or removed meanwhile is opened again."""
     deadline = time.monotonic() + wait_s
     while True:
         fd = open_it()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return fd
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                    return fd
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 os.close(fd)

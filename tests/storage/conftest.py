@@ -261,7 +261,9 @@ def table_path(key_dir: Path) -> str:
 @pytest.fixture
 def table(table_path: str) -> Iterator[KeyTable]:
     """A key table with keys of two scopes, added one after the other."""
-    table = KeyTable.create(table_path, FOLDER_ID, MASTER, STAMP, folder="/kv", master_place="/key")
+    table = KeyTable.create(
+        table_path, FOLDER_ID, lambda: MASTER, STAMP, folder="/kv", master_place="/key"
+    )
     table.add({ONE: DEATH})
     table.add({ONE: DEATH + 1, TWO: DEATH + 2})
     yield table

@@ -62,7 +62,7 @@ def cut_short(folder: Path, copies: Path, change: Callable[[], object]) -> list[
     def spied(name: str) -> Callable[..., object]:
         call = getattr(os, name)
 
-        def spy(*args: object) -> object:
+        def spy(*args: object, **options: object) -> object:
             place = path_of(args[0]) if isinstance(args[0], int) else Path(str(args[0]))
             is_inside = place.is_relative_to(folder) and place.exists()
             if is_inside:
@@ -71,7 +71,7 @@ def cut_short(folder: Path, copies: Path, change: Callable[[], object]) -> list[
                 keep(f"power loss before {name}", {each: flushed.get(each, b"") for each in files})
                 if name == "pwrite":
                     before_write(*args)  # type: ignore[arg-type]
-            result = call(*args)
+            result = call(*args, **options)
             if name in _FLUSHING and isinstance(args[0], int) and path_of(args[0]).is_file():
                 flushed[path_of(args[0])] = path_of(args[0]).read_bytes()
             if name == "rename":

@@ -230,33 +230,31 @@ class Keys:
         header = max(sound, key=lambda page: page[56:64][::-1])
         expect(header[:8] == b"TKVKEYS\x02", "another version of the key table")
         check = hashlib.sha256(b"tieredkv master key" + master_key).digest()[:8]
-        salts = {header[64:72]: (header[80:96], 120), header[72:80]: (header[96:112], 212)}
-        expect(check in salts, "another master key")
-        salt, at = salts[check]
         self.folder_id = header[8:24]
-        message = b"tieredkv key table" + self.folder_id + salt
-        wrapping_key = hmac.digest(master_key, message, "sha256")
-        facts = header[:120] + header[304:4088]
-        kept = AESGCM(wrapping_key).decrypt(header[at : at + 12], header[at + 12 : at + 92], facts)
-        self.names_key, other_key = kept[:32], kept[32:]
+        locks = [header[at : at + 68] for at in (96, 164) if header[at : at + 8] == check]
+        expect(bool(locks), "another master key")
+        lock_key = hmac.digest(master_key, b"tieredkv key table" + self.folder_id, "sha256")
+        nonce, sealed = locks[0][8:20], locks[0][20:]
+        self._cipher = AESGCM(AESGCM(lock_key).decrypt(nonce, sealed, self.folder_id + check))
+        facts = header[:232] + header[292:4088]
+        self.names_key = self._cipher.decrypt(header[232:244], header[244:292], facts)
         self.payload_keys: dict[bytes, bytes] = {}
         self.deaths: dict[bytes, float] = {}
         self.num_damaged = 0
         for number, start in enumerate(range(8192, len(data), 128)):
             if any(slot := data[start : start + 128]):
-                self._read(number, slot, [wrapping_key, other_key])
+                self._read(number, slot)
 
-    def _read(self, number: int, slot: bytes, wrapping_keys: list[bytes]) -> None:
+    def _read(self, number: int, slot: bytes) -> None:
         place = self.folder_id + struct.pack("<Q", number)
-        for wrapping_key in wrapping_keys if slot[120:] == xxh3_64_digest(slot[:120]) else []:
-            try:
-                key = AESGCM(wrapping_key).decrypt(slot[52:64], slot[64:112], place + slot[:52])
-            except InvalidTag:
-                continue
-            self.payload_keys[slot[:8]] = key
-            (self.deaths[slot[8:44]],) = struct.unpack_from("<d", slot, 44)
+        try:
+            expect(slot[120:] == xxh3_64_digest(slot[:120]), "a slot fails its seal")
+            key = self._cipher.decrypt(slot[52:64], slot[64:112], place + slot[:52])
+        except (InvalidTag, DamagedError):
+            self.num_damaged += 1
             return
-        self.num_damaged += 1
+        self.payload_keys[slot[:8]] = key
+        (self.deaths[slot[8:44]],) = struct.unpack_from("<d", slot, 44)
 
     def hash_of(self, name: bytes) -> bytes:
         """Turn a name into the hash of the block."""

@@ -42,8 +42,8 @@ from tests.storage.key_tables import (
     scopes_of,
 )
 from tieredkv.errors import DamagedTableError, MissingKeyError, StorageError, StoreBusyError
-from tieredkv.storage.keys import layout, table_file
-from tieredkv.storage.keys.sweeps import Swept, sweep_table
+from tieredkv.storage.keys import gone, layout, table_file
+from tieredkv.storage.keys.destruction import sweep_table
 from tieredkv.storage.keys.table import KeyTable
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_keys_are_found_again_after_a_restart(table: KeyTable, table_path: str) 
     again = opened(table_path)
     assert list(again) == list(table)
     assert [(key.scope, key.dies_at) for key in again] == [(ONE, DEATH), (TWO, DEATH + 2)]
-    assert (again.names_key, again.folder_id, again.stamps) == (
+    assert (again.names_key, again.head.folder_id, again.head.stamps) == (
         table.names_key,
         FOLDER_ID,
         (STAMP, NO_STAMP),
@@ -144,11 +144,11 @@ def test_each_write_of_a_slot_has_a_fresh_nonce(table: KeyTable, table_path: str
 def test_the_stamps_and_the_hints_change_without_the_keys(table: KeyTable, table_path: str) -> None:
     table.stamp(NEXT, STAMP)
     assert (table.head.folder, table.head.master_place) == ("/kv", "/key")
-    table.stamp(NEXT, NO_STAMP, folder="/elsewhere", master_place="")
+    table.stamp(NEXT, NO_STAMP, folder="/elsewhere")
     table.close()
     again = opened(table_path)
-    assert again.stamps == (NEXT, NO_STAMP)
-    assert (again.head.folder, again.head.master_place) == ("/elsewhere", "")
+    assert again.head.stamps == (NEXT, NO_STAMP)
+    assert (again.head.folder, again.head.master_place) == ("/elsewhere", "/key")
     assert scopes_of(again) == [ONE, TWO]
 
 
@@ -170,7 +170,7 @@ def test_a_look_changes_nothing_and_needs_no_lock(table: KeyTable, table_path: s
     flip(table_path, 30)
     damaged = Path(table_path).read_bytes()
     seen = KeyTable.look(table_path, FOLDER_ID, MASTER)
-    assert (scopes_of(seen), seen.num_lost, seen.stamps) == ([TWO], 1, (STAMP, NO_STAMP))
+    assert (scopes_of(seen), seen.num_lost, seen.head.stamps) == ([TWO], 1, (STAMP, NO_STAMP))
     assert Path(table_path).read_bytes() == damaged
     assert before[0] != damaged
 
@@ -200,7 +200,7 @@ def test_a_table_of_a_newer_version_is_left_as_it_is(table_path: str) -> None:
     Path(table_path).write_bytes(data)
     os.chmod(table_path, 0o600)
     assert reason_of(KeyTable.open, table_path, FOLDER_ID, MASTER) == "version"
-    assert sweep_table(table_path, DEATH + 10, lambda *_: False) == Swept(0, 0)
+    sweep_table(table_path, DEATH + 10)
     assert Path(table_path).read_bytes() == data
 
 
@@ -239,7 +239,7 @@ def test_nothing_but_a_plain_file_with_one_name_is_taken_for_a_table(
         make()
         assert reason_of(KeyTable.open, table_path, FOLDER_ID, MASTER) == "unsafe"
         assert reason_of(KeyTable.look, table_path, FOLDER_ID, MASTER) == "unsafe"
-        assert reason_of(sweep_table, table_path, DEATH + 10, lambda *_: False) == "unsafe"
+        assert reason_of(sweep_table, table_path, DEATH + 10) == "unsafe"
         assert reason_of(table_file.erase, table_path) == "unsafe"
         assert away.read_bytes() == before
         place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
@@ -250,19 +250,19 @@ def test_the_header_of_another_store_is_not_taken_for_ones_own(
 ) -> None:
     table.close()
     other = table_path + ".other"
-    with closing(KeyTable.create(other, b"o" * 16, MASTER, NEXT)) as another:
+    with closing(KeyTable.create(other, b"o" * 16, lambda: MASTER, NEXT)) as another:
         for _ in range(3):
             another.stamp(NEXT, STAMP)  # so that its header has a higher number
     data = Path(table_path).read_bytes()
     Path(table_path).write_bytes(Path(other).read_bytes()[:PAGE] + data[PAGE:])
     again = opened(table_path)
-    assert (set(again), again.stamps) == (set(table), (STAMP, NO_STAMP))
+    assert (set(again), again.head.stamps) == (set(table), (STAMP, NO_STAMP))
     assert Path(table_path).read_bytes()[8:24] == FOLDER_ID
 
 
 def test_keys_are_not_shown_in_texts(table: KeyTable) -> None:
     key = key_of(table, ONE)
-    for text in (repr(key), repr(layout.Secrets(table.names_key, (key.key,)))):
+    for text in (repr(key), repr(layout.make_secrets(key.key, key.key, FOLDER_ID))):
         assert not any(part in text for part in (repr(key.key), key.key.hex()))
 
 
@@ -284,7 +284,7 @@ def test_a_table_or_a_folder_of_another_user_is_refused(table: KeyTable, table_p
     os.chown(os.path.dirname(table_path), 12345, -1)
     assert reason_of(opened, table_path) == "unsafe"
     with pytest.raises(MissingKeyError):
-        KeyTable.create(table_path + ".another", FOLDER_ID, MASTER, STAMP)
+        KeyTable.create(table_path + ".another", FOLDER_ID, lambda: MASTER, STAMP)
 
 
 def test_a_folder_that_others_can_write_to_is_refused(table: KeyTable, table_path: str) -> None:
@@ -298,7 +298,7 @@ def test_a_table_takes_the_place_of_nothing(table: KeyTable, table_path: str) ->
     table.close()
     before = Path(table_path).read_bytes()
     with pytest.raises(StorageError):
-        KeyTable.create(table_path, FOLDER_ID, OTHER, STAMP)
+        KeyTable.create(table_path, FOLDER_ID, lambda: OTHER, STAMP)
     assert Path(table_path).read_bytes() == before
     assert os.listdir(os.path.dirname(table_path)) == [os.path.basename(table_path)]
 
@@ -357,7 +357,7 @@ def test_any_flipped_bit_of_the_file_costs_at_most_one_key(
         lost = 1 if at >= FIRST_SLOT else 0
         assert again.num_lost == lost
         assert 2 - len(again) == (1 if FIRST_SLOT <= at < FIRST_SLOT + 2 * SLOT else 0)
-        assert (again.names_key, again.stamps) == (table.names_key, (STAMP, NO_STAMP))
+        assert (again.names_key, again.head.stamps) == (table.names_key, (STAMP, NO_STAMP))
 
 
 def test_one_header_mends_the_other(table: KeyTable, table_path: str) -> None:
@@ -366,7 +366,7 @@ def test_one_header_mends_the_other(table: KeyTable, table_path: str) -> None:
     data = Path(table_path).read_bytes()
     for at in (0, PAGE):
         Path(table_path).write_bytes(data[:at] + bytes(PAGE) + data[at + PAGE :])
-        assert opened(table_path).stamps == (NEXT, STAMP)
+        assert opened(table_path).head.stamps == (NEXT, STAMP)
         mended = Path(table_path).read_bytes()
         assert mended[:PAGE] == mended[PAGE:FIRST_SLOT]
         assert mended[FIRST_SLOT:] == data[FIRST_SLOT:]
@@ -386,9 +386,9 @@ def test_both_headers_damaged_is_told_apart_and_changes_nothing(
         assert caught.value.reason == "damaged"
     assert Path(table_path).read_bytes() == before
     table_file.erase(table_path)
-    again = KeyTable.create(table_path, FOLDER_ID, MASTER, NEXT)
+    again = KeyTable.create(table_path, FOLDER_ID, lambda: MASTER, NEXT)
     again.close()
-    assert (len(again), again.stamps) == (0, (NEXT, NO_STAMP))
+    assert (len(again), again.head.stamps) == (0, (NEXT, NO_STAMP))
 
 
 def test_a_table_that_was_cut_keeps_the_keys_that_are_left(
@@ -455,9 +455,12 @@ def test_the_bytes_of_headers_and_slots_are_those_of_the_golden_file(table_path:
         count += 1
         return bytes([count]) * size
 
-    with patch.object(secrets, "token_bytes", token_bytes):
+    with (
+        patch.object(secrets, "token_bytes", token_bytes),
+        patch.object(gone, "parent_of", lambda folder: b"p" * 32),
+    ):
         table = KeyTable.create(
-            table_path, FOLDER_ID, MASTER, STAMP, folder="/kv", master_place="/key"
+            table_path, FOLDER_ID, lambda: MASTER, STAMP, folder="/kv", master_place="/key"
         )
         table.add({ONE: DEATH, TWO: DEATH + 0.5})
         with pytest.raises(StorageError), failing("pwrite", errno.EIO, after=2):
@@ -487,12 +490,17 @@ def test_an_outsider_with_the_master_key_reads_a_table_as_the_document_draws_it(
     header, folder_id = data[:4096], data[8:24]
     assert (header[:8], folder_id) == (b"TKVKEYS\x02", FOLDER_ID)
     assert (header[24:40], header[40:56]) == (STAMP, NO_STAMP)
-    assert header[64:72] == hashlib.sha256(b"tieredkv master key" + MASTER).digest()[:8]
-    text = b"tieredkv key table" + folder_id + header[80:96]
-    cipher = AESGCM(hmac.digest(MASTER, text, "sha256"))
-    assert header[96:120] == bytes(24)
-    plain = cipher.decrypt(header[120:132], header[132:212], header[:120] + header[304:4088])
-    assert plain == table.names_key + bytes(32)
+    check = hashlib.sha256(b"tieredkv master key" + MASTER).digest()[:8]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    root = os.stat("/")
+    parent = bytes.fromhex(boot.replace("-", "")) + struct.pack("<QQ", root.st_dev, root.st_ino)
+    assert header[64:96] == parent
+    assert (header[96:104], header[164:232]) == (check, bytes(68))
+    lock_key = hmac.digest(MASTER, b"tieredkv key table" + folder_id, "sha256")
+    wrapping_key = AESGCM(lock_key).decrypt(header[104:116], header[116:164], folder_id + check)
+    cipher = AESGCM(wrapping_key)
+    names_key = cipher.decrypt(header[232:244], header[244:292], header[:232] + header[292:4088])
+    assert names_key == table.names_key
     assert header[512:2048].rstrip(b"\0") == b"/kv"
     assert header[2048:3584].rstrip(b"\0") == b"/key"
     assert header[4088:] == xxh3_64_digest(header[:4088])

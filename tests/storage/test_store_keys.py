@@ -126,9 +126,9 @@ def test_a_first_start_makes_the_keys_and_says_where(
     assert stat.S_IMODE(place.key_dir.stat().st_mode) == 0o700
     note = {"key_table": str(place.table), "master_key": str(place.master)}
     assert msgspec.json.decode((place.folder / NOTE).read_bytes()) == note
-    assert place.marker["stamp"] == look(place).stamps[0].hex()
+    assert place.marker["stamp"] == look(place).head.stamps[0].hex()
     place.open().close()
-    assert look(place).stamps == (bytes.fromhex(place.marker["stamp"]),) * 2
+    assert look(place).head.stamps == (bytes.fromhex(place.marker["stamp"]),) * 2
 
 
 @pytest.mark.parametrize("name", ["keys.place", "folder.marker"])
@@ -292,7 +292,7 @@ def test_keys_that_the_folder_names_are_not_used(place: Place) -> None:
     shutil.copy(place.master, planted / "master")
     (planted / "master").chmod(0o600)
     id, key = place.marker["id"], bytes.fromhex((planted / "master").read_text())
-    KeyTable.create(str(planted / f"{id}.keys"), bytes.fromhex(id), key, bytes(16)).close()
+    KeyTable.create(str(planted / f"{id}.keys"), bytes.fromhex(id), lambda: key, bytes(16)).close()
     note = {"key_table": str(planted / f"{id}.keys"), "master_key": str(planted / "master")}
     (place.folder / NOTE).write_bytes(msgspec.json.encode({"store_id": id, **note}))
     before = tree(planted)
@@ -659,7 +659,7 @@ def foreign(place: Place) -> None:
     id = os.urandom(16)
     key = bytes.fromhex(place.master.read_text())
     place.table.unlink()
-    KeyTable.create(str(place.table), id, key, bytes(16)).close()
+    KeyTable.create(str(place.table), id, lambda: key, bytes(16)).close()
 
 
 def newer(place: Place) -> None:

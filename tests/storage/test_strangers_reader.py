@@ -208,7 +208,7 @@ def test_it_decrypts_payloads_with_the_keys_of_the_folder_of_keys(tmp_path: Path
 
 def test_it_reads_a_key_table(tmp_path: Path) -> None:
     path, scopes = tmp_path / "t.keys", {bytes([number]) * 36: 5e9 + number for number in range(40)}
-    with closing(KeyTable.create(str(path), FOLDER_ID, MASTER, b"s" * 16)) as table:
+    with closing(KeyTable.create(str(path), FOLDER_ID, lambda: MASTER, b"s" * 16)) as table:
         table.add(scopes)
         table.drop([bytes(36)])
         wanted = {key.id: key.key for key in table}
@@ -228,7 +228,7 @@ def test_a_damaged_byte_of_a_key_table_costs_it_one_key_at_most(
     tmp_path: Path, at: int, num_lost: int
 ) -> None:
     path = tmp_path / "t.keys"
-    with closing(KeyTable.create(str(path), FOLDER_ID, MASTER, b"s" * 16)) as table:
+    with closing(KeyTable.create(str(path), FOLDER_ID, lambda: MASTER, b"s" * 16)) as table:
         table.add({bytes([number]) * 36: 5e9 for number in range(10)})
     change_bytes(path, at, flip)
     keys = strangers_reader.Keys(path, MASTER)

@@ -36,7 +36,7 @@ def run(folder: str, *, num_keys: int, repeats: int) -> dict[str, Any]:
     """Measure drops from a table in a folder, and bare writes beside it."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         path, plain = os.path.join(place, "table"), os.path.join(place, "plain")
-        with closing(KeyTable.create(path, bytes(16), bytes(32), bytes(16))) as table:
+        with closing(KeyTable.create(path, bytes(16), lambda: bytes(32), bytes(16))) as table:
             start = time.process_time()
             table.add({scope_of(number): 2e9 for number in range(num_keys)})
             add_s = time.process_time() - start
