@@ -373,6 +373,9 @@ class Settings:
                 _check_one_of(name, value, get_args(setting.type))
             elif type(value) in (int, float) and not is_allowed(value):
                 raise ConfigError(f"`{name}` = {value} must be {what}")
+            elif setting.type == (FilePath | None) and "\0" in (value or ""):
+                shown = value.replace("\0", "\\0")
+                raise ConfigError(f"`{name}` = `{shown}` has a zero byte, which no path can have")
         if not all(key.strip() for key in self.api_keys):
             raise ConfigError(
                 "`api_keys` holds an empty key, which would let everybody in; remove it"

@@ -66,7 +66,7 @@ def _parse_texts(value: object) -> tuple[str, ...]:
 def parse_path(value: object) -> str | None:
     """Return a path with the home folder in place of a leading `~`; None for an empty one."""
     text = plain(str, "a text")(value)
-    path = os.path.expanduser(text)
+    path = text if "\0" in text else os.path.expanduser(text)  # the settings refuse a zero byte
     if path.startswith("~"):
         raise ConfigError(f"`{value}`: there is no such home folder; give the whole path")
     return path or None

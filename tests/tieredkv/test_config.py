@@ -202,6 +202,21 @@ def test_sizes_and_durations_are_read_as_people_write_them() -> None:
     assert (settings.load_timeout, settings.drain_timeout) == (0.25, 60.0)
 
 
+@pytest.mark.parametrize("path", ["/a\0b", "\0", "~\0", "~a\0/b"])
+@pytest.mark.parametrize("name", ["disk_dir", "disk_key_dir", "disk_master_key", "api_keys_file"])
+def test_a_path_with_a_zero_byte_is_refused_by_the_name_of_the_setting(
+    load_toml: Load, name: str, path: str
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: load_toml(f"{name} = {json.dumps(path)}"),
+        lambda: from_arguments(**{name: path}),
+        lambda: Settings(**{name: path}),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=f"`{name}`"):
+            call()
+
+
 def test_a_path_may_be_handed_over_as_such(tmp_path: Path) -> None:
     assert from_arguments(disk_dir=tmp_path, model=tmp_path).disk_dir == str(tmp_path)
 
