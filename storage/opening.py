@@ -84,7 +84,7 @@ def open_store(
         # A smaller budget, and keys that no block needs any more.
         _reach_budget(parts, budget)
         use.suspect_all()
-        if (failed := use.try_to_drop_unused()) is not None:
+        if (failed := use.drop_unused()) is not None:
             logger.warning("%s", failed)
         use.sweep_others()
         folder.note_budget(budget)  # used when the store is opened without a budget

@@ -403,7 +403,7 @@ class BlockStore:
 
         Returns the error if the keys could not be dropped; the extents are erased nevertheless.
         """
-        failed = self.key_use.try_to_drop_unused()
+        failed = self.key_use.drop_unused()
         yield from self.allocator.erasing()
         return failed
 

@@ -218,14 +218,11 @@ def sweep_draft(path: str) -> None:
     Raises:
         StorageError: as `sweep_table`.
     """
-    fd = open_locked(path, wait_s=0.0)
-    try:
+    with open(open_locked(path, wait_s=0.0), "r+b", buffering=0) as file:
         table = path.removesuffix(DRAFT_SUFFIX)
         if not os.path.lexists(table):
             _destroy_master(table)
-        erase_locked(fd, path)
-    finally:
-        os.close(fd)
+        erase_locked(file.fileno(), path)
 
 
 def sweep_table(path: str, now: float) -> None:
@@ -242,42 +239,37 @@ def sweep_table(path: str, now: float) -> None:
     data = look_at(path)  # without a lock, which would keep a worker from starting
     if not _dead(data, now) and not _is_left(data):
         return
-    fd = open_locked(path, wait_s=0.0)
-    try:
-        left = bytearray(read_all(fd, path))
-        dead = _dead(left, now)
-        with storage_errors(path):
+    with storage_errors(path), open(open_locked(path, wait_s=0.0), "r+b", buffering=0) as file:
+        data = read_all(file.fileno(), path)
+        if dead := _dead(data, now):
             for at in dead:
-                write_all(fd, FREE, at)
-                left[at : at + SLOT_BYTES] = FREE
-            if dead:
-                os.fdatasync(fd)
-        if _is_left(left):
+                write_all(file.fileno(), FREE, at)
+            os.fdatasync(file.fileno())
+            data = read_all(file.fileno(), path)
+        if _is_left(data):
             _destroy_master(path)
-            erase_locked(fd, path)
-    finally:
-        os.close(fd)
+            erase_locked(file.fileno(), path)
 
 
-def _dead(data: bytes | bytearray, now: float) -> list[int]:
+def _dead(data: bytes, now: float) -> list[int]:
     """Return where slots begin whose second of death has come, and those that are damaged.
 
     Without a sound header nothing shows that the file is a table of ours.
     """
-    if not layout.heads_of(bytes(data)):
+    if not layout.heads_of(data):
         return []
     places = []
     for at in range(SLOTS_AT, len(data) - SLOT_BYTES + 1, SLOT_BYTES):
-        if (slot := bytes(data[at : at + SLOT_BYTES])) != FREE:
+        if (slot := data[at : at + SLOT_BYTES]) != FREE:
             dies_at = layout.death_of(slot)
             if dies_at is None or dies_at <= now:
                 places.append(at)
     return places
 
 
-def _is_left(data: bytes | bytearray) -> bool:
+def _is_left(data: bytes) -> bool:
     """Return whether a table is empty and the folder of its store gone."""
-    heads = layout.heads_of(bytes(data[:SLOTS_AT]))
+    heads = layout.heads_of(data)
     if not heads or any(data[SLOTS_AT:]):
         return False
     return gone.is_gone(heads[0].folder, heads[0].parent, heads[0].folder_id)

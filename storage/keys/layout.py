@@ -8,6 +8,7 @@ import hmac
 import os
 import secrets
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -134,12 +135,6 @@ def seal(data: bytes | bytearray) -> bytes:
 # --- headers ------------------------------------------------------------------------------------
 
 
-def make_secrets(names_key: bytes, master_key: bytes, folder_id: bytes) -> Secrets:
-    """Return a names key and a fresh wrapping key, which a master key opens."""
-    wrapping_key = secrets.token_bytes(KEY_BYTES)
-    return Secrets(names_key, wrapping_key, lock(wrapping_key, master_key, folder_id))
-
-
 def lock(wrapping_key: bytes, master_key: bytes, folder_id: bytes) -> bytes:
     """Encrypt the wrapping key of a table, so that a master key opens the table."""
     check, nonce = check_of(master_key), secrets.token_bytes(NONCE_BYTES)
@@ -190,6 +185,28 @@ def head_of(page: bytes) -> Head | None:
     locks = (own,) if new == _NO_LOCK else (own, new)
     paths = (page[at:][:_MOST_PATH_BYTES].rstrip(b"\0") for at in _PATHS_AT)
     return Head(folder_id, (now, before), number, parent, locks, *map(os.fsdecode, paths))
+
+
+def pack_table(
+    head: Head, names_key: bytes, master_key: bytes, keys: Mapping[int, PayloadKey], num_slots: int
+) -> bytes:
+    """Return the bytes of a whole table under a fresh wrapping key, which one master key opens.
+
+    Args:
+        head: of the table, whose locks do not matter.
+        names_key: 32 bytes.
+        master_key: 32 bytes.
+        keys: by the numbers of their slots; the others are free.
+        num_slots: of the table.
+    """
+    wrapping_key = secrets.token_bytes(KEY_BYTES)
+    own_lock = lock(wrapping_key, master_key, head.folder_id)
+    kept = Secrets(names_key, wrapping_key, own_lock)
+    header, cipher = pack_header(head._replace(locks=(own_lock,)), kept), AESGCM(wrapping_key)
+    slots = [FREE] * num_slots
+    for number, key in keys.items():
+        slots[number] = pack_slot(key, number, head.folder_id, cipher)
+    return header * len(HEADERS_AT) + b"".join(slots)
 
 
 def pack_header(head: Head, kept: Secrets) -> bytes:

@@ -57,9 +57,9 @@ class KeyTable:
     """
 
     def __init__(self, path: str, fd: int, head: Head, kept: Secrets, num_slots: int) -> None:
-        self.path, self.head, self.names_key, self.num_lost = path, head, kept.names_key, 0
-        self._fd, self._num_written, self._num_slots = fd, head.number, num_slots
-        self._kept, self._cipher = kept, AESGCM(kept.wrapping_key)
+        self.path, self.names_key, self.num_lost = path, kept.names_key, 0
+        self._fd, self._num_slots = fd, num_slots
+        self._use(head, kept)
         self._by_scope: dict[bytes, PayloadKey] = {}
         self._by_id: dict[bytes, PayloadKey] = {}
         self._slots: dict[bytes, int] = {}  # by key id
@@ -102,28 +102,22 @@ class KeyTable:
         """
         stamps, parent = (stamp, bytes(len(stamp))), gone.parent_of(folder)
         head = Head(folder_id, stamps, 1, parent, (), folder, master_place)
-        tables = list[KeyTable]()
-
-        def make() -> bytes:
-            if os.path.lexists(path):
-                raise StorageError(errno.EEXIST, f"{WHAT} `{path}` is there already")
-            kept = layout.make_secrets(secrets.token_bytes(KEY_BYTES), get_master_key(), folder_id)
-            tables.append(cls(path, -1, head._replace(locks=(kept.lock,)), kept, SLOTS_A_PAGE))
-            return layout.pack_header(tables[0].head, kept) * 2 + bytes(PAGE_BYTES)
-
+        names_key = secrets.token_bytes(KEY_BYTES)
         trust.check_folder(os.path.dirname(path))
         with storage_errors(path):
-            fd = table_file.replace(path, make)
+            with table_file.replacing(path) as fd:
+                if os.path.lexists(path):
+                    raise StorageError(errno.EEXIST, f"{WHAT} `{path}` is there already")
+                master_key = get_master_key()
+                data = layout.pack_table(head, names_key, master_key, {}, SLOTS_A_PAGE)
+                write_all(fd, data, 0)
             try:
                 flush_folder(os.path.dirname(path))
             except BaseException:
                 os.unlink(path)
                 os.close(fd)
                 raise
-        [table] = tables
-        table._fd = fd
-        table._free += reversed(range(SLOTS_A_PAGE))
-        return table
+        return cls._of(path, fd, folder_id, master_key, data)
 
     @classmethod
     def open(cls, path: str, folder_id: bytes, master_key: bytes) -> "KeyTable":
@@ -250,22 +244,15 @@ class KeyTable:
         Raises:
             StorageError: the file cannot be written.
         """
-        folder_id, number = self.head.folder_id, self._num_written + 1
-        kept = layout.make_secrets(self.names_key, master_key, folder_id)
-        cipher, head = (
-            AESGCM(kept.wrapping_key),
-            self.head._replace(number=number, locks=(kept.lock,)),
-        )
-        slots = [FREE] * self._num_slots
-        for key_id, at in self._slots.items():
-            slots[at] = layout.pack_slot(self._by_id[key_id], at, folder_id, cipher)
-        header = layout.pack_header(head, kept)
+        head = self.head._replace(number=self._num_written + 1)
+        keys = {slot: self._by_id[key_id] for key_id, slot in self._slots.items()}
+        data = layout.pack_table(head, self.names_key, master_key, keys, self._num_slots)
         with storage_errors(self.path):
             self._check_place()
-            new = table_file.replace(self.path, lambda: header * 2 + b"".join(slots))
-            old, self._fd = self._fd, new
-            self.head, self._num_written = head, number
-            self._kept, self._cipher = kept, cipher
+            with table_file.replacing(self.path) as fd:
+                write_all(fd, data, 0)
+            old, self._fd = self._fd, fd
+            self._use(*_open_header(self.path, head.folder_id, master_key, data))
             self._free += sorted(self._unclean, reverse=True)
             self._unclean.clear()
             try:
@@ -273,6 +260,10 @@ class KeyTable:
                 table_file.overwrite(old)
             finally:
                 os.close(old)
+
+    def _use(self, head: Head, kept: Secrets) -> None:
+        self.head, self._kept, self._num_written = head, kept, head.number
+        self._cipher = AESGCM(kept.wrapping_key)
 
     def _write_head(self, head: Head) -> None:
         """Write both headers; if that fails, try to have the old ones there again."""

@@ -7,8 +7,8 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from tieredkv.errors import MissingKeyError, StoreBusyError
 from tieredkv.storage.folder.filesystem import flush_folder
@@ -31,11 +31,8 @@ def look_at(path: str) -> bytes:
     Raises:
         MissingKeyError: it is absent, unreadable or not to be believed.
     """
-    fd = trust.open_file(path, WHAT, follows_link=False)
-    try:
-        return read_all(fd, path)
-    finally:
-        os.close(fd)
+    with open(trust.open_file(path, WHAT, follows_link=False), "rb") as file:
+        return read_all(file.fileno(), path)
 
 
 def open_locked(path: str, *, wait_s: float = _MOST_WAIT_S) -> int:
@@ -50,20 +47,19 @@ def open_locked(path: str, *, wait_s: float = _MOST_WAIT_S) -> int:
         StoreBusyError: another process keeps it locked.
         StorageError: it cannot be locked.
     """
+
+    def open_it() -> int:
+        return trust.open_file(path, WHAT, os.O_RDWR, follows_link=False)
+
     with storage_errors(path):
-        return _locked(
-            path, lambda: trust.open_file(path, WHAT, os.O_RDWR, follows_link=False), wait_s
-        )
+        return _locked(path, open_it, wait_s)
 
 
-def replace(path: str, make: Callable[[], bytes]) -> int:
-    """Write a table whole, and have it take the place of the old one, if there is one, at once.
+@contextmanager
+def replacing(path: str) -> Iterator[int]:
+    """Yield a locked draft of a table, which takes the table's place at once if nothing fails.
 
-    Args:
-        path: of the table.
-        make: returns its bytes; called once its draft is there and locked.
-
-    Returns the new file, locked. Its name is still to be flushed.
+    The file stays open and locked then; its name is still to be flushed.
 
     Raises:
         MissingKeyError: what is in the place of the draft is not to be believed.
@@ -72,14 +68,14 @@ def replace(path: str, make: Callable[[], bytes]) -> int:
     """
     draft = path + DRAFT_SUFFIX
 
-    def make_draft() -> int:
+    def make() -> int:
         if os.path.lexists(draft):  # a crash has left it
             erase(draft)
         return os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    fd = _locked(draft, make_draft, 0.0)
+    fd = _locked(draft, make, 0.0)
     try:
-        write_all(fd, make(), 0)
+        yield fd
         os.fsync(fd)
         os.rename(draft, path)
     except BaseException:
@@ -87,22 +83,17 @@ def replace(path: str, make: Callable[[], bytes]) -> int:
             os.unlink(draft)
         os.close(fd)
         raise
-    return fd
 
 
 def erase(path: str) -> None:
     """Overwrite a file of keys that no process holds, and remove it.
 
     Raises:
-        MissingKeyError: it is absent, unreadable or not to be believed.
-        StoreBusyError: a process holds it.
+        MissingKeyError, StoreBusyError: as `open_locked` does.
         StorageError: it cannot be overwritten or removed.
     """
-    fd = open_locked(path)
-    try:
-        erase_locked(fd, path)
-    finally:
-        os.close(fd)
+    with open(open_locked(path), "r+b", buffering=0) as file:
+        erase_locked(file.fileno(), path)
 
 
 def erase_locked(fd: int, path: str) -> None:

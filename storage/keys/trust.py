@@ -10,6 +10,8 @@ import errno
 import os
 import stat
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from tieredkv.errors import MissingKeyError
@@ -36,7 +38,7 @@ def open_file(path: str, what: str, flags: int = os.O_RDONLY, *, follows_link: b
             something else than a plain file with one name is in its place.
     """
     shown = f"{what} `{path}`"
-    try:
+    with _told(shown):
         folder, name = _walk(path, shown, follows_link=follows_link)
         try:
             _check_folder(os.fstat(folder), os.path.dirname(os.path.abspath(path)))
@@ -44,23 +46,11 @@ def open_file(path: str, what: str, flags: int = os.O_RDONLY, *, follows_link: b
             fd = os.open(name, flags | _ALWAYS, dir_fd=folder)
         finally:
             os.close(folder)
-    except FileNotFoundError:
-        raise MissingKeyError(f"{shown} is missing", reason="absent") from None
-    except NotADirectoryError:
-        text = f"{shown} is missing: a part of its path is no folder"
-        raise MissingKeyError(text, reason="absent") from None
-    except MissingKeyError:
-        raise
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            _refuse(shown, "is a link", "put the file itself there")
-        text = f"{shown} cannot be read: {described(error)}"
-        raise MissingKeyError(text, reason="unreadable") from error
-    try:
-        _check_file(os.fstat(fd), path, shown)
-    except BaseException:
-        os.close(fd)
-        raise
+        try:
+            _check_file(os.fstat(fd), path, shown)
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 
@@ -70,19 +60,31 @@ def check_folder(path: str) -> None:
     Raises:
         MissingKeyError: as `open_file` does.
     """
-    try:
-        folder, name = _walk(os.path.join(path, "."), f"the folder of keys `{path}`")
+    shown = f"the folder of keys `{path}`"
+    with _told(shown, "; set `disk_key_dir`"):
+        folder, _ = _walk(os.path.join(path, "."), shown)
         try:
-            _check_folder(os.stat(name, dir_fd=folder, follow_symlinks=False), path)
+            _check_folder(os.fstat(folder), path)
         finally:
             os.close(folder)
+
+
+@contextmanager
+def _told(shown: str, way_out: str = "") -> Iterator[None]:
+    """Turn errors of the system into MissingKeyError."""
+    try:
+        yield
     except MissingKeyError:
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        text = f"the folder of keys `{path}` is missing; set `disk_key_dir`"
+    except FileNotFoundError as error:
+        raise MissingKeyError(f"{shown} is missing{way_out}", reason="absent") from error
+    except NotADirectoryError as error:
+        text = f"{shown} is missing: a part of its path is no folder{way_out}"
         raise MissingKeyError(text, reason="absent") from error
     except OSError as error:
-        text = f"the folder of keys `{path}` cannot be read: {described(error)}"
+        if error.errno == errno.ELOOP:
+            _refuse(shown, "is a link", "put the file itself there")
+        text = f"{shown} cannot be read: {described(error)}"
         raise MissingKeyError(text, reason="unreadable") from error
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
+from tieredkv.errors import StorageError
 from tieredkv.storage.format.record import (
     HOUR_S,
     Extent,
@@ -39,11 +39,6 @@ class LivingKeys:
 
     table: KeyTable
     clock: Clock
-
-    @property
-    def names_key(self) -> bytes:
-        """The key of the names of blocks."""
-        return self.table.names_key
 
     def of_scope(self, scope: bytes) -> PayloadKey | None:
         """Return the key for new payloads of a scope; None if there is none, or it is dead."""
@@ -121,63 +116,47 @@ class KeyUse:
         keys = map(self.table.of_scope, scopes)
         return {key.id for key in keys if key is not None}
 
-    def ids_in(self, prefix: str) -> set[bytes]:
-        """Return the ids of the keys of all namespaces whose hex digits begin so."""
-        return {key.id for key in self._keys_in(prefix)}
+    def in_namespaces(self, prefix: str) -> list[PayloadKey]:
+        """Return the keys of all namespaces whose hex digits begin so."""
+        keys = [] if self.table is None else list(self.table)
+        return [key for key in keys if key.scope.hex().startswith(prefix)]
 
-    def drop_namespaces(self, prefix: str) -> None:
-        """Destroy the keys of namespaces, which still may have blocks.
-
-        No write of theirs may be under way.
+    def drop(self, keys: Iterable[PayloadKey]) -> None:
+        """Destroy keys, which still may have blocks, but no write under way.
 
         Raises:
             StorageError: the key table cannot be written.
         """
         if self.table is not None:
-            self.table.drop([key.scope for key in self._keys_in(prefix)])
-
-    def _keys_in(self, prefix: str) -> list[PayloadKey]:
-        keys = [] if self.table is None else list(self.table)
-        return [key for key in keys if key.scope.hex().startswith(prefix)]
+            self.table.drop([key.scope for key in keys])
 
     def known(self, key_ids: Iterable[bytes]) -> set[bytes]:
         """Return those ids whose keys are still there."""
         return {each for each in key_ids if self.table is not None and self.table.of_id(each)}
 
-    def try_to_drop_unused(self) -> StorageError | None:
-        """Drop the keys of scopes without blocks; return the error if the table cannot be written.
+    def drop_unused(self) -> StorageError | None:
+        """Destroy the keys of scopes without blocks, and dead keys.
+
+        Returns the error if the table cannot be written; the next call tries again.
 
         Raises:
             CorruptIndexError, StoreFailedError: the index cannot be read.
         """
-        try:
-            self.drop_unused()
-        except (CorruptIndexError, StoreFailedError):
-            raise
-        except StorageError as error:
-            return error
-        return None
-
-    def drop_unused(self) -> list[bytes]:
-        """Destroy the keys of scopes without blocks, and dead keys; return their ids.
-
-        Raises:
-            StorageError: the key table cannot be written; this is tried again.
-        """
         if self.table is None:
-            return []
+            return None
         self._suspects |= self.index.emptied
         self.index.emptied.clear()
         suspects = self._suspects.difference(self._lent.values())
         with self.index.reading() as txn:
             unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
         try:
-            dropped = self.table.drop_dead(self.clock.now()) + self.table.drop(unused)
+            self.table.drop_dead(self.clock.now())
+            self.table.drop(unused)
         except StorageError as error:
             what = "keys that no block needs could not be destroyed; each sweep tries again"
-            raise type(error)(error.errno, f"{what}: {error.strerror}") from error
+            return type(error)(error.errno, f"{what}: {error.strerror}")
         self._suspects -= suspects
-        return dropped
+        return None
 
     def sweep_others(self) -> None:
         """Destroy dead keys in the tables of other stores that no worker holds."""

@@ -30,9 +30,10 @@ def deleting(
     num_blocks = freed_bytes = 0
     key_ids, keys_error = set[bytes](), ""
     if keys_first:
-        key_ids |= store.key_use.ids_in(prefix)
+        keys = store.key_use.in_namespaces(prefix)
+        key_ids |= {key.id for key in keys}
         with suppress(StorageError):  # the blocks go nevertheless, and the keys after them
-            store.key_use.drop_namespaces(prefix)
+            store.key_use.drop(keys)
         yield
 
     def is_meant(located: Located) -> bool:

@@ -262,7 +262,7 @@ def test_the_header_of_another_store_is_not_taken_for_ones_own(
 
 def test_keys_are_not_shown_in_texts(table: KeyTable) -> None:
     key = key_of(table, ONE)
-    for text in (repr(key), repr(layout.make_secrets(key.key, key.key, FOLDER_ID))):
+    for text in (repr(key), repr(layout.Secrets(key.key, key.key, key.key))):
         assert not any(part in text for part in (repr(key.key), key.key.hex()))
 
 
