@@ -145,21 +145,24 @@ def _is_needed(path: str, table: str) -> bool:
         if error.reason != "no key":
             raise
         return False  # what was cut short has left a part of a key
-    others = tables_under(os.path.dirname(table), check)
-    return any(not _id_of(each).startswith(_id_of(table)) for each in others)
+    return bool(others_under(check, table))
 
 
-def tables_under(key_dir: str, check: bytes) -> list[str]:
-    """Return the paths of the tables in a key folder that are encrypted under one master key.
+def others_under(check: bytes, table: str) -> list[str]:
+    """Return the paths of the tables beside one that are encrypted under the same master key.
 
     Args:
-        key_dir: the folder.
-        check: what tells the master key from others (`layout.check_of`).
+        check: what tells that master key from others (`layout.check_of`).
+        table: the path of the one.
 
     Raises:
         StorageError: the folder cannot be read.
     """
-    return [path for path in _tables(key_dir) if check in _checks_of(_bytes_of(path))]
+    return [
+        path
+        for path in _tables(os.path.dirname(table))
+        if not _id_of(path).startswith(_id_of(table)) and check in _checks_of(_bytes_of(path))
+    ]
 
 
 def _checks_of(data: bytes) -> list[bytes]:

@@ -14,7 +14,7 @@ from tieredkv.errors import ConfigError, MissingKeyError, StorageError
 from tieredkv.storage.folder.filesystem import flush_folder
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys import gone, master, trust
-from tieredkv.storage.keys.destruction import tables_under
+from tieredkv.storage.keys.destruction import others_under
 from tieredkv.storage.keys.layout import check_of
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.table import KeyTable
@@ -63,12 +63,7 @@ def rotate_in_place(table: KeyTable, key_file: str) -> None:
     if check not in table.head.checks:
         text = f"the key in `{key_file}` is not the master key of the key table `{table.path}`"
         raise MissingKeyError(f"{text}\n{_HINT}", reason="master key")
-    others = [
-        path
-        for path in tables_under(os.path.dirname(table.path), check)
-        if os.path.basename(path) != os.path.basename(table.path)
-    ]
-    if others:
+    if others := others_under(check, table.path):
         shown = ", ".join(f"`{path}`" for path in others)
         text = f"the master key `{key_file}` is that of other key tables, too: {shown}"
         raise ConfigError(f"{text}\n{_HINT}")

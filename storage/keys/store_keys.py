@@ -14,7 +14,8 @@ This module knows which files there are and in which order they change;
 import logging
 import os
 import secrets
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from typing import Literal
 
 from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, StorageError
@@ -22,7 +23,7 @@ from tieredkv.storage.folder.emptying import empty_store
 from tieredkv.storage.folder.folder import StoreFolder, make_missing
 from tieredkv.storage.folder.marker import ID_BYTES, Marker
 from tieredkv.storage.keys import master
-from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table, sweep_tables
+from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table
 from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable, write_note
 from tieredkv.storage.keys.rotation import open_table, rotate_in_place
 from tieredkv.storage.keys.table import KeyTable
@@ -134,13 +135,6 @@ class StoreKeys:
         rotate_in_place(self.table, place.master)
         return place.master
 
-    def sweep_others(self, now: float) -> None:
-        """Destroy dead keys in the other tables of the key folder that no worker holds.
-
-        This reads files as long as there are keys.
-        """
-        sweep_tables(self.place.key_dir, now)
-
     def close(self) -> None:
         """Unlock the key table for the next process; may be called again."""
         self.table.close()
@@ -247,40 +241,30 @@ def _make(folder: StoreFolder, options: StoreOptions) -> StoreKeys:
         what = f"the folder of keys `{place.key_dir}` cannot be made; set `disk_key_dir`"
         raise ConfigError(f"{what}: {error}") from error
     is_own = place.master == place.own_master and options.master_key is None
-    stamp, made = secrets.token_bytes(ID_BYTES), list[str]()
-
-    def get_master() -> bytes:
-        if not is_own:
-            return place.read_master()
-        key = master.make_file(place.own_master)
-        made.append(place.own_master)
-        return key
-
-    with ExitStack() as undo:
-        undo.callback(_unlink, made)
-        where = {"folder": folder.path, "master_place": place.master or ""}
-        table = KeyTable.create(place.table, bytes.fromhex(place.id), get_master, stamp, **where)
-        made.append(place.table)
-        undo.callback(table.close)
-        undo.callback(_try_to_forget, folder)
+    stamp, table = secrets.token_bytes(ID_BYTES), None
+    try:
+        table = KeyTable.create(
+            place.table,
+            bytes.fromhex(place.id),
+            partial(master.make_file, place.own_master) if is_own else place.read_master,
+            stamp,
+            folder=folder.path,
+            master_place=place.master or "",
+        )
         folder.mark(id=place.id, stamp=stamp.hex())
         write_note(folder.path, place.table, place.master)
-        undo.pop_all()
+    except BaseException:
+        if table is not None:
+            table.close()
+        with suppress(OSError):
+            folder.mark(id="", stamp="")
+        with suppress(OSError):
+            destroy_table(place)
+        raise
     if is_own:
         text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
         logger.warning(text, folder.path, place.own_master)
     return StoreKeys(place, table)
-
-
-def _try_to_forget(folder: StoreFolder) -> None:
-    with suppress(OSError):
-        folder.mark(id="", stamp="")
-
-
-def _unlink(paths: list[str]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            os.unlink(path)
 
 
 def _ways_out(folder: str, way_out: str) -> str:

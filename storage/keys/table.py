@@ -46,8 +46,8 @@ class KeyTable:
     """The keys of one store, as its file has them.
 
     One thread makes every change; any thread may look keys up. A change is on the device before it
-    is visible here. If a change fails, nothing has changed here, and the same call may be made
-    again.
+    is visible here. If a change fails, nothing has changed here, part of it may have on the device,
+    and the same call may be made again.
 
     Attributes:
         path: the file.
@@ -266,25 +266,16 @@ class KeyTable:
         self._cipher = AESGCM(kept.wrapping_key)
 
     def _write_head(self, head: Head) -> None:
-        """Write both headers; if that fails, try to have the old ones there again."""
-        with storage_errors(self.path):
-            self._check_place()
-            try:
-                self.head = self._write_headers(head)
-            except OSError:
-                with suppress(OSError):
-                    self.head = self._write_headers(self.head)
-                raise
-
-    def _write_headers(self, head: Head) -> Head:
         """Write one header after the other, so that one of them is always sound."""
         self._num_written += 1
         head = head._replace(number=self._num_written)
         page = layout.pack_header(head, self._kept)
-        for at in HEADERS_AT:
-            write_all(self._fd, page, at)
-            os.fdatasync(self._fd)
-        return head
+        with storage_errors(self.path):
+            self._check_place()
+            for at in HEADERS_AT:
+                write_all(self._fd, page, at)
+                os.fdatasync(self._fd)
+        self.head = head
 
     def _check_place(self) -> None:
         """Refuse to write what the next start will not find."""
@@ -398,16 +389,8 @@ class KeyTable:
 
     def _grow(self, num_slots: int) -> None:
         """Append whole pages, until there is room for so many more slots."""
-        num_pages = -(-num_slots // SLOTS_A_PAGE)
-        if num_pages <= 0:
-            return
-        end = place_of(self._num_slots)
-        try:
-            write_all(self._fd, bytes(num_pages * PAGE_BYTES), end)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._fd, end)
-            raise
+        num_pages = max(-(-num_slots // SLOTS_A_PAGE), 0)
+        write_all(self._fd, bytes(num_pages * PAGE_BYTES), place_of(self._num_slots))
         new = range(self._num_slots, self._num_slots + num_pages * SLOTS_A_PAGE)
         self._num_slots = new.stop
         self._free[:0] = reversed(new)

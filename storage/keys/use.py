@@ -20,6 +20,7 @@ from tieredkv.storage.format.record import (
     split_scope,
 )
 from tieredkv.storage.index.environment import Index
+from tieredkv.storage.keys.destruction import sweep_tables
 from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.keys.store_keys import StoreKeys
 from tieredkv.storage.keys.table import KeyTable
@@ -159,6 +160,9 @@ class KeyUse:
         return None
 
     def sweep_others(self) -> None:
-        """Destroy dead keys in the tables of other stores that no worker holds."""
+        """Destroy what is over in the files of other stores that no worker holds.
+
+        This reads files as long as there are keys.
+        """
         if self.keys is not None:
-            self.keys.sweep_others(self.clock.now())
+            sweep_tables(self.keys.place.key_dir, self.clock.now())

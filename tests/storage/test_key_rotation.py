@@ -12,7 +12,7 @@ from tests.storage.cuts import cut_short, unflushed
 from tests.storage.key_tables import FOLDER_ID, MASTER, OTHER, STAMP, opened, reason_of
 from tieredkv.errors import ConfigError, MissingKeyError
 from tieredkv.storage.keys import master
-from tieredkv.storage.keys.destruction import tables_under
+from tieredkv.storage.keys.destruction import others_under
 from tieredkv.storage.keys.layout import check_of
 from tieredkv.storage.keys.master import make_file as make_key
 from tieredkv.storage.keys.place import KeyPlace
@@ -130,9 +130,8 @@ def test_a_rotation_in_place_is_refused_while_another_table_has_the_same_master_
     other = str(Path(table_path).with_name("other.keys"))
     KeyTable.create(other, b"o" * 16, lambda: MASTER, STAMP).close()
     before = {each: Path(each).read_bytes() for each in (table_path, key_file, other)}
-    assert tables_under(os.path.dirname(table_path), check_of(MASTER)) == sorted(
-        [table_path, other]
-    )
+    assert others_under(check_of(MASTER), table_path) == [other]
+    assert others_under(check_of(OTHER), table_path) == []
     with pytest.raises(ConfigError):
         rotate_in_place(table, key_file)
     assert {each: Path(each).read_bytes() for each in (table_path, key_file, other)} == before
