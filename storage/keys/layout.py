@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_64_digest
 
 VERSION = 2
-KEY_BYTES, FOLDER_ID_BYTES, KEY_ID_BYTES, NONCE_BYTES = 32, 16, 8, 12
+KEY_BYTES, KEY_ID_BYTES, NONCE_BYTES = 32, 8, 12
 PAGE_BYTES, SLOT_BYTES = 4096, 128
 HEADERS_AT = (0, PAGE_BYTES)
 SLOTS_AT = 2 * PAGE_BYTES

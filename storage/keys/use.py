@@ -5,7 +5,6 @@ dies at the second that its slot has, whatever the index says: then no block may
 Only the store's thread uses `KeyUse`; any thread may use `LivingKeys`.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,8 +24,6 @@ from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.keys.store_keys import StoreKeys
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.types import BlockRecord
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
