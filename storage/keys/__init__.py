@@ -1,5 +1,4 @@
-"""The keys of a store: the files that hold them, and what is encrypted under them.
+"""The keys of a store: the files that hold them, what is encrypted under them, and when they go.
 
-The modules know files of keys and bytes in memory. They know neither the folder of a store nor its
-index.
+The files lie in a folder of keys, which may serve many stores.
 """

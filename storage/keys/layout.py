@@ -8,7 +8,7 @@ import hmac
 import os
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -54,12 +54,14 @@ class PayloadKey(NamedTuple):
         scope: 36 bytes: a namespace and an hour of computing.
         dies_at: seconds since the epoch; from then on no block may be read with this key,
             whatever the index says.
+        slot: the number of its place in the key table.
     """
 
     id: bytes
     key: bytes
     scope: bytes
     dies_at: float
+    slot: int = 0
 
     def __repr__(self) -> str:  # without the key, which no log may have
         return f"PayloadKey({self.id.hex()}, scope={self.scope.hex()}, dies_at={self.dies_at})"
@@ -188,7 +190,7 @@ def head_of(page: bytes) -> Head | None:
 
 
 def pack_table(
-    head: Head, names_key: bytes, master_key: bytes, keys: Mapping[int, PayloadKey], num_slots: int
+    head: Head, names_key: bytes, master_key: bytes, keys: Iterable[PayloadKey], num_slots: int
 ) -> bytes:
     """Return the bytes of a whole table under a fresh wrapping key, which one master key opens.
 
@@ -196,7 +198,7 @@ def pack_table(
         head: of the table, whose locks do not matter.
         names_key: 32 bytes.
         master_key: 32 bytes.
-        keys: by the numbers of their slots; the others are free.
+        keys: of the slots that are not free.
         num_slots: of the table.
     """
     wrapping_key = secrets.token_bytes(KEY_BYTES)
@@ -204,8 +206,8 @@ def pack_table(
     kept = Secrets(names_key, wrapping_key, own_lock)
     header, cipher = pack_header(head._replace(locks=(own_lock,)), kept), AESGCM(wrapping_key)
     slots = [FREE] * num_slots
-    for number, key in keys.items():
-        slots[number] = pack_slot(key, number, head.folder_id, cipher)
+    for key in keys:
+        slots[key.slot] = pack_slot(key, head.folder_id, cipher)
     return header * len(HEADERS_AT) + b"".join(slots)
 
 
@@ -250,10 +252,10 @@ def place_of(number: int) -> int:
     return SLOTS_AT + number * SLOT_BYTES
 
 
-def pack_slot(key: PayloadKey, number: int, folder_id: bytes, cipher: AESGCM) -> bytes:
+def pack_slot(key: PayloadKey, folder_id: bytes, cipher: AESGCM) -> bytes:
     """Return the bytes of a slot, encrypted with a fresh nonce."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    place = _PLACE.pack(folder_id, number, key.id, key.scope, key.dies_at)
+    place = _PLACE.pack(folder_id, key.slot, key.id, key.scope, key.dies_at)
     sealed = cipher.encrypt(nonce, key.key, place)
     fields = (key.id, key.scope, key.dies_at, nonce, sealed[:KEY_BYTES], sealed[KEY_BYTES:])
     slot = _SLOT.pack(*fields).ljust(_SLOT_SEAL_AT, b"\0")
@@ -274,9 +276,10 @@ def unpack_slot(slot: bytes, number: int, folder_id: bytes, cipher: AESGCM) -> P
     key_id, scope, dies_at, nonce, sealed, tag = _SLOT.unpack_from(slot)
     place = _PLACE.pack(folder_id, number, key_id, scope, dies_at)
     try:
-        return PayloadKey(key_id, cipher.decrypt(nonce, sealed + tag, place), scope, dies_at)
+        key = cipher.decrypt(nonce, sealed + tag, place)
     except InvalidTag:
         return None
+    return PayloadKey(key_id, key, scope, dies_at, number)
 
 
 def death_of(slot: bytes) -> float | None:

@@ -21,10 +21,6 @@ from tieredkv.wire.limits import described
 
 WHAT = "the master key"
 MASTER_SUFFIX = ".master"
-LOST_HINT = (
-    "hint: restore it from a copy, without which nothing in the store can be read, or give another "
-    "`disk_dir`"
-)
 _COMMAND_TIMEOUT_S = 30.0
 _MOST_BYTES = 1024  # of a file or an output that could hold a key
 _HEX_DIGITS, _BASE64_CHARACTERS = 2 * KEY_BYTES, 44
@@ -42,7 +38,8 @@ def read_file(path: str) -> bytes:
     except MissingKeyError as error:
         if error.reason != "absent":
             raise
-        raise MissingKeyError(f"{error}\n{LOST_HINT}", reason="absent") from None
+        hint = "hint: restore it from a copy, without which nothing in the store can be read, or "
+        raise MissingKeyError(f"{error}\n{hint}give another `disk_dir`", reason="absent") from None
     try:
         data = os.read(fd, _MOST_BYTES)
     except OSError as error:

@@ -54,7 +54,7 @@ class KeyPlace:
 
     @property
     def own_master(self) -> str:
-        """The path of the master key that the first start makes if no setting names one."""
+        """The path of the master key that the first start makes."""
         return os.path.join(self.key_dir, self.id + MASTER_SUFFIX)
 
     @property
@@ -63,6 +63,11 @@ class KeyPlace:
         if self.options.master_key_command is not None:
             return None
         return os.path.abspath(self.options.master_key or self.own_master)
+
+    @property
+    def makes_master(self) -> bool:
+        """Whether the first start makes the master key, since no setting names one."""
+        return self.options.master_key is None and self.options.master_key_command is None
 
     def check(self) -> None:
         """Refuse settings that contradict each other, and keys in the folder that they protect.

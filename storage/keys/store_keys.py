@@ -62,7 +62,7 @@ def plan(folder: str, marker: Marker | None, options: StoreOptions, *, has_block
     place.check()
     check_writable(place.key_dir)
     if not is_encrypted:
-        if options.master_key is not None or options.master_key_command is not None:
+        if not place.makes_master:
             place.read_master()
         return "make"
     assert marker is not None, "an encrypted store has a marker"
@@ -141,26 +141,38 @@ class StoreKeys:
 
 
 def open_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
-    """Open the keys of a store as `start_keys` does for a server, or as `try_keys` for a verb."""
-    is_of_verb = options.encryption == "as_it_is"
-    return try_keys(folder, options) if is_of_verb else start_keys(folder, options)
+    """Open the keys of a store; a server makes them if there are none, and writes a fresh stamp.
 
-
-def start_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
-    """Open the keys of a store that a server is about to serve, or make them; write a fresh stamp.
+    A verb goes by what the store is, and can do without the keys.
 
     Returns:
-        the keys, or None for a store that is not encrypted; and, as `try_keys`, why there are none.
+        the keys, None for a store that is not encrypted or, for a verb, if they are not there; and
+        in the last case, why.
 
     Raises:
-        ConfigError, MissingKeyError: as `plan`; no file of keys is left behind.
+        ConfigError, MissingKeyError: as `plan`, to a server; no file of keys is left behind.
         StorageError: a file cannot be written.
     """
+    if options.encryption != "as_it_is":
+        return _start(folder, options), ""
+    if not folder.marker.id:
+        return None, ""
+    try:
+        place = KeyPlace(folder.path, options, folder.marker.id)
+        return _open(folder, place, writes_stamp=False), ""
+    except (ConfigError, StorageError) as error:
+        return None, str(error)
+
+
+def _start(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
     start = plan(folder.path, folder.marker, options, has_blocks=folder.has_segments)
     place = KeyPlace(folder.path, options, folder.marker.id)
     match start:
         case "open":
-            return _open(folder, place, writes_stamp=True), ""
+            return _open(folder, place, writes_stamp=True)
+        case "make":
+            folder.begin_anew()
+            return _make(folder, options)
         case "renew":
             emptied = empty_store(folder.path)
             text = "both headers of the key table `%s` are damaged, so nothing in the store at `%s`"
@@ -170,36 +182,19 @@ def start_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | 
             destroy_table(place)
             keys = _make(folder, options)
             keys.faults["key_table"] = emptied.num_blocks
-            return keys, ""
-        case "make":
-            folder.begin_anew()
-            return _make(folder, options), ""
+            return keys
         case "clear":
             if (was := folder.marker).id:
                 _forget_keys(folder)
                 if kept_why := destroy_own_table(place, was):
                     text = "the keys of `%s` were not destroyed: %s"
                     logger.warning(text, folder.path, kept_why)
-            return None, ""
+            return None
 
 
 def _forget_keys(folder: StoreFolder) -> None:
     folder.begin_anew()
     folder.mark(id="", stamp="")
-
-
-def try_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | None, str]:
-    """Open the keys of a store for a verb, which goes by what the store is and can do without them.
-
-    Returns the keys and, if the store is encrypted and they are not there, why.
-    """
-    if not folder.marker.id:
-        return None, ""
-    try:
-        place = KeyPlace(folder.path, options, folder.marker.id)
-        return _open(folder, place, writes_stamp=False), ""
-    except (ConfigError, StorageError) as error:
-        return None, str(error)
 
 
 def _open(folder: StoreFolder, place: KeyPlace, *, writes_stamp: bool) -> StoreKeys:
@@ -240,19 +235,19 @@ def _make(folder: StoreFolder, options: StoreOptions) -> StoreKeys:
     except StorageError as error:
         what = f"the folder of keys `{place.key_dir}` cannot be made; set `disk_key_dir`"
         raise ConfigError(f"{what}: {error}") from error
-    is_own = place.master == place.own_master and options.master_key is None
+    make = partial(master.make_file, place.own_master)
     stamp, table = secrets.token_bytes(ID_BYTES), None
     try:
         table = KeyTable.create(
             place.table,
             bytes.fromhex(place.id),
-            partial(master.make_file, place.own_master) if is_own else place.read_master,
+            make if place.makes_master else place.read_master,
             stamp,
             folder=folder.path,
             master_place=place.master or "",
         )
-        folder.mark(id=place.id, stamp=stamp.hex())
         write_note(folder.path, place.table, place.master)
+        folder.mark(id=place.id, stamp=stamp.hex())
     except BaseException:
         if table is not None:
             table.close()
@@ -261,7 +256,7 @@ def _make(folder: StoreFolder, options: StoreOptions) -> StoreKeys:
         with suppress(OSError):
             destroy_table(place)
         raise
-    if is_own:
+    if place.makes_master:
         text = "the store at `%s` is encrypted; its master key was made at `%s`: keep a copy of it"
         logger.warning(text, folder.path, place.own_master)
     return StoreKeys(place, table)

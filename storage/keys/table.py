@@ -62,7 +62,6 @@ class KeyTable:
         self._use(head, kept)
         self._by_scope: dict[bytes, PayloadKey] = {}
         self._by_id: dict[bytes, PayloadKey] = {}
-        self._slots: dict[bytes, int] = {}  # by key id
         self._first_death = math.inf  # no key dies before it
         self._free: list[int] = []  # the next one is the last
         # Slots without a key whose bytes are not known to be zeroes: of writes that failed, and
@@ -109,7 +108,7 @@ class KeyTable:
                 if os.path.lexists(path):
                     raise StorageError(errno.EEXIST, f"{WHAT} `{path}` is there already")
                 master_key = get_master_key()
-                data = layout.pack_table(head, names_key, master_key, {}, SLOTS_A_PAGE)
+                data = layout.pack_table(head, names_key, master_key, (), SLOTS_A_PAGE)
                 write_all(fd, data, 0)
             try:
                 flush_folder(os.path.dirname(path))
@@ -166,7 +165,7 @@ class KeyTable:
             if slot == FREE:
                 table._free.append(number)
             elif key := layout.unpack_slot(slot, number, folder_id, table._cipher):
-                table._take(key, number)
+                table._take(key)
             else:
                 table._unclean.add(number)
         table._free.reverse()
@@ -245,8 +244,7 @@ class KeyTable:
             StorageError: the file cannot be written.
         """
         head = self.head._replace(number=self._num_written + 1)
-        keys = {slot: self._by_id[key_id] for key_id, slot in self._slots.items()}
-        data = layout.pack_table(head, self.names_key, master_key, keys, self._num_slots)
+        data = layout.pack_table(head, self.names_key, master_key, self, self._num_slots)
         with storage_errors(self.path):
             self._check_place()
             with table_file.replacing(self.path) as fd:
@@ -314,25 +312,28 @@ class KeyTable:
         Raises:
             StorageError: the file cannot be written or is no longer in its place.
         """
-        new = [
-            PayloadKey(secrets.token_bytes(KEY_ID_BYTES), secrets.token_bytes(KEY_BYTES), *each)
-            for each in scopes.items()
-            if each[0] not in self._by_scope
-        ]
+        new = [scope for scope in scopes if scope not in self._by_scope]
         if not new:
             return
         assert all(map(math.isfinite, scopes.values())), scopes
         with storage_errors(self.path):
             self._check_place()
             self._grow(len(new) - len(self._free))
-            placed = {self._free.pop(): key for key in new}
-            self._unclean.update(placed)
+            keys = [
+                PayloadKey(
+                    secrets.token_bytes(KEY_ID_BYTES),
+                    secrets.token_bytes(KEY_BYTES),
+                    scope,
+                    scopes[scope],
+                    self._free.pop(),
+                )
+                for scope in new
+            ]
+            self._unclean.update(key.slot for key in keys)
             folder_id, cipher = self.head.folder_id, self._cipher
-            self._write_slots(
-                {at: layout.pack_slot(key, at, folder_id, cipher) for at, key in placed.items()}
-            )
-        for at, key in placed.items():
-            self._take(key, at)
+            self._write_slots({key.slot: layout.pack_slot(key, folder_id, cipher) for key in keys})
+        for key in keys:
+            self._take(key)
 
     def drop(self, scopes: Collection[bytes]) -> list[bytes]:
         """Destroy the keys of scopes in their slots; return their ids.
@@ -358,32 +359,31 @@ class KeyTable:
         return dropped
 
     def _destroy(self, keys: list[PayloadKey]) -> list[bytes]:
-        slots = [self._slots[key.id] for key in keys]
+        slots = [key.slot for key in keys]
         with storage_errors(self.path):
             self._write_slots(dict.fromkeys(slots, FREE))
         for key in keys:
-            del self._by_id[key.id], self._slots[key.id]
+            del self._by_id[key.id]
             if self._by_scope.get(key.scope) == key:
                 del self._by_scope[key.scope]
         self._free += slots
         return [key.id for key in keys]
 
-    def _take(self, key: PayloadKey, slot: int) -> None:
-        self._slots[key.id] = slot
+    def _take(self, key: PayloadKey) -> None:
         self._first_death = min(self._first_death, key.dies_at)
         self._by_id[key.id] = self._by_scope[key.scope] = key
 
     def check(self) -> None:
-        """Check that each slot is free, unclean or that of one key.
+        """Check that each slot is free, unclean or of one key, and that no scope has a lost key.
 
         Raises:
-            IntegrityError: a slot is none of these, or two of them.
+            IntegrityError: that is not so.
         """
-        slots = [*self._slots.values(), *self._free, *self._unclean]
+        slots = [*(key.slot for key in self), *self._free, *self._unclean]
         if sorted(slots) != list(range(self._num_slots)):
             raise IntegrityError(f"{WHAT} `{self.path}` has lost or doubled slots")
-        if self._slots.keys() != self._by_id.keys() or len(self._by_scope) > len(self._by_id):
-            raise IntegrityError(f"{WHAT} `{self.path}` has keys without slots")
+        if any(self._by_id.get(key.id) != key for key in self._by_scope.values()):
+            raise IntegrityError(f"{WHAT} `{self.path}` has a key of a scope that is gone")
 
     # --- slots ----------------------------------------------------------------------------------
 

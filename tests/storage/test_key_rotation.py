@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def key_file(key_dir: Path) -> str:
     return str(file)
 
 
-def open_with(key_dir: Path, **settings: str) -> KeyTable:
+def open_with(key_dir: Path, **settings: Any) -> KeyTable:
     """Open the table in a folder of keys, as a start with these settings does."""
     options = StoreOptions(path="/kv", key_dir=str(key_dir), **settings)
     table = open_table(KeyPlace("/kv", options, FOLDER_ID.hex()))

@@ -19,7 +19,7 @@ from tests.storage.test_store_keys import Place, damage_headers
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.folder import starts
 from tieredkv.storage.folder.replaced import claim_folder
-from tieredkv.storage.keys.store_keys import start_keys
+from tieredkv.storage.keys.store_keys import open_keys
 
 _CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "fdatasync", "ftruncate", "pwrite", "open")
 
@@ -44,7 +44,7 @@ def start(place: Place, **changes: Any) -> None:
     """Do what a server's start does before it opens the index."""
     options = place.options(**changes)
     folder = claim_folder(options)
-    keys, _ = start_keys(folder, options)
+    keys, _ = open_keys(folder, options)
     if keys is not None:
         keys.close()
     folder.release()

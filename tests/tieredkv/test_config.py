@@ -207,10 +207,11 @@ def test_sizes_and_durations_are_read_as_people_write_them() -> None:
 def test_a_path_with_a_zero_byte_is_refused_by_the_name_of_the_setting(
     load_toml: Load, name: str, path: str
 ) -> None:
+    given: dict[str, Any] = {name: path}
     calls: list[Callable[[], object]] = [
         lambda: load_toml(f"{name} = {json.dumps(path)}"),
-        lambda: from_arguments(**{name: path}),
-        lambda: Settings(**{name: path}),
+        lambda: from_arguments(**given),
+        lambda: Settings(**given),
     ]
     for call in calls:
         with pytest.raises(ConfigError, match=f"`{name}`"):
