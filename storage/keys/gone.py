@@ -43,14 +43,14 @@ def is_gone(folder: str, parent: bytes, id: bytes) -> bool:
     """
     if parent == UNKNOWN or parent_of(folder) != parent:
         return False
-    above = os.path.dirname(folder)
     try:
-        return not (_has_store(folder, id) or any(_has_moved(above, id)))
+        return not (_has_store(folder, id) or any(_stores_beside(folder, id)))
     except OSError:
         return False  # it may be there
 
 
-def _has_moved(above: str, id: bytes) -> Iterator[bool]:
+def _stores_beside(folder: str, id: bytes) -> Iterator[bool]:
+    above = os.path.dirname(folder)
     for name in os.listdir(above):
         with suppress(OSError):  # it is no folder of this user's store
             yield _has_store(os.path.join(above, name), id)

@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -277,11 +276,9 @@ class KeyTable:
 
     def _check_place(self) -> None:
         """Refuse to write what the next start will not find."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
-                return
-        what = f"{WHAT} `{self.path}` was removed or moved away"
-        raise StorageError(errno.ENOENT, f"{what}; put it back")
+        if not table_file.is_at(self.path, self._fd):
+            what = f"{WHAT} `{self.path}` was removed or moved away"
+            raise StorageError(errno.ENOENT, f"{what}; put it back")
 
     # --- keys -----------------------------------------------------------------------------------
 

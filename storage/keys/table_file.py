@@ -26,13 +26,16 @@ _MOST_WAIT_S, _POLL_S = 1.0, 0.01
 
 
 def look_at(path: str) -> bytes:
-    """Read a table without its lock.
+    """Read a table without its lock; one that was replaced meanwhile is read again.
 
     Raises:
         MissingKeyError: it is absent, unreadable or not to be believed.
     """
-    with open(trust.open_file(path, WHAT, follows_link=False), "rb") as file:
-        return read_all(file.fileno(), path)
+    while True:
+        with open(trust.open_file(path, WHAT, follows_link=False), "rb") as file:
+            data = read_all(file.fileno(), path)
+            if is_at(path, file.fileno()):
+                return data
 
 
 def open_locked(path: str, *, wait_s: float = _MOST_WAIT_S) -> int:
@@ -140,6 +143,13 @@ def read_all(fd: int, path: str) -> bytes:
     return b"".join(pages)
 
 
+def is_at(path: str, fd: int) -> bool:
+    """Return whether an open file is the one at a path."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    return False
+
+
 def _locked(path: str, open_it: Callable[[], int], wait_s: float) -> int:
     """Open a file and lock it; what was renamed or removed meanwhile is opened again."""
     deadline = time.monotonic() + wait_s
@@ -147,9 +157,8 @@ def _locked(path: str, open_it: Callable[[], int], wait_s: float) -> int:
         fd = open_it()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                    return fd
+            if is_at(path, fd):
+                return fd
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 os.close(fd)

@@ -175,6 +175,23 @@ def test_a_look_changes_nothing_and_needs_no_lock(table: KeyTable, table_path: s
     assert before[0] != damaged
 
 
+def test_a_look_at_a_table_that_is_replaced_meanwhile_reads_the_new_one(
+    table: KeyTable, table_path: str
+) -> None:
+    read, num_reads = os.pread, 0
+
+    def pread(fd: int, size: int, at: int) -> bytes:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 2:  # the old file is overwritten then
+            table.rotate(MASTER)
+        return read(fd, size, at)
+
+    with patch.object(os, "pread", pread):
+        seen = KeyTable.look(table_path, FOLDER_ID, MASTER)
+    assert (set(seen), seen.num_lost, num_reads) == (set(table), 0, 6)
+
+
 # --- what is in the place of a table --------------------------------------------------------------
 
 
