@@ -94,22 +94,25 @@ def _finish(table: KeyTable) -> None:
     What fails is logged only: the old key opens the table until a start has the new one.
     """
     place = table.head.master_place
-    where = f"`{place}`" if place else "the output of a command"
-    why = ""
-    try:
-        for path in (place + DRAFT_SUFFIX, place) if place else ():
-            with suppress(MissingKeyError):
-                key = master.read_file(path)
-                if check_of(key) in table.head.checks[1:]:
-                    if path != place:
-                        _take_place(path, place)
-                    table.renew(key)
-                    text = "%s: a change of the master key was cut short and is finished now; the "
-                    text += "table needs the new one, %s, from now on"
-                    logger.warning(text, table.path, where)
-                    return
-    except StorageError as error:
-        why = f": {error}"
+    where, why = f"`{place}`" if place else "the output of a command", ""
+    for path in (place + DRAFT_SUFFIX, place) if place else ():
+        try:
+            key = master.read_file(path)
+        except MissingKeyError:
+            continue
+        if check_of(key) not in table.head.checks[1:]:
+            continue
+        try:
+            if path != place:
+                _take_place(path, place)
+            table.renew(key)
+        except StorageError as error:
+            why = f": {error}"
+            break
+        text = "%s: a change of the master key was cut short and is finished now; the table needs "
+        text += "the new one, %s, from now on"
+        logger.warning(text, table.path, where)
+        return
     text = "%s: a change of the master key was cut short; either key opens the table until a start "
     text += "is given the new one, %s%s"
     logger.warning(text, table.path, where, why)
