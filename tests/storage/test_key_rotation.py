@@ -19,7 +19,7 @@ from tieredkv.storage.keys.master import make_file as make_key
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.rotation import open_table, rotate_in_place
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.messages.engine import StoreOptions
+from tieredkv.storage.options import StoreOptions
 
 
 @pytest.fixture
