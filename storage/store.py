@@ -21,14 +21,8 @@ from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, Sto
 from tieredkv.storage import opening
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
-from tieredkv.storage.format.record import (
-    Extent,
-    Located,
-    check_record,
-    corrupt,
-    decode_record,
-    expiry_key,
-)
+from tieredkv.storage.format.record import Extent, Located, check_record, corrupt, decode_record
+from tieredkv.storage.index.entries import expiry_key
 from tieredkv.storage.index.rebuild import OpeningProgress, fault_of, from_records, rebuild
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.index.verdicts import is_of_memory
@@ -480,7 +474,9 @@ class BlockStore:
         fault = fault_of(self.index) or damaged or "that was asked for"
         if self.allocator.gone is not None:
             with self.index.reading() as txn:
-                self.allocator.gone += txn.hashes_from(b"")  # not all of them may come back
+                self.allocator.gone += (
+                    name for name, _ in txn.records()
+                )  # not all of them may come back
         rebuild(self._parts, from_records(self._parts), fault)
         self.key_use.suspect_all()
         with self._counting:

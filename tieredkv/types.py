@@ -77,7 +77,7 @@ class KVSpec:
         return -(-self.block_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
 
 
-class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class BlockRecord(msgspec.Struct, frozen=True, array_like=True):
     """Identity and retention of one full block, as the tiers hand it to one another.
 
     Attributes:

@@ -21,8 +21,8 @@ from tieredkv.storage.extents.files import SegmentFiles
 from tieredkv.storage.extents.space import Space
 from tieredkv.storage.extents.tenants import Tenants
 from tieredkv.storage.folder.filesystem import NO_SPACE
-from tieredkv.storage.format.record import Extent, Located, extent_key
-from tieredkv.storage.index.entries import SegmentState
+from tieredkv.storage.format.record import Extent, Located
+from tieredkv.storage.index.entries import SegmentState, extent_key
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.ownership import owned_by

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
-from tieredkv.storage.format.record import Located, tenant_of
+from tieredkv.storage.format.record import Located
+from tieredkv.storage.index.entries import tenant_of
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn
 
 _MOST_STALE = 64  # entries of a heap that are kept although they do not count any more

@@ -4,10 +4,10 @@ So a block is found without the index. This module knows the layout, which docs/
 """
 
 import struct
+from contextlib import suppress
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
+from tieredkv.errors import CorruptBlockError
 from tieredkv.storage.format.record import (
     FORMAT_VERSION,
     NO_RETENTIONS,
@@ -16,16 +16,15 @@ from tieredkv.storage.format.record import (
     Retentions,
     decode_record,
     encode_record,
-    expiry_of,
     hash_in,
     header_bytes_for,
+    identity_of,
 )
 
 MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 _ENCRYPTION = struct.Struct("8s12s16s")  # id of the key, nonce, tag
 _RECORD_AT = len(MAGIC)
 _ENCRYPTION_AT = _RECORD_AT + RECORD_BYTES
-_CLAIM = ("retention", "expires_at", "last_used", "pinned_until", "hits")
 
 
 class Encryption(NamedTuple):
@@ -42,10 +41,10 @@ def encode_header_into(
     retentions: Retentions,
     how: Encryption | None = None,
 ) -> None:
-    """Write the extent header: the current record, so that a block is found without the index.
+    """Write the extent header, which begins where the buffer does, with the current record.
 
     Args:
-        buffer: where the header begins.
+        buffer: where the extent is, or its first bytes.
         located: the block.
         retentions: of the store.
         how: of an encrypted payload.
@@ -59,11 +58,11 @@ def decode_header(
     header: bytes | memoryview, retentions: Retentions = NO_RETENTIONS
 ) -> Located | None:
     """Unpack the header of an extent; None if it was never written, was erased or is damaged."""
-    data = bytes(header[_RECORD_AT:_ENCRYPTION_AT])
-    block_hash = hash_in(data)
-    if header[:_RECORD_AT] != MAGIC or not block_hash or expiry_of(block_hash, data) is None:
-        return None
-    return decode_record(block_hash, data, retentions)
+    if header[:_RECORD_AT] == MAGIC:
+        data = bytes(header[_RECORD_AT:_ENCRYPTION_AT])
+        with suppress(CorruptBlockError):
+            return decode_record(hash_in(data), data, retentions)
+    return None
 
 
 def decode_encryption(header: bytes | memoryview) -> Encryption:
@@ -72,8 +71,7 @@ def decode_encryption(header: bytes | memoryview) -> Encryption:
 
 
 def is_header_of(header: Located | None, located: Located) -> bool:
-    """Return whether a header belongs to an index entry; claims are not compared."""
+    """Return whether a header belongs to an index entry, whatever was claimed of it since."""
     if header is None or header[1:] != located[1:]:
         return False
-    claim = {name: getattr(located.record, name) for name in _CLAIM}
-    return replace(header.record, **claim) == located.record
+    return identity_of(header.record, 0, 0) == identity_of(located.record, 0, 0)

@@ -6,22 +6,33 @@ never writes raise CorruptIndexError.
 
 import struct
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta as Bounds
 
 from tieredkv.errors import CorruptIndexError
-from tieredkv.storage.format.record import expiry_key, extent_bytes_for, lru_key, order_hash
+from tieredkv.storage.format.record import Extent, extent_bytes_for
 from tieredkv.storage.lifetimes import LifetimeCounts
-from tieredkv.types import PAGE_ALIGNMENT_BYTES
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, TENANT_BYTES, BlockRecord
 
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending", "keys")
 """The names of the databases."""
 
-_MAX_U32 = (1 << 32) - 1
-
 META_KEY = b"store"
 """The only key of `meta`."""
+
+ExtentList = Literal["pending", "free"]
+"""A list of extents without a stored block: `pending` ones may hold old bytes, `free` ones none."""
+
+_MAX_U32 = 0xFFFF_FFFF
+_EXPIRY = struct.Struct(">Q")
+_LRU = struct.Struct(f">{TENANT_BYTES}sQI")
+_SEGMENT = struct.Struct(">I")
+_EXTENT = struct.Struct(">II")
+
+
+# --- values -----------------------------------------------------------------------------------
 
 
 class Totals(NamedTuple):
@@ -52,9 +63,9 @@ class SegmentState(NamedTuple):
             block, is free or is pending.
     """
 
-    extent_bytes: int
+    extent_bytes: Annotated[int, Bounds(gt=0, multiple_of=PAGE_ALIGNMENT_BYTES)]
     num_extents: int
-    num_used: int
+    num_used: Annotated[int, Bounds(ge=0)]
 
 
 class Meta(msgspec.Struct):
@@ -73,7 +84,7 @@ class Meta(msgspec.Struct):
 
     format: int = 0
     clock: float = 0.0
-    next_segment: int = 1
+    next_segment: Annotated[int, Bounds(gt=0, le=_MAX_U32)] = 1
     totals: Totals = Totals(0, 0)
     bytes_written: int = 0
     needs_rebuild: bool = False
@@ -81,12 +92,6 @@ class Meta(msgspec.Struct):
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
     num_encrypted: int = 0
 
-
-ExtentList = Literal["pending", "free"]
-"""A list of extents without a stored block: `pending` ones may hold old bytes, `free` ones none."""
-
-ORDERS = {"expiry": expiry_key, "lru": lru_key}
-"""The databases that order the blocks, and how a record's key in each of them is made."""
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
@@ -96,7 +101,7 @@ _decode_segment = msgspec.msgpack.Decoder(SegmentState).decode
 Value = TypeVar("Value")
 
 
-def understand(database: str, decode: Callable[[bytes], Value], data: bytes) -> Value:
+def _understand(databases: str, decode: Callable[[bytes], Value], data: bytes) -> Value:
     """Decode a key or value of the index.
 
     Raises:
@@ -105,44 +110,91 @@ def understand(database: str, decode: Callable[[bytes], Value], data: bytes) -> 
     try:
         return decode(data)
     except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptIndexError(f"an entry of `{database}` is damaged: {error}") from error
+        raise CorruptIndexError(f"an entry of {databases} is damaged: {error}") from error
 
 
 def decode_meta(data: bytes) -> Meta:
-    """Decode what `meta` holds; an impossible number of a segment raises CorruptIndexError."""
-    meta = understand("meta", _decode_meta, data)
-    if not 0 < meta.next_segment <= _MAX_U32:
-        text = f"an entry of `meta` is damaged: no segment has the number {meta.next_segment}"
-        raise CorruptIndexError(text)
-    return meta
+    """Decode what `meta` holds."""
+    return _understand("`meta`", _decode_meta, data)
 
 
 def decode_totals(data: bytes) -> Totals:
     """Decode the counters of a namespace."""
-    return understand("namespaces", _decode_totals, data)
+    return _understand("`namespaces`", _decode_totals, data)
 
 
 def decode_count(data: bytes) -> int:
     """Decode how many blocks are encrypted under one key."""
-    return understand("keys", _decode_count, data)
+    return _understand("`keys`", _decode_count, data)
 
 
 def decode_segment(data: bytes) -> SegmentState:
     """Decode the state of a segment; an impossible state raises CorruptIndexError."""
-    state = understand("segments", _decode_segment, data)
-    is_so = state.extent_bytes > 0 and state.extent_bytes % PAGE_ALIGNMENT_BYTES == 0
-    if not is_so or not 0 <= state.num_used <= state.num_extents:
+    state = _understand("`segments`", _decode_segment, data)
+    if state.num_used > state.num_extents:
         raise CorruptIndexError(f"an entry of `segments` is damaged: {state} is impossible")
     return state
 
 
-def decode_order(order: bytes) -> bytes:
-    """Take the block hash from a key of `lru` without its tenant."""
-    if not (block_hash := order_hash(order)):
+# --- keys -------------------------------------------------------------------------------------
+
+
+def to_us(time_s: float) -> int:
+    """Convert a time to whole microseconds, by which the secondary keys are sorted."""
+    return min(max(int(time_s * 1e6), 0), (1 << 64) - 1)
+
+
+def expiry_key(record: BlockRecord) -> bytes:
+    """Key of `expiry`: the soonest to expire sorts first."""
+    return _EXPIRY.pack(to_us(record.expires_at)) + record.block_hash
+
+
+def split_expiry_key(key: bytes) -> tuple[int, bytes]:
+    """Undo `expiry_key`: (microseconds, block hash)."""
+    return _understand("`expiry`", _EXPIRY.unpack_from, key)[0], key[_EXPIRY.size :]
+
+
+def lru_key(record: BlockRecord) -> bytes:
+    """Key of `lru`: of each tenant the longest unused sorts first, a tail before its head.
+
+    A pinned block counts as used until its pin ends.
+    """
+    used_until = to_us(max(record.last_used, record.pinned_until))
+    order = _LRU.pack(record.namespace, used_until, _MAX_U32 - record.position)
+    return order + record.block_hash
+
+
+def tenant_of(namespace: bytes) -> bytes:
+    """Return the tenant of a namespace: the first bytes of the `lru` keys of its blocks."""
+    return namespace[:TENANT_BYTES].ljust(TENANT_BYTES, b"\0")
+
+
+def lru_order(key: bytes) -> bytes:
+    """Return what orders `lru` keys across tenants: time, position from the tail, hash."""
+    return key[TENANT_BYTES:]
+
+
+def hash_of_order(order: bytes) -> bytes:
+    """Return the block hash in what `lru_order` returns."""
+    if not (block_hash := order[_LRU.size - TENANT_BYTES :]):
         raise CorruptIndexError("a key of `lru` is damaged: it names no block")
     return block_hash
 
 
+ORDERS = {"expiry": expiry_key, "lru": lru_key}
+"""The databases that order the blocks, and how a record's key in each of them is made."""
+
+
 def segment_key(segment: int) -> bytes:
     """Return a segment's key in `segments`."""
-    return segment.to_bytes(4, "big")
+    return _SEGMENT.pack(segment)
+
+
+def extent_key(extent: Extent) -> bytes:
+    """Return an extent's key in the lists `pending` and `free`."""
+    return _EXTENT.pack(*extent)
+
+
+def split_extent_key(key: bytes) -> Extent:
+    """Undo `extent_key`."""
+    return Extent(*_understand("`pending` or `free`", _EXTENT.unpack, key))

@@ -12,8 +12,8 @@ from typing import Any
 import lmdb
 
 from tieredkv.storage.folder.own_files import open_own
-from tieredkv.storage.format.record import Retentions, split_expiry_key
-from tieredkv.storage.index.entries import NAMES, understand
+from tieredkv.storage.format.record import Retentions
+from tieredkv.storage.index.entries import NAMES, split_expiry_key
 from tieredkv.storage.index.environment import LIB_VERSION, MAP_BYTES, Index
 from tieredkv.storage.index.pages import DATA_FILE, check_pages, read_meta
 from tieredkv.storage.index.verdicts import storage_errors
@@ -99,7 +99,7 @@ class LookedIndex(Index):
         with storage_errors(self.path), env.begin() as txn, txn.cursor(db=dbs["expiry"]) as cursor:
             if not cursor.last():
                 return 0.0
-            return understand("expiry", split_expiry_key, cursor.key())[0] / 1e6
+            return split_expiry_key(cursor.key())[0] / 1e6
 
     def close(self) -> None:
         """Close the environment; may be called again."""

@@ -71,7 +71,7 @@ def rebuild(parts: Parts, source: Source, fault: str) -> None:
     """
     index, folder, now = parts.index, parts.folder, parts.clock.now()
     with index.reading() as txn:
-        old, holds_blocks = txn.meta, any(True for _ in txn.hashes_from(b""))
+        old, holds_blocks = txn.meta, any(True for _ in txn.records())
     next_segment = max([old.next_segment, *(segment + 1 for segment in source.segments)])
     faults = {**old.faults, "index": old.faults.get("index", 0) + 1} if fault else old.faults
     meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)

@@ -22,14 +22,8 @@ from tieredkv.storage.format.record import (
     decode_record,
     encode_record,
     expiry_of,
-    extent_key,
     is_encrypted,
-    lru_order,
     scope_of,
-    split_expiry_key,
-    split_extent_key,
-    tenant_of,
-    to_us,
 )
 from tieredkv.storage.index.entries import (
     META_KEY,
@@ -41,12 +35,17 @@ from tieredkv.storage.index.entries import (
     Totals,
     decode_count,
     decode_meta,
-    decode_order,
     decode_segment,
     decode_totals,
     encode,
+    extent_key,
+    hash_of_order,
+    lru_order,
     segment_key,
-    understand,
+    split_expiry_key,
+    split_extent_key,
+    tenant_of,
+    to_us,
 )
 from tieredkv.types import TENANT_BYTES
 
@@ -131,7 +130,7 @@ class IndexTxn:
 
     def remove(self, located: Located) -> None:
         """Drop a block's entry and list its extent as pending, to be erased or reused."""
-        self._txn.delete(located.record.block_hash, db=self._blocks)
+        self._delete("blocks", located.record.block_hash)
         self.gone.append(located.record.block_hash)
         self._delete_keys(located)
         self._count(located, -1)
@@ -139,7 +138,7 @@ class IndexTxn:
 
     def remove_damaged(self, block_hash: bytes) -> None:
         """Drop an entry whose fields cannot be trusted; a rebuild finds its extent and keys."""
-        self._txn.delete(block_hash, db=self._blocks)
+        self._delete("blocks", block_hash)
         self.gone.append(block_hash)
         self.meta.needs_rebuild = True
 
@@ -149,15 +148,15 @@ class IndexTxn:
         NOTE: on a damaged page, keys may be out of order. A caller that starts again behind the
         last key may then loop forever.
         """
-        for key, data in self._walk("blocks", start):
+        for key, data in self.records(start):
             try:
                 yield key, decode_record(key, data, self._retentions)
             except CorruptBlockError:
                 yield key, None
 
-    def records(self, start: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Return up to `limit` entries from a key on: keys and sealed records, as they are."""
-        return list(islice(self._walk("blocks", start), limit))
+    def records(self, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Walk over all entries from a key on: keys and sealed records, as they are."""
+        return self._walk("blocks", start)
 
     def some_blocks(self, start: bytes) -> list[tuple[bytes, Located | None]]:
         """Return as many entries from a key on as one transaction may change; see `blocks`."""
@@ -165,29 +164,24 @@ class IndexTxn:
 
     def entries_of(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Walk over the keys that begin so, with their sealed records, which are sound."""
-        for key, data in self._walk("blocks", start):
+        for key, data in self.records(start):
             if not key.startswith(start):
                 return
             if expiry_of(key, data) is not None:
                 yield key, data
 
-    def hashes_from(self, start: bytes) -> Iterator[bytes]:
-        """Walk over the hashes of all entries from a key on, without looking at the entries."""
-        return (key for key, _ in self._walk("blocks", start))
-
     def _put_keys(self, located: Located) -> None:
         record = located.record
-        sealed = encode_record(located, self._retentions)
-        self._txn.put(record.block_hash, sealed, db=self._blocks)
-        for name, key_of in ORDERS.items():
-            self._txn.put(key := key_of(record), b"", db=self._dbs[name])
-            if name == "lru":
-                tenant, order = key[:TENANT_BYTES], lru_order(key)
-                self.first_orders[tenant] = min(self.first_orders.get(tenant, order), order)
+        self._put("blocks", record.block_hash, encode_record(located, self._retentions))
+        keys = {name: key_of(record) for name, key_of in ORDERS.items()}
+        for name, key in keys.items():
+            self._put(name, key)
+        tenant, order = keys["lru"][:TENANT_BYTES], lru_order(keys["lru"])
+        self.first_orders[tenant] = min(self.first_orders.get(tenant, order), order)
 
     def _delete_keys(self, located: Located) -> None:
         for name, key_of in ORDERS.items():
-            self._txn.delete(key_of(located.record), db=self._dbs[name])
+            self._delete(name, key_of(located.record))
 
     # --- orders -----------------------------------------------------------------------------
 
@@ -196,7 +190,7 @@ class IndexTxn:
         due = to_us(now)
         found: list[tuple[bytes, bytes]] = []
         for key, _ in self._walk("expiry"):
-            expires_us, block_hash = understand("expiry", split_expiry_key, key)
+            expires_us, block_hash = split_expiry_key(key)
             if expires_us > due or len(found) >= limit:
                 break
             found.append((key, block_hash))
@@ -204,7 +198,7 @@ class IndexTxn:
 
     def drop_expiry_key(self, key: bytes) -> None:
         """Drop a key of `expiry` that belongs to no sound record."""
-        self._txn.delete(key, db=self._dbs["expiry"])
+        self._delete("expiry", key)
 
     def longest_unused(self) -> Iterator[bytes]:
         """Walk over the block hashes of all tenants, the longest unused first.
@@ -212,7 +206,7 @@ class IndexTxn:
         Nothing may change during the walk.
         """
         orders = [self._orders_of(tenant) for tenant, _ in list(self.first_unused())]
-        yield from map(decode_order, merge(*orders))
+        yield from map(hash_of_order, merge(*orders))
 
     def first_unused(self) -> Iterator[tuple[bytes, bytes]]:
         """Return each tenant with blocks, and the first of its `lru` keys without the tenant."""
@@ -232,22 +226,21 @@ class IndexTxn:
 
     def unused_block(self, order: bytes) -> Located | None:
         """Return the block of an `lru` key without its tenant; None if its entry is damaged."""
-        return self.sound(decode_order(order))
+        return self.sound(hash_of_order(order))
 
     # --- extents ------------------------------------------------------------------------------
 
     def add_extent(self, name: ExtentList, extent: Extent) -> None:
         """Add an extent without a stored block to a list."""
-        self._txn.put(extent_key(extent), b"", db=self._dbs[name])
+        self._put(name, extent_key(extent))
 
     def drop_extent(self, name: ExtentList, extent: Extent) -> None:
         """Take an extent off a list."""
-        self._txn.delete(extent_key(extent), db=self._dbs[name])
+        self._delete(name, extent_key(extent))
 
     def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
         """Walk over listed extents in order from a key on; nothing may change during the walk."""
-        keys = (key for key, _ in self._walk(name, start))
-        return (understand(name, split_extent_key, key) for key in keys)
+        return (split_extent_key(key) for key, _ in self._walk(name, start))
 
     def free(self, segment: int) -> Iterator[Extent]:
         """Walk over the free extents of one segment; nothing may change during the walk."""
@@ -261,11 +254,11 @@ class IndexTxn:
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
         """Add or change a segment."""
-        self._txn.put(segment_key(segment), encode(state), db=self._dbs["segments"])
+        self._put("segments", segment_key(segment), encode(state))
 
     def get_segment(self, segment: int) -> SegmentState | None:
         """Return one segment, or None if there is none."""
-        data = self._txn.get(segment_key(segment), db=self._dbs["segments"])
+        data = self._get("segments", segment_key(segment))
         return None if data is None else decode_segment(data)
 
     def is_empty(self, segment: int) -> bool:
@@ -279,20 +272,20 @@ class IndexTxn:
         """Forget a segment and its extents, which must all be free."""
         for extent in list(self.free(segment)):
             self.drop_extent("free", extent)
-        self._txn.delete(segment_key(segment), db=self._dbs["segments"])
+        self._delete("segments", segment_key(segment))
 
     # --- counters, meta -----------------------------------------------------------------
 
     @cached_property
     def meta(self) -> Meta:
         """What is known of the store as a whole; changes to it are part of the transaction."""
-        data = self._txn.get(META_KEY, db=self._dbs["meta"])
+        data = self._get("meta", META_KEY)
         return Meta() if data is None else decode_meta(data)
 
     def keep_meta(self) -> None:
         """Write `meta` if it was read in this transaction; this must be the last step of it."""
         if "meta" in self.__dict__:
-            self._txn.put(META_KEY, encode(self.meta), db=self._dbs["meta"])
+            self._put("meta", META_KEY, encode(self.meta))
 
     def saw_time(self, now: float) -> None:
         """Move the latest time seen forward to `now`, if that is later."""
@@ -320,32 +313,27 @@ class IndexTxn:
         """Add a block to the counters of its namespace and to the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
         self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
-        data = self._txn.get(namespace, db=self._dbs["namespaces"])
-        before = Totals(0, 0)
-        if data is not None:
-            before = decode_totals(data)
+        data = self._get("namespaces", namespace)
+        before = Totals(0, 0) if data is None else decode_totals(data)
         counted = before.plus(sign, payload_bytes)
-        grown_bytes = counted.extent_bytes - before.extent_bytes
-        self.growth[tenant_of(namespace)] += grown_bytes
+        self.growth[tenant_of(namespace)] += counted.extent_bytes - before.extent_bytes
         if counted.num_blocks:
-            self._txn.put(namespace, encode(counted), db=self._dbs["namespaces"])
+            self._put("namespaces", namespace, encode(counted))
         else:
-            self._txn.delete(namespace, db=self._dbs["namespaces"])
-        if is_encrypted(located.codec):
-            self._count_encrypted(scope_of(located.record), sign)
-
-    def _count_encrypted(self, scope: bytes, sign: int) -> None:
+            self._delete("namespaces", namespace)
+        if not is_encrypted(located.codec):
+            return
+        scope = scope_of(located.record)
         self.meta.num_encrypted = max(self.meta.num_encrypted + sign, 0)
-        count = self.num_encrypted(scope) + sign
-        if count > 0:
-            self._txn.put(scope, encode(count), db=self._dbs["keys"])
+        if (count := self.num_encrypted(scope) + sign) > 0:
+            self._put("keys", scope, encode(count))
         else:
-            self._txn.delete(scope, db=self._dbs["keys"])
+            self._delete("keys", scope)
             self.emptied.add(scope)
 
     def num_encrypted(self, scope: bytes) -> int:
         """Return how many blocks are encrypted under the key of a scope."""
-        data = self._txn.get(scope, db=self._dbs["keys"])
+        data = self._get("keys", scope)
         return 0 if data is None else decode_count(data)
 
     # --- whole databases --------------------------------------------------------------------
@@ -361,7 +349,7 @@ class IndexTxn:
         """Return whether a record has its keys, and a used extent not listed as pending or free."""
         keys = {name: key_of(located.record) for name, key_of in ORDERS.items()}
         keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
-        found = [self._txn.get(key, db=self._dbs[name]) for name, key in keys.items()]
+        found = [self._get(name, key) for name, key in keys.items()]
         state = self.get_segment(located.extent.segment)
         is_used = state is not None and located.extent.number < state.num_used
         return is_used and found == [b"", b"", None, None]
@@ -408,6 +396,16 @@ class IndexTxn:
     def _orders_of(self, tenant: bytes) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk("lru", tenant))
         return map(lru_order, takewhile(lambda key: key.startswith(tenant), keys))
+
+    def _get(self, name: str, key: bytes) -> bytes | None:
+        found: bytes | None = self._txn.get(key, db=self._dbs[name])
+        return found
+
+    def _put(self, name: str, key: bytes, data: bytes = b"") -> None:
+        self._txn.put(key, data, db=self._dbs[name])
+
+    def _delete(self, name: str, key: bytes) -> None:
+        self._txn.delete(key, db=self._dbs[name])
 
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk over a database's entries from a key on; nothing may change during the walk."""

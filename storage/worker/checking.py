@@ -15,13 +15,8 @@ from typing import Protocol, TypeVar
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError
 from tieredkv.storage.format.planes import aligned_buffer
-from tieredkv.storage.format.record import (
-    Extent,
-    Located,
-    extent_key,
-    padded_bytes,
-    split_extent_key,
-)
+from tieredkv.storage.format.record import Extent, Located, padded_bytes
+from tieredkv.storage.index.entries import extent_key, split_extent_key
 from tieredkv.storage.messages.operator import Checked, Verify
 from tieredkv.storage.store import BlockStore, reason_of
 

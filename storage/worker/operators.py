@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TypeVar
 
 import msgspec
@@ -150,7 +150,7 @@ class Operators:
         while len(entries) < _ROWS:
             give_way(self.front)
             with self.store.index.reading() as txn:
-                some = txn.records(key, _ROWS_A_STEP)
+                some = [*islice(txn.records(key), _ROWS_A_STEP)]
             entries += some
             if len(some) < _ROWS_A_STEP:
                 return rows_of(entries, None, self.store.clock.now(), self._retentions)

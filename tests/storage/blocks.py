@@ -26,15 +26,8 @@ from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
 from tieredkv.operate.verify import check
 from tieredkv.storage.extents.allocator import ExtentAllocator
-from tieredkv.storage.format.record import (
-    Extent,
-    Retentions,
-    decode_record,
-    expiry_key,
-    extent_key,
-    lru_key,
-)
-from tieredkv.storage.index.entries import Totals
+from tieredkv.storage.format.record import Extent, Retentions, decode_record
+from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.messages.operator import Checked, Delete, Verify
 from tieredkv.storage.options import StoreOptions
@@ -283,7 +276,7 @@ def table_of(store: BlockStore) -> BlockTable:
     """See which blocks there are."""
     reader = TableReader()
     with store.index.reading() as txn:
-        entries = txn.records(b"", 1 << 20)
+        entries = [*txn.records()]
     reader.add(rows_of(entries, None, 0.0, store.index.retentions.names))
     return reader.table
 

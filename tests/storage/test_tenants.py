@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from tests.storage.blocks import digest, make_record
 from tieredkv.storage.extents.tenants import Tenants
-from tieredkv.storage.format.record import Extent, Located, Retentions, extent_bytes_for, lru_key
+from tieredkv.storage.format.record import Extent, Located, Retentions, extent_bytes_for
+from tieredkv.storage.index.entries import lru_key
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import TXN_BLOCKS
 

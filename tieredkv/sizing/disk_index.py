@@ -16,7 +16,7 @@ from operator import attrgetter
 import msgspec
 
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import to_us
+from tieredkv.storage.index.entries import to_us
 from tieredkv.types import BlockHash
 
 
