@@ -18,16 +18,8 @@ from tieredkv.storage.folder.filesystem import Filesystem
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.folder.replaced import claim_folder
 from tieredkv.storage.format.record import FORMAT_VERSION, Located
-from tieredkv.storage.index.entries import SegmentState
 from tieredkv.storage.index.environment import Index
-from tieredkv.storage.index.rebuild import (
-    OpeningProgress,
-    from_headers,
-    from_records,
-    hold_blocks,
-    open_unknown,
-    rebuild,
-)
+from tieredkv.storage.index.rebuild import OpeningProgress, rebuild, unknown_segments
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.store_keys import open_keys
 from tieredkv.storage.keys.use import KeyUse
@@ -72,15 +64,13 @@ def open_store(
             space = Space(folder, files, earlier)
             allocator = ExtentAllocator(files, index, space, clock, failpoint)
             parts = Parts(clock, folder, index, use, files, space, allocator, failpoint)
-            # What a loss, a wrong clock or a crash left behind.
-            replace_lost_index(parts, progress)
-            num_expired = settle_clock(index, files, clock)
+            # What a loss, a crash or a wrong clock left behind.
             _open_segments(index, files)
-            unknown = open_unknown(files, index)
+            _complete_index(parts, progress)
+            num_expired = settle_clock(index, files, clock)
             allocator.reload()
-            for _ in allocator.erasing():  # also what was evicted from an unknown file
+            for _ in allocator.erasing():
                 pass
-            _settle_unknown(parts, unknown)
         # A smaller budget, and keys that no block needs any more.
         _reach_budget(parts, budget)
         use.suspect_all()
@@ -107,22 +97,24 @@ def _budgets(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
     return max(stored, wanted), wanted
 
 
-def replace_lost_index(parts: Parts, progress: OpeningProgress) -> None:
-    """Make an index that is lost, or was never completed, from the headers of the extents.
+def _complete_index(parts: Parts, progress: OpeningProgress) -> None:
+    """Make the index again if segment files that it does not know hold stored blocks.
+
+    It knows none if it is lost, or was never completed.
 
     Raises:
-        MissingKeyError: that cannot be done without keys.
+        MissingKeyError: a lost index cannot be made again without keys.
     """
     with parts.index.reading() as txn:
         is_lost = not txn.meta.format
-    if not is_lost:
-        return
-    if why := parts.key_use.lacks_keys:
+    if is_lost and (why := parts.key_use.lacks_keys):
         raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {why}")
-    source = from_headers(parts, progress)
-    if any(state.num_extents for state in source.segments.values()):
-        rebuild(parts, source, "it was lost, set aside or never completed")
-    else:  # a new store
+    if unknown_segments(parts):
+        fault = "it did not know all segments that hold blocks"
+        if is_lost:
+            fault = "it was lost, set aside or never completed"
+        rebuild(parts, fault, progress=progress)
+    elif is_lost:  # a new store
         with parts.index.writing() as txn:
             txn.meta.format = FORMAT_VERSION
 
@@ -168,18 +160,6 @@ def _open_segments(index: Index, files: SegmentFiles) -> None:
                 txn.put_segment(segment, shorter)
 
 
-def _settle_unknown(parts: Parts, unknown: dict[int, SegmentState]) -> None:
-    """Remove segment files that the index does not know, as a crash can leave one.
-
-    If one of them holds a stored block, the index is wrong, and is made again.
-    """
-    if hold_blocks(parts, unknown):
-        rebuild(parts, from_records(parts), "it did not know all segments that hold blocks")
-    else:
-        for segment in unknown:
-            parts.files.remove(segment)
-
-
 # --- a smaller budget ---------------------------------------------------------------------------
 
 
@@ -201,13 +181,12 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
         what = f"the files beside the index and segments in `{folder.path}`"
         takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
         raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
-    is_remade = budget_bytes >= larger_bytes  # a start with the budget of before takes no scan
-    while space.room_bytes < 0:
-        is_bloated = 2 * index.used_bytes() < index.file_bytes()
-        if not is_remade and (is_bloated or space.occupied_bytes > 2 * budget_bytes):
-            is_remade = _make_smaller(parts, larger_bytes)
-        if space.room_bytes < 0 and not parts.allocator.give_way():
-            break
+    is_far = space.occupied_bytes > 2 * budget_bytes
+    is_bloated = 2 * index.used_bytes() < index.file_bytes()
+    if space.room_bytes < 0 and budget_bytes < larger_bytes and (is_far or is_bloated):
+        _make_smaller(parts, larger_bytes)
+    while space.room_bytes < 0 and parts.allocator.give_way():
+        pass
     if space.room_bytes < 0:
         _make_smaller(parts, larger_bytes)
     if space.occupied_bytes > space.budget_bytes:
@@ -234,9 +213,9 @@ def _make_smaller(parts: Parts, larger_bytes: int) -> bool:
     if needed_bytes > min(room_bytes, parts.files.free_bytes()):
         return False
     try:
-        source = from_records(parts, _without_room(parts))
+        without = _without_room(parts)
         space.budget_bytes = larger_bytes + space.headroom_bytes
-        rebuild(parts, source, fault="")
+        rebuild(parts, fault="", without=without)
     except StoreFullError:
         return False
     finally:

@@ -23,7 +23,7 @@ from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
 from tieredkv.storage.format.record import Extent, Located, check_record, corrupt, decode_record
 from tieredkv.storage.index.entries import expiry_key
-from tieredkv.storage.index.rebuild import OpeningProgress, fault_of, from_records, rebuild
+from tieredkv.storage.index.rebuild import OpeningProgress, fault_of, rebuild
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.index.verdicts import is_of_memory
 from tieredkv.storage.options import StoreOptions
@@ -477,7 +477,7 @@ class BlockStore:
                 self.allocator.gone += (
                     name for name, _ in txn.records()
                 )  # not all of them may come back
-        rebuild(self._parts, from_records(self._parts), fault)
+        rebuild(self._parts, fault)
         self.key_use.suspect_all()
         with self._counting:
             self._faults["index"] += 1

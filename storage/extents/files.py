@@ -10,7 +10,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -205,6 +205,26 @@ class SegmentFiles:
         """Return how many bytes the filesystem has left; infinite if it does not say."""
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize if found.f_blocks else math.inf
+
+    def all_bytes(self) -> int:
+        """Return how many bytes the filesystem has in all; 0 if it does not say."""
+        found = os.statvfs(self.folder)
+        return found.f_blocks * found.f_frsize
+
+    def written(self, segment: int) -> Iterator[int]:
+        """Walk over the extents of a segment but those in holes, which take no time."""
+        file, at, size = self._files[segment], 0, self.size_bytes(segment)
+        while at < size:
+            try:
+                start = os.lseek(file.fd, at, os.SEEK_DATA)
+                end = os.lseek(file.fd, start, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # the rest is a hole
+                    return
+                start, end = at, size  # this filesystem does not tell
+            numbers = range(start // file.extent_bytes, -(-end // file.extent_bytes))
+            yield from numbers
+            at = numbers.stop * file.extent_bytes
 
     def allocate(self, segment: int, first_extent: int, num_extents: int) -> None:
         """Set the space of these extents aside on disk; the bytes in them may be lost.

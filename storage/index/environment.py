@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import lmdb
 import numpy as np
@@ -26,19 +26,24 @@ from tieredkv.errors import StorageError
 from tieredkv.storage.folder.own_files import check_owner, open_own, remove
 from tieredkv.storage.format.record import NO_RETENTIONS, Retentions
 from tieredkv.storage.index.entries import NAMES, ORDERS
-from tieredkv.storage.index.pages import DATA_FILE, read_meta
+from tieredkv.storage.index.pages import DATA_FILE, check_pages, read_meta
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.ownership import OwningThread, owned_by
 from tieredkv.wire.limits import check_address_space
 
-MAP_BYTES = 64 << 30
-LIB_VERSION = 0  # selects the version of LMDB that writes `pages.DATA_VERSION`
+PAGE_BYTES = 4096
+_OPTIONS: dict[str, Any] = {
+    "max_dbs": len(NAMES),
+    "map_size": 64 << 30,
+    "readahead": False,
+    "lib_version": 0,  # selects the version of LMDB that writes `pages.DATA_VERSION`
+}
+_EMPTY_BYTES = 1 << 20  # the map of an empty index in memory
 _LOCK_FILE = "lock.mdb"
 _LINKS = "index.open"  # beside the index: the folder through which LMDB finds its two files
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of a filesystem without symbolic links
 _AHEAD_BYTES = 2 << 20  # more than one ordinary transaction adds to the file
-PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
 _PAGE = np.dtype(  # the header of an LMDB page; its flags are 1 in a branch and 2 in a leaf
     {
@@ -53,6 +58,12 @@ _READ_AHEAD_BYTES = 1 << 20
 _PAUSES = 25  # each pause while the index is checked lasts this many times the step before it
 _MAX_PAUSE_S = 0.5
 _MADV_POPULATE_READ = 22
+
+Access = Literal["write", "look", "none"]
+"""Whether an index is opened to write, opened to look at what was completed of it, or left alone.
+
+One that is left alone, or that was never completed, is an empty index in memory for who looks.
+"""
 
 
 @contextmanager
@@ -81,14 +92,13 @@ def _links_to(files: dict[str, int], store: str, store_fd: int) -> Iterator[str]
     or by somebody else: it is removed by its name and never followed. Between two openings, empty
     files take the places of the links, so that these can be made on a full disk, too.
     """
-    path = os.path.join(store, _LINKS)
     with suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(_LINKS, dir_fd=store_fd).st_mode):
             os.unlink(_LINKS, dir_fd=store_fd)
     with suppress(FileExistsError):
         os.mkdir(_LINKS, dir_fd=store_fd)
         os.chmod(_LINKS, 0o700, dir_fd=store_fd)  # whatever the umask
-    with _folder_fd(path, store_fd) as links_fd:
+    with _folder_fd(os.path.join(store, _LINKS), store_fd) as links_fd:
         os.fchmod(links_fd, 0o700)
         _empty(links_fd)
         try:
@@ -99,9 +109,7 @@ def _links_to(files: dict[str, int], store: str, store_fd: int) -> Iterator[str]
             _empty(links_fd)
             with suppress(OSError):
                 for name in files:
-                    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=links_fd)
-                    os.fchmod(fd, 0o600)
-                    os.close(fd)
+                    os.close(open_own(name, os.O_CREAT | os.O_EXCL, dir_fd=links_fd))
 
 
 def _empty(folder_fd: int) -> None:
@@ -113,54 +121,66 @@ def _empty(folder_fd: int) -> None:
 class Index:
     """The LMDB environment of a store.
 
+    Args:
+        path: the folder of the index.
+        sync: whether each change is flushed to the device.
+        retentions: see below.
+        access: with anything but `write` nothing is made, locked or changed.
+
     Attributes:
         retentions: the names of retention policies, by the numbers that the records have.
         emptied: scopes of payload keys that have lost their last block since somebody took them
             from here.
     """
 
-    def __init__(self, path: str, *, sync: bool, retentions: Retentions = NO_RETENTIONS) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        sync: bool = False,
+        retentions: Retentions = NO_RETENTIONS,
+        access: Access = "write",
+    ) -> None:
         self.path = path
         self.sync = sync
         self.retentions = retentions
         self.emptied = set[bytes]()
-        self._opened: Any = None
+        self._opened: Any = None  # the environment and its databases
         self._data_fd = -1
         self._file_end = 0
+        self._writes = access == "write"
         self.thread = OwningThread()  # makes every change
         self._changing = threading.Lock()
-        self._open()
+        with storage_errors(path):
+            check_address_space(f"the index at `{path}`", _OPTIONS["map_size"])
+            if self._writes:
+                self._open()
+            elif access == "none" or not self._look():
+                self._data_fd = os.memfd_create("tieredkv-no-index", os.MFD_CLOEXEC)
+                env = _open_alone(self._data_fd, map_size=_EMPTY_BYTES)
+                self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
 
     def _open(self) -> None:
         store = os.path.dirname(os.path.abspath(self.path))
-        with storage_errors(self.path), ExitStack() as folders:
+        with ExitStack() as folders, ExitStack() as undo:
             store_fd = folders.enter_context(_folder_fd(store))
             index_fd = folders.enter_context(_folder_fd(self.path, store_fd))
             read_meta(self.path)
-            check_address_space(f"the index at `{self.path}`", MAP_BYTES)
-            data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
-            try:
-                env = self._open_through_links(store, store_fd, index_fd, data_fd)
-                # NOTE: the file is given its full length. Otherwise, reading a page that a short
-                # file lacks would raise SIGBUS; now it reads as damage. A short file alone is no
-                # damage, because pages that were never written may be missing. Bytes behind the
-                # last page are empty, and cutting them off saves room in a copied file.
-                try:
-                    size = self._end_bytes(env)
-                    os.ftruncate(data_fd, size)
-                    self._data_fd, self._file_end = data_fd, size
-                    self._opened = env, dict[str, Any]()
-                    self.keep_ahead()
-                    self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
-                except BaseException:
-                    env.close()
-                    raise
-            except BaseException:
-                self._opened, self._data_fd = None, -1
-                os.close(data_fd)
-                raise
+            self._data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
+            undo.callback(os.close, self._data_fd)
+            env = self._open_through_links(store, store_fd, index_fd)
+            undo.callback(env.close)
+            # NOTE: the file is given its full length. Otherwise, reading a page that a short file
+            # lacks would raise SIGBUS; now it reads as damage. A short file alone is no damage,
+            # because pages that were never written may be missing. Bytes behind the last page are
+            # empty, and cutting them off saves room in a copied file.
+            os.ftruncate(self._data_fd, _end_bytes(env))
+            self._file_end = _end_bytes(env) + _AHEAD_BYTES
+            os.ftruncate(self._data_fd, self._file_end)
+            self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+            undo.pop_all()
 
-    def _open_through_links(self, store: str, store_fd: int, index_fd: int, data_fd: int) -> Any:
+    def _open_through_links(self, store: str, store_fd: int, index_fd: int) -> Any:
         """Open the environment with LMDB's lock file in memory; only this process uses it.
 
         LMDB writes to a map of the lock file. On a filesystem without room for a changed page, such
@@ -168,18 +188,10 @@ class Index:
         folder of two links. A filesystem without symbolic links, such as FAT, sets room aside for
         every page of a file that grows, so there the lock file beside the data file will do.
         """
-        options: dict[str, Any] = {
-            "max_dbs": len(NAMES),
-            "map_size": MAP_BYTES,
-            "mode": 0o600,
-            "readahead": False,
-            "sync": self.sync,
-            "metasync": False,
-            "lib_version": LIB_VERSION,
-        }
+        options = _OPTIONS | {"mode": 0o600, "sync": self.sync, "metasync": False}
         lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
         try:
-            files = {DATA_FILE: data_fd, _LOCK_FILE: lock_fd}
+            files = {DATA_FILE: self._data_fd, _LOCK_FILE: lock_fd}
             with _links_to(files, store, store_fd) as path:
                 return lmdb.open(path, **options)
         except OSError as error:  # LMDB's own errors are none of these
@@ -188,6 +200,33 @@ class Index:
             return lmdb.open(f"/proc/self/fd/{index_fd}", **options)
         finally:
             os.close(lock_fd)
+
+    def _look(self) -> bool:
+        """Open the file read-only and without LMDB's lock; return False if nothing was completed.
+
+        A page that the file lacks would end the process with SIGBUS, so the pages of a file that is
+        too short are checked first. What else a damaged page may do to LMDB, it does to the process
+        of the look, and the next look leaves the index alone.
+        """
+        with ExitStack() as undo:
+            try:
+                fd = open_own(os.path.join(self.path, DATA_FILE))
+            except FileNotFoundError:
+                return False
+            undo.callback(os.close, fd)
+            if read_meta(self.path) is None:
+                return False
+            env = _open_alone(fd, readonly=True)
+            undo.callback(env.close)
+            if _end_bytes(env) > os.fstat(fd).st_size:
+                check_pages(self.path)
+            dbs = {name: env.open_db(name.encode(), create=False) for name in NAMES}
+            with env.begin() as txn:
+                is_complete = bool(IndexTxn(txn, dbs, self.retentions).meta.format)
+            if is_complete:
+                self._data_fd, self._opened = fd, (env, dbs)
+                undo.pop_all()
+            return is_complete
 
     @contextmanager
     def reading(self) -> Iterator[IndexTxn]:
@@ -220,15 +259,10 @@ class Index:
         LMDB then never makes the file grow by writing at its end. Some filesystems (XFS) give a
         file that grows that way far more space than was written, which the store cannot plan for.
         """
-        end = self._end_bytes(self._opened[0]) + num_bytes
+        end = _end_bytes(self._opened[0]) + num_bytes
         if end > self._file_end:
             self._file_end = end + _AHEAD_BYTES
             os.ftruncate(self._data_fd, self._file_end)
-
-    @staticmethod
-    def _end_bytes(env: Any) -> int:
-        """Return the file offset at which the last page ends that was ever used."""
-        return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
 
     def reading_ahead(self) -> Iterator[bool]:
         """Read the whole file and fill LMDB's map, so that the first lookups wait for no page.
@@ -247,7 +281,7 @@ class Index:
                 is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
                 yield not np.any(is_tree & (pages["number"] != places))
             # NOTE: bytes behind the last page are left out: in a tmpfs they would take up room.
-            size = ctypes.c_size_t(self._end_bytes(self._opened[0]))
+            size = ctypes.c_size_t(_end_bytes(self._opened[0]))
             with open("/proc/self/maps") as maps:
                 for line in maps:
                     if line.rstrip().endswith(os.path.realpath(path)):
@@ -327,14 +361,24 @@ class Index:
 
     def close(self) -> None:
         """Flush and close the environment; may be called again."""
-        if self._opened is not None:
+        if self._opened is None:
+            return
+        env, _ = self._opened
+        if self._writes:
             self.flush()
-            size = self._end_bytes(self._opened[0])
             with suppress(OSError):  # the length kept ahead is not needed any more
-                os.ftruncate(self._data_fd, size)
-            self._close()
-
-    def _close(self) -> None:
-        self._opened[0].close()
+                os.ftruncate(self._data_fd, _end_bytes(env))
+        env.close()
         os.close(self._data_fd)
         self._opened, self._data_fd = None, -1
+
+
+def _open_alone(fd: int, **options: Any) -> Any:
+    """Open the environment in an open file, without LMDB's lock file."""
+    path = f"/proc/self/fd/{fd}"
+    return lmdb.open(path, subdir=False, lock=False, create=False, **(_OPTIONS | options))
+
+
+def _end_bytes(env: Any) -> int:
+    """Return the file offset at which the last page ends that was ever used."""
+    return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])

@@ -1,28 +1,28 @@
-"""The one way to make a new index beside the old one, whatever it is made from.
+"""The one way to make a new index beside the old one.
 
-A source tells which blocks there are: the records of the old index, or, where that is lost, the
-headers of the extents. The new index has its own folder until it is complete, and then takes the
-place of the old one. This takes time in proportion to the store.
+What the old index is sure of is taken over from it. Segment files that it does not know, which are
+all of them once it was lost, tell by the headers of their extents which blocks they hold. The new
+index has its own folder until it is complete, and then takes the place of the old one. This takes
+time in proportion to the store.
 """
 
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFullError
-from tieredkv.storage.extents.files import SegmentFiles
+from tieredkv.storage.extents.allocator import largest_file_bytes
 from tieredkv.storage.folder.filesystem import lack_of_room
 from tieredkv.storage.format.record import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
-from tieredkv.storage.index.entries import SegmentState
+from tieredkv.storage.index.entries import SegmentState, Totals
 from tieredkv.storage.index.environment import PAGE_BYTES, Index
-from tieredkv.storage.index.transaction import IndexTxn
+from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn
 from tieredkv.storage.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -35,25 +35,19 @@ _REPORTED_EXTENTS = 25 * _BATCH_EXTENTS
 OpeningProgress = Callable[[int, int], None]
 """Called with (extents read, extents in all) now and then while headers are read."""
 
+Item = TypeVar("Item")
+Segments = Mapping[int, SegmentState]
 Found = tuple[list[Located], list[Extent]]
 """Some blocks, and some extents; extents that belong to none of the blocks belong to no block."""
 
 
-class Source(NamedTuple):
-    """What a new index is made from.
-
-    Attributes:
-        name: for people.
-        segments: the segments that it will know.
-        batches: every block, and every extent that was ever handed out.
-    """
-
-    name: str
-    segments: Mapping[int, SegmentState]
-    batches: Generator[Found, None, None]
-
-
-def rebuild(parts: Parts, source: Source, fault: str) -> None:
+def rebuild(
+    parts: Parts,
+    fault: str,
+    *,
+    without: Container[bytes] = (),
+    progress: OpeningProgress = lambda done, total: None,
+) -> None:
     """Fill a new index in batches of blocks, then put it in the place of the old one.
 
     A failure before that changes nothing, except that the blocks evicted to make room are already
@@ -62,35 +56,55 @@ def rebuild(parts: Parts, source: Source, fault: str) -> None:
 
     Args:
         parts: of the store.
-        source: what to make it from.
         fault: what is wrong with the old index, which is then counted, told, and set aside if it
             held anything; empty if nothing is.
+        without: blocks that are left out.
+        progress: called while headers are read.
 
     Raises:
         StoreFullError: the filesystem has no room for a new index.
     """
-    index, folder, now = parts.index, parts.folder, parts.clock.now()
-    with index.reading() as txn:
-        old, holds_blocks = txn.meta, any(True for _ in txn.records())
-    next_segment = max([old.next_segment, *(segment + 1 for segment in source.segments)])
-    faults = {**old.faults, "index": old.faults.get("index", 0) + 1} if fault else old.faults
-    meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
+    index, folder, keys, now = parts.index, parts.folder, parts.files.keys, parts.clock.now()
+
+    def is_kept(located: Located) -> bool:
+        record = located.record
+        is_sealed = is_encrypted(located.codec)
+        if keys is not None and not (is_sealed and keys.of_scope(scope_of(record))):
+            return False
+        return now < record.expires_at and record.block_hash not in without
+
+    unknown = unknown_segments(parts)
     folder.make_draft()
     draft = Index(folder.draft_path, sync=index.sync, retentions=index.retentions)
     try:
-        with draft.writing() as txn:
-            txn.begin(meta, source.segments)
-        with closing(source.batches) as batches:
-            for stored, extents in batches:
+        with index.reading() as old:
+            known, was_used = old.segments(), any(True for _ in old.records())
+            num_faults = old.meta.faults.get("index", 0) + bool(fault)
+            with draft.writing() as txn:
+                txn.meta = replace(
+                    old.meta,
+                    format=FORMAT_VERSION,
+                    next_segment=max([old.meta.next_segment, *(each + 1 for each in unknown)]),
+                    totals=Totals(0, 0),
+                    needs_rebuild=False,
+                    faults=old.meta.faults | ({"index": num_faults} if num_faults else {}),
+                    num_encrypted=0,
+                )
+                for segment, state in (known | unknown).items():
+                    txn.put_segment(segment, state)
+            sources = _from_records(parts, old, known), _from_headers(parts, old, unknown, progress)
+            for found, extents in chain(*sources):
+                stored = list(filter(is_kept, found))
                 parts.space.measure()
                 with draft.writing() as txn:
-                    _fill(txn, [each for each in stored if now < each.record.expires_at], extents)
+                    _fill(txn, stored, extents)
                     draft.keep_ahead(_make_room(txn, parts, len(stored)))
                     times = ((each.record.computed_at, each.record.last_used) for each in stored)
                     txn.saw_time(max(chain.from_iterable(times), default=0.0))
                     parts.failpoint("adopt:before")
+            is_kept_aside = bool(fault) and (was_used or bool(old.meta.format))
         draft.flush()
-        folder.take_draft(sets_aside=bool(fault) and (bool(old.format) or holds_blocks))
+        folder.take_draft(sets_aside=is_kept_aside)
     except BaseException as error:
         is_short = parts.files.free_bytes() < parts.space.headroom_bytes
         draft.close()
@@ -105,7 +119,18 @@ def rebuild(parts: Parts, source: Source, fault: str) -> None:
         pass
     if fault:
         text = "the index of `%s` was rebuilt from %s: %s"
-        logger.warning(text, folder.path, source.name, fault)
+        source = "its records" if was_used else "the extent headers"
+        logger.warning(text, folder.path, source, fault)
+
+
+def fault_of(index: Index) -> str:
+    """Say how an index contradicts itself; empty if it does not."""
+    try:
+        with index.reading() as txn:
+            found = txn.contradictions()
+    except CorruptIndexError as error:
+        return str(error)
+    return f"it contradicts itself ({', '.join(found)})" if found else ""
 
 
 def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
@@ -148,123 +173,89 @@ def _make_room(txn: IndexTxn, parts: Parts, num_blocks: int) -> int:
     return needed_bytes
 
 
-def fault_of(index: Index) -> str:
-    """Say how an index contradicts itself; empty if it does not."""
-    try:
-        with index.reading() as txn:
-            found = txn.contradictions()
-    except CorruptIndexError as error:
-        return str(error)
-    return f"it contradicts itself ({', '.join(found)})" if found else ""
+def _from_records(parts: Parts, txn: IndexTxn, known: Segments) -> Iterator[Found]:
+    """Walk over the sound records, then over the other extents of the segments that it knows.
 
-
-# --- the two sources ----------------------------------------------------------------------------
-
-
-def from_records(parts: Parts, dropped: Container[bytes] = ()) -> Source:
-    """Return what the index is sure of, and what the headers in files unknown to it say.
-
-    Blocks that are `dropped` are left out. If several records claim the same extent, none of them
-    is kept, as at most one can be right. Nor is a block whose payload key is gone.
+    If several records claim the same extent, all are left out, as at most one can be right. Extents
+    that are lent belong to no block.
     """
-    unknown = open_unknown(parts.files, parts.index)
-    with parts.index.reading() as txn:
-        segments = txn.segments() | unknown
-    keys, lent = parts.files.keys, parts.allocator.lent
-
-    def is_kept(located: Located) -> bool:
-        if located.extent.segment not in segments or located.record.block_hash in dropped:
-            return False
-        is_sealed = is_encrypted(located.codec)
-        scope = scope_of(located.record)
-        return keys is None or (is_sealed and keys.of_scope(scope) is not None)
-
-    def records() -> Generator[Found, None, None]:
-        with parts.index.reading() as txn:
-            claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
-            kept = set[Extent]()
-            blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
-            sound = filter(is_kept, blocks)
-            while some := list(islice(sound, _BATCH_EXTENTS)):
-                extents = [each.extent for each in some]
-                kept.update(extents)
-                yield some, extents
-            others = {*_extents_of(segments), *lent} - kept
-            strays = {each for each in others if each.segment in unknown}
-            yield from _stray_blocks(parts, txn, sorted(strays))
-            rest = iter(others - strays)
-            while extents := list(islice(rest, _BATCH_EXTENTS)):
-                yield [], extents
-
-    return Source("its records", segments, records())
+    lent = parts.allocator.lent
+    claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
+    blocks = (each for _, each in txn.blocks() if each and each.extent.segment in known)
+    for some in _batches(blocks, _BATCH_EXTENTS):
+        yield [each for each in some if claims[each.extent] == 1], [each.extent for each in some]
+    rest = ({*_extents_of(known)} - claims.keys()) | lent.keys()
+    for extents in _batches(rest, _BATCH_EXTENTS):
+        yield [], extents
 
 
-def from_headers(parts: Parts, progress: OpeningProgress) -> Source:
-    """Return what the headers in all segment files say."""
-    segments = open_unknown(parts.files, parts.index)
-
-    def headers() -> Generator[Found, None, None]:
-        num_read, num_extents = 0, sum(state.num_extents for state in segments.values())
-        for found, batch in _read_headers(parts.files, _extents_of(segments)):
+def _from_headers(
+    parts: Parts, txn: IndexTxn, unknown: Segments, progress: OpeningProgress
+) -> Iterator[Found]:
+    """Walk over the extents of segments that the index does not know, and tell of it."""
+    num_read, num_extents = 0, sum(state.num_used for state in unknown.values())
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        for extents in _batches(_extents_of(unknown), _BATCH_EXTENTS):
             progress(num_read, num_extents)
             if num_read % _REPORTED_EXTENTS == 0:
                 text = "the index is being rebuilt from extent headers: %d of %d extents read"
                 logger.warning(text, num_read, num_extents)
-            num_read += len(batch)
-            yield found, batch
-
-    return Source("the extent headers", segments, headers())
+            num_read += len(extents)
+            yield _stored_in(parts, txn, pool, extents), extents
 
 
-# --- what the files hold ------------------------------------------------------------------------
+# --- segments that the index does not know --------------------------------------------------------
 
 
-def open_unknown(files: SegmentFiles, index: Index) -> dict[int, SegmentState]:
-    """Open the segment files that the index does not know; every extent in them may be used."""
-    with index.reading() as txn:
+def unknown_segments(parts: Parts) -> dict[int, SegmentState]:
+    """Open the segment files that the index does not know, and return those that hold blocks.
+
+    A file without a stored block is removed, as a crash can leave one, and so is one that is longer
+    than segments become. Holes take no time, however long they are.
+    """
+    files, found = parts.files, dict[int, SegmentState]()
+    most_bytes = largest_file_bytes(max(parts.space.budget_bytes, files.all_bytes()))
+    with parts.index.reading() as txn, ThreadPoolExecutor(_HEADER_THREADS) as pool:
         known = txn.segments()
-    found = {}
-    for segment, (_, extent_bytes) in files.names().items():
-        if segment not in files:
-            files.open(segment, extent_bytes)
-        elif segment in known:
-            continue
-        num_extents = files.size_bytes(segment) // extent_bytes
-        found[segment] = SegmentState(extent_bytes, num_extents, num_extents)
+        for segment, (_, extent_bytes) in files.names().items():
+            if segment not in files:
+                files.open(segment, extent_bytes)
+            if segment in known:
+                continue
+            is_short = files.size_bytes(segment) <= max(most_bytes, extent_bytes)
+            written = [Extent(segment, n) for n in files.written(segment)] if is_short else []
+            if any(_stored_in(parts, txn, pool, some) for some in _batches(written, TXN_BLOCKS)):
+                num_used = written[-1].number + 1
+                files.truncate(segment, num_used)
+                found[segment] = SegmentState(extent_bytes, num_used, num_used)
+            else:
+                files.remove(segment)
     return found
 
 
-def hold_blocks(parts: Parts, unknown: Mapping[int, SegmentState]) -> bool:
-    """Return whether segment files that the index does not know hold any stored block."""
-    with parts.index.reading() as txn:
-        return any(stored for stored, _ in _stray_blocks(parts, txn, _extents_of(unknown)))
-
-
-def _stray_blocks(parts: Parts, txn: IndexTxn, extents: Iterable[Extent]) -> Iterator[Found]:
+def _stored_in(
+    parts: Parts, txn: IndexTxn, pool: ThreadPoolExecutor, extents: Iterable[Extent]
+) -> list[Located]:
     """Read the headers of extents in files that the index does not know; return what is stored.
 
     An extent that the index lists as free or pending, or whose block it has elsewhere, holds no
     stored block, whatever its header says.
     """
-    now, dropped = parts.clock.now(), {*txn.extents("free"), *txn.extents("pending")}
-    for found, batch in _read_headers(parts.files, extents):
-        stored = []
-        for each in found:
-            located = txn.sound(each.record.block_hash) or each
-            is_here = located.extent == each.extent and each.extent not in dropped
-            if is_here and now < located.record.expires_at:
-                stored.append(located)
-        yield stored, batch
+    now, stored = parts.clock.now(), list[Located]()
+    for found in filter(None, pool.map(parts.files.header_at, extents)):
+        located = txn.sound(found.record.block_hash) or found
+        is_here = located.extent == found.extent and not txn.is_listed(found.extent)
+        if is_here and now < located.record.expires_at:
+            stored.append(located)
+    return stored
 
 
-def _extents_of(segments: Mapping[int, SegmentState]) -> Iterator[Extent]:
+def _extents_of(segments: Segments) -> Iterator[Extent]:
     """Walk over all extents of these segments that were ever handed out."""
     return (Extent(s, number) for s, state in segments.items() for number in range(state.num_used))
 
 
-def _read_headers(files: SegmentFiles, extents: Iterable[Extent]) -> Iterator[Found]:
-    """Read the headers of extents in batches; return the blocks that they name."""
-    rest = iter(extents)
-    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        while batch := list(islice(rest, _BATCH_EXTENTS)):
-            yield [each for each in pool.map(files.header_at, batch) if each], batch
+def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch

@@ -5,14 +5,12 @@ module knows databases and their entries, not segment files: extents are numbers
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from heapq import merge
 from itertools import islice, takewhile
 from typing import Any, TypeVar
-
-from msgspec.structs import replace
 
 from tieredkv.errors import CorruptBlockError
 from tieredkv.storage.format.record import (
@@ -196,6 +194,11 @@ class IndexTxn:
             found.append((key, block_hash))
         return found
 
+    def latest_expiry(self) -> float:
+        """Return when the last block expires; 0.0 without blocks."""
+        with self._txn.cursor(db=self._dbs["expiry"]) as cursor:
+            return split_expiry_key(cursor.key())[0] / 1e6 if cursor.last() else 0.0
+
     def drop_expiry_key(self, key: bytes) -> None:
         """Drop a key of `expiry` that belongs to no sound record."""
         self._delete("expiry", key)
@@ -237,6 +240,11 @@ class IndexTxn:
     def drop_extent(self, name: ExtentList, extent: Extent) -> None:
         """Take an extent off a list."""
         self._delete(name, extent_key(extent))
+
+    def is_listed(self, extent: Extent) -> bool:
+        """Return whether an extent is free or pending, so that it holds no stored block."""
+        key = extent_key(extent)
+        return any(self._get(name, key) is not None for name in ("free", "pending"))
 
     def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
         """Walk over listed extents in order from a key on; nothing may change during the walk."""
@@ -347,12 +355,10 @@ class IndexTxn:
 
     def is_whole(self, located: Located) -> bool:
         """Return whether a record has its keys, and a used extent not listed as pending or free."""
-        keys = {name: key_of(located.record) for name, key_of in ORDERS.items()}
-        keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
-        found = [self._get(name, key) for name, key in keys.items()]
         state = self.get_segment(located.extent.segment)
         is_used = state is not None and located.extent.number < state.num_used
-        return is_used and found == [b"", b"", None, None]
+        keys = [self._get(name, key_of(located.record)) for name, key_of in ORDERS.items()]
+        return is_used and None not in keys and not self.is_listed(located.extent)
 
     def contradictions(self) -> list[str]:
         """Compare all counters and return the names of those that disagree.
@@ -378,12 +384,6 @@ class IndexTxn:
         """Return up to `limit` keys from `start` on, the count of all keys, the transaction id."""
         keys = [key for key, _ in islice(self._walk(name, start), limit)]
         return keys, self._txn.stat(self._dbs[name])["entries"], self._txn.id()
-
-    def begin(self, meta: Meta, segments: Mapping[int, SegmentState]) -> None:
-        """Fill an empty index with a store's meta data and segments, before any block is added."""
-        self.meta = replace(meta, totals=Totals(0, 0), num_encrypted=0, needs_rebuild=False)
-        for segment, state in segments.items():
-            self.put_segment(segment, state)
 
     def clear(self) -> None:
         """Empty all databases but `meta`."""

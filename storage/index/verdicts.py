@@ -16,8 +16,8 @@ itself stays as it is, and so does every file after every other error: the disk 
 cause is told, and the worker is started again and again with growing pauses.
 
 An error that neither is evidence nor names a cause in the system (any other code of LMDB, an
-exception that nobody foresaw, a crash outside the index) ends the worker. Its next start looks for evidence
-by reading every page of the index before LMDB maps it.
+exception that nobody foresaw, a crash outside the index) ends the worker. Its next start looks for
+evidence by reading every page of the index before LMDB maps it.
 """
 
 import errno

@@ -45,7 +45,7 @@ from tieredkv.storage.folder.folder import (
 from tieredkv.storage.folder.lock import is_wanted, lock_to_look
 from tieredkv.storage.folder.marker import refuse_replaced
 from tieredkv.storage.folder.own_files import open_own
-from tieredkv.storage.index.looked import LookedIndex
+from tieredkv.storage.index.environment import Access, Index
 from tieredkv.storage.index.pages import check_pages
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.place import KeyPlace
@@ -151,18 +151,21 @@ class LookedStore(BlockStore):
                 check_pages(folder.index_path)
             is_believed = index != "set_aside" and not folder.lost_unflushed
             names = folder.retentions
-            looked = LookedIndex(folder.index_path, is_read=is_believed, retentions=names)
+            access: Access = "look" if is_believed else "none"
+            looked = Index(folder.index_path, retentions=names, access=access)
             undo.callback(looked.close)
+            with looked.reading() as txn:
+                is_read = bool(txn.meta.format)
             keys, why = _look_for_keys(folder, options, needs)
             use = KeyUse(looked, clock, keys, why, options.longest_s)
             filesystem = Filesystem.look(os.path.join(folder.path, MARKER))
             files = SegmentFiles(folder.segments_path, filesystem, use.living, names, writes=False)
             undo.callback(files.close)
             num_unknown = _open_segments(files, looked)
-            if not looked.is_read and is_believed and num_unknown:
+            if not is_read and is_believed and num_unknown:
                 text = f"the index is lost or was never completed; {_REBUILDS}"
                 needs.append(Need("index_lost", text))
-            elif looked.is_read and num_unknown:
+            elif is_read and num_unknown:
                 text = f"the index does not know {num_unknown} segment files; the next start of a "
                 text += "server removes those without blocks, or makes the index again"
                 needs.append(Need("segments", text))
@@ -174,7 +177,7 @@ class LookedStore(BlockStore):
             store = cls(parts, num_expired, options)
             undo.pop_all()
         store.needs = needs
-        store.is_whole = not num_unknown and (looked.is_read or is_believed)
+        store.is_whole = not num_unknown and (is_read or is_believed)
         return store
 
     def ask_for_rebuild(self) -> None:
@@ -221,7 +224,7 @@ def _look_for_keys(
     return StoreKeys(place, table), ""
 
 
-def _open_segments(files: SegmentFiles, index: LookedIndex) -> int:
+def _open_segments(files: SegmentFiles, index: Index) -> int:
     """Open the segment files that the index knows; return how many others there are."""
     names = dict[int, tuple[str, int]]()
     with suppress(FileNotFoundError):
@@ -237,7 +240,7 @@ def _open_segments(files: SegmentFiles, index: LookedIndex) -> int:
     return len(others)
 
 
-def _compare_clocks(index: LookedIndex, clock: Clock, needs: list[Need]) -> int:
+def _compare_clocks(index: Index, clock: Clock, needs: list[Need]) -> int:
     """Compare the clock with the store's latest time; return how many blocks expire by it."""
     with index.reading() as txn:
         mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
@@ -251,7 +254,8 @@ def _compare_clocks(index: LookedIndex, clock: Clock, needs: list[Need]) -> int:
     text = f"the clock is {behind_s:.0f} s behind the store's latest time, so its {num_blocks} "
     text += "blocks count as expired; the next start of a server removes them unless the clock is "
     needs.append(Need("clock", f"{text}set right before"))
-    clock.advance_to(index.latest_expiry())
+    with index.reading() as txn:
+        clock.advance_to(txn.latest_expiry())
     return num_blocks
 
 

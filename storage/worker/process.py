@@ -36,7 +36,7 @@ _MAX_STACK_BYTES = 64 << 10
 _INNERMOST_FRAME = re.compile(rb'most recent call first.*\n  File "(.*)", line (\d+) in (.*)')
 _INDEX_MODULES = tuple(  # all that calls LMDB
     os.fsencode(os.path.join("storage", "index", name))
-    for name in ("environment.py", "transaction.py", "looked.py")
+    for name in ("environment.py", "transaction.py")
 )
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 

@@ -1,5 +1,7 @@
 """What a start does with a store: the index that it makes again, and why."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.storage.blocks import (
     open_store,
     payload_of,
     put,
+    segment_files,
     stored_hashes,
     sweep,
 )
@@ -61,6 +64,60 @@ def test_a_rebuild_says_what_it_is_made_from_and_why(
         store.check()
     [said] = [text for text in caplog.messages if "was rebuilt from" in text]
     told(said)
+
+
+@pytest.mark.parametrize("harm", [lose, leave])
+@pytest.mark.parametrize("data", [b"", b"?" * 4096], ids=["empty", "written at its end"])
+@pytest.mark.parametrize(
+    ("size", "tells_holes"),
+    [(1 << 30, True), (1 << 40, True), (1 << 40, False)],
+    ids=["1 GiB", "1 TiB", "1 TiB, on a filesystem that tells no holes"],
+)
+def test_a_file_of_holes_among_the_segments_is_removed_without_reading_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    data: bytes,
+    harm: Callable[[Path], object],
+    tells_holes: bool,
+) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        put(store, *RECORDS)
+    foreign = path / "segments" / "00000009-8192.seg"
+    foreign.touch(mode=0o600)
+    with foreign.open("r+b") as file:
+        file.truncate(size)
+        file.seek(size - len(data))
+        file.write(data)
+    if not tells_holes:
+
+        def refuse(*args: object) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        monkeypatch.setattr(os, "lseek", refuse)
+    harm(path)
+    with open_store(path) as store:
+        assert store.bytes_read < 2 << 20
+        assert not foreign.exists()
+        assert [load(store, each) for each in RECORDS] == list(map(payload_of, RECORDS))
+        store.check()
+
+
+def test_space_behind_the_last_block_of_a_lost_index_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with open_store(path, budget_bytes=64 << 20) as store:
+        put(store, *RECORDS)
+        store.delete([each.block_hash for each in RECORDS[10:]], "test")
+        sweep(store)
+    [segment] = segment_files(path)
+    assert segment.stat().st_size > 20 * 12_288
+    lose(path)
+    with open_store(path, budget_bytes=64 << 20) as store:
+        assert segment.stat().st_size == 10 * 12_288
+        assert [load(store, each) for each in RECORDS[:10]] == list(map(payload_of, RECORDS[:10]))
+        assert all(put(store, *RECORDS))
+        store.check()
 
 
 def test_a_smaller_budget_makes_a_smaller_index_that_was_not_at_fault(tmp_path: Path) -> None:
