@@ -6,10 +6,12 @@ never writes raise CorruptIndexError.
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta as Bounds
+from msgspec.msgpack import Decoder
 
 from tieredkv.errors import CorruptIndexError
 from tieredkv.storage.format.record import Extent, extent_bytes_for
@@ -93,11 +95,6 @@ class Meta(msgspec.Struct):
     num_encrypted: int = 0
 
 
-encode = msgspec.msgpack.Encoder().encode
-_decode_meta = msgspec.msgpack.Decoder(Meta).decode
-_decode_totals = msgspec.msgpack.Decoder(Totals).decode
-_decode_count = msgspec.msgpack.Decoder(int).decode
-_decode_segment = msgspec.msgpack.Decoder(SegmentState).decode
 Value = TypeVar("Value")
 
 
@@ -113,24 +110,16 @@ def _understand(databases: str, decode: Callable[[bytes], Value], data: bytes) -
         raise CorruptIndexError(f"an entry of {databases} is damaged: {error}") from error
 
 
-def decode_meta(data: bytes) -> Meta:
-    """Decode what `meta` holds."""
-    return _understand("`meta`", _decode_meta, data)
-
-
-def decode_totals(data: bytes) -> Totals:
-    """Decode the counters of a namespace."""
-    return _understand("`namespaces`", _decode_totals, data)
-
-
-def decode_count(data: bytes) -> int:
-    """Decode how many blocks are encrypted under one key."""
-    return _understand("`keys`", _decode_count, data)
+encode = msgspec.msgpack.Encoder().encode
+decode_meta = partial(_understand, "`meta`", Decoder(Meta).decode)
+decode_totals = partial(_understand, "`namespaces`", Decoder(Totals).decode)
+decode_count = partial(_understand, "`keys`", Decoder(int).decode)
+_decode_segment = partial(_understand, "`segments`", Decoder(SegmentState).decode)
 
 
 def decode_segment(data: bytes) -> SegmentState:
     """Decode the state of a segment; an impossible state raises CorruptIndexError."""
-    state = _understand("`segments`", _decode_segment, data)
+    state = _decode_segment(data)
     if state.num_used > state.num_extents:
         raise CorruptIndexError(f"an entry of `segments` is damaged: {state} is impossible")
     return state
