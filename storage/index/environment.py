@@ -147,7 +147,6 @@ class Index:
         self.emptied = set[bytes]()
         self._opened: Any = None  # the environment and its databases
         self._data_fd = -1
-        self._file_end = 0
         self._writes = access == "write"
         self.thread = OwningThread()  # makes every change
         self._changing = threading.Lock()
@@ -174,9 +173,8 @@ class Index:
             # lacks would raise SIGBUS; now it reads as damage. A short file alone is no damage,
             # because pages that were never written may be missing. Bytes behind the last page are
             # empty, and cutting them off saves room in a copied file.
-            os.ftruncate(self._data_fd, _end_bytes(env))
-            self._file_end = _end_bytes(env) + _AHEAD_BYTES
-            os.ftruncate(self._data_fd, self._file_end)
+            os.ftruncate(self._data_fd, end := _end_bytes(env))
+            os.ftruncate(self._data_fd, end + _AHEAD_BYTES)
             self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
             undo.pop_all()
 
@@ -260,9 +258,8 @@ class Index:
         file that grows that way far more space than was written, which the store cannot plan for.
         """
         end = _end_bytes(self._opened[0]) + num_bytes
-        if end > self._file_end:
-            self._file_end = end + _AHEAD_BYTES
-            os.ftruncate(self._data_fd, self._file_end)
+        if end > os.fstat(self._data_fd).st_size:
+            os.ftruncate(self._data_fd, end + _AHEAD_BYTES)
 
     def reading_ahead(self) -> Iterator[bool]:
         """Read the whole file and fill LMDB's map, so that the first lookups wait for no page.
@@ -341,8 +338,7 @@ class Index:
         Running read transactions finish on the old environment, which closes after the last one.
         """
         os.close(self._data_fd)
-        self._opened, self._file_end = draft._opened, draft._file_end
-        self._data_fd = draft._data_fd
+        self._opened, self._data_fd = draft._opened, draft._data_fd
 
     def file_bytes(self) -> int:
         """Return how many bytes the index file occupies on disk."""

@@ -118,19 +118,19 @@ class IndexTxn:
 
     def insert(self, located: Located) -> None:
         """Add a block that has no entry."""
-        self._put_keys(located)
+        self._put_record(located)
         self._count(located, 1)
 
     def replace(self, old: Located, new: Located) -> None:
         """Change retention, recency or hits of a block that stays where it is."""
-        self._delete_keys(old)
-        self._put_keys(new)
+        self._put_record(new, old)
 
     def remove(self, located: Located) -> None:
         """Drop a block's entry and list its extent as pending, to be erased or reused."""
         self._delete("blocks", located.record.block_hash)
         self.gone.append(located.record.block_hash)
-        self._delete_keys(located)
+        for name, key_of in ORDERS.items():
+            self._delete(name, key_of(located.record))
         self._count(located, -1)
         self.add_extent("pending", located.extent)
 
@@ -168,18 +168,20 @@ class IndexTxn:
             if expiry_of(key, data) is not None:
                 yield key, data
 
-    def _put_keys(self, located: Located) -> None:
+    def _put_record(self, located: Located, old: Located | None = None) -> None:
+        """Write a record, and those of its keys that the old one does not have."""
         record = located.record
         self._put("blocks", record.block_hash, encode_record(located, self._retentions))
-        keys = {name: key_of(record) for name, key_of in ORDERS.items()}
-        for name, key in keys.items():
-            self._put(name, key)
-        tenant, order = keys["lru"][:TENANT_BYTES], lru_order(keys["lru"])
-        self.first_orders[tenant] = min(self.first_orders.get(tenant, order), order)
-
-    def _delete_keys(self, located: Located) -> None:
         for name, key_of in ORDERS.items():
-            self._delete(name, key_of(located.record))
+            key, old_key = key_of(record), None if old is None else key_of(old.record)
+            if key == old_key:
+                continue
+            if old_key is not None:
+                self._delete(name, old_key)
+            self._put(name, key)
+            if name == "lru":
+                tenant, order = key[:TENANT_BYTES], lru_order(key)
+                self.first_orders[tenant] = min(self.first_orders.get(tenant, order), order)
 
     # --- orders -----------------------------------------------------------------------------
 
