@@ -98,23 +98,23 @@ def _budgets(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
 
 
 def _complete_index(parts: Parts, progress: OpeningProgress) -> None:
-    """Make the index again if segment files that it does not know hold stored blocks.
+    """Make the index again if it is not complete, or does not know all segments with blocks.
 
-    It knows none if it is lost, or was never completed.
+    A new store needs none to be made again.
 
     Raises:
         MissingKeyError: a lost index cannot be made again without keys.
     """
     with parts.index.reading() as txn:
-        is_lost = not txn.meta.format
+        is_lost, knows_any = not txn.meta.format, bool(txn.segments())
     if is_lost and (why := parts.key_use.lacks_keys):
         raise MissingKeyError(f"the index has to be rebuilt, which needs the keys: {why}")
-    if unknown_segments(parts):
+    if unknown_segments(parts) or (is_lost and knows_any):
         fault = "it did not know all segments that hold blocks"
         if is_lost:
             fault = "it was lost, set aside or never completed"
         rebuild(parts, fault, progress=progress)
-    elif is_lost:  # a new store
+    elif is_lost:
         with parts.index.writing() as txn:
             txn.meta.format = FORMAT_VERSION
 

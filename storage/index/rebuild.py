@@ -64,45 +64,14 @@ def rebuild(
     Raises:
         StoreFullError: the filesystem has no room for a new index.
     """
-    index, folder, keys, now = parts.index, parts.folder, parts.files.keys, parts.clock.now()
-
-    def is_kept(located: Located) -> bool:
-        record = located.record
-        is_sealed = is_encrypted(located.codec)
-        if keys is not None and not (is_sealed and keys.of_scope(scope_of(record))):
-            return False
-        return now < record.expires_at and record.block_hash not in without
-
-    unknown = unknown_segments(parts)
+    index, folder = parts.index, parts.folder
+    with index.reading() as old:
+        was_used = any(True for _ in old.records())
+        is_kept_aside = bool(fault) and (was_used or bool(old.meta.format))
     folder.make_draft()
     draft = Index(folder.draft_path, sync=index.sync, retentions=index.retentions)
     try:
-        with index.reading() as old:
-            known, was_used = old.segments(), any(True for _ in old.records())
-            num_faults = old.meta.faults.get("index", 0) + bool(fault)
-            with draft.writing() as txn:
-                txn.meta = replace(
-                    old.meta,
-                    format=FORMAT_VERSION,
-                    next_segment=max([old.meta.next_segment, *(each + 1 for each in unknown)]),
-                    totals=Totals(0, 0),
-                    needs_rebuild=False,
-                    faults=old.meta.faults | ({"index": num_faults} if num_faults else {}),
-                    num_encrypted=0,
-                )
-                for segment, state in (known | unknown).items():
-                    txn.put_segment(segment, state)
-            sources = _from_records(parts, old, known), _from_headers(parts, old, unknown, progress)
-            for found, extents in chain(*sources):
-                stored = list(filter(is_kept, found))
-                parts.space.measure()
-                with draft.writing() as txn:
-                    _fill(txn, stored, extents)
-                    draft.keep_ahead(_make_room(txn, parts, len(stored)))
-                    times = ((each.record.computed_at, each.record.last_used) for each in stored)
-                    txn.saw_time(max(chain.from_iterable(times), default=0.0))
-                    parts.failpoint("adopt:before")
-            is_kept_aside = bool(fault) and (was_used or bool(old.meta.format))
+        _fill(draft, parts, fault, without, progress)
         draft.flush()
         folder.take_draft(sets_aside=is_kept_aside)
     except BaseException as error:
@@ -133,7 +102,42 @@ def fault_of(index: Index) -> str:
     return f"it contradicts itself ({', '.join(found)})" if found else ""
 
 
-def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
+def _fill(
+    draft: Index, parts: Parts, fault: str, without: Container[bytes], progress: OpeningProgress
+) -> None:
+    """Fill a new index in batches of blocks; see `rebuild`."""
+    keys, now, unknown = parts.files.keys, parts.clock.now(), unknown_segments(parts)
+
+    def is_kept(located: Located) -> bool:
+        record = located.record
+        is_sealed = is_encrypted(located.codec)
+        if keys is not None and not (is_sealed and keys.of_scope(scope_of(record))):
+            return False
+        return now < record.expires_at and record.block_hash not in without
+
+    with parts.index.reading() as old:
+        segments = (known := old.segments()) | unknown
+        with draft.writing() as txn:
+            txn.meta = replace(old.meta, format=FORMAT_VERSION, totals=Totals(0, 0))
+            txn.meta.num_encrypted, txn.meta.needs_rebuild = 0, False
+            if fault:
+                txn.meta.faults["index"] = txn.meta.faults.get("index", 0) + 1
+            for segment, state in segments.items():
+                txn.put_segment(segment, state)
+                txn.meta.next_segment = max(txn.meta.next_segment, segment + 1)
+        sources = _from_records(parts, old, known), _from_headers(parts, old, unknown, progress)
+        for found, extents in chain(*sources):
+            stored = list(filter(is_kept, found))
+            parts.space.measure()
+            with draft.writing() as txn:
+                _add(txn, stored, extents)
+                draft.keep_ahead(_make_room(txn, parts, len(stored)))
+                times = ((each.record.computed_at, each.record.last_used) for each in stored)
+                txn.saw_time(max(chain.from_iterable(times), default=0.0))
+                parts.failpoint("adopt:before")
+
+
+def _add(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
     """Insert blocks, of two copies the newer one, and list extents without a block as pending."""
     for extent in {*extents}.difference(each.extent for each in found):
         txn.add_extent("pending", extent)

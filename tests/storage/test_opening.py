@@ -44,11 +44,19 @@ def lose_order(path: Path) -> None:
         txn.drop(lru, delete=False)
 
 
+def lose_meta(path: Path) -> None:
+    """Lose what the index knows of the store as a whole."""
+    with plain_index(path, "meta") as (txn, meta):
+        txn.drop(meta, delete=False)
+
+
 def leave(path: Path) -> None:
     """Change nothing."""
 
 
-@pytest.mark.parametrize("harm", [lose, set_aside, forget_segments, damage, lose_order, leave])
+@pytest.mark.parametrize(
+    "harm", [lose, set_aside, forget_segments, damage, lose_order, lose_meta, leave]
+)
 def test_a_rebuild_says_what_it_is_made_from_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], object]
 ) -> None:
@@ -62,6 +70,9 @@ def test_a_rebuild_says_what_it_is_made_from_and_why(
             store.make_index_again()
         assert store.stats().faults["index"] == 1
         store.check()
+        assert put(store, make_record("b", size_bytes=16384)) == [True]
+        kept = [each for each in RECORDS if harm is not damage or each is not RECORDS[3]]
+        assert [load(store, each) for each in kept] == list(map(payload_of, kept))
     [said] = [text for text in caplog.messages if "was rebuilt from" in text]
     told(said)
 

@@ -473,7 +473,7 @@ def test_an_index_that_cannot_be_made_again_for_want_of_space_is_tried_again(
     stored: Harness, break_worker: Break
 ) -> None:
     action = "raise OSError(28, 'No space left on device')"
-    flag = break_worker("index.rebuild", "_fill", action)
+    flag = break_worker("index.rebuild", "_add", action)
     client = stored.open()
     flag.touch()
     os.truncate(stored.folder / "index" / "data.mdb", 4096)
