@@ -7,7 +7,7 @@ that were under way.
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from tieredkv.clock import Clock
 from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
@@ -195,13 +195,11 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
         raise StoreFullError(f"{what}; raise `disk_size`")
 
 
-def _make_smaller(parts: Parts, larger_bytes: int) -> bool:
+def _make_smaller(parts: Parts, larger_bytes: int) -> None:
     """Make the index again without the blocks that have no room, if there is room for that.
 
     The old index and the new one exist side by side for a while. Both, and what the last batch of
     blocks changes, must fit into the larger budget that was in force before, and onto the disk.
-
-    Returns whether there was.
     """
     index, space = parts.index, parts.space
     smaller_bytes = space.budget_bytes
@@ -209,19 +207,16 @@ def _make_smaller(parts: Parts, larger_bytes: int) -> bool:
     # The new index, its changed pages, and the room that is kept for changes of both.
     needed_bytes = parts.files.filesystem.spread_bytes(int(3 * kept * index.used_bytes()))
     # The old index does not change meanwhile, so the room kept for its changes is free.
-    room_bytes = larger_bytes - space.occupied_bytes
-    if needed_bytes > min(room_bytes, parts.files.free_bytes()):
-        return False
+    if needed_bytes > min(larger_bytes - space.occupied_bytes, parts.files.free_bytes()):
+        return
     try:
         without = _without_room(parts)
         space.budget_bytes = larger_bytes + space.headroom_bytes
-        rebuild(parts, fault="", without=without)
-    except StoreFullError:
-        return False
+        with suppress(StoreFullError):
+            rebuild(parts, fault="", without=without)
     finally:
         space.budget_bytes = smaller_bytes
         space.measure()
-    return True
 
 
 def _without_room(parts: Parts) -> set[bytes]:
