@@ -262,29 +262,31 @@ class Index:
             os.ftruncate(self._data_fd, end + _AHEAD_BYTES)
 
     def reading_ahead(self) -> Iterator[bool]:
-        """Read the whole file and fill LMDB's map, so that the first lookups wait for no page.
+        """Read all pages and fill LMDB's map, so that the first lookups wait for no page.
 
         Yields after each short step whether all tree pages read in it lie where their numbers say.
+        Bytes behind the last page are left out: in a tmpfs they would take up room, and somebody
+        else may have made the file longer.
         """
-        path, first_page = os.path.join(self.path, DATA_FILE), 0
+        path = os.path.join(self.path, DATA_FILE)
         with self.reading():
             page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
+            end = _end_bytes(self._opened[0])
         with suppress(OSError), open(open_own(path), "rb", buffering=0) as file:
-            while data := file.read(_READ_AHEAD_BYTES):
+            for start in range(0, end, _READ_AHEAD_BYTES):
+                data = os.pread(file.fileno(), min(_READ_AHEAD_BYTES, end - start), start)
                 pages = np.frombuffer(data, _PAGE, len(data) // PAGE_BYTES)
                 pages = pages[:: page_bytes // PAGE_BYTES]
-                places = np.arange(first_page, first_page := first_page + len(pages))
+                places = start // page_bytes + np.arange(len(pages))
                 is_tree = (pages["flags"] - 1 < 2) & (pages["lower"] >= _PAGE_HEADER_BYTES)
                 is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
                 yield not np.any(is_tree & (pages["number"] != places))
-            # NOTE: bytes behind the last page are left out: in a tmpfs they would take up room.
-            size = ctypes.c_size_t(_end_bytes(self._opened[0]))
             with open("/proc/self/maps") as maps:
                 for line in maps:
                     if line.rstrip().endswith(os.path.realpath(path)):
-                        start = ctypes.c_void_p(int(line.partition("-")[0], 16))
+                        at = ctypes.c_void_p(int(line.partition("-")[0], 16))
                         # Older kernels refuse this advice; pages are then read when first used.
-                        ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
+                        ctypes.CDLL(None).madvise(at, ctypes.c_size_t(end), _MADV_POPULATE_READ)
 
     def looking_over(self) -> Iterator[bool]:
         """Check the index in short steps: first the order of keys, last the counters.

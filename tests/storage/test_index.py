@@ -136,6 +136,13 @@ def test_a_file_that_replaced_the_index_while_it_was_open_keeps_its_length(
     assert content_of(treasure) == before
 
 
+def test_what_somebody_has_put_behind_the_last_page_is_not_read(stored: Path) -> None:
+    with open_store(stored) as store:
+        os.truncate(stored / "index" / "data.mdb", 1 << 40)
+        assert [*store.index.reading_ahead()] == [True]
+        store.check()
+
+
 def test_a_process_that_dies_while_it_opens_the_index_leaves_nothing_to_the_next(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

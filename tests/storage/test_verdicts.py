@@ -348,9 +348,8 @@ def test_a_truncated_index_under_a_live_worker_is_evidence_and_no_block_is_lost(
 def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone(
     stored: Harness, break_worker: Break, code: int
 ) -> None:
-    flag = break_worker(
-        "index.environment", "read_meta", f"raise OSError({code}, os.strerror({code}))"
-    )
+    action = f"raise OSError({code}, os.strerror({code}))"
+    flag = break_worker("index.environment", "_open", action, holder="module.Index")
     client = stored.open()
     before = kill(client, stored.folder, flag)
     wait_until(lambda: os.strerror(code) in client.trouble)
