@@ -49,4 +49,6 @@ def _part(tiers: Tiers, entries: Sequence[Entry], names: Names) -> dict[str, Any
         for it in entries
     ]
     parents = names.hide([entry.parent_hash for entry in entries])
-    return part_of(rows, names.hide(hashes), parents, [Kind(*kind) for kind in numbers])
+    pins = [entry.pinned_until for entry in entries]
+    kinds = [Kind(*kind) for kind in numbers]
+    return part_of(rows, names.hide(hashes), parents, pins, kinds)

@@ -1,8 +1,8 @@
 """What an operator asks of a running engine, carried out in VRAM and host memory.
 
 The server sends these requests, or the store's worker passes them on. `tieredkv.operate` has the
-rest of each verb. To an operator a block is called by its name in the store: ids are made of names,
-and lists and descriptions have names in the places of hashes.
+rest of each verb, and finds out which blocks are meant: the engine lists its blocks, and is told
+the blocks of chains. To an operator a block is called by its name in the store.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,10 +12,9 @@ from typing import cast
 import msgspec
 
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.chain_search import ChainSearch, named
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.evictions import IsWanted
-from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, emptying, whole
+from tieredkv.cache.pieces import Pieces, whole
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.block_lists import list_blocks
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -23,11 +22,9 @@ from tieredkv.engine.slices import Answer, Slices, TellPart, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.hashing import tenant_digest
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, decoded
-from tieredkv.operate.chain_ids import named_blocks
-from tieredkv.operate.infos import BlockInfo, hidden
 from tieredkv.operate.models import KnownModel
+from tieredkv.operate.table import START_BYTES
 from tieredkv.storage.client.names import NO_NAMES, Names
-from tieredkv.storage.tier import ControlRequest
 from tieredkv.types import BlockHash, Tier
 
 EVERYTHING = EvictFilter(all=True)
@@ -67,10 +64,9 @@ class Verbs:
     def operate(self, call: Call, tell: TellPart) -> None:
         """Carry out a verb where there is no disk tier; `tell` is called with its answer.
 
-        That of `Ls` begins with the time and the model, which the parts of the list follow. That
-        of `Inspect` has blocks in all its parts.
+        That of `Ls` begins with the time and the model, which the parts of the list follow.
         """
-        if isinstance(call, Inspect) and call.prompt is not None:
+        if isinstance(call, Inspect):
             self.prompts.begin(call, {}, lambda body: tell(body, False))
         else:
             self.slices.begin(telling(self._answer_alone(call), tell))
@@ -82,11 +78,11 @@ class Verbs:
             assert self._tiers.store is not None
             tell = partial(self._tiers.store.reply, event.id)
             call = decoded(event.call)
-            if isinstance(call, Inspect) and call.prompt is not None:
+            if isinstance(call, Inspect):
                 roots = cast(Mapping[BlockHash, bytes], event.roots)
                 self.prompts.begin(call, roots, tell)
             else:
-                self.slices.begin(telling(self._answer_worker(call, event), tell))
+                self.slices.begin(telling(self._answer_worker(call), tell))
         self.slices.go_on()
 
     @property
@@ -103,95 +99,42 @@ class Verbs:
             case Df():
                 return {**answer, "writer_pid": None}
             case EvictFilter():
-                return {**answer, "disk": None}
+                return {**answer, "unknown_ids": [], "disk": None}
         return answer
 
-    def _answer_worker(self, call: Call, event: ControlRequest) -> Answer:
-        following, before = event.following, event.before
-        hashes = cast(tuple[list[BlockHash], list[BlockHash]], (following, before))
-        answer = yield from self._answer(call, *hashes)
+    def _answer_worker(self, call: Call) -> Answer:
+        answer = yield from self._answer(call)
         if isinstance(call, EvictFilter):
             self.on_evict(call)
             if call == EVERYTHING:
                 yield from self._tiers.catalog.departed.noting_empty_disk()
         return answer
 
-    def _answer(
-        self, call: Call, following: Collection[BlockHash] = (), before: Collection[BlockHash] = ()
-    ) -> Answer:
-        """Carry out the part of a verb that concerns VRAM and host memory.
-
-        Args:
-            call: the verb; one that needs the disk is the worker's alone.
-            following: further blocks that the call names, since the disk has them.
-            before: further blocks that precede the named ones; see `ChainSearch`.
-        """
+    def _answer(self, call: Call) -> Answer:
+        """Carry out the part of a verb that concerns VRAM and host memory."""
         match call:
             case Df():
                 return self._tier_stats.read()
             case Ls():
                 return (yield from list_blocks(self._tiers, self._names))
-            case Inspect():
-                return (yield from self._inspect(call, following))
             case EvictFilter():
-                return (yield from self._evict(call, following, before))
+                return (yield from self._evict(call))
         raise AssertionError(f"`{call.verb}` does not concern the engine")
 
-    def _inspect(self, call: Inspect, told: Collection[BlockHash]) -> Answer:
-        """Describe the blocks of a chain in VRAM and host memory, from named ones to the first.
+    def _evict(self, wanted: EvictFilter) -> Answer:
+        """Drop copies, or begin to move blocks down; a dry run only counts them.
 
-        Args:
-            call: names some blocks.
-            told: further blocks that count as named, since the disk has them.
+        The blocks of chains are known by the first bytes of their names, of which equally many
+        bytes of their hashes are made. A call with chains in place of blocks, which a command line
+        of another version may send, is about no block.
         """
-        catalog, now = self._tiers.catalog, self._tiers.clock.now()
-        first, last = named_blocks(call.id) or ("", "")
-        waiting = [*told, *(yield from named(catalog, last or first, self._names))]
-        if call.following:
-            search = ChainSearch(catalog, (call.id,), told, names=self._names)
-            yield from search.find()
-            for some in cut(search, SCANNED_BLOCKS):
-                waiting += some
-                yield None
-            yield from search.forget()
-        found = set[BlockHash]()
-        while waiting:
-            infos = list[BlockInfo]()
-            for _ in range(min(len(waiting), PIECE_BLOCKS)):
-                entry = catalog.get(waiting.pop())
-                if entry is None or entry.block_hash in found or catalog.is_expired(entry, now):
-                    continue
-                found.add(entry.block_hash)
-                infos.append(self._described(entry))
-                waiting.append(entry.parent_hash)
-            yield {"blocks": msgspec.to_builtins(hidden(self._names, infos))} if infos else None
-        yield from emptying(found)
-        return {"blocks": []}
-
-    def _described(self, entry: Entry) -> BlockInfo:
-        """Describe a block, without its copy on disk, which the store's worker knows."""
-        tiers, pools = self._tiers, self._tiers.pools
-        copies = {tier: pool.lookup(entry.block_hash) for tier, pool in pools.items()}
-        until = tiers.catalog.deadline(entry)
-        record = tiers.catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=until)
-        ready = [tier for tier, copy in copies.items() if copy is not None and copy.is_ready]
-        return BlockInfo.of(record, ready)
-
-    def _evict(
-        self,
-        wanted: EvictFilter,
-        following: Collection[BlockHash] = (),
-        before: Collection[BlockHash] = (),
-    ) -> Answer:
-        """Drop copies, or begin to move blocks down; a dry run only counts them."""
         tiers, now = self._tiers, self._tiers.clock.now()
-        search = ChainSearch(tiers.catalog, wanted.ids, following, before, self._names)
-        if wanted.ids:
-            yield from search.find()
+        named = () if wanted.is_of_chains else wanted.starts
+        starts = None if named is None else {*self._names.reveal(named)}
 
         def is_wanted(block: Entry | Read) -> bool:
-            is_of_chains = not wanted.ids or block.block_hash in search
-            return is_of_chains and wanted.matches(block.namespace, block.last_used, now)
+            is_named = starts is None or block.block_hash[:START_BYTES] in starts
+            return is_named and wanted.matches(block.namespace, block.last_used, now)
 
         only = [tier for tier in tiers.pools if wanted.concerns(tier)] if wanted.tiers else None
         refused = {}
@@ -202,9 +145,8 @@ class Verbs:
             num_blocks = yield from self._count(is_wanted, tiers.pools if only is None else only)
         else:
             num_blocks = yield from self._cache.evictions.evict(is_wanted, only)
-        yield from search.forget()
-        freed = {"freed_bytes": num_blocks * tiers.block_bytes, "unknown_ids": search.unknown_ids}
-        return {"evicted_blocks": num_blocks, **refused, **freed}
+        freed_bytes = num_blocks * tiers.block_bytes
+        return {"evicted_blocks": num_blocks, **refused, "freed_bytes": freed_bytes}
 
     def _count(self, is_wanted: IsWanted, in_tiers: Collection[Tier]) -> Pieces[int]:
         """Count the copies that some tiers have."""

@@ -176,15 +176,11 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
     Attributes:
         call: as an operator's process encoded it; see `tieredkv.operate.calls`.
-        following: of each chain that an eviction names, the blocks on disk from the named one on.
         roots: of chains on disk, each with its namespace, for a prompt that was found nowhere.
-        before: the blocks on disk before the named one that no other chain on disk shares.
     """
 
     id: int
     call: bytes
-    following: list[bytes] = []
-    before: list[bytes] = []
     roots: dict[bytes, bytes] = {}
 
 

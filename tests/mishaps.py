@@ -29,8 +29,10 @@ from tieredkv.engine import model_runner
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.table import START_BYTES
 from tieredkv.storage.client import supervisor
 from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.client.names import NO_NAMES
 from tieredkv.storage.tier import Event, Loaded, Stored
 from tieredkv.types import Tier
 
@@ -322,9 +324,14 @@ class UnluckyEngine:
 
     def evict_chains(self, number: int) -> None:
         """Evict two blocks and all that follow them."""
-        names = sorted(it.block_hash.hex() for it in self.llm.core.tiers.catalog.entries())
-        chosen = random.Random(number).sample(names, min(2, len(names)))
-        self.llm.core.verbs.evict(EvictFilter(ids=tuple(chosen)))
+        tiers = self.llm.core.tiers
+        entries = sorted(tiers.catalog.entries(), key=lambda it: (it.position, it.block_hash))
+        hashes = sorted(it.block_hash for it in entries)
+        doomed = {*random.Random(number).sample(hashes, min(2, len(hashes)))}
+        doomed.update(it.block_hash for it in entries if it.parent_hash in doomed)
+        names = (NO_NAMES if tiers.store is None else tiers.store.names).hide([*doomed])
+        starts = tuple(name[:START_BYTES] for name in names)
+        self.llm.core.verbs.evict(EvictFilter(starts=starts))
 
     def evict_here_and_there(self, number: int) -> None:
         """Evict single blocks, so that chains have holes."""

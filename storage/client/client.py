@@ -273,9 +273,8 @@ class StoreClient(BackingTier):
                 self._deletions.pop(job, None)
             case Gone(names):
                 self._events.append(Gone(self.names.reveal(names)))
-            case ControlRequest(_, _, following, before):
-                following, before = self.names.reveal(following), self.names.reveal(before)
-                self._events.append(replace(message, following=following, before=before))
+            case ControlRequest():
+                self._events.append(message)
 
     def _end_loan(self, ended: Loaded | Stored) -> Loaded | Stored | None:
         """Take a page back; return the event, or None if the page was not on that loan."""

@@ -85,7 +85,7 @@ class Verify(Question, frozen=True, kw_only=True, tag="verify"):
         repair: whether what is bad is dropped or made again.
         sample: the part of the blocks that is read, chosen by chance.
         is_whole: for `index`: whether the entries of all blocks were whole.
-        erased_key, erased_namespace: for `extents`; see `tieredkv.operate.calls.Verify`.
+        erased_key, erased_namespace: for `extents`; see `tieredkv.operate.verify.Verify`.
     """
 
     step: Literal["blocks", "index", "extents"]
@@ -110,7 +110,7 @@ class Figures(Question, frozen=True, kw_only=True, tag="figures"):
 
 
 class Rotate(Question, frozen=True, kw_only=True, tag="rotate"):
-    """Replace the master key: one `Rotated`; see `tieredkv.operate.calls.Rotate`."""
+    """Replace the master key: one `Rotated`; see `tieredkv.operate.rotate.Rotate`."""
 
     master_key: str | None = None
     command: str | None = None
@@ -122,13 +122,11 @@ class AskEngine(Question, frozen=True, kw_only=True, tag="ask"):
     Without an engine there is no part.
 
     Attributes:
-        call: as `tieredkv.operate.calls` encodes it; the worker does not read it.
-        following, before, roots: see `storage.tier.ControlRequest`.
+        call: as `tieredkv.operate` encodes it; the worker does not read it.
+        roots: see `storage.tier.ControlRequest`.
     """
 
     call: bytes
-    following: list[bytes] = []
-    before: list[bytes] = []
     roots: dict[bytes, bytes] = {}
 
 

@@ -237,9 +237,8 @@ class Operators:
             return messages.Done()
         job, answers = next(self._ids), queue.SimpleQueue[EngineAnswer]()
         self._asked[job] = answers
-        lists = asked.following, asked.before, asked.roots
         try:
-            self.ask_engine(ControlRequest(job, asked.call, *lists))
+            self.ask_engine(ControlRequest(job, asked.call, asked.roots))
             while (answer := self._next(answers, caller)) is not None:
                 caller.tell(answer)
                 if not answer.has_more:

@@ -39,8 +39,8 @@ def test_all_blocks_are_told_with_their_tiers_and_deadlines(
     rig.turn(5)
     parts = told(rig)
     assert [part.get("num_blocks", 0) for part in parts] == [2, 2, 1, 0]
-    found = RamBlocks.of(parts)
-    rows = dict(zip(found.hashes, found.table.blocks, strict=True))
+    found = RamBlocks(parts)
+    rows = dict(zip(map(bytes, found.names), found.table.blocks, strict=True))
     for name, length, tier, retention in (
         ("a", 3, Tier.HOST, "24h"),
         ("b", 2, Tier.DEVICE, "in_memory"),
@@ -59,4 +59,4 @@ def test_all_blocks_are_told_with_their_tiers_and_deadlines(
 def test_an_engine_without_blocks_tells_of_none() -> None:
     parts = told(Rig())
     assert parts == [{}]
-    assert len(RamBlocks.of(parts).table.blocks) == 0
+    assert len(RamBlocks(parts).table.blocks) == 0

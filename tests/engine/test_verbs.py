@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from tests.fake_store import Rig, chain_of, root_of
-from tieredkv.cache import catalog, chain_search, departed
+from tieredkv.cache import catalog, departed
 from tieredkv.config import Settings
-from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices, verbs
+from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -19,7 +19,6 @@ from tieredkv.engine.slices import Slices, telling
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.operate.chain_ids import chain_id
 from tieredkv.operate.models import KnownModel
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.storage.client.names import Names
@@ -37,9 +36,9 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have one piece of few blocks be done at once."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
-    for module in (catalog, prefixes, prompt_inspections, verbs):
+    for module in (catalog, prefixes, prompt_inspections):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
-    for module in (departed, chain_search, prefixes, prompt_inspections):
+    for module in (departed, prefixes, prompt_inspections):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)
 
 
@@ -90,7 +89,7 @@ def rig() -> Rig:
 CHAIN = chain_of("a", NUM_BLOCKS)
 FILTERS = {
     "all": EvictFilter(all=True),
-    "id": EvictFilter(ids=(CHAIN[7].hex(),)),
+    "starts": EvictFilter(starts=tuple(each[:16] for each in CHAIN)),
     "namespace": EvictFilter(namespace_prefix=b"ns".hex()),
     "older": EvictFilter(older_than_s=0.0),
     "tier": EvictFilter(tiers=(Tier.DEVICE,)),
@@ -114,7 +113,7 @@ def test_no_step_evicts_more_than_a_few_blocks(rig: Rig, name: str) -> None:
 def test_a_dry_run_counts_few_blocks_at_once_and_evicts_none(rig: Rig, name: str) -> None:
     wanted = EvictFilter(
         all=FILTERS[name].all,
-        ids=FILTERS[name].ids,
+        starts=FILTERS[name].starts,
         namespace_prefix=FILTERS[name].namespace_prefix,
         older_than_s=FILTERS[name].older_than_s,
         tiers=FILTERS[name].tiers,
@@ -133,17 +132,6 @@ def test_no_step_sends_more_than_a_few_blocks_down(rig: Rig) -> None:
     assert max(sent) == AT_MOST and sum(sent) == NUM_BLOCKS
     assert operator.parts[-1]["evicted_blocks"] == NUM_BLOCKS
     assert operator.parts[-1]["refused_blocks"] == 0
-
-
-@pytest.mark.parametrize("following", [False, True])
-def test_no_step_describes_more_than_a_few_blocks(rig: Rig, following: bool) -> None:
-    operator, named = Operator(rig), CHAIN[0 if following else -1]
-    for _ in operator.ask(Inspect(id=named.hex(), following=following)):
-        pass
-    sizes = [len(part["blocks"]) for part in operator.parts]
-    assert max(sizes) <= AT_MOST and sum(sizes) == NUM_BLOCKS
-    told = {block["block_hash"] for part in operator.parts for block in part["blocks"]}
-    assert told == {block_hash.hex() for block_hash in CHAIN}
 
 
 def test_no_step_lists_more_than_a_few_blocks(rig: Rig) -> None:
@@ -177,10 +165,12 @@ def test_the_figures_of_the_tiers_take_one_piece(rig: Rig) -> None:
     assert operator.parts == [{"block_bytes": 64, "writer_pid": None}]
 
 
-def test_an_unknown_id_is_told_and_evicts_nothing(rig: Rig) -> None:
-    answer = Operator(rig).answer(EvictFilter(ids=("ff" * 4,)))
-    assert (answer["evicted_blocks"], answer["unknown_ids"]) == (0, ["ff" * 4])
-    assert rig.tiers.device.num_cached == NUM_BLOCKS
+def test_blocks_that_are_not_there_evict_nothing(rig: Rig) -> None:
+    others = EvictFilter(starts=(b"x" * 16,)), EvictFilter(starts=())
+    for wanted in (*others, EvictFilter(ids=(CHAIN[7].hex(),)), EvictFilter(filter="blocks>0")):
+        answer = Operator(rig).answer(wanted)
+        assert answer["evicted_blocks"] == 0
+        assert rig.tiers.device.num_cached == NUM_BLOCKS
 
 
 def test_a_block_that_leaves_during_an_eviction_is_not_counted_and_keeps_its_reason(
@@ -248,22 +238,13 @@ def test_an_operator_calls_blocks_by_the_names_that_the_store_has_for_them() -> 
     rig.run("b", 2)
     hashes = chain_of("a", 4)
     hidden = names.hide([root_of("a"), *hashes])
-    chain = chain_id(hidden[1], hidden[4])
     operator = Operator(rig)
     operator.answer(Ls())
-    told = RamBlocks.of(operator.parts[1:])
-    assert {*told.hashes} == {*hidden[1:], *names.hide(chain_of("b", 2))}
-    for call in (Inspect(id=chain), Inspect(id=hidden[1].hex(), following=True)):
-        operator = Operator(rig)
-        operator.answer(call)
-        blocks = [each for part in operator.parts for each in part.get("blocks", ())]
-        pairs = [(each["parent_hash"], each["block_hash"]) for each in blocks]
-        wanted = [(before.hex(), name.hex()) for before, name in pairwise(hidden)]
-        assert sorted(pairs) == sorted(wanted)
-    of_hash = chain_id(hashes[0], hashes[3])
-    for ids, num_blocks, unknown_ids in (((of_hash,), 0, [of_hash]), ((chain,), 4, [])):
-        answer = Operator(rig).answer(EvictFilter(ids=ids))
-        assert (answer["evicted_blocks"], answer["unknown_ids"]) == (num_blocks, unknown_ids)
+    told = RamBlocks(operator.parts[1:])
+    assert {*map(bytes, told.names)} == {*hidden[1:], *names.hide(chain_of("b", 2))}
+    for blocks, num_blocks in ((hashes, 0), (hidden[1:], 4)):
+        wanted = EvictFilter(starts=tuple(each[:16] for each in blocks))
+        assert Operator(rig).answer(wanted)["evicted_blocks"] == num_blocks
     assert {entry.block_hash for entry in rig.tiers.catalog.entries()} == {*chain_of("b", 2)}
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tests.golden import refused
 from tests.storage.blocks import make_record as make_small_record
-from tests.storage.blocks import open_store, put
+from tests.storage.blocks import open_store, put, told_by_engine
 from tests.storage.conftest import (
     NAMESPACE,
     PAGE_BYTES,
@@ -34,7 +34,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, NoServerError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl, document
 from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, decoded
-from tieredkv.operate.infos import BlockInfo, ChainInfo
+from tieredkv.operate.infos import ChainInfo
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.tier import ControlRequest
 from tieredkv.types import TENANT_BYTES, Tier
@@ -98,8 +98,8 @@ def test_the_parts_of_the_engines_answer_are_put_together(harness: Harness) -> N
     client, chain = harness.open(), make_chain("a", 4)
     Mailbox(client).store(chain[:1])
     control = StoreControl(harness.folder)
-    infos = [msgspec.to_builtins(BlockInfo.of(each, [Tier.DEVICE])) for each in chain[1:]]
-    parts: list[Any] = [{}, {"blocks": infos[:2]}, {}, {"blocks": infos[2:]}, {"blocks": []}]
+    told = [told_by_engine((each, [Tier.DEVICE])) for each in chain[1:]]
+    parts: list[Any] = [{}, *told[:2], {}, told[2], {}]
     with engine_that_says(client, *parts):
         pages = control.pages(Inspect(id=chain[-1].block_hash.hex()))
         blocks = [block for page in pages for block in page]
@@ -342,6 +342,7 @@ def test_evict_without_a_filter_or_with_nonsense_evicts_nothing(harness: Harness
         EvictFilter(filter=" "),
         EvictFilter(older_than_s=-1.0),
         EvictFilter(older_than_s=float("nan")),
+        EvictFilter(starts=(b"x" * 16,)),
     ):
         with refused(ConfigError):
             control.evict(wanted)

@@ -15,7 +15,7 @@ from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.filters import FIELDS, ChainFilter, Order
 from tieredkv.operate.models import NAME, KnownModel, KnownModels, note_model, read_models
-from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
+from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind
 from tieredkv.types import Tier
 
 NOW = 1_000_000.0
@@ -34,7 +34,7 @@ def columns(model: KnownModel | None) -> ChainColumns:
     table["last_used"], table["hits"] = NOW - 60, 3
     table["tiers"] = TIER_BITS[Tier.DISK]
     table["tiers"][:4] |= TIER_BITS[Tier.HOST]
-    chains = Chains(table, [Kind(root, NAMESPACE, "24h")])
+    chains = Chains(BlockTable(table, [Kind(root, NAMESPACE, "24h")]))
     return ChainColumns(chains, KnownModels([model] if model else []))
 
 
@@ -77,14 +77,14 @@ CHAINS = columns(model("m"))
     ],
 )
 def test_all_conditions_have_to_hold(text: str, is_match: bool) -> None:
-    assert ChainFilter(text).matches(CHAINS, NOW).tolist() == [is_match]
+    assert CHAINS.matching(ChainFilter(text), NOW).tolist() == [is_match]
 
 
 def test_what_is_not_known_matches_no_number() -> None:
     unknown = columns(None)
-    assert not ChainFilter("tokens>0").matches(unknown, NOW).any()
-    assert not ChainFilter("tokens!=5").matches(unknown, NOW).any()
-    assert ChainFilter("model!=m").matches(unknown, NOW).all()
+    assert not unknown.matching(ChainFilter("tokens>0"), NOW).any()
+    assert not unknown.matching(ChainFilter("tokens!=5"), NOW).any()
+    assert unknown.matching(ChainFilter("model!=m"), NOW).all()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_mistake_is_named(text: str) -> None:
 
 def test_every_field_sorts_and_a_minus_reverses() -> None:
     for name in FIELDS:
-        assert Order(f"-{name}").places(CHAINS, NOW).tolist() == [0]
+        assert CHAINS.places(Order(f"-{name}"), NOW).tolist() == [0]
     models = [model("m"), None, model("a")]
     kinds = [Kind(it.root(NAMESPACE) if it else b"d", NAMESPACE, "24h") for it in models]
     table = np.zeros(5, BLOCK)
@@ -119,11 +119,11 @@ def test_every_field_sorts_and_a_minus_reverses() -> None:
     table["position"], table["last_used"] = [0, 0, 0, 1, 0], [4, 3, 2, 2, 1]
     table["kind"], table["tiers"] = [1, 0, 0, 0, 2], TIER_BITS[Tier.DISK]
     table["tiers"][2] |= TIER_BITS[Tier.HOST]
-    three = ChainColumns(Chains(table, kinds), KnownModels([it for it in models if it]))
-    assert Order("tokens").places(three, NOW).tolist() == [1, 3, 2, 0]
-    assert Order("-tokens").places(three, NOW).tolist() == [2, 1, 3, 0]
-    assert Order("model").places(three, NOW).tolist() == [0, 3, 1, 2]
-    assert Order("-tier").places(three, NOW).tolist() == [2, 0, 1, 3]
+    three = ChainColumns(Chains(BlockTable(table, kinds)), KnownModels([it for it in models if it]))
+    assert three.places(Order("tokens"), NOW).tolist() == [1, 3, 2, 0]
+    assert three.places(Order("-tokens"), NOW).tolist() == [2, 1, 3, 0]
+    assert three.places(Order("model"), NOW).tolist() == [0, 3, 1, 2]
+    assert three.places(Order("-tier"), NOW).tolist() == [2, 0, 1, 3]
     with refused(ConfigError):
         Order("sizes")
 

@@ -1,17 +1,15 @@
 """`inspect` shows a chain block by block, from whatever tiers have parts of it."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from tests.golden import refused
 from tests.operate.test_ask import engine_that_says
-from tests.storage.blocks import make_record, open_store, put
+from tests.storage.blocks import make_record, open_store, put, told_by_engine
 from tests.storage.conftest import Harness, Mailbox, make_chain
 from tieredkv.cli.inspect import tree_labels
 from tieredkv.clock import Clock
@@ -20,7 +18,6 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Inspect
 from tieredkv.operate.chain_ids import chain_id
 from tieredkv.operate.infos import BlockInfo
-from tieredkv.storage.client.client import StoreClient
 from tieredkv.types import BlockRecord, Tier
 
 NOW = time.time()
@@ -119,7 +116,7 @@ def test_an_id_that_names_nothing_is_refused(harness: Harness, is_live: bool) ->
     Mailbox(client).store(make_chain("a", 1))
     if not is_live:
         client.close()
-    with engine_that_says(client, {"blocks": []}):
+    with engine_that_says(client, {}):
         for id_ in ("0" * 12, f"{'0' * 12}-{'1' * 12}"):
             with refused(UnknownIdError):
                 shown(harness.folder, id_)
@@ -127,7 +124,7 @@ def test_an_id_that_names_nothing_is_refused(harness: Harness, is_live: bool) ->
             shown(harness.folder, "abc")
 
 
-def in_ram(record: BlockRecord, tier: Tier) -> BlockInfo:
+def in_ram(record: BlockRecord, tier: Tier) -> tuple[BlockRecord, list[Tier]]:
     """Return what an engine says of a block."""
     told = replace(
         record,
@@ -135,16 +132,10 @@ def in_ram(record: BlockRecord, tier: Tier) -> BlockInfo:
         computed_at=record.computed_at + 5,
         last_used=record.last_used + 5,
         expires_at=record.expires_at - 5,
+        pinned_until=record.last_used + 9,
         hits=7,
     )
-    return BlockInfo.of(told, [tier])
-
-
-@contextmanager
-def engine_with(client: StoreClient, blocks: Sequence[BlockInfo]) -> Iterator[None]:
-    """Answer as an engine that has these blocks; it says nothing of others."""
-    with engine_that_says(client, {"blocks": msgspec.to_builtins(blocks)}):
-        yield
+    return told, [tier]
 
 
 def test_each_tier_is_asked_for_what_the_others_lack(harness: Harness) -> None:
@@ -152,7 +143,7 @@ def test_each_tier_is_asked_for_what_the_others_lack(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store([*chain[:2], *chain[3:5]])
     ram = [in_ram(chain[i], tier) for i, tier in ((2, Tier.HOST), (4, Tier.DEVICE), (5, Tier.HOST))]
-    with engine_with(client, ram):
+    with engine_that_says(client, told_by_engine(*ram)):
         found = shown(harness.folder, chain[5].block_hash.hex())
     assert of(found) == hashes(chain)
     assert [block.tiers for block in found] == [
@@ -164,7 +155,22 @@ def test_each_tier_is_asked_for_what_the_others_lack(harness: Harness) -> None:
     assert both.computed_at == chain[4].computed_at
     assert both.last_used == chain[4].last_used + 5
     assert both.expires_at == chain[4].expires_at
-    assert (found[5].codec, found[5].stored_bytes) == (None, None)
+    last = chain[5]
+    assert found[5] == BlockInfo(
+        block_hash=last.block_hash.hex(),
+        parent_hash=last.parent_hash.hex(),
+        root=last.root.hex(),
+        namespace=last.namespace.hex(),
+        position=5,
+        tiers=[Tier.HOST],
+        size_bytes=last.size_bytes,
+        retention="in_memory",
+        computed_at=last.computed_at + 5,
+        last_used=last.last_used + 5,
+        expires_at=last.expires_at - 5,
+        pinned_until=last.last_used + 9,
+        hits=7,
+    )
 
 
 def test_a_prompt_that_is_too_long_for_the_worker_is_refused_at_once(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_parent_in_ram_makes_no_orphan(harness: Harness) -> None:
         assert control.answer(Prune())["by_reason"] == {"orphan": 1}
     client.close()
     names = [each.block_hash for each in blocks]
-    [page] = control.pages(Inspect(names=names))
+    [page] = control.pages(Inspect(names=tuple(names)))
     assert [each.position for each in page] == [0, 3, 4]
 
 

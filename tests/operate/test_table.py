@@ -25,9 +25,9 @@ from tieredkv.types import Tier
 NAMES = Retentions(["24h", "x", "y" * 32])
 
 
-def located(rnd: random.Random, number: int) -> Located:
-    """Return an entry with numbers of all lengths."""
-    size = rnd.choice([16, 32])
+def located(rnd: random.Random, number: int, sizes: Sequence[int] = (16, 32)) -> Located:
+    """Return an entry with numbers of all lengths, and with hashes of one of some sizes."""
+    size = rnd.choice(sizes)
 
     def some(name: str) -> bytes:
         return digest(name)[:size]
@@ -83,10 +83,11 @@ def expected(entry: Located) -> tuple[object, ...]:
     )
 
 
-def some_entries(seed: int, count: int) -> list[Located]:
+def some_entries(seed: int, count: int, *sizes: int) -> list[Located]:
     """Return entries in the order of their hashes."""
-    rnd = random.Random(seed)
-    return sorted((located(rnd, i) for i in range(count)), key=lambda it: it.record.block_hash)
+    rnd, sizes = random.Random(seed), sizes or (16, 32)
+    entries = (located(rnd, number, sizes) for number in range(count))
+    return sorted(entries, key=lambda it: it.record.block_hash)
 
 
 def test_a_table_says_what_the_records_say() -> None:
@@ -124,15 +125,17 @@ def test_expired_blocks_can_be_left_out() -> None:
     assert [len(table.unexpired(now).blocks) for now in (0.0, 86_399.0, 86_400.0)] == [1, 1, 0]
 
 
-def test_tables_are_joined_and_what_both_have_is_there_once() -> None:
-    on_disk, in_ram = some_entries(6, 60)[:40], some_entries(6, 60)[20:]
+@pytest.mark.parametrize("size", [16, 32])
+def test_tables_are_joined_and_what_both_have_is_there_once(size: int) -> None:
+    entries = some_entries(6, 60, size)
+    on_disk, in_ram = entries[:40], entries[20:]
     parts = [[Tier.DEVICE, Tier.HOST], [Tier.HOST]]
     told_of = [told_by_engine((replace(it.record, hits=7), parts[0])) for it in in_ram[:30]]
     told_of += [told_by_engine((it.record, parts[1]), (it.record, ())) for it in in_ram[30:]]
-    joined = table_of(*map(sealed, on_disk)).joined(RamBlocks.of(told_of).table)
+    joined = table_of(*map(sealed, on_disk)).joined(RamBlocks(told_of).table)
     rows = {row[:2]: row for row in told(joined)}
     assert [*rows] == sorted(rows) and len(rows) == len(joined.blocks) == 60
-    for place, entry in enumerate(some_entries(6, 60)):
+    for place, entry in enumerate(entries):
         row = rows[expected(entry)[:2]]
         ram_bits = 0 if place < 20 else 3 if place < 50 else 2
         assert row[-1] == ram_bits + (TIER_BITS[Tier.DISK] if place < 40 else 0)

@@ -15,16 +15,15 @@ import numpy as np
 from tests.fakes import FakeClock
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
-from tieredkv.operate.calls import EvictFilter, Ls
+from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
-from tieredkv.operate.evict import choose as choose_in
-from tieredkv.operate.infos import ChainInfo, VerifyResult
-from tieredkv.operate.ls import listing
+from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.models import KnownModels
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
-from tieredkv.operate.verify import check
+from tieredkv.operate.verify import VerifyResult, check
 from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.format.record import Extent, Retentions, decode_record
 from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key
@@ -239,9 +238,8 @@ def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
         return EvictResult(0, 0)
     now, starts, unknown_ids = store.clock.now(), None, tuple[str, ...]()
     if which.ids:
-        chosen = choose_in(gather(store), which.ids)
-        starts = [*starts_in(chosen.following), *starts_in(chosen.before)]
-        unknown_ids = chosen.unknown_ids
+        following, before, unknown = gather(store).choose(which.ids)
+        starts, unknown_ids = [*starts_in(following), *starts_in(before)], tuple(unknown)
     asked = Delete(
         starts=starts,
         namespace=which.namespace_prefix or "",
@@ -255,21 +253,21 @@ def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
 
 
 class Chosen(NamedTuple):
-    """What ids name, by the hashes of blocks; see `tieredkv.operate.evict.Chosen`."""
+    """What ids name, by the hashes of blocks; see `Chains.choose`."""
 
     following: list[bytes]
     before: list[bytes]
-    unknown_ids: tuple[str, ...]
+    unknown_ids: list[str]
 
 
 def choose(store: BlockStore, ids: Sequence[str]) -> Chosen:
     """Find the blocks that ids name."""
-    chosen = choose_in(gather(store), ids)
+    *chosen, unknown_ids = gather(store).choose(ids)
     with store.index.reading() as txn:
         found = [
-            [next(txn.entries_of(start))[0] for start in starts_in(blocks)] for blocks in chosen[:2]
+            [next(txn.entries_of(start))[0] for start in starts_in(blocks)] for blocks in chosen
         ]
-    return Chosen(found[0], found[1], chosen.unknown_ids)
+    return Chosen(found[0], found[1], unknown_ids)
 
 
 def table_of(store: BlockStore) -> BlockTable:
@@ -283,13 +281,14 @@ def table_of(store: BlockStore) -> BlockTable:
 
 def gather(store: BlockStore) -> Chains:
     """See which chains there are."""
-    return Chains(*table_of(store).unexpired(store.clock.now()))
+    return Chains(table_of(store).unexpired(store.clock.now()))
 
 
 def chains(store: BlockStore) -> list[ChainInfo]:
     """List all chains."""
     columns = ChainColumns(gather(store), KnownModels([]))
-    return [each for page in listing(columns, Ls(), store.clock.now()) for each in page]
+    pages = columns.listed(ChainFilter(""), Order(""), None, store.clock.now())
+    return [each for page in pages for each in page]
 
 
 def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any]:
@@ -302,7 +301,8 @@ def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any
         for name in ("position", "size_bytes", "hits", "computed_at", "expires_at", "last_used"):
             row[name] = getattr(record, name)
     hashes = [record.block_hash for record, _ in blocks]
-    return part_of(rows, hashes, [record.parent_hash for record, _ in blocks], kinds)
+    parents = [record.parent_hash for record, _ in blocks]
+    return part_of(rows, hashes, parents, [it.pinned_until for it, _ in blocks], kinds)
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

@@ -42,7 +42,7 @@ from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.operate.infos import VerifyResult
+from tieredkv.operate.verify import VerifyResult
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.index import rebuild
 from tieredkv.storage.index.pages import check_pages

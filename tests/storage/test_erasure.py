@@ -20,7 +20,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, MissingKeyError, RequestError, StorageError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter, Rotate, Verify, decoded
 from tieredkv.server import admin
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.store import BlockStore
@@ -129,9 +129,9 @@ def test_a_store_that_is_not_encrypted_has_nothing_to_prove_or_rotate(tmp_path: 
     open_store(tmp_path / "kv", Clock()).close()
     control = StoreControl(tmp_path / "kv")
     with refused(ConfigError):
-        control.prove_erased("12" * 8)
+        control.answer(Verify(erased_key="12" * 8))
     with refused(ConfigError):
-        control.rotate(None, None)
+        control.answer(Rotate())
     assert control.df()["disk"]["encryption"] == "off"
 
 
@@ -147,9 +147,9 @@ def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
     with refused(MissingKeyError):
         control.verify()
     with refused(MissingKeyError):
-        control.prove_erased("12" * 8)
+        control.answer(Verify(erased_key="12" * 8))
     with refused(MissingKeyError):
-        control.rotate(None, None)
+        control.answer(Rotate())
     text = stopped.invoke("evict", "--all", "-y").stdout.splitlines()
     assert text[0].startswith("evicted 5 blocks") and text[1].startswith("the store was emptied")
     assert list(stopped.key_dir.iterdir()) == []
@@ -205,20 +205,20 @@ def test_a_running_store_is_rotated_and_proved_beside_its_engine(
     box, chain = Mailbox(harness.open(**options)), make_chain("a", 3)
     box.store(chain)
     control = StoreControl(harness.folder, key_dir=options["key_dir"])
-    before = control.rotate(None, None)
+    before = control.answer(Rotate())
     assert before["keys"] == 1
     assert all(done.ok for done in box.load(chain))
     box.client.close()
     box = Mailbox(harness.open(**options))
     assert all(done.ok for done in box.load(chain))
     namespace = chain[0].namespace.hex()
-    assert control.prove_erased(namespace_prefix=namespace)["blocks"] == 3
+    assert control.answer(Verify(erased_namespace=namespace))["blocks"] == 3
     box.client.close()
     assert control.evict(EvictFilter(namespace_prefix=namespace))["disk"]["evicted_blocks"] == 3
-    assert control.prove_erased(namespace_prefix=namespace)["erased"]
+    assert control.answer(Verify(erased_namespace=namespace))["erased"]
 
 
-def test_an_eviction_names_the_blocks_to_the_engine_by_their_hashes(
+def test_an_eviction_names_the_blocks_to_the_engine_by_the_starts_of_their_names(
     harness: Harness, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"encryption": "on", "key_dir": str(tmp_path / "keys")}
@@ -229,10 +229,11 @@ def test_an_eviction_names_the_blocks_to_the_engine_by_their_hashes(
     with engine_that_says(client, {"evicted_blocks": 0, "freed_bytes": 0}) as asked:
         [[listed]] = list(control.ls())
         answer = control.evict(EvictFilter(ids=(listed.id,)))
+    call = decoded(asked[-1].call)
+    assert isinstance(call, EvictFilter)
     assert chain[0].block_hash.hex()[:32] not in listed.id
     assert answer["disk"]["evicted_blocks"] == 3
-    hashes = {each.block_hash for each in chain}
-    assert {*asked[-1].following, *asked[-1].before} == hashes
+    assert {*client.names.reveal(call.starts or ())} == {it.block_hash[:16] for it in chain}
 
 
 def hashes_of(store: BlockStore) -> list[bytes]:

@@ -31,7 +31,7 @@ from tieredkv.cli.main import main
 from tieredkv.clock import Clock
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError, UnknownIdError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune
+from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, Verify
 from tieredkv.operate.models import KnownModel, note_model, read_models
 from tieredkv.storage.folder.lock import is_wanted, lock_to_look, lock_to_write
 from tieredkv.storage.messages.engine import Looking
@@ -301,10 +301,10 @@ def test_another_version_is_refused_and_left_as_it_is(stopped: Stopped, version:
 
 def test_nothing_is_proven_where_not_all_can_be_seen(stopped: Stopped) -> None:
     namespace = stopped.records[0].namespace.hex()
-    assert not stopped.control().prove_erased(namespace_prefix=namespace)["erased"]
+    assert not stopped.control().answer(Verify(erased_namespace=namespace))["erased"]
     lose_index(stopped)
     with refused(StorageError):
-        stopped.control().prove_erased(namespace_prefix=namespace)
+        stopped.control().answer(Verify(erased_namespace=namespace))
 
 
 # --- where nothing can be written ---------------------------------------------------------------

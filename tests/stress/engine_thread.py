@@ -57,8 +57,9 @@ from tieredkv.garbage import look_seldom
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
-from tieredkv.operate.chain_ids import chain_id
+from tieredkv.operate.evict import ASKED_BLOCKS
 from tieredkv.operate.models import KnownModel
+from tieredkv.operate.table import START_BYTES
 from tieredkv.retention import RetentionPolicies
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
@@ -265,27 +266,25 @@ def _measure_verbs(num_blocks: int, chain_blocks: int, block_size: int) -> list[
     for _ in range(num_chains):
         host.serve(host.prompt(num_tokens))
     entries = host.tiers.catalog.entries()
-    lasts = [entry.block_hash for entry in entries if entry.position == chain_blocks - 1]
-    ids = tuple(chain_id(each, each) for each in lasts)
+    starts = tuple(entry.block_hash[:START_BYTES] for entry in entries)[:ASKED_BLOCKS]
+    one, num = starts[:chain_blocks], len(starts)
     namespace = entries[0].namespace.hex()
     calls: dict[str, Call] = {
         "df": Df(),
         "ls": Ls(),
-        "inspect ID": Inspect(id=ids[0]),
-        "inspect ID, following": Inspect(id=entries[0].block_hash.hex(), following=True),
         "inspect --prompt-file": Inspect(prompt="text"),
-        "evict --dry-run ID": EvictFilter(ids=ids[:1], dry_run=True),
-        "evict --dry-run --filter": EvictFilter(ids=ids, dry_run=True),
+        "evict --dry-run ID": EvictFilter(starts=one, dry_run=True),
+        "evict --dry-run --filter": EvictFilter(starts=starts, dry_run=True),
         "evict --dry-run --all": EvictFilter(all=True, dry_run=True),
         "evict --tier host": EvictFilter(tiers=(Tier.HOST,)),
         "evict --to host": EvictFilter(all=True, to="host"),
-        "evict ID": EvictFilter(ids=ids[:1]),
-        "evict --ns": EvictFilter(namespace_prefix=namespace, ids=ids[: num_chains // 3]),
-        "evict --older-than": EvictFilter(older_than_s=0.0, ids=ids[: num_chains // 2]),
-        "evict --filter": EvictFilter(ids=ids[: 3 * num_chains // 4]),
+        "evict ID": EvictFilter(starts=one),
+        "evict --ns": EvictFilter(namespace_prefix=namespace, starts=starts[: num // 3]),
+        "evict --older-than": EvictFilter(older_than_s=0.0, starts=starts[: num // 2]),
+        "evict --filter": EvictFilter(starts=starts[: 3 * num // 4]),
         "evict --all": EvictFilter(all=True),
     }
-    del entries, lasts
+    del entries
     shape = {"blocks": num_chains * chain_blocks, "chain_blocks": chain_blocks}
     with contextlib.ExitStack() as stack:
         stack.callback(look_seldom())  # as the engine does

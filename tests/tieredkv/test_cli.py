@@ -37,9 +37,10 @@ from tieredkv.errors import (
     TieredKVError,
 )
 from tieredkv.operate import calls
-from tieredkv.operate.ask import Asking, StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Ls
 from tieredkv.operate.chain_ids import short_id
+from tieredkv.operate.verb import Asking
 from tieredkv.storage.folder import starts
 from tieredkv.units import format_duration
 

@@ -25,11 +25,12 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
-from tieredkv.operate.ask import Asking, document
+from tieredkv.operate.ask import document
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
+from tieredkv.operate.columns import PAGE_CHAINS
 from tieredkv.operate.infos import BlockInfo, ChainInfo
 from tieredkv.operate.jobs import Job
-from tieredkv.operate.ls import PAGE_CHAINS
+from tieredkv.operate.verb import Asking
 from tieredkv.server import admin
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
@@ -172,6 +173,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> type[Store]:
 
     monkeypatch.setattr(server_control, "PAGE_ITEMS", 2)
     monkeypatch.setattr(controls, "StoreControl", Fresh)
+    monkeypatch.setattr(admin, "StoreControl", Fresh)
     monkeypatch.setattr(admin, "VerbProcess", InProcess(Fresh))
     return Fresh
 

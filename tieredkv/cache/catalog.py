@@ -125,14 +125,6 @@ class Catalog:
         """Return all entries, oldest insertion first."""
         return list(self._entries.values())
 
-    def added_after(self, num_added: int) -> list[Entry]:
-        """Return the entries that have come since `num_added` was so many, oldest insertion first.
-
-        If some of them have left again, older ones may be in their places.
-        """
-        newest = islice(reversed(self._entries.values()), self.num_added - num_added)
-        return list(newest)[::-1]
-
     def sweep(self) -> Iterator[list[Entry]]:
         """Yield all entries, some at a time, newest insertion first.
 
@@ -145,7 +137,8 @@ class Catalog:
             while entries:  # which gives up what has left little by little, as that takes time too
                 some = [entries.pop() for _ in range(min(len(entries), PIECE_BLOCKS))]
                 yield [entry for entry in some if self._entries.get(entry.block_hash) is entry]
-            entries = [entry for entry in self.added_after(num_seen) if entry.is_on_disk]
+            come = [*islice(reversed(self._entries.values()), self.num_added - num_seen)][::-1]
+            entries = [entry for entry in come if entry.is_on_disk]
             num_seen = self.num_added
 
     def add(self, entry: Entry) -> Entry:

@@ -5,7 +5,7 @@ Such work is a generator that yields after each piece. Blocks come, go and are u
 
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 PIECE_BLOCKS = 64
 """Blocks that one piece moves, describes or looks up in the tiers."""
@@ -34,12 +34,3 @@ def whole(pieces: Generator[object, None, Result]) -> Result:
         except StopIteration as ending:
             result: Result = ending.value
             return result
-
-
-def emptying(some: set[Any] | dict[Any, Any]) -> Pieces[None]:
-    """Empty a set or a dict in pieces, since to free a large one takes long."""
-    take = some.pop if isinstance(some, set) else some.popitem
-    while some:
-        for _ in range(min(len(some), SCANNED_BLOCKS)):
-            take()
-        yield

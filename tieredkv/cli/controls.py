@@ -10,8 +10,9 @@ import click
 from tieredkv.cli.output import usage_error
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.errors import StorageError
-from tieredkv.operate.ask import Asking, StoreControl
+from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Call
+from tieredkv.operate.verb import Asking
 
 url_option = click.option(
     "--url",

@@ -18,9 +18,9 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
-from tieredkv.operate.ask import Asking, Page
 from tieredkv.operate.calls import Call, EvictFilter
 from tieredkv.operate.infos import BlockInfo, ChainInfo
+from tieredkv.operate.verb import Asking, Page
 
 TIMEOUTS = httpx.Timeout(600.0, connect=30.0)
 """A server says nothing while it looks through a large store."""

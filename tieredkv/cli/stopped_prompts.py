@@ -91,7 +91,7 @@ def _look_up(
     for start in range(0, len(hashes), ASKED_BLOCKS):
         some = hashes[start : start + ASKED_BLOCKS]
         by_name = dict(zip(names.hide(some), some, strict=True))
-        pages = store.pages(Inspect(names=[*by_name]))
+        pages = store.pages(Inspect(names=tuple(by_name)))
         try:
             while True:
                 stored.update(by_name[bytes.fromhex(info.block_hash)] for info in next(pages))

@@ -15,10 +15,11 @@ from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.cli.versions import told, untold_text
 from tieredkv.config import LoadedSettings
-from tieredkv.operate.ask import Asking, StoreControl, document
-from tieredkv.operate.calls import Df, EvictFilter, Ls, Prune, Verify
+from tieredkv.operate.ask import StoreControl, document
+from tieredkv.operate.calls import Df, EvictFilter, Ls, Prune, Rotate, Verify
 from tieredkv.operate.chain_ids import MIN_ID_DIGITS, short_id
 from tieredkv.operate.infos import ChainInfo
+from tieredkv.operate.verb import Asking
 from tieredkv.storage.stats import Lifetimes
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
@@ -444,7 +445,7 @@ def verify(
             raise usage_error("Give --prove-erased with either a key or --ns.")
         if no_repair or sample is not None:
             raise usage_error("--prove-erased cannot be combined with --no-repair or --sample.")
-        answer = store.prove_erased(key_id, namespace_prefix or "")
+        answer = store.answer(Verify(erased_key=key_id, erased_namespace=namespace_prefix or ""))
         found = {key: value for key, value in answer.items() if key != "needs"}
         is_left = not answer["erased"]
         return with_needs(Answer(answer, lines=[as_text(found)], is_problem=is_left), answer)
@@ -488,7 +489,7 @@ def rotate(store: StoreControl, path: str | None, command: str | None) -> Answer
     """
     if path is not None and command is not None:
         raise usage_error("--to cannot be combined with --to-command.")
-    answer = store.rotate(path and str(Path(path).resolve()), command)
+    answer = store.answer(Rotate(master_key=path and str(Path(path).resolve()), command=command))
     lines = [f"{answer['keys']} keys are wrapped by the new master key: {answer['master_key']}"]
     return Answer(answer, lines=lines)
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.operate.table import START_BYTES, Blocks, Kind
+from tieredkv.operate.chain_ids import named_blocks
+from tieredkv.operate.table import Blocks, BlockTable, places_named
 
 Places = NDArray[np.int32]
 """Of blocks in a table."""
@@ -29,23 +30,23 @@ class Chains:
     with other children, down to one that has no child, or several.
 
     Args:
-        blocks: a table by `key`.
-        kinds: of the blocks.
+        table: of the blocks.
 
     Attributes:
+        blocks, kinds: those of the table.
         leaves: places of the blocks that none follows, the last used first.
         heads: places of the first block of each run.
         run: the number of each block's run.
         run_above: the number of the run above each run; the number of runs where there is none.
     """
 
-    def __init__(self, blocks: Blocks, kinds: Sequence[Kind]) -> None:
-        self.blocks, self.kinds = blocks, kinds
-        self.keys, self.positions = blocks["key"].copy(), blocks["position"].copy()
+    def __init__(self, table: BlockTable) -> None:
+        self.blocks, self.kinds = blocks, _ = table
+        self._keys, self._positions = blocks["key"].copy(), blocks["position"].copy()
         num = len(blocks)
         self._above = self._places(blocks["parent_key"])  # the parent's place, or `num`
         # A record that contradicts itself must not lead in a circle.
-        self._above[np.append(self.positions, 0)[self._above] >= self.positions] = num
+        self._above[np.append(self._positions, 0)[self._above] >= self._positions] = num
         num_children = np.bincount(self._above, minlength=num + 1).astype(np.int32)
         num_children[num] = 0
         leaves = np.flatnonzero(num_children[:num] == 0).astype(np.int32)
@@ -60,28 +61,9 @@ class Chains:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def named(self, digits: str) -> list[int]:
-        """The places of the blocks whose names start with these hex digits, of which 32 count."""
-        digits = digits[: 2 * START_BYTES]
-        ends = (int(digits.ljust(2 * START_BYTES, end), 16) for end in "0f")
-        (first, first_rest), (last, last_rest) = (divmod(end, 1 << 64) for end in ends)
-        start = np.searchsorted(self.keys, np.uint64(first))
-        end = np.searchsorted(self.keys, np.uint64(last), "right")
-        keys, rests = self.keys[start:end], self.blocks["key_rest"][start:end]
-        is_so = (keys > np.uint64(first)) | (rests >= np.uint64(first_rest))
-        is_so &= (keys < np.uint64(last)) | (rests <= np.uint64(last_rest))
-        places: list[int] = (start + np.flatnonzero(is_so)).tolist()
-        return places
-
     def has_parent(self) -> Mask:
         """Return which blocks have a parent in the table."""
         return self._above < len(self)
-
-    def leads_to(self, first: int, last: int) -> bool:
-        """Return whether one block is another or is before it."""
-        while last < len(self) and self.positions[last] > self.positions[first]:
-            last = self._above[last]
-        return last == first
 
     def following(self, starts: Mask, ends: Mask | None = None) -> Mask:
         """Return which blocks are among some or behind one of them.
@@ -93,12 +75,18 @@ class Chains:
         ends = np.zeros_like(starts) if ends is None else ends
         return np.asarray((starts & ~ends)[self._tops(starts | ends)])
 
-    def own(self, places: Sequence[int]) -> tuple[Blocks, Blocks]:
-        """Return what the chains of some blocks have for themselves, a tail before its head.
+    def choose(self, ids: Sequence[str]) -> tuple[Blocks, Blocks, list[str]]:
+        """Find what ids name; see `ChainInfo`.
 
         Returns:
-            Those blocks and all that follow them; the blocks before them that no other chain uses.
+            The named blocks and all that follow them, those behind others first; the blocks before
+            them that no other chain uses, likewise; and the ids that name no block.
         """
+        places, unknown_ids = list[int](), list[str]()
+        for id_ in ids:
+            named = self._named(id_)
+            places += named
+            unknown_ids += [] if named else [id_]
         is_named = np.zeros(len(self), bool)
         is_named[places] = True
         is_following = self.following(is_named)
@@ -111,7 +99,26 @@ class Chains:
             runs = runs[~is_kept[runs]]
         parts = (self.blocks[each] for each in (is_following, ~is_following & ~is_kept[self.run]))
         following, before = (it[np.argsort(it["position"], kind="stable")[::-1]] for it in parts)
-        return following, before
+        return following, before, unknown_ids
+
+    def _named(self, id_: str) -> list[int]:
+        """Return the places of the blocks that an id names, but for those before another of them.
+
+        Its last block says which chain is meant. Its first one is needed where that is gone, or cut
+        off by a hole.
+        """
+        rests = self.blocks["key_rest"]
+        firsts, lasts = (
+            places_named(self._keys, rests, digits) if digits else []
+            for digits in named_blocks(id_) or ("", "")
+        )
+        return [*lasts, *(it for it in firsts if not any(self._leads_to(it, to) for to in lasts))]
+
+    def _leads_to(self, first: int, last: int) -> bool:
+        """Return whether one block is another or is before it."""
+        while last < len(self) and self._positions[last] > self._positions[first]:
+            last = self._above[last]
+        return last == first
 
     def totals(self, values: NDArray[Any], combine: np.ufunc, dtype: type[Any]) -> NDArray[Any]:
         """Combine a value of each block over whole chains.
@@ -146,8 +153,8 @@ class Chains:
         """Return the places of blocks by their keys; the number of blocks where there is none."""
         order = np.argsort(keys).astype(np.int32)  # neighbours are then found near each other
         places = np.empty(len(keys), np.int32)
-        places[order] = np.searchsorted(self.keys, keys[order])
+        places[order] = np.searchsorted(self._keys, keys[order])
         is_found = places < len(self)
-        is_found[is_found] = self.keys[places[is_found]] == keys[is_found]
+        is_found[is_found] = self._keys[places[is_found]] == keys[is_found]
         places[~is_found] = len(self)
         return places

@@ -1,21 +1,33 @@
 """All chains of a store in columns, so that no Python object is made for one that is not listed."""
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tieredkv.operate.chain_ids import chain_id
 from tieredkv.operate.chains import Chains
+from tieredkv.operate.filters import ChainFilter, Condition, Order
 from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.models import KnownModels
-from tieredkv.operate.table import TIER_BITS
+from tieredkv.operate.table import TIER_BITS, Kind, starts_in
 from tieredkv.types import Tier
 
+PAGE_CHAINS = 256
 _TIERS = [[tier for tier, bit in TIER_BITS.items() if code & bit] for code in range(8)]
+_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "=": operator.eq,
+    "!=": operator.ne,
+}
 
 Column = NDArray[Any]
-"""[num_chains]."""
+"""[num_chains]; of floats NaN where a value is not known."""
 
 
 class Labels(NamedTuple):
@@ -30,7 +42,7 @@ class Labels(NamedTuple):
     names: Sequence[Any]
 
 
-class _Total(NamedTuple):
+class _Sum(NamedTuple):
     """What is combined over the blocks of a chain: a field of theirs, how, and the sums' type."""
 
     field: str
@@ -38,13 +50,13 @@ class _Total(NamedTuple):
     dtype: type[Any]
 
 
-_TOTALS: Mapping[str, _Total] = {
-    "bytes": _Total("size_bytes", np.add, np.int64),
-    "stored_bytes": _Total("payload_bytes", np.add, np.int64),
-    "computed_at_min": _Total("computed_at", np.minimum, np.float64),
-    "computed_at_max": _Total("computed_at", np.maximum, np.float64),
-    "expires_at_min": _Total("expires_at", np.minimum, np.float64),
-    "last_used_max": _Total("last_used", np.maximum, np.float64),
+_SUMS: Mapping[str, _Sum] = {
+    "bytes": _Sum("size_bytes", np.add, np.int64),
+    "stored_bytes": _Sum("payload_bytes", np.add, np.int64),
+    "computed_at_min": _Sum("computed_at", np.minimum, np.float64),
+    "computed_at_max": _Sum("computed_at", np.maximum, np.float64),
+    "expires_at_min": _Sum("expires_at", np.minimum, np.float64),
+    "last_used_max": _Sum("last_used", np.maximum, np.float64),
 }
 
 
@@ -62,137 +74,126 @@ class ChainColumns:
     def __init__(self, chains: Chains, models: KnownModels) -> None:
         self._chains, self._run = chains, chains.run[chains.leaves]
         self._known = [models.of(kind.root, kind.namespace) for kind in chains.kinds]
-        self._totals = dict[str, Column]()  # of each run: over its blocks and all before them
+        self._owners = [
+            {"namespace": it.namespace.hex(), "root": it.root.hex(), "retention": it.retention}
+            for it in chains.kinds
+        ]
+        self._sums = dict[str, Column]()  # of each run: over its blocks and all before them
 
     def __len__(self) -> int:
         return len(self._run)
 
-    @property
-    def namespace(self) -> Labels:
-        """Namespaces in hex."""
-        return Labels(self._last("kind"), [kind.namespace.hex() for kind in self._chains.kinds])
+    def of_first(self, name: str) -> Column:
+        """Return a field of the first own block of each chain."""
+        return np.asarray(self._chains.blocks[name][self._chains.heads[self._run]])
 
-    @property
-    def model(self) -> Labels:
-        """Names of models; "" where one is not known."""
-        return Labels(self._last("kind"), [it.name if it else "" for it in self._known])
-
-    @property
-    def retention(self) -> Labels:
-        """Retention policies of the last blocks."""
-        return Labels(self._last("kind"), [kind.retention for kind in self._chains.kinds])
-
-    @property
-    def tiers(self) -> Labels:
-        """The tiers that have some of a chain."""
-        codes = np.zeros(len(self._chains.heads), np.uint8)
-        for tier, bit in TIER_BITS.items():
-            codes |= np.uint8(bit) * (self._held(tier) > 0)
-        return Labels(codes[self._run], _TIERS)
-
-    @property
-    def tokens(self) -> Column:
-        """Tokens; NaN where the model is not known."""
-        sizes = np.array([it.block_size if it else np.nan for it in self._known], np.float64)
-        return np.asarray(sizes[self._last("kind")] * self.blocks)
-
-    @property
-    def blocks(self) -> Column:
-        """Numbers of blocks."""
-        return np.asarray(self._num_blocks[self._run])
-
-    @property
-    def bytes(self) -> Column:
-        """Sizes of the blocks."""
-        return np.asarray(self._total("bytes")[self._run])
-
-    @property
-    def computed_at_min(self) -> Column:
-        """When the oldest blocks were computed."""
-        return np.asarray(self._total("computed_at_min")[self._run])
-
-    @property
-    def expires_at_min(self) -> Column:
-        """When the first blocks expire."""
-        return np.asarray(self._total("expires_at_min")[self._run])
-
-    @property
-    def last_used(self) -> Column:
-        """When the last blocks were used."""
-        return self._last("last_used")
-
-    @property
-    def hits(self) -> Column:
-        """How often the first own blocks were found."""
-        return np.asarray(self._chains.blocks["hits"][self._chains.heads[self._run]])
-
-    def infos(self, places: NDArray[np.intp]) -> list[ChainInfo]:
-        """Return the chains in some places."""
-        chains, run = self._chains, self._run[places]
-        blocks, last, first = chains.blocks, chains.leaves[places], chains.heads[run]
-        rows = zip(
-            *(blocks[name][at].tolist() for at in (first, last) for name in ("key", "key_rest")),
-            *(blocks[name][last].tolist() for name in ("kind", "position", "last_used")),
-            blocks["hits"][first].tolist(),
-            self._num_blocks[run].tolist(),
-            zip(*(self._held(tier)[run].tolist() for tier in Tier), strict=True),
-            zip(*(self._total(name)[run].tolist() for name in _TOTALS), strict=True),
-            strict=True,
-        )
-        return [self._info(*row) for row in rows]
-
-    def _info(
-        self,
-        first: int,
-        first_rest: int,
-        end: int,
-        end_rest: int,
-        kind: int,
-        position: int,
-        last_used: float,
-        hits: int,
-        num_blocks: int,
-        held: Sequence[int],
-        totals: Sequence[Any],
-    ) -> ChainInfo:
-        """Make a description of the values of one chain."""
-        model, what = self._known[kind], self._chains.kinds[kind]
-        return ChainInfo(
-            id=f"{first:016x}{first_rest:016x}-{end:016x}{end_rest:016x}",
-            namespace=what.namespace.hex(),
-            root=what.root.hex(),
-            blocks=num_blocks,
-            last_position=position,
-            model=model.name if model else None,
-            tokens=model.block_size * num_blocks if model else None,
-            blocks_by_tier=dict(zip(Tier, held, strict=True)),
-            retention=what.retention,
-            last_used=last_used,
-            hits=hits,
-            **dict(zip(_TOTALS, totals, strict=True)),
-        )
-
-    def _last(self, name: str) -> Column:
+    def of_last(self, name: str) -> Column:
         """Return a field of the last block of each chain."""
         return np.asarray(self._chains.blocks[name][self._chains.leaves])
 
-    def _total(self, name: str) -> Column:
-        if name not in self._totals:
-            field, combine, dtype = _TOTALS[name]
-            values = self._chains.blocks[field]
-            self._totals[name] = self._chains.totals(values, combine, dtype)
-        return self._totals[name]
+    def sums(self, name: str) -> Column:
+        """Return what is combined over the blocks of each chain."""
+        return np.asarray(self._of_runs(name)[self._run])
 
-    @property
-    def _num_blocks(self) -> Column:
-        if "blocks" not in self._totals:
-            ones = np.ones(len(self._chains), np.uint8)
-            self._totals["blocks"] = self._chains.totals(ones, np.add, np.uint32)
-        return self._totals["blocks"]
+    def labels(self, name_of: Callable[[Kind], str]) -> Labels:
+        """Return what the kinds of the last blocks are called."""
+        return Labels(self.of_last("kind"), list(map(name_of, self._chains.kinds)))
 
-    def _held(self, tier: Tier) -> Column:
-        """Return for each run how many blocks a tier has."""
-        if tier not in self._totals:
-            is_held = self._chains.blocks["tiers"] & np.uint8(TIER_BITS[tier]) > 0
-            self._totals[tier] = self._chains.totals(is_held, np.add, np.uint32)
-        return self._totals[tier]
+    def models(self) -> Labels:
+        """Return the names of models; "" where one is not known."""
+        return Labels(self.of_last("kind"), [it.name if it else "" for it in self._known])
+
+    def tiers(self) -> Labels:
+        """Return the tiers that have some of each chain."""
+        codes = np.zeros(len(self._chains.heads), np.uint8)
+        for tier, bit in TIER_BITS.items():
+            codes |= np.uint8(bit) * (self._of_runs(tier) > 0)
+        return Labels(codes[self._run], _TIERS)
+
+    def tokens(self) -> Column:
+        """Return numbers of tokens."""
+        sizes = np.array([it.block_size if it else np.nan for it in self._known], np.float64)
+        return np.asarray(sizes[self.of_last("kind")] * self.sums("blocks"))
+
+    def matching(self, wanted: ChainFilter, now: float) -> NDArray[np.bool]:
+        """Return which chains match a filter."""
+        is_match = np.ones(len(self), bool)
+        for condition in wanted.conditions:
+            is_match &= self._meets(condition, now)
+        return is_match
+
+    def _meets(self, condition: Condition, now: float) -> NDArray[np.bool]:
+        """Return which chains meet a condition; not those whose value is not known."""
+        field, sign, value = condition
+        values = field.of(self, now)
+        if isinstance(values, Labels):
+            assert field.equals is not None, "labels are compared by it"
+            equal = [field.equals(name, value) for name in values.names]
+            return np.asarray(np.array(equal, bool)[values.codes] != (sign == "!="))
+        return np.asarray(_COMPARISONS[sign](values, value) & ~np.isnan(values), bool)
+
+    def places(self, order: Order, now: float) -> NDArray[np.intp]:
+        """Return the places of all chains in an order; equal ones stay in theirs."""
+        if order.field is None:
+            return np.arange(len(self))
+        values = order.field.of(self, now)
+        if isinstance(values, Labels):
+            ranks = {repr(name): rank for rank, name in enumerate(sorted(values.names))}
+            values = np.array([ranks[repr(name)] for name in values.names] or [0])[values.codes]
+        return np.argsort(order.sign * np.asarray(values, np.float64), kind="stable")
+
+    def listed(
+        self, wanted: ChainFilter, order: Order, limit: int | None, now: float
+    ) -> Iterator[list[ChainInfo]]:
+        """Yield the chains that match a filter, in an order, by pages."""
+        places = self.places(order, now)
+        places = places[self.matching(wanted, now)[places]][:limit]
+        for start in range(0, len(places), PAGE_CHAINS):
+            yield self._infos(places[start : start + PAGE_CHAINS])
+
+    def _infos(self, places: NDArray[np.intp]) -> list[ChainInfo]:
+        """Describe the chains in some places."""
+        run, last = self._run[places], self._chains.blocks[self._chains.leaves[places]]
+        first = self._chains.blocks[self._chains.heads[run]]
+        columns = {
+            "blocks": self._of_runs("blocks")[run],
+            "last_position": last["position"],
+            "last_used": last["last_used"],
+            "hits": first["hits"],
+            **{name: self._of_runs(name)[run] for name in _SUMS},
+        }
+        ids = map(chain_id, starts_in(first), starts_in(last))
+        held = zip(*(self._of_runs(tier)[run].tolist() for tier in Tier), strict=True)
+        values = zip(*(column.tolist() for column in columns.values()), strict=True)
+        infos = list[ChainInfo]()
+        for id_, kind, in_tiers, some in zip(ids, last["kind"].tolist(), held, values, strict=True):
+            model, fields = self._known[kind], dict(zip(columns, some, strict=True))
+            infos.append(
+                ChainInfo(
+                    id=id_,
+                    model=model.name if model else None,
+                    tokens=model.block_size * fields["blocks"] if model else None,
+                    blocks_by_tier=dict(zip(Tier, in_tiers, strict=True)),
+                    **self._owners[kind],
+                    **fields,
+                )
+            )
+        return infos
+
+    def _of_runs(self, name: str) -> Column:
+        """Return for each run what is combined over its blocks and all before them.
+
+        Args:
+            name: of `_SUMS`; "blocks" for the number of blocks, or a tier for those that it has.
+        """
+        if name not in self._sums:
+            blocks = self._chains.blocks
+            if name in _SUMS:
+                field, combine, dtype = _SUMS[name]
+                values = blocks[field]
+            else:
+                combine, dtype, values = np.add, np.uint32, np.ones(len(blocks), np.uint8)
+                if name != "blocks":
+                    values = blocks["tiers"] & np.uint8(TIER_BITS[Tier(name)]) > 0
+            self._sums[name] = self._chains.totals(values, combine, dtype)
+        return self._sums[name]

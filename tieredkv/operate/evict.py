@@ -4,99 +4,166 @@ RAM goes first, then the disk. What VRAM and host memory drop while it is being 
 by the time that the worker deletes, and goes with the rest.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-import numpy as np
+import msgspec
 from msgspec.structs import replace
 
-from tieredkv.errors import NoServerError, StoreUnreachableError
-from tieredkv.operate.calls import EvictFilter, Ls
-from tieredkv.operate.chain_ids import named_blocks
-from tieredkv.operate.chains import Chains
-from tieredkv.operate.infos import NOTHING_EVICTED
-from tieredkv.operate.ls import chains_of, columns_of, listing
-from tieredkv.operate.ram import RamBlocks
-from tieredkv.operate.table import TIER_BITS, Blocks, starts_in
-from tieredkv.operate.worker import Worker, batched, silent_engine
-from tieredkv.storage.messages.operator import Deleted
+from tieredkv.errors import ConfigError, NoServerError, StoreUnreachableError
+from tieredkv.operate.chain_ids import namespace_prefix
+from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.ls import Ls
+from tieredkv.operate.verb import Verb
+from tieredkv.operate.worker import Worker, batched, only, silent_engine
+from tieredkv.storage.messages.operator import NO_ANSWER, Deleted
 from tieredkv.types import Tier
 
 SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")
-_MAX_IDS = 8192  # of which the engine is told in one question
+NOTHING_EVICTED: Mapping[str, Any] = {**dict.fromkeys(SUMMED, 0), "unknown_ids": [], "disk": None}
+"""The answer of an eviction that matches no chain."""
+
+ASKED_BLOCKS = 8192
+"""Of which the engine is told in one question."""
 
 
-class Chosen(NamedTuple):
-    """The blocks of chains, in all tiers.
+class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
+    """The blocks that an operator wants to evict: those that match every given criterion.
+
+    If no criterion is given, no block matches.
 
     Attributes:
-        following: the named blocks and what follows them, those behind others first.
-        before: blocks before them that no other chain uses.
-        unknown_ids: ids that name no block.
+        all: every block.
+        older_than_s: blocks unused for at least this long.
+        namespace_prefix: hex prefix of the namespace digest.
+        ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
+            that other chains share stay. See `ChainInfo`.
+        filter: the chains that `ls` lists with this filter, as if they were named by their ids.
+        model: those of the chains that are of this model, by its name; "" for every model.
+        starts: the first 16 bytes of the blocks' names, as the engine is told of chains.
+        tiers: evict only the copies in these tiers; empty for every tier.
+        to: `drop` makes copies unreachable. `host` and `disk` move blocks from the faster tiers to
+            this one instead, where that has no copy yet; only blocks whose retention allows the
+            disk go there.
+        dry_run: count the blocks that would be evicted, and change nothing. Those in VRAM and host
+            memory are counted if it is about certain chains, or not about the disk.
     """
 
-    following: Blocks
-    before: Blocks
-    unknown_ids: tuple[str, ...] = ()
+    all: bool = False
+    older_than_s: float | None = None
+    namespace_prefix: str | None = None
+    ids: tuple[str, ...] = ()
+    filter: str = ""
+    model: str = ""
+    starts: tuple[bytes, ...] | None = None
+    tiers: tuple[Tier, ...] = ()
+    to: Literal["host", "disk", "drop"] = "drop"
+    dry_run: bool = False
 
+    @property
+    def needs_disk(self) -> bool:  # type: ignore[override]
+        """Whether it is about copies on disk only, or makes such copies."""
+        return self.tiers == (Tier.DISK,) or self.to == "disk"
 
-class Evicting:
-    """One eviction, whichever workers carry it out.
+    @property
+    def changes(self) -> bool:  # type: ignore[override]
+        """Whether it is no dry run."""
+        return not self.dry_run
 
-    Args:
-        wanted: which blocks.
-    """
+    @property
+    def changes_engine(self) -> bool:  # type: ignore[override]
+        """Whether what VRAM and host memory hold could bring back what it evicts."""
+        return not self.dry_run
 
-    def __init__(self, wanted: EvictFilter) -> None:
-        self._wanted = wanted
-        # What engines have evicted counts, though their worker ended before the disk was done.
-        self._engine = dict[str, Any]()
+    @property
+    def empties(self) -> bool:  # type: ignore[override]
+        """Whether it drops every block on disk."""
+        return self.all and not self.dry_run and self.to == "drop" and self.concerns(Tier.DISK)
 
-    def carry_out(self, worker: Worker) -> dict[str, Any]:
-        """Evict, and tell how much.
+    @property
+    def is_of_chains(self) -> bool:
+        """Whether it is about chains, which have to be found first; see `choose`."""
+        return bool(self.ids or self.filter or self.model)
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether it is about certain chains or copies, and not about all that requests left."""
+        is_of_some = self.is_of_chains or self.starts is not None or bool(self.tiers)
+        return is_of_some or self.to != "drop"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no criterion is given."""
+        return self == EvictFilter(to=self.to, dry_run=self.dry_run)
+
+    def concerns(self, tier: Tier) -> bool:
+        """Return whether copies in this tier are evicted."""
+        if self.to != "drop":
+            return tier is not Tier.DISK
+        return not self.tiers or tier in self.tiers
+
+    def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
+        """Return whether the age and namespace of a block match; the caller looks up its name."""
+        if self.older_than_s is not None and now - last_used < self.older_than_s:
+            return False
+        return namespace.hex().startswith((self.namespace_prefix or "").lower())
+
+    def check(self) -> None:
+        """Refuse a filter that selects nothing, or that is none."""
+        if self.is_empty:
+            criteria = "`ids`, `filter`, `model`, `tiers`, `namespace_prefix`, `older_than_s`"
+            raise ConfigError(f"no criterion says which blocks to evict; give {criteria} or `all`")
+        if self.tiers and self.to != "drop":
+            raise ConfigError("`tiers` and `to` cannot be combined")
+        if (self.filter or self.model) and self.ids:
+            raise ConfigError("ids cannot be combined with `filter` or `model`")
+        if self.starts is not None:
+            raise ConfigError("`starts` is for the engine only; name chains by `ids`")
+        if self.older_than_s is not None and not self.older_than_s >= 0:
+            raise ConfigError(f"`older_than_s` = {self.older_than_s} must be at least 0")
+        if self.namespace_prefix is not None:
+            namespace_prefix(self.namespace_prefix)
+        ChainFilter(self.filter)
+
+    def answer(self, worker: Worker) -> dict[str, Any]:
+        """Evict, and tell how much: `{"evicted_blocks", "freed_bytes", "unknown_ids", "disk"}`.
+
+        Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
+        tier's part, and the keys that are destroyed and kept.
 
         Raises:
             NoServerError: the blocks are to be moved, and no engine is there.
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
-        wanted, told = self._wanted, worker.figures()
-        if wanted.to != "drop" and told.writer_pid is None:
+        told = worker.figures()
+        if self.to != "drop" and told.writer_pid is None:
             raise NoServerError("no server runs that could move blocks to another tier")
-        chosen, held, on_disk = None, None, wanted.concerns(Tier.DISK)
-        if wanted.needs_list or wanted.ids:
-            held = RamBlocks.of(worker.ask_engine(Ls()))
-            # What the engine sent to the disk before it told of its blocks is there by then.
-            chains, now = chains_of(worker, held, settled=True)
-            if wanted.needs_list:
-                columns = columns_of(chains, worker)
-                wanted = wanted.of_listed(listing(columns, Ls(filter=wanted.filter), now))
-                if not wanted.ids:
-                    return {**NOTHING_EVICTED}
-            chosen = choose(chains, wanted.ids)
-        engine, unknown_to_engine = dict[str, Any](), set(wanted.ids)
-        in_ram = wanted.concerns(Tier.DEVICE) or wanted.concerns(Tier.HOST)
+        chosen, unknown_ids = None, list[str]()
+        if self.is_of_chains:
+            chosen = choose(self, worker)
+            unknown_ids = chosen.unknown_ids
+            if not chosen.starts and not unknown_ids:
+                return {**NOTHING_EVICTED}
+        starts = None if chosen is None else chosen.starts
+        on_disk, in_ram = self.concerns(Tier.DISK), self.tiers != (Tier.DISK,)
         # A dry run that is not about chains is about the disk, so that the engine is not disturbed.
-        if in_ram and (chosen or not (wanted.dry_run and on_disk)) and told.writer_pid is not None:
-            # RAM may have a part of a chain without the blocks that its id names.
-            engine = self._evict_from_ram(wanted, chosen, held, worker)
-            unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
-        unknown_ids = [] if chosen is None else [*chosen.unknown_ids]
-        unknown_ids = [each for each in unknown_ids if each in unknown_to_engine]
-        is_silent = "engine" in engine
-        engine = self._with_earlier(engine, dry_run=wanted.dry_run)
+        in_ram = in_ram and (chosen is not None or not (self.dry_run and on_disk))
+        # What engines have evicted counts, though their worker ended before the disk was done.
+        engine, is_silent = dict[str, Any]() if self.dry_run else worker.earlier, False
+        if in_ram and told.writer_pid is not None:
+            is_silent = self._evict_from_ram(starts, engine, worker)
         if not on_disk:
             if is_silent:
                 raise StoreUnreachableError("the engine is silent, so nothing was evicted")
-            sums = {**dict.fromkeys(SUMMED, 0), **engine}
-            return {**sums, "unknown_ids": unknown_ids, "disk": None}
+            return {**NOTHING_EVICTED, **engine, "unknown_ids": unknown_ids}
         done = worker.delete(
-            None if chosen is None else [*starts_in(chosen.following), *starts_in(chosen.before)],
-            namespace=wanted.namespace_prefix or "",
-            unused_since=None if wanted.older_than_s is None else told.now - wanted.older_than_s,
-            dry_run=wanted.dry_run,
+            starts,
+            namespace=self.namespace_prefix or "",
+            unused_since=None if self.older_than_s is None else told.now - self.older_than_s,
+            dry_run=self.dry_run,
         )
         if is_silent:
-            raise _silent(done, dry_run=wanted.dry_run)
+            raise silent_engine() if self.dry_run else _silent(done)
         disk = {"evicted_blocks": done.num_blocks, "freed_bytes": done.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         keys: dict[str, Any] = {"erased_keys": done.erased_keys, "kept_keys": done.kept_keys}
@@ -104,68 +171,54 @@ class Evicting:
         return {**engine, **sums, "unknown_ids": unknown_ids, "disk": {**disk, **keys}}
 
     def _evict_from_ram(
-        self, wanted: EvictFilter, chosen: Chosen | None, held: RamBlocks | None, worker: Worker
-    ) -> dict[str, Any]:
-        """Have the engine evict, in questions that fit into a frame; sum up what it answers."""
-        following, before = list[bytes](), list[bytes]()
-        if chosen is not None and held is not None:
-            following, before = (names_of(each, held, worker) for each in chosen[:2])
-        answers, unknown_ids = list[dict[str, Any]](), list[str]()
-        *parts, last = [*batched(wanted.ids, _MAX_IDS)] or [()]
-        for ids, of_them in (*((ids, ([], [])) for ids in parts), (last, (following, before))):
-            call, first = replace(wanted, ids=tuple(ids)), len(answers)
-            for answer in worker.ask_engine_of(call, *of_them):
-                answers.append(answer)
-                if "engine" in answer:  # it is silent
-                    break
-            unknown_ids += answers[first].get("unknown_ids", ids)
-        told = {key: answer[key] for answer in reversed(answers) for key in answer}
-        sums = {key: sum(answer.get(key, 0) for answer in answers) for key in SUMMED}
-        return {**told, **sums, "unknown_ids": unknown_ids}
-
-    def _with_earlier(self, engine: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
-        """Add what engines evicted before an earlier worker of this eviction ended."""
-        sums = {key: self._engine.get(key, 0) + engine.get(key, 0) for key in SUMMED}
-        if engine or self._engine:
-            engine = {**engine, **sums}
-        if not dry_run:
-            self._engine = engine
-        return engine
+        self, starts: Sequence[bytes] | None, done: dict[str, Any], worker: Worker
+    ) -> bool:
+        """Have the engine evict, and add up what it answers; return whether it is silent."""
+        is_silent = False
+        for some in [None] if starts is None else batched(starts, ASKED_BLOCKS):
+            named = None if some is None else tuple(some)
+            call = replace(self, ids=(), filter="", model="", starts=named)
+            answer = only(worker.ask_engine(call))
+            if answer == NO_ANSWER:
+                is_silent = True
+            elif answer:
+                sums = {name: done.get(name, 0) + answer.get(name, 0) for name in SUMMED}
+                done |= {**answer, **sums}
+        return is_silent
 
 
-def choose(chains: Chains, ids: Sequence[str]) -> Chosen:
-    """Find the blocks that ids name."""
-    named = [(id_, _seeds(chains, id_)) for id_ in ids]
-    following, before = chains.own([place for _, places in named for place in places])
-    return Chosen(following, before, tuple(id_ for id_, places in named if not places))
+class Chosen(msgspec.Struct, frozen=True):
+    """The blocks that an eviction is about, in all tiers.
 
-
-def _seeds(chains: Chains, id_: str) -> list[int]:
-    """The places of the blocks that an id names, but for those before another of them.
-
-    Its last block says which chain is meant. Its first one is needed where that is gone, or cut off
-    by a hole.
+    Attributes:
+        starts: the first bytes of their names, of those that follow each other the last first.
+        unknown_ids: ids that name no block.
     """
-    names = named_blocks(id_)
-    if names is None:
-        return []
-    firsts, lasts = (chains.named(digits) if digits else [] for digits in names)
-    return [
-        *lasts,
-        *(first for first in firsts if not any(chains.leads_to(first, last) for last in lasts)),
-    ]
+
+    starts: list[bytes]
+    unknown_ids: list[str]
 
 
-def names_of(blocks: Blocks, held: RamBlocks, worker: Worker) -> list[bytes]:
-    """Return the whole names of blocks in a table."""
-    is_on_disk = blocks["tiers"] & np.uint8(TIER_BITS[Tier.DISK]) > 0
-    on_disk = [each.record.block_hash for each in worker.find(starts_in(blocks[is_on_disk]))]
-    return on_disk + held.hashes_of(blocks)
+def choose(wanted: EvictFilter, worker: Worker) -> Chosen:
+    """Find the blocks of the chains that an eviction is about, and which only these chains use."""
+    from tieredkv.operate.columns import ChainColumns  # these load NumPy
+    from tieredkv.operate.ram import RamBlocks, chains_of
+    from tieredkv.operate.table import starts_in
+
+    in_ram = RamBlocks(worker.ask_engine(Ls()))
+    # What the engine sent to the disk before it told of its blocks is there by then.
+    chains, now = chains_of(worker, in_ram, settled=True)
+    ids: Sequence[str] = wanted.ids
+    if wanted.filter or wanted.model:
+        columns = ChainColumns(chains, worker.models())
+        pages = columns.listed(ChainFilter(wanted.filter), Order(""), None, now)
+        listed = (chain for page in pages for chain in page)
+        ids = [each.id for each in listed if wanted.model in ("", each.model)]
+    following, before, unknown_ids = chains.choose(ids)
+    return Chosen([*starts_in(following), *starts_in(before)], unknown_ids)
 
 
-def _silent(done: Deleted, *, dry_run: bool) -> StoreUnreachableError:
-    if dry_run:
-        return silent_engine()
+def _silent(done: Deleted) -> StoreUnreachableError:
     gone = f"{done.num_blocks} blocks were evicted from disk"
     why = "blocks in VRAM and host memory are still there and may come back"
     hint = "hint: evict again once the engine answers"

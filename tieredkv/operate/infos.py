@@ -1,22 +1,8 @@
-"""What the verbs tell of chains, blocks and namespaces: plain values that are sent as JSON."""
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+"""What the verbs tell of chains and blocks: plain values that are sent as JSON."""
 
 import msgspec
-from msgspec.structs import replace
 
-from tieredkv.storage.client.names import Names
 from tieredkv.types import BlockRecord, Tier
-
-NOTHING_EVICTED: Mapping[str, Any] = {
-    "evicted_blocks": 0,
-    "freed_bytes": 0,
-    "refused_blocks": 0,
-    "unknown_ids": [],
-    "disk": None,
-}
-"""The answer of an eviction that matches no chain."""
 
 
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,83 +93,10 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
         codec: str | None = None,
     ) -> "BlockInfo":
         """Describe the block of a record."""
-        return cls(
-            block_hash=record.block_hash.hex(),
-            parent_hash=record.parent_hash.hex(),
-            root=record.root.hex(),
-            namespace=record.namespace.hex(),
-            position=record.position,
-            tiers=tiers,
-            size_bytes=record.size_bytes,
-            stored_bytes=stored_bytes,
-            codec=codec,
-            retention=record.retention,
-            computed_at=record.computed_at,
-            last_used=record.last_used,
-            expires_at=record.expires_at,
-            pinned_until=record.pinned_until,
-            hits=record.hits,
-        )
+        digests = {it: getattr(record, it).hex() for it in _DIGESTS}
+        same = {it: getattr(record, it) for it in _COPIED}
+        return cls(tiers=tiers, stored_bytes=stored_bytes, codec=codec, **digests, **same)
 
 
-def hidden(names: Names, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
-    """Return descriptions of blocks with their names in the places of hashes, all in hex."""
-    digests = [it for each in blocks for it in (each.block_hash, each.parent_hash)]
-    hid = iter(names.hide([*map(bytes.fromhex, digests)]))
-    pairs = zip(blocks, hid, hid, strict=False)
-    return [replace(it, block_hash=a.hex(), parent_hash=b.hex()) for it, a, b in pairs]
-
-
-class NamespaceUse(msgspec.Struct, kw_only=True):
-    """What one model has stored in one namespace.
-
-    Attributes:
-        namespace: hex digest; the first `TENANT_BYTES` bytes of it identify the tenant.
-        root: hex digest that the chains of one model, in one namespace, share.
-        model: name of the model; None where it is not known.
-        bytes: size of the blocks, before any compression.
-        last_used: the latest use of any of the blocks.
-    """
-
-    namespace: str
-    root: str
-    model: str | None = None
-    blocks: int = 0
-    bytes: int = 0
-    last_used: float = 0.0
-
-
-class ErasureResult(msgspec.Struct, kw_only=True):
-    """What is left of what should be erased.
-
-    Attributes:
-        checked: extents whose headers were read.
-        keys: payload keys that are left in the key table.
-        blocks: blocks that are left in the index.
-        extents: extents that still hold a payload.
-    """
-
-    checked: int = 0
-    keys: int = 0
-    blocks: int = 0
-    extents: int = 0
-
-    @property
-    def is_erased(self) -> bool:
-        """Whether nothing is left."""
-        return not (self.keys or self.blocks or self.extents)
-
-
-class VerifyResult(msgspec.Struct, kw_only=True):
-    """What `verify` found."""
-
-    checked: int = 0
-    bad: int = 0
-    by_reason: dict[str, int] = msgspec.field(default_factory=dict)
-    repaired: int = 0
-
-    def add(self, reason: str, *, is_repaired: bool) -> None:
-        """Count one finding."""
-        self.bad += 1
-        self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
-        self.repaired += is_repaired
+_DIGESTS = ("block_hash", "parent_hash", "root", "namespace")
+_COPIED = {*BlockInfo.__struct_fields__} & {*BlockRecord.__struct_fields__} - {*_DIGESTS}

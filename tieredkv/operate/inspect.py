@@ -4,38 +4,167 @@ The blocks before a block are found by the names in the records, so that no walk
 needed. A walk is needed to find the blocks behind one.
 """
 
-from collections.abc import Generator, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
 from tieredkv.errors import ConfigError, NoServerError, UnknownIdError
-from tieredkv.operate.calls import Inspect, Ls
 from tieredkv.operate.chain_ids import ID_HINT, named_blocks
-from tieredkv.operate.evict import choose, names_of
 from tieredkv.operate.infos import BlockInfo
-from tieredkv.operate.ls import chains_of
-from tieredkv.operate.ram import RamBlocks
-from tieredkv.operate.table import scan
+from tieredkv.operate.ls import Ls
+from tieredkv.operate.verb import Asking, Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
-from tieredkv.storage.format.planes import codec_name
 from tieredkv.storage.format.record import Located
 from tieredkv.types import Tier
+from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from tieredkv.operate.ram import RamBlocks
+
+_MAX_CALL_BYTES = MAX_CONTROL_FRAME_BYTES - (1 << 16)  # it goes to the engine in one frame
+_PAGE_BLOCKS = 4096
 
 Known = dict[str, BlockInfo]
 """Blocks by their hash in hex."""
 
 
-def described(located: Located) -> BlockInfo:
+class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
+    """One chain, block by block and in every tier; or what the tiers have of a prompt.
+
+    Exactly one of `id`, `prompt` and `names` is given.
+
+    Attributes:
+        id: names the chain; see `ChainInfo`. It is shown from its first block to the last one that
+            the id names. Where that has gone, what follows the first one is shown.
+        following: show the blocks behind the named one too, with all branches. To find them on disk
+            takes a look at every block.
+        prompt: a text, a list of chat messages, or the body of a request to one of the APIs. Only a
+            running server can tokenize it.
+        tenant: of the prompt: the SHA-256 of its API key in hex; "" without keys.
+        cache_salt, prompt_cache_key: of the prompt, where its body has none.
+        names: what the store calls the blocks of a prompt that was tokenized elsewhere, the first
+            one first (`storage.client.names`). Those on disk are listed. If the first is not there,
+            the answer has all `roots` of the store, each with its namespace.
+    """
+
+    id: str = ""
+    following: bool = False
+    prompt: str | list[Any] | dict[str, Any] | None = None
+    tenant: str = ""
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    names: tuple[bytes, ...] = ()
+
+    @property
+    def listed_as(self) -> str:  # type: ignore[override]
+        """The list of blocks; a report on a prompt is none."""
+        return "chain" if self.prompt is None else ""
+
+    def check(self) -> None:
+        """Refuse what cannot be an id, what is too long, and several things to show or nothing."""
+        if (bool(self.id), self.prompt is not None, bool(self.names)).count(True) != 1:
+            raise ConfigError("give either `id` or `prompt`")
+        if self.id and named_blocks(self.id) is None:
+            raise ConfigError(f"`{self.id}` is no id: {ID_HINT}")
+        if (size := len(msgspec.msgpack.encode(self))) > _MAX_CALL_BYTES:
+            what = f"a call of `inspect` may have {_MAX_CALL_BYTES} bytes at most"
+            raise ConfigError(f"{what}, but has {size}; give a shorter prompt or fewer names")
+
+    def answer(self, worker: Worker) -> dict[str, Any]:
+        """Have the engine report on a prompt.
+
+        Raises:
+            NoServerError: no server is there to tokenize it.
+            ConfigError: the server refuses the prompt.
+        """
+        answer = only(worker.ask_engine(self))
+        if (answer.get("diverges_at"), answer.get("reason")) == (0, "never_seen"):
+            answer = only(worker.ask_engine(self, _roots(worker)))
+        if "refused" in answer:
+            raise ConfigError(answer["refused"])
+        if "reason" not in answer:
+            raise NoServerError("no server answers that could tokenize the prompt")
+        return answer
+
+    def carry_out(self, worker: Worker) -> Asking:
+        """Yield the blocks of a chain, or those of some names; or return the report on a prompt."""
+        if self.prompt is not None:
+            return self.answer(worker)
+        rest = dict[str, Any]()
+        if self.names:
+            blocks = list(map(_described, worker.find(self.names)))
+            if not any(info.block_hash == self.names[0].hex() for info in blocks):
+                rest = {"roots": _roots(worker)}
+        else:
+            blocks = _in_order(self._chain(worker).values())
+        worker.let_go()
+        for start in range(0, len(blocks), _PAGE_BLOCKS):
+            yield blocks[start : start + _PAGE_BLOCKS]
+        return rest
+
+    def _chain(self, worker: Worker) -> Known:
+        """Find the blocks of a chain in every tier.
+
+        Raises:
+            UnknownIdError: the id names none.
+            StoreUnreachableError: the engine did not answer.
+        """
+        from tieredkv.operate.ram import RamBlocks, chains_of  # these load NumPy
+        from tieredkv.operate.table import starts_in
+
+        first, last = named_blocks(self.id) or ("", "")
+        in_ram, known = RamBlocks(worker.ask_engine(Ls())), Known()
+        if not in_ram.is_told:
+            raise silent_engine()
+        if not self.following:
+            digits = last or first
+            start = bytes.fromhex(digits[: len(digits) // 2 * 2])
+            found = [each.record.block_hash for each in worker.find([start])]
+            found += in_ram.named(digits)
+            named = [name for name in found if name.hex().startswith(digits)]
+            known = _climb(named, worker, in_ram)
+        if not known and (self.following or last):
+            following, _, _ = chains_of(worker, in_ram)[0].choose([self.id])
+            known = _climb(starts_in(following), worker, in_ram)
+        if not known:
+            raise UnknownIdError(f"no chain has the id `{self.id}`\nhint: {ID_HINT}")
+        return known
+
+
+def _roots(worker: Worker) -> dict[bytes, bytes]:
+    from tieredkv.operate.table import scan  # loads NumPy
+
+    return {kind.root: kind.namespace for kind in scan(worker).table.kinds}
+
+
+def _climb(starts: Iterable[bytes], worker: Worker, in_ram: "RamBlocks") -> Known:
+    """Find blocks, by their names or the first bytes of these, and all before them.
+
+    A tier may lack a block in the middle of a chain that another one has. So each tier is asked for
+    what the others have told of, until nothing new is told.
+    """
+    known, now = Known(), worker.now()
+    asked, wanted = set[bytes](), set(starts)
+    while waiting := wanted - asked:
+        on_disk = list(map(_described, worker.find([*waiting], climbs=True)))
+        asked |= waiting | {bytes.fromhex(info.block_hash) for info in on_disk}
+        _add(known, on_disk)
+        _add(known, in_ram.up_from([*asked, *_missing_parents(known)], now))
+        wanted = {*map(bytes.fromhex, known), *_missing_parents(known)}
+    return known
+
+
+def _described(located: Located) -> BlockInfo:
     """Describe a block on disk."""
-    codec = codec_name(located.codec)
-    return BlockInfo.of(
-        located.record, [Tier.DISK], stored_bytes=located.payload_bytes, codec=codec
-    )
+    from tieredkv.storage.format.planes import codec_name  # loads NumPy
+
+    num_bytes, codec = located.payload_bytes, codec_name(located.codec)
+    return BlockInfo.of(located.record, [Tier.DISK], stored_bytes=num_bytes, codec=codec)
 
 
-def add(known: Known, found: Iterable[BlockInfo]) -> None:
+def _add(known: Known, found: Iterable[BlockInfo]) -> None:
     """Add copies of blocks to those that are known; a block is as old as its oldest copy."""
     for info in found:
         if (one := known.get(info.block_hash)) is None:
@@ -55,13 +184,13 @@ def add(known: Known, found: Iterable[BlockInfo]) -> None:
         )
 
 
-def missing_parents(known: Known) -> list[bytes]:
+def _missing_parents(known: Known) -> list[bytes]:
     """Return the blocks that precede known ones and are not known themselves."""
     parents = {info.parent_hash for info in known.values() if info.position}
     return [bytes.fromhex(parent) for parent in sorted(parents - known.keys())]
 
 
-def in_order(blocks: Iterable[BlockInfo]) -> list[BlockInfo]:
+def _in_order(blocks: Iterable[BlockInfo]) -> list[BlockInfo]:
     """Return blocks as a tree is printed: each one before those behind it, branch by branch."""
     children: dict[str, list[BlockInfo]] = {}
     by_position = sorted(blocks, key=lambda each: (-each.position, each.block_hash))
@@ -74,95 +203,3 @@ def in_order(blocks: Iterable[BlockInfo]) -> list[BlockInfo]:
         ordered.append(waiting.pop())
         waiting += children.get(ordered[-1].block_hash, [])
     return ordered
-
-
-_PAGE_BLOCKS = 4096
-
-
-def inspect(call: Inspect, worker: Worker) -> Generator[list[BlockInfo], None, dict[str, Any]]:
-    """Yield the blocks of a chain, or those of some names; or return the report on a prompt."""
-    if call.prompt is not None:
-        return _report(call, worker)
-    rest = dict[str, Any]()
-    if call.names:
-        blocks = list(map(described, worker.find(call.names)))
-        if not any(info.block_hash == call.names[0].hex() for info in blocks):
-            rest = {"roots": _roots(worker)}
-    else:
-        blocks = in_order(_chain(call, worker).values())
-    worker.let_go()
-    for start in range(0, len(blocks), _PAGE_BLOCKS):
-        yield blocks[start : start + _PAGE_BLOCKS]
-    return rest
-
-
-def _report(call: Inspect, worker: Worker) -> dict[str, Any]:
-    """Have the engine report on a prompt.
-
-    Raises:
-        NoServerError: no server is there to tokenize it.
-        ConfigError: the server refuses the prompt.
-    """
-    answer = only(worker.ask_engine(call))
-    if (answer.get("diverges_at"), answer.get("reason")) == (0, "never_seen"):
-        answer = only(worker.ask_engine(call, roots=_roots(worker)))
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    if "reason" not in answer:
-        raise NoServerError("no server answers that could tokenize the prompt")
-    return answer
-
-
-def _roots(worker: Worker) -> dict[bytes, bytes]:
-    return {kind.root: kind.namespace for kind in scan(worker).table.kinds}
-
-
-def _chain(call: Inspect, worker: Worker) -> Known:
-    """Find the blocks of a chain in every tier.
-
-    Raises:
-        UnknownIdError: the id names none.
-    """
-    first, last = named_blocks(call.id) or ("", "")
-    known: Known = {}
-    if not call.following:
-        digits = last or first
-        start = bytes.fromhex(digits[: len(digits) // 2 * 2])
-        found = [each.record.block_hash for each in worker.find([start])]
-        named = [name for name in found if name.hex().startswith(digits)]
-        known = _climb(call, named, worker)
-    if not known and (call.following or last):
-        in_ram = RamBlocks.of(worker.ask_engine(Ls()))
-        behind = choose(chains_of(worker, in_ram)[0], (call.id,)).following
-        names = names_of(behind, in_ram, worker)
-        known = _climb(replace(call, following=True), names, worker)
-    if not known:
-        raise UnknownIdError(f"no chain has the id `{call.id}`\nhint: {ID_HINT}")
-    return known
-
-
-def _climb(call: Inspect, starts: Iterable[bytes], worker: Worker) -> Known:
-    """Find blocks and all before them.
-
-    A tier may lack a block in the middle of a chain that another one has. So each tier is asked for
-    what the others have told of, until nothing new is told.
-
-    Raises:
-        StoreUnreachableError: the engine did not answer.
-    """
-    known: Known = {}
-    told, wanted = set[bytes](), set(starts)
-    while True:
-        on_disk = list(map(described, worker.find([*(wanted - told)], climbs=True)))
-        told |= wanted
-        add(known, on_disk)
-        told.update(bytes.fromhex(info.block_hash) for info in on_disk)
-        in_ram = list[BlockInfo]()
-        for part in worker.ask_engine(call, [*told, *missing_parents(known)]):
-            if "engine" in part:
-                raise silent_engine()
-            in_ram += msgspec.convert(part.get("blocks", []), list[BlockInfo])
-        add(known, in_ram)
-        wanted = {*map(bytes.fromhex, known), *missing_parents(known)}
-        if wanted <= told:
-            return known

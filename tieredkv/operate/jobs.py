@@ -4,11 +4,19 @@ The process reads one `Job` from its standard input. To its standard output it w
 `Head` as JSON, and after it the JSON document that the command line prints, as it is made.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from tieredkv.operate.calls import Call
+from tieredkv.operate.ask import StoreControl, document
+from tieredkv.operate.calls import Call, EvictFilter
+from tieredkv.operate.evict import choose
+from tieredkv.operate.models import KnownModel, KnownModels
+from tieredkv.operate.worker import Worker
+from tieredkv.storage.format.record import Located
+from tieredkv.storage.messages.operator import Rows
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,13 +26,27 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         call: the verb.
         path: the store's folder; "" on a server without a disk tier.
         clock_offset_file: see `tieredkv.clock`.
-        told: on a server without a disk tier: what its engine has told.
+        told: on a server without a disk tier: what its engine has told of its blocks.
     """
 
     call: Call
     path: str = ""
     clock_offset_file: str | None = None
     told: list[dict[str, Any]] = []
+
+    def document(self) -> Iterator[str]:
+        """Yield the parts of the JSON document that is the answer.
+
+        Without a disk tier the engine evicts, and the answer is which blocks are meant.
+        """
+        call = self.call
+        if self.path:
+            control = StoreControl(self.path, clock_offset_file=self.clock_offset_file)
+            yield from document(call, control.pages(call))
+        elif isinstance(call, EvictFilter):
+            yield msgspec.json.encode(choose(call, NoDisk(self.told))).decode()
+        else:
+            yield from document(call, call.carry_out(NoDisk(self.told)))
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,6 +59,40 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     refused: str = ""
     message: str = ""
+
+
+class NoDisk(Worker):
+    """Stands in for a worker on a server without a disk tier.
+
+    Args:
+        told: what the engine answers to `Ls`: the time and the model, and then its blocks.
+    """
+
+    def __init__(self, told: Sequence[Mapping[str, Any]]) -> None:
+        self._first, *self._told = told
+        self.let_go = lambda: None
+
+    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Located]:
+        """Yield nothing."""
+        yield from ()
+
+    def rows(self, *, settled: bool = False) -> Iterator[Rows]:
+        """Yield no row, but the time."""
+        yield Rows(b"", (), now=self.now())
+
+    def now(self) -> float:
+        """Return the engine's time."""
+        return float(self._first["now"])
+
+    def models(self) -> KnownModels:
+        """Return the engine's model."""
+        return KnownModels([msgspec.convert(self._first["model"], KnownModel)])
+
+    def ask_engine(
+        self, call: msgspec.Struct, roots: Mapping[bytes, bytes] = MappingProxyType({})
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what the engine has told of its blocks."""
+        yield from map(dict, self._told)
 
 
 decoder = msgspec.msgpack.Decoder(Job)

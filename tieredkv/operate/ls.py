@@ -1,52 +1,50 @@
 """`ls`: the chains of all tiers."""
 
-from collections.abc import Generator, Iterator
-from typing import Any
+from typing import ClassVar
 
-import numpy as np
-
-from tieredkv.operate.calls import Ls
-from tieredkv.operate.chains import Chains
-from tieredkv.operate.columns import ChainColumns
+from tieredkv.errors import ConfigError
 from tieredkv.operate.filters import ChainFilter, Order
-from tieredkv.operate.infos import ChainInfo
-from tieredkv.operate.models import KnownModels, read_models
-from tieredkv.operate.ram import RamBlocks
-from tieredkv.operate.table import scan
+from tieredkv.operate.verb import Asking, Verb
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.messages.operator import NO_ANSWER
 
-PAGE_CHAINS = 256
 
+class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
+    """The chains of all tiers, those whose last block was used last first.
 
-def ls(call: Ls, worker: Worker) -> Generator[list[ChainInfo], None, dict[str, Any]]:
-    """Yield the chains that are asked for, by pages; tell whether some of the engine's may lack.
+    An engine that is asked this tells all blocks that it holds; see `operate.ram`.
 
-    The worker is let go before the first page, since nobody knows when the next one is asked for.
+    Attributes:
+        filter: see `filters.ChainFilter`; "" for all chains.
+        sort: see `filters.Order`; "" for the last used first.
+        limit: how many chains to list at most; None for all.
     """
-    in_ram = RamBlocks.of(worker.ask_engine(Ls()))
-    chains, now = chains_of(worker, in_ram)
-    columns = columns_of(chains, worker)
-    worker.let_go()
-    yield from listing(columns, call, now)
-    return {} if in_ram.is_told else {**NO_ANSWER}
 
+    listed_as: ClassVar[str] = "chains"
 
-def chains_of(worker: Worker, in_ram: RamBlocks, *, settled: bool = False) -> tuple[Chains, float]:
-    """See which chains there are in all tiers, and what time it is."""
-    on_disk, now = scan(worker, settled=settled)
-    return Chains(*on_disk.unexpired(now).joined(in_ram.table.unexpired(now))), now
+    filter: str = ""
+    sort: str = ""
+    limit: int | None = None
 
+    def check(self) -> None:
+        """Refuse an unknown field, and a limit below one."""
+        ChainFilter(self.filter)
+        Order(self.sort)
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"`limit` = {self.limit} must be at least 1")
 
-def columns_of(chains: Chains, worker: Worker) -> ChainColumns:
-    """Sum up all chains."""
-    return ChainColumns(chains, KnownModels(read_models(worker.path)))
+    def carry_out(self, worker: Worker) -> Asking:
+        """Yield the chains by pages; tell whether some of the engine's may lack.
 
+        The worker is let go before the first page, since nobody knows when the next one is asked
+        for.
+        """
+        from tieredkv.operate.columns import ChainColumns  # these load NumPy
+        from tieredkv.operate.ram import RamBlocks, chains_of
 
-def listing(columns: ChainColumns, call: Ls, now: float) -> Iterator[list[ChainInfo]]:
-    """Yield the chains that `Ls` asks for, by pages."""
-    is_match = ChainFilter(call.filter).matches(columns, now)
-    places = Order(call.sort).places(columns, now) if call.sort else np.arange(len(is_match))
-    places = places[is_match[places]][: call.limit]
-    for start in range(0, len(places), PAGE_CHAINS):
-        yield columns.infos(places[start : start + PAGE_CHAINS])
+        in_ram = RamBlocks(worker.ask_engine(Ls()))
+        chains, now = chains_of(worker, in_ram)
+        columns = ChainColumns(chains, worker.models())
+        worker.let_go()
+        yield from columns.listed(ChainFilter(self.filter), Order(self.sort), self.limit, now)
+        return {} if in_ram.is_told else {**NO_ANSWER}

@@ -54,6 +54,11 @@ class KnownModels:
             self._of_root[root] = next(models, None)
         return self._of_root[root]
 
+    def name_of(self, root: bytes, namespace: bytes) -> str | None:
+        """Return the name of a chain's model; None if it is not known."""
+        model = self.of(root, namespace)
+        return model.name if model else None
+
 
 def read_models(folder: str | Path) -> list[KnownModel]:
     """Read the file in a store's folder; models that cannot be read are not known.

@@ -6,7 +6,7 @@ compared each record with its key. So a damaged record may be listed wrongly, bu
 from a table. This module knows records, not the index.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +107,22 @@ class BlockTable(NamedTuple):
         is_young = self.blocks["expires_at"] > now
         return self if is_young.all() else self._replace(blocks=self.blocks[is_young])
 
+    def are_of(self, is_meant: Callable[[Kind], bool]) -> NDArray[np.bool]:
+        """Return which blocks are of kinds that are meant."""
+        are_meant = np.array(list(map(is_meant, self.kinds)), bool)
+        return np.asarray(are_meant[self.blocks["kind"]])
+
+    def sums(self) -> Iterator[tuple[Kind, int, int, float]]:
+        """Yield each kind that has blocks: their number, their bytes, and their latest use."""
+        numbers, num_kinds = self.blocks["kind"], len(self.kinds)
+        nums = np.bincount(numbers, minlength=num_kinds).tolist()
+        sizes = np.bincount(numbers, self.blocks["size_bytes"], num_kinds).tolist()
+        last_used = np.zeros(num_kinds)
+        np.maximum.at(last_used, numbers, self.blocks["last_used"])
+        for kind, num, size, used in zip(self.kinds, nums, sizes, last_used.tolist(), strict=True):
+            if num:
+                yield kind, num, int(size), used
+
     def joined(self, other: "BlockTable") -> "BlockTable":
         """Return the table of the blocks that are in either.
 
@@ -197,16 +213,31 @@ class _Numbers(dict[bytes, int]):
         return number
 
 
-def numbers_of(starts: bytes) -> NDArray[np.uint64]:
-    """Return the first bytes of hashes, which lie side by side, as numbers: [num_hashes, 2]."""
-    return np.frombuffer(starts, ">u8").astype(np.uint64).reshape(-1, 2)
-
-
 def starts_of(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """Return the first bytes of digests, [num_digests, num_bytes], as numbers: [num_digests, 2]."""
     padded = np.zeros((len(digests), START_BYTES), np.uint8)
     padded[:, : digests.shape[1]] = digests[:, :START_BYTES]
-    return numbers_of(padded.tobytes())
+    return padded.view(">u8").astype(np.uint64)
+
+
+def places_named(keys: NDArray[np.uint64], rests: NDArray[np.uint64], digits: str) -> list[int]:
+    """Return the places of the blocks whose names start with hex digits, of which 32 count.
+
+    Args:
+        keys: of the blocks of a table, side by side.
+        rests: their `key_rest`.
+        digits: of the names.
+    """
+    digits = digits[: 2 * START_BYTES]
+    ends = (int(digits.ljust(2 * START_BYTES, end), 16) for end in "0f")
+    (first, first_rest), (last, last_rest) = (divmod(end, 1 << 64) for end in ends)
+    start = np.searchsorted(keys, np.uint64(first))
+    end = np.searchsorted(keys, np.uint64(last), "right")
+    keys, rests = keys[start:end], rests[start:end]
+    is_so = (keys > np.uint64(first)) | (rests >= np.uint64(first_rest))
+    is_so &= (keys < np.uint64(last)) | (rests <= np.uint64(last_rest))
+    places: list[int] = (start + np.flatnonzero(is_so)).tolist()
+    return places
 
 
 def starts_in(blocks: Blocks) -> list[bytes]:

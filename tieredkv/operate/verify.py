@@ -1,54 +1,135 @@
 """`verify`: every block against its checksums, the index against itself, and what is erased."""
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from tieredkv.errors import CorruptIndexError, StoreFailedError
-from tieredkv.operate.calls import Verify
-from tieredkv.operate.infos import ErasureResult, VerifyResult
+from tieredkv.errors import ConfigError, CorruptIndexError, StorageError, StoreFailedError
+from tieredkv.operate.chain_ids import namespace_prefix
+from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.operator import Checked
 
-VerbProgress = Callable[[int, int], None]
-"""Called with (blocks done, blocks in all) during a long verb."""
-
 TakeStep = Callable[[messages.Verify], Checked]
 """Has the worker take one step."""
 
+_KEY_ID = re.compile(r"[0-9a-fA-F]{16}")
 
-def verify(call: Verify, worker: Worker, progress: VerbProgress | None) -> dict[str, Any]:
-    """Check the store step by step; or look for what should be erased.
 
-    An index that cannot be read ends the worker, and its next start makes it again.
+class VerifyResult(msgspec.Struct, kw_only=True):
+    """What `verify` found."""
 
-    Raises:
-        EOFError: nobody but the caller will start one.
+    checked: int = 0
+    bad: int = 0
+    by_reason: dict[str, int] = msgspec.field(default_factory=dict)
+    repaired: int = 0
+
+    def add(self, found: Checked) -> None:
+        """Add what one step has found."""
+        self.checked += found.checked
+        self.repaired += found.repaired
+        self.bad += sum(found.by_reason.values())
+        for reason, count in found.by_reason.items():
+            self.by_reason[reason] = self.by_reason.get(reason, 0) + count
+
+
+class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
+    """Compare every block on disk with its checksums, or look for what should be erased.
+
+    Attributes:
+        repair: whether bad blocks are dropped.
+        sample: the part of the blocks that is read, chosen by chance; 1.0 for all.
+        erased_key: look for what is left of this payload key, which has 16 hexadecimal digits.
+        erased_namespace: look for what is left of the namespaces whose digests begin so, in hex.
     """
-    if call.erased_key or call.erased_namespace:
-        proof = _prove_erased(call, worker)
-        return {"erased": proof.is_erased, **msgspec.to_builtins(proof)}
-    result, total = VerifyResult(), 0
 
-    def take_step(step: messages.Verify) -> Checked:
-        found = worker.verify(step)
-        if progress is not None:
-            progress(result.checked + found.checked, total)
-        return found
+    needs_disk: ClassVar[bool] = True
+    mends: ClassVar[bool] = True
 
-    try:
-        total = int(call.sample * worker.figures().stats.blocks)
-        check(take_step, result, repair=call.repair, sample=call.sample)
-    except (CorruptIndexError, StoreFailedError) as error:
-        if not call.repair:
-            raise
-        if worker.is_own:
-            raise EOFError from error
-        # Damage is made good by the next worker. It looks for it where this one does not know.
-        result.add("index", is_repaired=isinstance(error, CorruptIndexError))
-    return dict(msgspec.to_builtins(result))
+    repair: bool = True
+    sample: float = 1.0
+    erased_key: str = ""
+    erased_namespace: str = ""
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether it looks for what should be erased."""
+        return bool(self.erased_key or self.erased_namespace)
+
+    @property
+    def changes(self) -> bool:  # type: ignore[override]
+        """Whether it drops bad blocks."""
+        return self.repair and not self.is_proof
+
+    def check(self) -> None:
+        """Refuse a part that is none, two things to look for, and what is no id of a key."""
+        if not 0 < self.sample <= 1:
+            raise ConfigError(f"`sample` = {self.sample} must be above 0 and at most 1")
+        if self.erased_key and self.erased_namespace:
+            raise ConfigError("give either `erased_key` or `erased_namespace`")
+        if self.erased_namespace:
+            namespace_prefix(self.erased_namespace)
+        if self.erased_key and not _KEY_ID.fullmatch(self.erased_key):
+            what = f"`{self.erased_key}` is no id of a key, which has 16 hexadecimal digits"
+            raise ConfigError(f"{what}; `evict` prints the ids")
+
+    def answer(self, worker: Worker) -> dict[str, Any]:
+        """Return `{"checked", "bad", "by_reason", "repaired"}`, or what is left to be erased.
+
+        An index that cannot be read ends the worker, and its next start makes it again.
+
+        Raises:
+            EOFError: nobody but the caller will start one.
+        """
+        if self.is_proof:
+            return self._prove_erased(worker)
+        result, total = VerifyResult(), 0
+        damage = Checked(by_reason={"index": 1}, repaired=int(self.repair))
+        if worker.follows_damage:
+            result.add(damage)
+
+        def take_step(step: messages.Verify) -> Checked:
+            found = worker.verify(step)
+            worker.progress(result.checked + found.checked, total)
+            return found
+
+        try:
+            total = int(self.sample * worker.figures().stats.blocks)
+            check(take_step, result, repair=self.repair, sample=self.sample)
+        except (CorruptIndexError, StoreFailedError) as error:
+            if not self.repair:
+                raise
+            if worker.is_own:
+                raise EOFError from error
+            # Damage is made good by the next worker. It looks for it where this one does not know.
+            is_repaired = isinstance(error, CorruptIndexError)
+            result.add(msgspec.structs.replace(damage, repaired=int(is_repaired)))
+        return dict(msgspec.to_builtins(result))
+
+    def _prove_erased(self, worker: Worker) -> dict[str, Any]:
+        """Look for what is left of a key or of namespaces in every extent that was ever used.
+
+        Raises:
+            StorageError: the store is stopped, and not everything in it can be seen.
+        """
+        if worker.looking is not None and not worker.looking.is_whole:
+            why = "; ".join(need.text for need in worker.looking.needs)
+            hint = "hint: run `tieredkv verify`, which makes the index again"
+            raise StorageError(f"nothing can be proven, since {why}\n{hint}")
+        left, found = dict.fromkeys(("checked", "keys", "blocks", "extents"), 0), Checked()
+        while not found.is_last:
+            step = messages.Verify(
+                step="extents",
+                after=found.next,
+                erased_key=self.erased_key,
+                erased_namespace=self.erased_namespace,
+            )
+            found = worker.verify(step)
+            left = {name: count + getattr(found, name) for name, count in left.items()}
+        return {"erased": not (left["keys"] or left["blocks"] or left["extents"]), **left}
 
 
 def check(
@@ -62,47 +143,18 @@ def check(
         repair: whether bad blocks are dropped, and a bad index is made again.
         sample: the part of the payloads that is read.
     """
-    is_whole, last = _check_blocks(take_step, result, b"", repair=repair, sample=sample)
+
+    def check_blocks(after: bytes) -> tuple[bool, bytes]:
+        """Check the payloads from a name on; return whether all was whole, and the end."""
+        is_whole, found = True, Checked(next=after)
+        while not found.is_last:
+            step = messages.Verify(step="blocks", after=found.next, repair=repair, sample=sample)
+            result.add(found := take_step(step))
+            is_whole &= found.is_whole
+        return is_whole, found.next
+
+    is_whole, last = check_blocks(b"")
     found = take_step(messages.Verify(step="index", repair=repair, is_whole=is_whole))
-    _add(result, found)
+    result.add(found)
     if repair and not found.is_whole:
-        # A walk that damage cut short goes on in the sound index.
-        _check_blocks(take_step, result, last, repair=repair, sample=sample)
-
-
-def _check_blocks(
-    take_step: TakeStep, result: VerifyResult, after: bytes, *, repair: bool, sample: float
-) -> tuple[bool, bytes]:
-    """Check the payloads from a name on; return whether their entries are whole, and the end."""
-    is_whole, is_last = True, False
-    while not is_last:
-        step = messages.Verify(step="blocks", after=after, repair=repair, sample=sample)
-        found = take_step(step)
-        _add(result, found)
-        is_whole, is_last, after = is_whole and found.is_whole, found.is_last, found.next
-    return is_whole, after
-
-
-def _add(result: VerifyResult, found: Checked) -> None:
-    result.checked += found.checked
-    result.repaired += found.repaired
-    result.bad += sum(found.by_reason.values())
-    for reason, count in found.by_reason.items():
-        result.by_reason[reason] = result.by_reason.get(reason, 0) + count
-
-
-def _prove_erased(call: Verify, worker: Worker) -> ErasureResult:
-    """Look for what is left of a key or of namespaces in every extent that was ever used."""
-    proof, after, is_last = ErasureResult(), b"", False
-    while not is_last:
-        step = messages.Verify(
-            step="extents",
-            after=after,
-            erased_key=call.erased_key,
-            erased_namespace=call.erased_namespace,
-        )
-        found = worker.verify(step)
-        for name in ErasureResult.__struct_fields__:
-            setattr(proof, name, getattr(proof, name) + getattr(found, name))
-        is_last, after = found.is_last, found.next
-    return proof
+        check_blocks(last)  # a walk that damage cut short goes on in the sound index

@@ -5,54 +5,62 @@ gives records and figures, and deletes what it is told to; the verbs decide what
 module knows the messages, and neither the verbs nor where the process comes from.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from tieredkv.errors import StoreUnreachableError
-from tieredkv.operate.calls import Call, encoded
+from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.storage.format.record import RECORD_BYTES, Located, Retentions, decode_record, hash_in
 from tieredkv.storage.messages import operator as messages
+from tieredkv.storage.messages.engine import Looking
 from tieredkv.storage.messages.operator import Checked, Deleted, Rotated, Told
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
 
 _STARTS_A_CALL = 16_384  # fits into a frame that the worker accepts
-_ASKED_BLOCKS = 8192  # of which the engine is told in one question
+_MAX_REPLY_BYTES = 16 << 20  # in one frame from the worker: thousands of records
+_decoder = msgspec.msgpack.Decoder(messages.Reply)
 
 Item = TypeVar("Item")
 Last = TypeVar("Last", bound=msgspec.Struct)
 Channel = FrameChannel[messages.Reply]
-decoder = msgspec.msgpack.Decoder(messages.Reply)
+VerbProgress = Callable[[int, int], object]
+"""Called with (blocks done, blocks in all) during a long verb."""
 
 
+@dataclass(kw_only=True)
 class Worker:
     """The process that has a store open; one thread uses it.
 
-    Args:
+    Attributes:
         channel: joins this process and that one.
         path: the store's folder.
         timeout_s: how long that process may say nothing.
         let_go: ends the connection, and that process if it was started for this verb.
-        is_own: whether it was started for this verb.
+        progress: told how far a long verb is.
+        earlier: what the verb has kept from workers that ended before it was done.
+        is_own: whether that process was started for this verb.
+        looking: what a process that was started to look has said; None of another one.
+        follows_damage: whether the process before found the index damaged.
 
     Every call raises EOFError if the process has gone, StoreUnreachableError if it says nothing,
     and the error that it refuses with.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        path: str,
-        timeout_s: float,
-        let_go: Callable[[], object],
-        *,
-        is_own: bool,
-    ) -> None:
-        self.path, self.let_go, self.is_own = path, let_go, is_own
-        self._channel, self._timeout_s = channel, timeout_s
+    channel: Channel
+    path: str
+    timeout_s: float
+    let_go: Callable[[], object]
+    progress: VerbProgress
+    earlier: dict[str, Any] = field(default_factory=dict)
+    is_own: bool = False
+    looking: Looking | None = None
+    follows_damage: bool = False
 
     def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Located]:
         """Yield the blocks whose names begin so, those that have expired left out.
@@ -79,11 +87,11 @@ class Worker:
             settled: begin once all stores that the worker has received are acknowledged.
         """
         after: bytes | None = b""
-        self._channel.send(messages.Scan(settled=settled))
+        self.channel.send(messages.Scan(settled=settled))
         while after is not None:
             rows = self._last(messages.Rows)
             if (after := rows.next) is not None:
-                self._channel.send(messages.Scan(after=after))
+                self.channel.send(messages.Scan(after=after))
             yield rows
 
     def delete(
@@ -96,9 +104,8 @@ class Worker:
         dry_run: bool = False,
     ) -> Deleted:
         """Drop and erase blocks; see `messages.Delete`."""
-        parts = [None] if starts is None else [*batched(starts, _STARTS_A_CALL)]
         done = Deleted(0, 0, [], [], "")
-        for some in parts:
+        for some in [None] if starts is None else batched(starts, _STARTS_A_CALL):
             asked = messages.Delete(
                 starts=None if some is None else [*some],
                 namespace=namespace,
@@ -117,47 +124,38 @@ class Worker:
         """Return what the store holds; see `messages.Figures`."""
         return self._ask(messages.Figures(tenants=tenants, names_key=names_key), Told)
 
+    def now(self) -> float:
+        """Return the time by the store's clock."""
+        return self.figures().now
+
+    def models(self) -> KnownModels:
+        """Return the models that the folder names."""
+        return KnownModels(read_models(self.path))
+
     def rotate(self, master_key: str | None, command: str | None) -> Rotated:
         """Replace the master key."""
         return self._ask(messages.Rotate(master_key=master_key, command=command), Rotated)
 
     def ask_engine(
-        self,
-        call: Call,
-        following: Sequence[bytes] = (),
-        roots: Mapping[bytes, bytes] = MappingProxyType({}),
+        self, call: msgspec.Struct, roots: Mapping[bytes, bytes] = MappingProxyType({})
     ) -> Iterator[dict[str, Any]]:
-        """Ask the engine, if there is one; yield each part of its answers.
+        """Ask the engine, if there is one; yield each part of its answer.
 
         A silent engine is taken to say `NO_ANSWER`.
-        """
-        for some in [*batched(following, _ASKED_BLOCKS)] or [()]:
-            asked = messages.AskEngine(call=encoded(call), following=[*some], roots={**roots})
-            for part in self._parts(asked, messages.EngineAnswer):
-                yield part.body
-
-    def ask_engine_of(
-        self, call: Call, following: Sequence[bytes], before: Sequence[bytes] = ()
-    ) -> Iterator[dict[str, Any]]:
-        """Ask the engine of certain blocks, in as many questions as fit; yield its last words.
 
         Args:
-            call: the verb.
-            following: blocks on disk that it is about; see `messages.AskEngine`.
-            before: blocks on disk before these that no other chain on disk shares.
+            call: of a verb; see `engine.verbs`.
+            roots: see `storage.tier.ControlRequest`.
         """
-        *some, last = [*batched(following, _ASKED_BLOCKS)] or [()]
-        first, *others = [*batched(before, _ASKED_BLOCKS)] or [()]
-        questions = [*((it, ()) for it in some), (last, first), *(((), it) for it in others)]
-        for follow, lead in questions:
-            asked = messages.AskEngine(call=encoded(call), following=[*follow], before=[*lead])
-            yield only(part.body for part in self._parts(asked, messages.EngineAnswer))
+        asked = messages.AskEngine(call=msgspec.msgpack.encode(call), roots={**roots})
+        for part in self._parts(asked, messages.EngineAnswer):
+            yield part.body
 
     # --- messages ----------------------------------------------------------------------------
 
     def _ask(self, asked: messages.Asked, last: type[Last]) -> Last:
         """Ask, and return the one answer."""
-        self._channel.send(asked)
+        self.channel.send(asked)
         return self._last(last)
 
     def _last(self, last: type[Last]) -> Last:
@@ -168,16 +166,16 @@ class Worker:
 
     def _parts(self, asked: messages.Asked, kind: type[Last]) -> Iterator[Last]:
         """Ask, and yield the parts of the answer as they come."""
-        self._channel.send(asked)
+        self.channel.send(asked)
         for reply in self._replies(messages.Done):
             if isinstance(reply, kind):
                 yield reply
 
     def _replies(self, last: type[Last]) -> Iterator[Any]:
         while True:
-            received = self._channel.receive(self._timeout_s)
+            received = self.channel.receive(self.timeout_s)
             if not received:
-                raise silent(self.path, self._timeout_s)
+                raise silent(self.path, self.timeout_s)
             for reply in received:
                 if isinstance(reply, Refused):
                     raise reply.error
@@ -185,6 +183,11 @@ class Worker:
                     yield reply
                 if isinstance(reply, last):
                     return
+
+
+def channel_over(sock: socket.socket) -> Channel:
+    """Return our end of a connection to a worker."""
+    return FrameChannel(sock, _decoder, _MAX_REPLY_BYTES)
 
 
 def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

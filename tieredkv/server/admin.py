@@ -5,6 +5,7 @@ responses and remembered answers were dropped. The caller must have checked the 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -18,12 +19,13 @@ from tieredkv.errors import (
     TieredKVError,
     UnknownIdError,
 )
-from tieredkv.operate.calls import VERBS, Call, EvictFilter, Inspect, Ls
-from tieredkv.operate.infos import NOTHING_EVICTED
+from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import VERBS, Call, EvictFilter, Ls
+from tieredkv.operate.evict import Chosen
 from tieredkv.operate.jobs import Job
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.server.verb_process import VerbProcess
+from tieredkv.server.verb_process import VerbProcess, on_thread
 
 _VERBS = {name: kind for name, kind in VERBS.items() if not kind.is_local}
 Forget = Callable[[EvictFilter], Json]
@@ -48,48 +50,41 @@ async def respond(
         raise RequestError(text, code="no_disk_tier", status=409)
     # First of all, so that it is gone even if the tiers do not answer.
     forgotten = forget(call) if isinstance(call, EvictFilter) else {}
-    if settings.disk_dir is None:
-        return await _respond_without_disk(call, engine, forgotten)
-    job = Job(call=call, path=settings.disk_dir, clock_offset_file=settings.clock_offset_file)
-    return await _carried_out(job, forgotten)
+    try:
+        if settings.disk_dir is None:
+            return await _respond_without_disk(call, engine, forgotten)
+        clock = settings.clock_offset_file
+        if call.is_quick:
+            control = StoreControl(settings.disk_dir, clock_offset_file=clock)
+            return JSONResponse(await on_thread(partial(control.answer, call)))
+        job = Job(call=call, path=settings.disk_dir, clock_offset_file=clock)
+        return await _carried_out(job, forgotten)
+    except TieredKVError as error:
+        raise error if isinstance(error, RequestError) else _refused(error) from None
 
 
 async def _respond_without_disk(call: Call, engine: EngineClient, forgotten: Json) -> Response:
     if call.listed_as:
-        told = await engine.operate(call)
-        has_blocks = any(part.get("blocks") for part in told)
-        if isinstance(call, Inspect) and call.id and not (call.following or has_blocks):
-            told = await engine.operate(replace(call, following=True))
-        return await _carried_out(Job(call=call, told=told))
-    if isinstance(call, EvictFilter) and call.needs_list:
-        ids = await _ids_of(call, await engine.operate(Ls()))
-        if not ids:
-            return JSONResponse({**NOTHING_EVICTED, **forgotten})
-        call = replace(call, filter="", model="", ids=ids)
+        return await _carried_out(Job(call=call, told=await engine.operate(Ls())), forgotten)
+    unknown_ids = list[str]()
+    if isinstance(call, EvictFilter) and call.is_of_chains:
+        verb = await VerbProcess.start(Job(call=call, told=await engine.operate(Ls())))
+        chosen = msgspec.convert(await verb.answer(), Chosen)
+        starts, unknown_ids = tuple(chosen.starts), chosen.unknown_ids
+        call = replace(call, ids=(), filter="", model="", starts=starts)
     *_, answer = await engine.operate(call)
     if "refused" in answer:
-        raise _refused(ConfigError(answer["refused"]))
-    return JSONResponse({**answer, **forgotten})
+        raise ConfigError(answer["refused"])
+    told = {"unknown_ids": unknown_ids} if unknown_ids else {}
+    return JSONResponse({**answer, **told, **forgotten})
 
 
-async def _carried_out(job: Job, more: Json | None = None) -> Response:
+async def _carried_out(job: Job, more: Json) -> Response:
     """Have a verb carried out, and return its answer; `more` is added where that is no list."""
-    try:
-        verb = await VerbProcess.start(job)
-        if not job.call.listed_as:
-            return JSONResponse({**await verb.answer(), **(more or {})})
-    except TieredKVError as error:
-        raise _refused(error) from None
+    verb = await VerbProcess.start(job)
+    if not job.call.listed_as:
+        return JSONResponse({**await verb.answer(), **more})
     return StreamingResponse(verb.text(), media_type="application/json")
-
-
-async def _ids_of(call: EvictFilter, told: list[Json]) -> tuple[str, ...]:
-    """Return the ids of the chains in VRAM and host memory that an eviction is about."""
-    try:
-        verb = await VerbProcess.start(Job(call=call, told=told))
-        return tuple((await verb.answer())["ids"])
-    except TieredKVError as error:
-        raise _refused(error) from None
 
 
 def _read(verb: str, body: Json) -> Call:

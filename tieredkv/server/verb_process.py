@@ -1,14 +1,16 @@
 """Operators' verbs in processes of their own, so that what they work out delays no request.
 
 This module starts such a process, hands its answer on as it is written, and ends the process when
-nobody listens any more. It knows neither the verbs nor HTTP.
+nobody listens any more. A verb that only reads figures gets a thread. This module knows neither the
+verbs nor HTTP.
 """
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncGenerator
-from typing import Any
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +19,7 @@ from tieredkv.errors import StorageError, StoreUnreachableError, named
 from tieredkv.operate.jobs import Head, Job
 
 _PIECE_BYTES = 64 << 10
+Result = TypeVar("Result")
 
 
 class VerbProcess:
@@ -102,3 +105,28 @@ class VerbProcess:
         while await self._out.read(_PIECE_BYTES):
             pass
         await self._process.wait()
+
+
+async def on_thread(call: Callable[[], Result]) -> Result:
+    """Make a call on a thread of its own, which neither other work nor the server's end waits for.
+
+    A caller that is cancelled leaves the thread behind.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def tell(take: Callable[[Any], None], value: object) -> None:
+        if not done.done():  # it may have been cancelled
+            take(value)
+
+    def make() -> None:
+        take: Callable[[Any], None] = done.set_result
+        try:
+            told: object = call()
+        except Exception as error:
+            take, told = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(tell, take, told)
+
+    threading.Thread(target=make, name="verb", daemon=True).start()
+    return await done
