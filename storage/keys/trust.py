@@ -38,7 +38,7 @@ def open_file(path: str, what: str, flags: int = os.O_RDONLY, *, follows_link: b
             something else than a plain file with one name is in its place.
     """
     shown = f"{what} `{path}`"
-    with _told(shown):
+    with _told(shown, writes=bool(flags & os.O_RDWR)):
         folder, name = _walk(path, shown, follows_link=follows_link)
         try:
             _check_folder(os.fstat(folder), os.path.dirname(os.path.abspath(path)))
@@ -70,8 +70,8 @@ def check_folder(path: str) -> None:
 
 
 @contextmanager
-def _told(shown: str, way_out: str = "") -> Iterator[None]:
-    """Turn errors of the system into MissingKeyError."""
+def _told(shown: str, way_out: str = "", *, writes: bool = False) -> Iterator[None]:
+    """Turn errors of the system into MissingKeyError; `writes` says what the file is opened for."""
     try:
         yield
     except MissingKeyError:
@@ -84,7 +84,10 @@ def _told(shown: str, way_out: str = "") -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             _refuse(shown, "is a link", "put the file itself there")
-        text = f"{shown} cannot be read: {described(error)}"
+        text = f"{shown} cannot be {'written to' if writes else 'read'}: {described(error)}"
+        if writes:
+            text += "\nhint: let the account of the store write to the file and to its folder, or "
+            text += "mount their filesystem writable"
         raise MissingKeyError(text, reason="unreadable") from error
 
 

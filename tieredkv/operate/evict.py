@@ -167,7 +167,9 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         disk = {"evicted_blocks": done.num_blocks, "freed_bytes": done.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         keys: dict[str, Any] = {"erased_keys": done.erased_keys, "kept_keys": done.kept_keys}
-        keys |= {"keys_error": done.keys_error} if done.keys_error else {}
+        # A worker that has no keys drops blocks nevertheless.
+        if (keys_error := done.keys_error or told.lacks_keys) and not self.dry_run:
+            keys["keys_error"] = keys_error
         return {**engine, **sums, "unknown_ids": unknown_ids, "disk": {**disk, **keys}}
 
     def _evict_from_ram(

@@ -51,14 +51,15 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
         in_ram = RamBlocks(worker.ask_engine(Ls()))
         if not in_ram.is_told:
             raise silent_engine()
-        by_reason, freed_bytes, keys_error = dict[str, int](), 0, ""
+        by_reason, freed_bytes = dict[str, int](), 0
+        keys_error = "" if self.dry_run else worker.figures().lacks_keys
         for why, blocks in _useless(table, self.model, worker.models(), in_ram, now).items():
             # Of expired blocks some may be stored again by now, and live.
             starts, is_expired = starts_in(blocks), why == "expired"
             done = worker.delete(starts, expired=is_expired, dry_run=self.dry_run)
             by_reason |= {why: done.num_blocks} if done.num_blocks else {}
             freed_bytes += done.freed_bytes
-            keys_error = done.keys_error
+            keys_error = done.keys_error or keys_error
         return {
             "pruned_blocks": sum(by_reason.values()),
             "freed_bytes": freed_bytes,
