@@ -31,7 +31,6 @@ from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Lifetimes, StoreStats
 from tieredkv.storage.tier import TouchItem
-from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class BlockStore:
         self.keys, self.lacks_keys = self.key_use.keys, self.key_use.lacks_keys
         self.names_key = b"" if self.keys is None else self.keys.table.names_key
         self.clock = parts.clock
-        self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
+        self.write_limit = options.write_limit  # bytes/s, which callers of `write_payload` keep to
         self.packing = Packing(options.compression, options.element_bytes)
         self._sync = options.sync == "commit"
         self._failpoint = parts.failpoint
@@ -440,7 +439,7 @@ class BlockStore:
             bytes_pending=self.allocator.pending_bytes,
             bytes_written=self.files.bytes_written,
             bytes_written_ever=noted + self.files.bytes_written - self._bytes_noted,
-            bytes_write_limit=self.write_limit.bytes_per_s or None,
+            bytes_write_limit=self.write_limit or None,
             bytes_read=self.files.bytes_read,
             bytes_erased=self.files.bytes_erased,
             num_stored=self._num_stored,

@@ -43,7 +43,7 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
-from tieredkv.storage.worker.write_share import WRITE_SHARE
+from tieredkv.storage.worker.pace import WRITE_SHARE
 from tieredkv.types import BlockId, BlockRecord, PageId
 
 WALL_TIME = 1_800_000_000.0

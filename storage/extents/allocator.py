@@ -22,7 +22,7 @@ from tieredkv.storage.extents.space import Space
 from tieredkv.storage.extents.tenants import Tenants
 from tieredkv.storage.folder.filesystem import NO_SPACE
 from tieredkv.storage.format.record import Extent, Located
-from tieredkv.storage.index.entries import SegmentState, extent_key
+from tieredkv.storage.index.entries import SegmentState, extent_key, split_extent_key
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
 from tieredkv.storage.ownership import owned_by
@@ -33,6 +33,8 @@ _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
 # Limits of one step of erasing. An extent changes two pages of the index; a block changes four.
 _ERASED_EXTENTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
+# Limits of one step of giving a segment back. Neighbouring extents share a few pages of the index.
+_LOOKED_EXTENTS, _SHORTENED_EXTENTS = 4096, 1024
 
 
 def largest_file_bytes(budget_bytes: int) -> int:
@@ -70,8 +72,10 @@ class ExtentAllocator:
     failpoint: Callable[[str], None]
     tenants: Tenants = field(default_factory=Tenants)
     lent: dict[Extent, int] = field(default_factory=dict)
-    # Keys are extent sizes; the size is 0 if the segment file is missing.
-    _dirty: dict[int, dict[Extent, None]] = field(default_factory=dict)
+    # By size of the extents, their keys; the size is 0 if the segment file is missing. There may be
+    # a million: with tuples in their place, Python's garbage collector would stop all threads for
+    # half a second now and then.
+    _dirty: dict[int, dict[bytes, None]] = field(default_factory=dict)
     faulty: set[Extent] = field(default_factory=set)
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
@@ -140,7 +144,8 @@ class ExtentAllocator:
         self._add_dirty(located.extent)
 
     def _add_dirty(self, extent: Extent) -> None:
-        self._dirty.setdefault(self.files.extent_bytes(extent.segment), {})[extent] = None
+        size = self.files.extent_bytes(extent.segment)
+        self._dirty.setdefault(size, {})[extent_key(extent)] = None
         if extent in self.faulty:
             self.faulty.discard(extent)
             self.strikes[extent] += 1
@@ -202,10 +207,11 @@ class ExtentAllocator:
 
     def _take_dirty(self, extent_bytes: int, count: int) -> list[Extent]:
         dirty = self._dirty.get(extent_bytes, {})
-        fit = (each for each in dirty if each not in self.strikes and each.segment in self.files)
+        found = map(split_extent_key, dirty)
+        fit = (each for each in found if each not in self.strikes and each.segment in self.files)
         taken = list(islice(fit, count))
         for extent in taken:
-            del dirty[extent]
+            del dirty[extent_key(extent)]
         return taken
 
     def _take_unused(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
@@ -318,7 +324,7 @@ class ExtentAllocator:
             self.failpoint("erase:committed")
             # The file of an extent may have been removed since that extent became dirty.
             for extent, extents in product(chain(*erased), self._dirty.values()):
-                extents.pop(extent, None)
+                extents.pop(extent_key(extent), None)
             yield
         yield from self._removing_empty_segments()
 
@@ -327,7 +333,7 @@ class ExtentAllocator:
         most = min(_ERASED_EXTENTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
         with self.index.reading() as txn:
             pending, sizes = txn.extents("pending", start), self._dirty.values()
-            dirty = (each for each in pending if any(each in extents for extents in sizes))
+            dirty = (it for it in pending if any(extent_key(it) in extents for extents in sizes))
             # Along a run, the extent's number grows as the position in the list does.
             runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
             return [[extent for _, extent in run] for _, run in runs]
@@ -355,18 +361,43 @@ class ExtentAllocator:
         return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
     def _removing_empty_segments(self) -> Iterator[None]:
-        """Unlink segments that hold neither blocks nor pending extents, one in each step."""
+        """Give back segments that hold neither blocks nor pending extents, in short steps.
+
+        A segment may have a hundred thousand extents. It is made shorter from its end, and unlinked
+        by the last step. Where a block is stored in it meanwhile, what is left of it stays.
+        """
         with self.index.reading() as txn:
             segments = txn.segments()
-        for segment in segments:
-            with self.index.reading() as txn:
-                is_empty = txn.is_empty(segment)
-            if is_empty:
-                with self.index.writing() as txn:
-                    txn.remove_segment(segment)
-                self.failpoint("segment:forgotten")
-                self.files.remove(segment)
+        for segment, state in segments.items():
+            num_free, found = 0, _LOOKED_EXTENTS
+            while num_free < state.num_used and found == _LOOKED_EXTENTS:
+                with self.index.reading() as txn:
+                    found = txn.num_free(Extent(segment, num_free), _LOOKED_EXTENTS)
+                num_free += found
+                if found == _LOOKED_EXTENTS:
+                    yield
+            is_left = num_free >= state.num_used
+            while is_left:
+                is_left = self._shorten(segment)
                 yield
+
+    def _shorten(self, segment: int) -> bool:
+        """Give back free extents at the end of a segment; return whether others may follow."""
+        with self.changing() as txn:
+            if (state := txn.get_segment(segment)) is None:
+                return False
+            most = min(_ERASED_BYTES // state.extent_bytes or 1, _SHORTENED_EXTENTS)
+            num_used = max(state.num_used - most, 0)
+            count = state.num_used - num_used
+            if txn.num_free(Extent(segment, num_used), count) < count:
+                return False
+            txn.shorten_segment(segment, state, num_used)
+        self.failpoint("segment:forgotten")
+        if not num_used:
+            self.files.remove(segment)
+        elif segment in self.files:
+            self.files.truncate(segment, num_used)
+        return num_used > 0
 
     @owned_by("index.thread")
     def erase(self, first: Extent, num_extents: int = 1) -> bool:

@@ -271,18 +271,25 @@ class IndexTxn:
         data = self._get("segments", segment_key(segment))
         return None if data is None else decode_segment(data)
 
-    def is_empty(self, segment: int) -> bool:
-        """Return whether all extents handed out are free; it stops at the first that is not."""
-        if (state := self.get_segment(segment)) is None:
-            return False
-        free = (extent.number for extent in self.free(segment))
-        return all(next(free, None) == number for number in range(state.num_used))
+    def num_free(self, first: Extent, most: int) -> int:
+        """Return how many extents in a row are free from one on, up to `most`."""
+        count = 0
+        for key, _ in self._walk("free", extent_key(first)):
+            expected = Extent(first.segment, first.number + count)
+            if count == most or key != extent_key(expected):
+                break
+            count += 1
+        return count
 
-    def remove_segment(self, segment: int) -> None:
-        """Forget a segment and its extents, which must all be free."""
-        for extent in list(self.free(segment)):
-            self.drop_extent("free", extent)
-        self._delete("segments", segment_key(segment))
+    def shorten_segment(self, segment: int, state: SegmentState, num_used: int) -> None:
+        """Forget the extents of a segment from one on, which are all free; with none left, it."""
+        for number in range(num_used, state.num_used):
+            self.drop_extent("free", Extent(segment, number))
+        if num_used:
+            shorter = state._replace(num_extents=num_used, num_used=num_used)
+            self.put_segment(segment, shorter)
+        else:
+            self._delete("segments", segment_key(segment))
 
     # --- counters, meta -----------------------------------------------------------------
 

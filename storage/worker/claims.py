@@ -1,12 +1,17 @@
-"""What the store grants of what the engine claims for a block: its times, and its retention."""
+"""What the store keeps of what the engine claims: which blocks, and until when.
 
-from collections.abc import Collection
+Any thread may use this module.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from tieredkv.clock import Clock
+from tieredkv.storage.format.record import namespace_in
 from tieredkv.storage.tier import TouchItem
 from tieredkv.types import BlockRecord
 
@@ -17,7 +22,7 @@ Item = TypeVar("Item", BlockRecord, TouchItem)
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Decides on the claims of blocks and touches; any thread may use it.
+    """Decides on the claims of blocks and touches.
 
     Args:
         clock: the store's clock.
@@ -53,3 +58,29 @@ class Claims:
             return item
         times = {name: getattr(item, name, None) for name in _TIMES}
         return replace(item, **{name: time - ahead_s for name, time in times.items() if time})
+
+
+class Doomed:
+    """The namespaces that an operator deletes: lookups miss their blocks, and no store is kept."""
+
+    def __init__(self) -> None:
+        self._prefixes: list[str] = []  # hex digits, "" for every namespace
+
+    @contextmanager
+    def deleting(self, prefix: str) -> Iterator[None]:
+        """Have the namespaces whose hex digits begin so count as deleted."""
+        self._prefixes.append(prefix)
+        try:
+            yield
+        finally:
+            self._prefixes.remove(prefix)
+
+    def covers(self, namespace: bytes) -> bool:
+        """Return whether a namespace is being deleted."""
+        return bool(self._prefixes) and namespace.hex().startswith(tuple(self._prefixes))
+
+    def without(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        """Return sealed records by block without those of such namespaces."""
+        if not self._prefixes:
+            return found
+        return {name: it for name, it in found.items() if not self.covers(namespace_in(it))}

@@ -63,20 +63,20 @@ class Deletions:
     @owned_by("changes")
     def retry_refused(self) -> None:
         """Try deletions again that the disk refused."""
-        for call in self._refused:
-            self.writes.add_barrier(partial(self._delete_after_writes, call, is_deleted=False))
-        self._refused.clear()
+        refused, self._refused = self._refused, []
+        for call in refused:
+            self.writes.add_barrier(partial(self._delete_after_writes, call))
 
     @owned_by("changes")
     def _delete_beside_writes(self, call: DeleteCall) -> None:
-        is_deleted = self._delete(call) and not self.writes.are_under_way
-        # These blocks may be among those being written, so they are deleted again after.
-        delete_again = partial(self._delete_after_writes, call, is_deleted=is_deleted)
-        self.writes.add_barrier(delete_again)
+        if self._delete(call) and not self.writes.are_under_way:
+            self.front.hand(partial(self._end, call))
+        else:  # these blocks may be among those being written
+            self.writes.add_barrier(partial(self._delete_after_writes, call))
 
     @owned_by("changes")
-    def _delete_after_writes(self, call: DeleteCall, *, is_deleted: bool) -> None:
-        if is_deleted or self._delete(call):
+    def _delete_after_writes(self, call: DeleteCall) -> None:
+        if self._delete(call):
             self.front.hand(partial(self._end, call))
         else:
             self._refused.append(call)

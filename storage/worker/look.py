@@ -59,7 +59,7 @@ from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Need
 from tieredkv.storage.store import BlockStore
-from tieredkv.storage.worker.doomed import Doomed
+from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.process import EXIT_FAILED

@@ -2,7 +2,7 @@
 
 Each client has a thread, on which its questions are answered. What only reads the index, or reads
 payloads, is done there. What changes the store is handed to the index thread, in steps of a few
-milliseconds, so that stores go on. No step begins while a lookup is made; see `pace`. The verbs of
+milliseconds, so that stores go on. No step begins while a lookup is made. The verbs of
 the command line are made of these answers by `tieredkv.operate`, in processes of their own.
 """
 
@@ -31,12 +31,10 @@ from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import ControlRequest
-from tieredkv.storage.worker import checking
-from tieredkv.storage.worker.deleting import deleting
-from tieredkv.storage.worker.doomed import Doomed
+from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.loop import Loop
-from tieredkv.storage.worker.pace import give_way
 from tieredkv.storage.worker.socket import Caller
+from tieredkv.storage.worker.steps import check_blocks, checking_extents, checking_index, deleting
 from tieredkv.types import TENANT_BYTES
 
 _ENGINE_TIMEOUT_S = 5.0
@@ -129,7 +127,7 @@ class Operators:
         waiting, met, some = [*reversed(asked.starts)], set[bytes](), list[bytes]()
         now = self.store.clock.now()
         while waiting:
-            give_way(self.front)
+            self.front.give_way()
             with self.store.index.reading() as txn:
                 for _ in range(min(TXN_BLOCKS, len(waiting))):
                     for name, data in txn.entries_of(waiting.pop()):
@@ -148,7 +146,7 @@ class Operators:
     def _scan(self, after: bytes) -> messages.Rows:
         entries, key = list[tuple[bytes, bytes]](), after
         while len(entries) < _ROWS:
-            give_way(self.front)
+            self.front.give_way()
             with self.store.index.reading() as txn:
                 some = [*islice(txn.records(key), _ROWS_A_STEP)]
             entries += some
@@ -175,7 +173,7 @@ class Operators:
     def _tenants(self) -> dict[str, tuple[int, int]]:
         """Return the blocks and payload bytes on disk by tenant, of those who have the most."""
         sums = defaultdict[bytes, Totals](lambda: Totals(0, 0))
-        give_way(self.front)
+        self.front.give_way()
         with self.store.index.reading() as txn:
             for namespace, totals in txn.namespaces().items():
                 tenant = namespace[:TENANT_BYTES]
@@ -205,12 +203,11 @@ class Operators:
         match asked.step:
             case "blocks":
                 at_once = partial(self._at_once, caller=caller)
-                rest = partial(give_way, self.front)
-                return checking.check_blocks(self.store, asked, at_once, rest)
+                return check_blocks(self.store, asked, at_once, self.front.give_way)
             case "index":
-                return self._finish(checking.checking_index(self.store, asked), caller)
+                return self._finish(checking_index(self.store, asked), caller)
             case "extents":
-                return self._finish(checking.checking_extents(self.store, asked), caller)
+                return self._finish(checking_extents(self.store, asked), caller)
 
     def _rotate(self, asked: messages.Rotate) -> messages.Rotated:
         """Replace the master key.
@@ -232,9 +229,14 @@ class Operators:
         """Ask the engine, if there is one, and tell each part of its answer, but not for ever.
 
         A silent engine is taken to say `NO_ANSWER`.
+
+        Raises:
+            EOFError: the engine has ended, or nobody waits any more.
         """
         if self.ask_engine is None:
             return messages.Done()
+        if self._has_engine_ended:
+            raise EOFError
         job, answers = next(self._ids), queue.SimpleQueue[EngineAnswer]()
         self._asked[job] = answers
         try:
@@ -309,7 +311,7 @@ class Operators:
 
         told_at = time.monotonic()
         while True:
-            give_way(self.front)
+            self.front.give_way()
             if (ending := self._at_once(take_some, caller)) is not None:
                 result: Result = ending.value
                 return result

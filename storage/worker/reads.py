@@ -10,6 +10,7 @@ start while no load waits.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,8 +20,8 @@ from tieredkv.storage.format.record import Located, corrupt, decode_record, padd
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import BlockLife, Lent, Loaded, ProbeDone
-from tieredkv.storage.worker.mover import Mover
-from tieredkv.storage.worker.write_share import WriteShare
+from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.pace import WriteShare
 
 _MAX_LOCATES_A_TURN = 64
 _READS_A_THREAD = 4  # enough to keep the threads busy while the next loads are located
@@ -45,16 +46,19 @@ class Reads:
 
     Args:
         store: where blocks are stored.
-        mover: has payloads read.
-        num_readers: how many threads the mover has.
+        loop: of the front thread.
+        threads, num_threads: read payloads.
+        page_of: returns the memory of a page; called by these threads.
         share: told of every read, so that writes give way.
         find: returns the sealed records of those blocks that may be read.
         judge: finds out why a read failed, and then calls back with the reason.
     """
 
     store: BlockStore
-    mover: Mover
-    num_readers: int
+    loop: Loop
+    threads: ThreadPoolExecutor
+    num_threads: int
+    page_of: Callable[[int], memoryview]
     share: WriteShare
     find: Find
     judge: Judge
@@ -64,17 +68,17 @@ class Reads:
     _probes: deque[_Probe] = field(default_factory=deque)
     _ended_probes: list[ProbeDone] = field(default_factory=list)
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def add(self, pages: Iterable[Lent]) -> None:
         """Have blocks read into these pages, after those that wait already."""
         self._waiting += pages
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def probe(self, job: int, hashes: Iterable[bytes]) -> None:
         """Have blocks read for nothing but the time that it takes."""
         self._probes.append(_Probe(job, deque(hashes)))
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def refuse_waiting(self) -> None:
         """End the loads and probes that have not been started, because the store closes."""
         for probe in self._probes:
@@ -83,31 +87,31 @@ class Reads:
             self._answer(page, "closing")
         self._waiting.clear()
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def take_ended(self) -> list[Loaded]:
         """Return the loads that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def take_ended_probes(self) -> list[ProbeDone]:
         """Return the probes that have ended since the last call."""
         ended, self._ended_probes = self._ended_probes, []
         return ended
 
     @property
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def are_under_way(self) -> bool:
         """Whether any load or probe has not ended."""
         return bool(self._waiting or self._num_reading or self._probes)
 
     @property
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def can_start(self) -> bool:
         """Whether to start another load; only as many are started as keep the readers busy."""
-        return bool(self._waiting) and self._num_reading < _READS_A_THREAD * self.num_readers
+        return bool(self._waiting) and self._num_reading < _READS_A_THREAD * self.num_threads
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def start(self) -> None:
         """Look several blocks up at once, then have them read.
 
@@ -128,7 +132,7 @@ class Reads:
         """Start reads of the first probe while no load waits, and end those that have been read."""
         while self._probes:
             probe = self._probes[0]
-            while probe.waiting and not self._waiting and probe.num_reading < self.num_readers:
+            while probe.waiting and not self._waiting and probe.num_reading < self.num_threads:
                 self._start_probing(probe, probe.waiting.popleft())
             if probe.waiting or probe.num_reading:
                 return
@@ -143,7 +147,7 @@ class Reads:
         except CorruptBlockError:  # whoever loads the block has it dropped
             return
 
-        def read(_: memoryview) -> None:
+        def read() -> None:
             size_bytes = padded_bytes(located.record.size_bytes)
             self.store.read_payload(located, aligned_buffer(size_bytes))
 
@@ -155,7 +159,7 @@ class Reads:
 
         probe.num_reading += 1
         self.share.note_read(0)
-        self.mover.start(0, read, end)
+        self.loop.have_done(self.threads, read, end)
 
     def _start(self, page: Lent, sealed: bytes | None) -> None:
         if sealed is None:
@@ -170,8 +174,12 @@ class Reads:
             # This block must be dropped, or the right one could never take its place.
             what = "its record describes another block"
             return end(corrupt(page.block_hash, "identity", what))
+
+        def read() -> None:
+            self.store.read_payload(located, self.page_of(page.page_id))
+
         self.share.note_read(0)
-        return self.mover.start(page.page_id, partial(self.store.read_payload, located), end)
+        return self.loop.have_done(self.threads, read, end)
 
     def _end_read(self, page: Lent, located: Located, error: StorageError | None) -> None:
         if error is None:

@@ -12,7 +12,7 @@ payloads. LMDB's readers never wait for its writer, so a commit, a flush to the 
 that takes ten seconds delays no lookup, no load and no answer.
 
 This module knows both threads from their start to their end, and which of them does what. The
-modules `reads`, `writes`, `deletions`, `touches`, `sweeper` and `operators` know how it is done.
+modules `reads`, `writes`, `deletions`, `touches` and `operators` know how it is done.
 All keep one order of steps: bytes are written before the index changes, and the index changes
 before an answer is sent. The service knows the engine only as the other end of a channel; it knows
 neither models nor what a payload means.
@@ -23,7 +23,7 @@ import math
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Event, Thread
@@ -40,19 +40,16 @@ from tieredkv.storage.messages.operator import Delete, EngineAnswer
 from tieredkv.storage.stats import Lifetimes, StoreStats
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import ControlRequest, Gone
-from tieredkv.storage.worker.claims import Claims
+from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.deletions import Deletions
-from tieredkv.storage.worker.doomed import Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
 from tieredkv.storage.worker.loop import Loop
-from tieredkv.storage.worker.mover import Mover
 from tieredkv.storage.worker.operators import Operators
-from tieredkv.storage.worker.other_models import count_others
+from tieredkv.storage.worker.pace import WriteLimit, WriteShare
 from tieredkv.storage.worker.reads import Reads
 from tieredkv.storage.worker.socket import ControlServer
-from tieredkv.storage.worker.sweeper import Sweeper
+from tieredkv.storage.worker.steps import count_others
 from tieredkv.storage.worker.touches import GatheredTouches
-from tieredkv.storage.worker.write_share import WriteShare
 from tieredkv.storage.worker.writes import Writes
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel
@@ -60,7 +57,7 @@ from tieredkv.wire.channel import FrameChannel
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5  # how often to check for what sends no event: a lost parent, silent clients
-_FORGOTTEN_S = 30.0  # a worker that a command line started ends after this time without a request
+_OVER = object()
 
 
 class StoreService:
@@ -90,14 +87,18 @@ class StoreService:
         # These belong to the index thread.
         self._writes = Writes(
             store,
-            Mover(self._writers, arena, self._changes),
+            self._changes,
+            self._writers,
             num_writers,
+            self._page_of,
             share,
+            WriteLimit(store.write_limit),
             self._claims,
             self._log,
             self._doomed,
         )
-        self._sweeper = Sweeper(store, options.sweep_interval_s, self._log, self._begin_sweep)
+        self._sweep: Iterator[None] | None = None  # the steps of the sweep under way
+        self._sweep_at = 0.0  # at once: blocks may have expired while no worker ran
         self._is_over = Event()
         self._has_all = Event()  # set when the front thread hands over nothing more
         self._stats = store.stats()  # as of the last turn; the front thread reads them too
@@ -114,8 +115,10 @@ class StoreService:
         # These belong to the front thread.
         self._reads = Reads(
             store,
-            Mover(self._readers, arena, self._front),
+            self._front,
+            self._readers,
             options.num_readers,
+            self._page_of,
             share,
             find=partial(self._find, "locate"),
             judge=self._judge,
@@ -139,7 +142,7 @@ class StoreService:
         """Serve until the engine says so, then close the store.
 
         Raises:
-            EOFError: the engine is gone, or the command line that started this worker is silent.
+            EOFError: the engine, or the command line that started this worker, is gone.
         """
         checking = Thread(target=self._check_index, daemon=True)
         checking.start()
@@ -197,6 +200,11 @@ class StoreService:
         if not self._channel.is_stuck:
             self._tell_engine(request)
 
+    def _page_of(self, page_id: int) -> memoryview:
+        """Return the memory of a page that the engine lends, to a reader or writer thread."""
+        assert self._arena is not None, "without an arena no engine lends pages"
+        return self._arena.page(page_id)
+
     def _tell_engine(self, message: messages.WorkerMessage) -> None:
         self._channel.send(message)
 
@@ -214,8 +222,7 @@ class StoreService:
             self._tell_engine(messages.Completions([*loaded], stats))
         for probed in self._reads.take_ended_probes():
             self._tell_engine(probed)
-        is_forgotten = self._arena is None and self._server.idle_s > _FORGOTTEN_S
-        if is_forgotten or os.getppid() != self._launch.parent_pid:
+        if os.getppid() != self._launch.parent_pid:
             raise EOFError
 
     def _hear_engine(self) -> None:
@@ -288,8 +295,9 @@ class StoreService:
             self._flush_touches()
 
     def _turn(self) -> None:
-        waits_s = _TICK_S, self._sweeper.wait_s, self._writes.wait_s
-        self._changes.wait(0.0 if self._touches.are_due else min(waits_s))
+        sweep_in_s = max(0.0, self._sweep_at - time.monotonic())
+        is_due = self._touches.are_due or self._sweep is not None
+        self._changes.wait(0.0 if is_due else min(_TICK_S, sweep_in_s, self._writes.wait_s))
         self._store.check_place()
         self._writes.step()
         self._refresh_stats(self._stats.lifetimes)  # these are found out at each sweep
@@ -301,7 +309,7 @@ class StoreService:
             self._front.hand(lambda: self._tell_engine(done))
         if self._touches.are_due:
             self._flush_touches()
-        self._sweeper.step()
+        self._step_sweep()
         self._tell_gone()
 
     @property
@@ -332,6 +340,17 @@ class StoreService:
         """Write some of the gathered touches; a long list takes several turns."""
         items = self._touches.take()
         self._log.attempt("touch", lambda: self._store.claim_or_touch(items))
+
+    def _step_sweep(self) -> None:
+        """Take one step of the sweep under way, or of the next one if it is due."""
+        if self._sweep is None and time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + self._launch.options.sweep_interval_s
+            self._begin_sweep()
+            self._sweep = self._store.sweeping()
+        if (steps := self._sweep) is None:
+            return
+        if self._log.attempt("sweep", lambda: next(steps, _OVER)) is _OVER:
+            self._sweep = None
 
     def _begin_sweep(self) -> None:
         """Retry what the disk refused, tell all figures, and try compression if it is undecided."""

@@ -9,10 +9,9 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 
 import msgspec
 
@@ -89,15 +88,16 @@ class ControlServer:
         self._idle: OrderedDict[socket.socket, None] = OrderedDict()
         self._answering = threading.Lock()
         self._calls: list[Asked] = []  # until their answers are taken
-        self._ended_at = time.monotonic()
         self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._remove()
-            os.fchmod(self._listener.fileno(), 0o600)
-            self._listener.bind(socket_address(self._folder_fd))
-            os.chmod(socket_address(self._folder_fd), 0o600)  # the umask took its part
+            umask = os.umask(0o177)  # a change of its mode might follow a link in its place
+            try:
+                self._listener.bind(socket_address(self._folder_fd))
+            finally:
+                os.umask(umask)
             self._listener.listen(_MAX_CLIENTS)
         except OSError as error:
             self._listener.close()
@@ -108,11 +108,6 @@ class ControlServer:
     def start(self) -> None:
         """Hear the clients that have connected, and those that will."""
         self._thread.start()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last answer was taken; 0 while a client waits for one."""
-        return 0.0 if self._calls else time.monotonic() - self._ended_at
 
     def is_answering(self, *kinds: type[Asked]) -> bool:
         """Return whether a client waits for the answer to a question of one of these kinds."""
@@ -177,23 +172,17 @@ class ControlServer:
         while calls := channel.receive(_SILENCE_S):
             self._idle.pop(sock, None)
             for call in calls:
-                with self._under_way(call):
+                self._calls.append(call)
+                try:
                     answer = answer_of(self._carry_out, call, Caller(channel))
                     with self._answering:
                         channel.send(answer)
                         if call is calls[-1] and not channel.has_queued:
                             self._idle[sock] = None
                     _drain(channel)
+                finally:
+                    self._calls.remove(call)
             self._idle[sock] = None
-
-    @contextmanager
-    def _under_way(self, call: Asked) -> Iterator[None]:
-        self._calls.append(call)
-        try:
-            yield
-        finally:
-            self._ended_at = time.monotonic()
-            self._calls.remove(call)
 
 
 def answer_of(answer: Answer, call: Asked, caller: Caller) -> msgspec.Struct:

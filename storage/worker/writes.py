@@ -5,12 +5,13 @@ group's transaction and ends after it. Writes give way to reads and keep to the 
 that fails ends with the reason.
 """
 
-import contextlib
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,11 +24,10 @@ from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent, Stored
-from tieredkv.storage.worker.claims import Claims
-from tieredkv.storage.worker.doomed import Doomed
+from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
-from tieredkv.storage.worker.mover import Mover
-from tieredkv.storage.worker.write_share import WriteShare
+from tieredkv.storage.worker.loop import Loop
+from tieredkv.storage.worker.pace import WriteLimit, WriteShare
 from tieredkv.types import BlockRecord
 
 _WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed
@@ -43,13 +43,15 @@ class _GivesWayError(Exception):
 class WriteTask:
     """One block to be compressed and written by a thread.
 
-    The extent is None until the block is compressed, because its size is not known before.
-    `gives_way` says whether the thread leaves the block unwritten once there are reads;
-    `num_in_vain` are the bytes that it has written by then. `is_held_back` and `ended_at` are for
-    `Stored`.
+    Attributes:
+        page_id: of the page that holds the block; None for a trial, whose end nobody waits for.
+        extent: None until the block is compressed, because its size is not known before.
+        gives_way: whether the thread leaves the block unwritten once there are reads.
+        num_in_vain: the bytes that it has written by then.
+        is_held_back, ended_at: for `Stored`.
     """
 
-    page_id: int
+    page_id: int | None
     record: BlockRecord
     packed: Packed | None = None
     extent: Extent | None = None
@@ -73,9 +75,11 @@ class Writes:
 
     Args:
         store: where blocks are stored.
-        mover: has payloads compressed and written.
-        num_writers: how many threads the mover has.
+        loop: of the index thread.
+        threads, num_threads: compress and write payloads.
+        page_of: returns the memory of a page; called by these threads.
         share: what writes get of the disk while blocks are read.
+        limit: what they get at most.
         claims: decides which blocks may be stored, and until when.
         log: told of failures.
         doomed: namespaces that are being deleted, of which no store is taken.
@@ -86,9 +90,12 @@ class Writes:
     """
 
     store: BlockStore
-    mover: Mover
-    num_writers: int
+    loop: Loop
+    threads: ThreadPoolExecutor
+    num_threads: int
+    page_of: Callable[[int], memoryview]
     share: WriteShare
+    limit: WriteLimit
     claims: Claims
     log: FaultLog
     doomed: Doomed
@@ -108,7 +115,7 @@ class Writes:
 
     # --- what comes and goes -------------------------------------------------------------------
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def add(self, pages: Iterable[Lent]) -> None:
         """Have the blocks in these pages written, after those that wait already."""
         for page in pages:
@@ -119,12 +126,12 @@ class Writes:
             else:
                 self._waiting.append(WriteTask(page.page_id, record))
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def add_barrier(self, call: Callable[[], None]) -> None:
         """Call a function once every store before it is committed and none after it has begun."""
         self._waiting.append(call)
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def try_again(self) -> None:
         """Try whether a block can be stored, if the last ones could not and none is under way.
 
@@ -136,60 +143,38 @@ class Writes:
         now, block_hash = self.store.clock.now(), os.urandom(len(self._refused.block_hash))
         times = {"computed_at": now, "expires_at": now, "last_used": now, "pinned_until": 0.0}
         trial = replace(self._refused, block_hash=block_hash, **times)
-        try:
-            [extent] = self.store.reserve_many([trial])
-        except StorageError as error:
-            self._note_refusal(trial, error)
-            return
-        if extent is not None:
-            self._num_writing += 1
-            write, end = (partial(do, extent, trial) for do in (self._write_trial, self._end_trial))
-            self.mover.start_trial(write, end)
+        self._packed.append(WriteTask(None, trial))  # as large as the block: it is not compressed
 
-    def _write_trial(self, extent: Extent, trial: BlockRecord) -> None:
-        """Write a block of zeroes, on a writer thread."""
-        self.store.write_payload(extent, trial, aligned_buffer(padded_bytes(trial.size_bytes)))
-        self.store.flush_payloads({extent.segment})
-
-    def _end_trial(self, extent: Extent, trial: BlockRecord, error: StorageError | None) -> None:
-        self._num_writing -= 1
-        if error is None:
-            self.store.abandon(extent)
-            self._note_stored()
-        else:
-            self.store.write_failed(extent, error)
-            self._note_refusal(trial, error)
-
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def hurry(self) -> None:
         """Give way to nothing from now on, because the store closes."""
         self._is_hurried = True
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def take_ended(self) -> list[Stored]:
         """Return the stores that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     @property
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def are_under_way(self) -> bool:
         """Whether any store has not ended, or any barrier's function was not called."""
         waiting = self._waiting or self._packed or self._reserved
         return bool(waiting or self._num_writing or self._written)
 
     @property
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def wait_s(self) -> float:
         """Seconds until there is something to do that no thread hands over."""
         waits_s = [math.inf]
         if self._written:
             waits_s.append(self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
         if self._reserved and not self._num_writing:
-            waits_s.append(max(self.store.write_limit.wait_s(), min(self.share.wait_s, _POLL_S)))
+            waits_s.append(max(self.limit.wait_s, min(self.share.wait_s, _POLL_S)))
         return max(0.0, min(waits_s))
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def step(self) -> None:
         """Start what may be started, and commit the group of written blocks if it is due."""
         self._start()
@@ -207,9 +192,9 @@ class Writes:
         """
         is_reading = self._is_reading
         self._was_held_back, self._is_held_back = self._is_held_back, is_reading
-        max_writing = 1 if is_reading else _WRITES_A_THREAD * self.num_writers
+        max_writing = 1 if is_reading else _WRITES_A_THREAD * self.num_threads
         is_packing = self.store.packing.is_on
-        max_packed = 2 * self.num_writers if is_packing else TXN_BLOCKS
+        max_packed = 2 * self.num_threads if is_packing else TXN_BLOCKS
         while self._num_writing < max_writing:
             head = self._waiting[0] if self._waiting else None
             if self._reserved:
@@ -239,23 +224,27 @@ class Writes:
         """Return whether both limits let a write of so many bytes begin."""
         if self._is_hurried:
             return True
-        limit = self.store.write_limit
-        return not limit.wait_s() and self.share.admits(num_bytes) and limit.admits(num_bytes)
+        return (
+            not self.limit.wait_s and self.share.admits(num_bytes) and self.limit.admits(num_bytes)
+        )
 
     def _start_task(self, task: WriteTask, *, gives_way: bool = False) -> None:
         self._num_writing += 1
         task.gives_way = gives_way
         task.is_held_back |= self._was_held_back or self._is_held_back
-        move, end = partial(self._move, task), partial(self._end_task, task)
-        self.mover.start(task.page_id, move, end)
+        self.loop.have_done(self.threads, partial(self._move, task), partial(self._end_task, task))
 
-    def _move(self, task: WriteTask, page: memoryview) -> None:
+    def _move(self, task: WriteTask) -> None:
         """Compress or write a block, on a writer thread."""
+        if task.page_id is None:
+            page = aligned_buffer(padded_bytes(task.record.size_bytes))
+        else:
+            page = self.page_of(task.page_id)
         if task.extent is None:
             task.packed = self.store.packing.pack(page[: task.record.size_bytes])
         else:
             what = (task.record, page, task.packed, partial(self._give_way, task))
-            with contextlib.suppress(_GivesWayError):
+            with suppress(_GivesWayError):
                 task.written = self.store.write_payload(task.extent, *what)
                 task.packed = None  # its memory
                 task.ended_at = time.monotonic()
@@ -265,7 +254,7 @@ class Writes:
             task.num_in_vain = num_written
             raise _GivesWayError
 
-    @owned_by("mover.loop")
+    @owned_by("loop")
     def _end_task(self, task: WriteTask, error: StorageError | None) -> None:
         self._num_writing -= 1
         task.is_held_back |= self._is_held_back or self.share.wait_s > 0
@@ -277,7 +266,7 @@ class Writes:
         elif task.extent is None:
             self._packed.append(task)
         elif task.written is None:
-            self.store.write_limit.refund(task.size - task.num_in_vain)
+            self.limit.refund(task.size - task.num_in_vain)
             self._reserved.appendleft(task)
         else:
             if not self._written:
@@ -339,27 +328,25 @@ class Writes:
         rows = [task.written for task in group if task.written is not None]
         try:
             reasons = ["" if is_stored else "expired" for is_stored in self.store.commit(rows)]
-            self._note_stored()
+            self.last_error, self._refused = "", None
+            self.log.note_works("store")
         except StorageError as error:
             reasons = [_refusal(error)] * len(group)
             self._note_refusal(group[0].record, error)
         for task, reason in zip(group, reasons, strict=True):
-            page_id, block_hash = task.page_id, task.record.block_hash
-            times = task.is_held_back, task.ended_at
-            self._ended.append(Stored(block_hash, page_id, reason, *times))
+            self._end(task, reason, task.is_held_back, task.ended_at)
 
     def _note_refusal(self, record: BlockRecord, error: StorageError) -> None:
         """Report why blocks are not stored, and keep the reason for `stats`."""
         self.last_error, self._refused = str(error), record
         self.log.report("store", error)
 
-    def _note_stored(self) -> None:
-        """Note that blocks can be stored."""
-        self.last_error, self._refused = "", None
-        self.log.note_works("store")
-
-    def _end(self, task: WriteTask, reason: str) -> None:
-        self._ended.append(Stored(task.record.block_hash, task.page_id, reason))
+    def _end(
+        self, task: WriteTask, reason: str, is_held_back: bool = False, ended_at: float = 0.0
+    ) -> None:
+        if task.page_id is not None:
+            ended = Stored(task.record.block_hash, task.page_id, reason, is_held_back, ended_at)
+            self._ended.append(ended)
 
 
 def _refusal(error: StorageError) -> str:

@@ -26,14 +26,13 @@ from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableRead
 from tieredkv.operate.verify import VerifyResult, check
 from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.format.record import Extent, Retentions, decode_record
-from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key
+from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key, split_extent_key
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.messages.operator import Checked, Delete, Verify
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import BlockStore
-from tieredkv.storage.worker.checking import check_blocks, checking_index
-from tieredkv.storage.worker.deleting import deleting
 from tieredkv.storage.worker.operators import rows_of
+from tieredkv.storage.worker.steps import check_blocks, checking_index, deleting
 from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
 
 BLOCK_BYTES = 8192
@@ -138,7 +137,7 @@ def _extent_problems(
     if shared := [extent for extent, count in owners.items() if count > 1]:
         problems.append(f"records share the extents {shared[:3]}")
     pending = set(txn.extents("pending"))
-    dirty = {extent for extents in allocator._dirty.values() for extent in extents}
+    dirty = {split_extent_key(key) for keys in allocator._dirty.values() for key in keys}
     if pending != dirty | allocator.lent.keys() or dirty & allocator.lent.keys():
         problems.append("pending extents are not those lent and those to be erased")
     segments = txn.segments()

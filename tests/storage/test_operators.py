@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from threading import Event
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -29,10 +30,9 @@ from tieredkv.storage.messages.engine import StoreCall
 from tieredkv.storage.messages.operator import Delete
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Lent
-from tieredkv.storage.worker import operators, pace
-from tieredkv.storage.worker.deleting import deleting
+from tieredkv.storage.worker import loop, operators
 from tieredkv.storage.worker.loop import Loop
-from tieredkv.storage.worker.pace import give_way
+from tieredkv.storage.worker.steps import deleting
 from tieredkv.types import Tier
 from tieredkv.wire.arena import HostArena
 
@@ -145,22 +145,29 @@ def test_blocks_of_some_age_keep_the_key_that_others_need(tmp_path: Path) -> Non
         assert scopes(store) == {MINE, THEIRS}
 
 
-class Front:
-    """Stands in for the loop of the front thread."""
-
-    def __init__(self, *is_busy: bool) -> None:
-        self._is_busy = [*is_busy]
-
-    @property
-    def is_busy(self) -> bool:
-        return self._is_busy.pop(0)
-
-
 def test_a_step_waits_until_the_front_thread_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_PATIENCE_S", HANG_S)
-    front = Front(True, True, False, True)
-    give_way(cast(Loop, front))
-    assert front.is_busy, "it was asked until it was idle, and no more"
+    monkeypatch.setattr(loop, "_PATIENCE_S", HANG_S)
+    front, is_busy, may_rest = Loop(), Event(), Event()
+
+    def work() -> None:
+        is_busy.set()
+        assert may_rest.wait(HANG_S)
+
+    def run() -> None:
+        front.wait(HANG_S)
+        front.wait(HANG_S)  # idle, until the test ends
+
+    with ThreadPoolExecutor(2) as pool:
+        front.hand(work)
+        running = pool.submit(run)
+        assert is_busy.wait(HANG_S)
+        waiting = pool.submit(front.give_way)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        may_rest.set()
+        waiting.result(HANG_S)
+        front.hand(lambda: None)
+        running.result(HANG_S)
 
 
 def test_one_step_of_a_deletion_unlinks_one_segment_at_most(tmp_path: Path) -> None:

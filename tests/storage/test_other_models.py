@@ -9,7 +9,7 @@ from tests.storage.conftest import Harness, Mailbox
 from tests.waiting import wait_until
 from tieredkv.clock import Clock
 from tieredkv.hashing import ModelIdentity
-from tieredkv.storage.worker.other_models import count_others
+from tieredkv.storage.worker.steps import count_others
 from tieredkv.types import BlockRecord
 
 NOW = Clock().now()

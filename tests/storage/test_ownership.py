@@ -17,7 +17,6 @@ from tieredkv.storage.store import BlockStore
 from tieredkv.storage.worker.deletions import Deletions
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.reads import Reads
-from tieredkv.storage.worker.sweeper import Sweeper
 from tieredkv.storage.worker.writes import Writes
 
 FOR_ANY_THREAD: dict[type, set[str]] = {
@@ -36,7 +35,6 @@ FOR_ANY_THREAD: dict[type, set[str]] = {
     | {"file_bytes", "used_bytes", "close"},
     Writes: set(),
     Reads: set(),
-    Sweeper: set(),
     Deletions: set(),
 }
 """What reads only, or is called while there is one thread."""

@@ -44,7 +44,7 @@ from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import ControlRequest, Lent, Loaded, Stored, TouchItem
-from tieredkv.storage.worker import operators, service, touches, write_share
+from tieredkv.storage.worker import operators, pace, service, touches
 from tieredkv.storage.worker.service import StoreService
 from tieredkv.storage.worker.socket import socket_address
 from tieredkv.types import BlockRecord
@@ -258,7 +258,7 @@ def test_a_store_tells_when_it_was_written_and_whether_something_held_it_back(
         assert began_at < alone.ended_at <= time.monotonic() and not alone.is_held_back
         again = store(NEW)
         assert again.ended_at == 0.0, "the store has it, and wrote nothing"
-        monkeypatch.setattr(write_share, "QUIET_S", 0.2)
+        monkeypatch.setattr(pace, "QUIET_S", 0.2)
         assert engine.load(Lent.of(OLD, 0)).ok
         beside = store(make_record("new", 1, now=NOW, size_bytes=4096))
         assert beside.ended_at > alone.ended_at and beside.is_held_back
@@ -268,7 +268,7 @@ def test_stores_give_way_to_reads_that_begin_meanwhile(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tmp_path / "store", arena, num_writers=1) as engine:
-        monkeypatch.setattr(write_share, "QUIET_S", 0.3)
+        monkeypatch.setattr(pace, "QUIET_S", 0.3)
         records = [make_record("new", n, now=NOW, size_bytes=4096) for n in range(3)]
         for page_id, record in enumerate(records, 1):
             arena.page(page_id)[:] = payload_of(record)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
 from tieredkv.storage.tier import Stored
-from tieredkv.storage.write_limit import WriteLimit
+from tieredkv.storage.worker.pace import WriteLimit
 
 
 @pytest.mark.parametrize("write_bytes", [4096, 300_000, 5_000_000])
@@ -13,10 +13,10 @@ def test_no_span_of_time_has_more_than_its_share_and_the_rate_is_reached(write_b
     limit = WriteLimit(rate, lambda: now[0])
     writes: list[float] = []
     while now[0] < 1100:
-        while not limit.wait_s():
+        while not limit.wait_s:
             assert limit.admits(write_bytes)
             writes.append(now[0])
-        now[0] += limit.wait_s() if len(writes) % 2 else rng.uniform(0.01, 0.2)
+        now[0] += limit.wait_s if len(writes) % 2 else rng.uniform(0.01, 0.2)
     for i in range(0, len(writes), 1 + len(writes) // 100):
         for j in range(i, len(writes), 1 + len(writes) // 100):
             written = (j - i + 1) * write_bytes
@@ -47,7 +47,7 @@ def test_without_a_limit_nothing_waits() -> None:
     limit = WriteLimit(0)
     assert limit.admits(1 << 60)
     limit.refund(1 << 60)
-    assert limit.wait_s() == 0
+    assert limit.wait_s == 0
 
 
 def test_writes_that_are_held_back_stop_nothing_else(harness: Harness) -> None:

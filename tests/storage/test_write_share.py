@@ -2,7 +2,7 @@
 
 import pytest
 
-from tieredkv.storage.worker.write_share import MAX_CREDIT_BYTES, QUIET_S, WRITE_SHARE, WriteShare
+from tieredkv.storage.worker.pace import MAX_CREDIT_BYTES, QUIET_S, WRITE_SHARE, WriteShare
 
 BLOCK = 2 << 20
 
