@@ -35,7 +35,9 @@ from tieredkv.errors import ConfigError, NoServerError, StorageError, StoreUnrea
 from tieredkv.operate.ask import StoreControl, document
 from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, decoded
 from tieredkv.operate.infos import ChainInfo
+from tieredkv.operate.worker import Worker
 from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.messages.operator import Deleted
 from tieredkv.storage.tier import ControlRequest
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
@@ -328,6 +330,25 @@ def test_evict_on_a_stopped_store_takes_what_it_is_told(harness: Harness) -> Non
     assert control.df()["disk"]["blocks"] == 1
     assert control.evict(EvictFilter(namespace_prefix=new.namespace.hex()))["evicted_blocks"] == 1
     assert control.df()["disk"]["blocks"] == 0
+
+
+def test_an_eviction_on_a_stopped_store_is_flushed_once_at_its_end(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 3))
+    client.close()
+    delete, notes = Worker.delete, list[dict[str, Any]]()
+
+    def note(*args: Any, **options: Any) -> Deleted:
+        done = delete(*args, **options)
+        notes.append(json.loads((harness.folder / "lock").read_text()))
+        return done
+
+    monkeypatch.setattr(Worker, "delete", note)
+    assert StoreControl(harness.folder).evict(EvictFilter(all=True))["evicted_blocks"] == 3
+    notes.append(json.loads((harness.folder / "lock").read_text()))
+    assert ["unflushed_boot" in note for note in notes] == [True, False]
 
 
 def test_evict_without_a_filter_or_with_nonsense_evicts_nothing(harness: Harness) -> None:

@@ -61,6 +61,7 @@ class StoreControl:
         self._options = StoreOptions(
             path=self._path,
             create=False,
+            sync="none",  # all at the end, instead of after each of ten thousand transactions
             disk_retentions=(),
             clock_offset_file=clock_offset_file,
             encryption="as_it_is",
