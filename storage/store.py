@@ -396,7 +396,7 @@ class BlockStore:
 
         Returns the error if the keys could not be dropped; the extents are erased nevertheless.
         """
-        failed = self.key_use.drop_unused()
+        failed = yield from self.key_use.dropping_unused()
         yield from self.allocator.erasing()
         return failed
 

@@ -5,7 +5,7 @@ dies at the second that its slot has, whatever the index says: then no block may
 Only the store's thread uses `KeyUse`; any thread may use `LivingKeys`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.clock import Clock
@@ -24,6 +24,8 @@ from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.keys.store_keys import StoreKeys
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.types import BlockRecord
+
+_KEYS_A_STEP = 1024  # of 80,000 in a large table, so that stores need not wait for all
 
 
 @dataclass(eq=False)
@@ -119,21 +121,33 @@ class KeyUse:
         keys = [] if self.table is None else list(self.table)
         return [key for key in keys if key.scope.hex().startswith(prefix)]
 
-    def drop(self, keys: Iterable[PayloadKey]) -> None:
-        """Destroy keys, which still may have blocks, but no write under way.
+    def dropping(self, keys: Iterable[PayloadKey]) -> Iterator[None]:
+        """Destroy keys, which still may have blocks, but no write under way, in steps.
 
         Raises:
             StorageError: the key table cannot be written.
         """
         if self.table is not None:
-            self.table.drop([key.scope for key in keys])
+            for some in _batches([key.scope for key in keys]):
+                self.table.drop(some)
+                yield
 
     def known(self, key_ids: Iterable[bytes]) -> set[bytes]:
         """Return those ids whose keys are still there."""
         return {each for each in key_ids if self.table is not None and self.table.of_id(each)}
 
     def drop_unused(self) -> StorageError | None:
-        """Destroy the keys of scopes without blocks, and dead keys.
+        """Take all steps of `dropping_unused` at once."""
+        steps = self.dropping_unused()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ending:
+                failed: StorageError | None = ending.value
+                return failed
+
+    def dropping_unused(self) -> Generator[None, None, StorageError | None]:
+        """Destroy the keys of scopes without blocks, and dead keys, in steps.
 
         Returns the error if the table cannot be written; the next call tries again.
 
@@ -144,16 +158,20 @@ class KeyUse:
             return None
         self._suspects |= self.index.emptied
         self.index.emptied.clear()
-        suspects = self._suspects.difference(self._lent.values())
-        with self.index.reading() as txn:
-            unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
         try:
             self.table.drop_dead(self.clock.now())
-            self.table.drop(unused)
         except StorageError as error:
-            what = "keys that no block needs could not be destroyed; each sweep tries again"
-            return type(error)(error.errno, f"{what}: {error.strerror}")
-        self._suspects -= suspects
+            return _kept(error)
+        for some in _batches([*self._suspects]):
+            suspects = {*some}.difference(self._lent.values())
+            with self.index.reading() as txn:
+                unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
+            try:
+                self.table.drop(unused)
+            except StorageError as error:
+                return _kept(error)
+            self._suspects -= suspects
+            yield
         return None
 
     def sweep_others(self) -> None:
@@ -163,3 +181,14 @@ class KeyUse:
         """
         if self.keys is not None:
             sweep_tables(self.keys.place.key_dir, self.clock.now())
+
+
+def _batches(scopes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Cut a list of scopes into parts whose keys one step destroys."""
+    return (scopes[i : i + _KEYS_A_STEP] for i in range(0, len(scopes), _KEYS_A_STEP))
+
+
+def _kept(error: StorageError) -> StorageError:
+    """Return the error with what it means."""
+    what = "keys that no block needs could not be destroyed; each sweep tries again"
+    return type(error)(error.errno, f"{what}: {error.strerror}")

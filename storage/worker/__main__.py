@@ -7,6 +7,7 @@ is told to the engine; `tieredkv.storage.worker.service` serves the store.
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable(launch.stack_fd, all_threads=False)
     service: StoreService | Look | None = None
     try:
-        service = (_open if launch.look_fd is None else _look)(launch, channel)
+        service = _start(launch, channel)
         service.run()
     except EOFError:  # the engine is gone; what is stored survives a sudden end
         os._exit(EXIT_FAILED)
@@ -112,22 +113,13 @@ def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
             os._exit(EXIT_FAILED)
 
 
-def _look(launch: Launch, channel: FrameChannel[EngineMessage]) -> Look:
-    is_open = _await_parent(launch)
-    service = look(launch, channel)
-    is_open.set()
-    return service
-
-
-def _await_parent(launch: Launch) -> threading.Event:
-    """End the process with its parent until the event that is returned is set."""
+def _start(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService | Look:
+    """Open the store, or look at it."""
     is_open = threading.Event()
     threading.Thread(target=_leave_with, args=[launch.parent_pid, is_open], daemon=True).start()
-    return is_open
-
-
-def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
-    options, is_open = launch.options, _await_parent(launch)
+    if launch.look_fd is not None:
+        return look(launch, channel)
+    options = launch.options
     arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
 
     def prepare(folder: StoreFolder) -> None:
@@ -144,6 +136,8 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
         progress=lambda *_: channel.send(StillBusy()),
     )
     is_open.set()
+    gc.collect()
+    gc.freeze()  # what is here stays, and looking at it again and again would stop all threads
     try:
         return StoreService(store, launch, channel, arena)
     except BaseException:

@@ -12,22 +12,17 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from functools import partial
-from selectors import EVENT_READ
-
-import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import (
     ConfigError,
-    CorruptIndexError,
     DamagedTableError,
     MissingKeyError,
     StorageError,
     StoreBusyError,
-    StoreFailedError,
 )
 from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.extents.files import SegmentFiles
@@ -53,22 +48,19 @@ from tieredkv.storage.keys.store_keys import StoreKeys, check_stamp
 from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.engine import EngineMessage, IndexStart
-from tieredkv.storage.messages.operator import Asked
 from tieredkv.storage.opening import CLOCK_TOLERANCE_S
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Need
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.worker.claims import Doomed
-from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.process import EXIT_FAILED
-from tieredkv.storage.worker.socket import Caller, answer_of, decoder
+from tieredkv.storage.worker.socket import Caller, decoder
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.wire.process import Refused
 
 _WISH_POLL_S = 0.1
-_TICK_S = 0.5
 _HERE = "/proc/self/cwd/."
 _REBUILDS = "the next start of a server makes it again from the segments"
 
@@ -260,7 +252,7 @@ def _compare_clocks(index: Index, clock: Clock, needs: list[Need]) -> int:
 
 
 class Look:
-    """Answers one verb on a stopped store; made and run by the main thread of its process."""
+    """Answers one verb on a stopped store; what goes wrong ends it, and is told by its end."""
 
     def __init__(
         self, store: LookedStore, launch: messages.Launch, channel: FrameChannel[EngineMessage]
@@ -268,52 +260,37 @@ class Look:
         assert launch.look_fd is not None, "it is no look"
         self._store = store
         self._channel = channel
-        self._parent_pid = launch.parent_pid
-        sock = socket.socket(fileno=launch.look_fd)
-        self._answers = FrameChannel(sock, decoder, MAX_CONTROL_FRAME_BYTES)
-        self._loop = Loop()  # of the main thread
-        self._loop.selector.register(channel, EVENT_READ, self._hear)
-        self._is_over = False
-        self._operators = Operators(
-            store,
-            store.stats,
-            self._loop,
-            self._loop,
-            after_writes=self._loop.hand,
+        self._sock = socket.socket(fileno=launch.look_fd)
+
+    def run(self) -> None:
+        """Answer until the other side has what it wants, or has gone."""
+        operators = Operators(
+            self._store,
+            self._store.stats,
+            hand=_do_at_once,
+            give_way=_go_on,
+            after_writes=_do_at_once,
             doomed=Doomed(),
             ask_engine=None,
         )
-
-    def run(self) -> None:
-        """Answer until the other side has what it wants.
-
-        Raises:
-            EOFError: the other side has gone.
-            CorruptIndexError, StoreFailedError: of the index that was read.
-        """
         self._channel.send(messages.Looking(self._store.needs, self._store.is_whole))
-        threading.Thread(target=self._answer, name="answers", daemon=True).start()
-        while not self._is_over:
-            self._loop.wait(_TICK_S)
-            if os.getppid() != self._parent_pid:
-                raise EOFError
+        with (
+            suppress(EOFError),
+            closing(FrameChannel(self._sock, decoder, MAX_CONTROL_FRAME_BYTES)) as answers,
+        ):
+            while True:
+                for call in answers.receive(None):
+                    answers.send(operators.answer(call, Caller(answers)))
         self._store.close()
 
-    def _hear(self) -> None:
-        self._is_over |= any(isinstance(it, messages.CloseCall) for it in self._channel.receive())
 
-    def _answer(self) -> None:
-        with suppress(EOFError, OSError), closing(self._answers) as channel:
-            while True:
-                for call in channel.receive(None):
-                    channel.send(answer_of(self._answer_to, call, Caller(channel)))
+def _do_at_once(call: Callable[[], object]) -> None:
+    """Make a call that a worker would hand to its index thread."""
+    call()
 
-    def _answer_to(self, asked: Asked, caller: Caller) -> msgspec.Struct:
-        """Answer a question; a damaged index ends the process instead."""
-        try:
-            return self._operators.answer(asked, caller)
-        except (CorruptIndexError, StoreFailedError) as error:
-            raise EOFError from error  # it is handed to the main thread, too
+
+def _go_on() -> None:
+    """Give way to nobody, since nobody looks anything up."""
 
 
 def look(launch: messages.Launch, channel: FrameChannel[EngineMessage]) -> Look:
@@ -324,23 +301,19 @@ def look(launch: messages.Launch, channel: FrameChannel[EngineMessage]) -> Look:
     """
     path = _become_owner(os.path.abspath(launch.options.path))
     folder = LookedFolder.look(path)
-    watching = partial(_watch, folder, partial(_give_way, channel, path))
-    threading.Thread(target=watching, name="watch", daemon=True).start()
+    threading.Thread(target=_watch, args=[folder, channel], name="watch", daemon=True).start()
     options = launch.options
     store = LookedStore.look(options, folder, Clock(options.clock_offset_file), launch.index)
     return Look(store, launch, channel)
 
 
-def _watch(folder: LookedFolder, give_way: Callable[[], None]) -> None:
+def _watch(folder: LookedFolder, channel: FrameChannel[EngineMessage]) -> None:
     """End the process when a writer wants the store, whatever it is doing."""
-    pause = threading.Event()
-    while not pause.wait(_WISH_POLL_S):
-        if folder.is_wanted:
-            give_way()
-
-
-def _give_way(channel: FrameChannel[EngineMessage], path: str) -> None:
-    channel.send(Refused.of(StoreBusyError(f"a server has started on the store at `{path}`")))
+    while not folder.is_wanted:
+        time.sleep(_WISH_POLL_S)
+    channel.send(
+        Refused.of(StoreBusyError(f"a server has started on the store at `{folder.path}`"))
+    )
     os._exit(EXIT_FAILED)
 
 

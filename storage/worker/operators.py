@@ -10,7 +10,6 @@ import itertools
 import os
 import queue
 import random
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,9 +31,14 @@ from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import ControlRequest
 from tieredkv.storage.worker.claims import Doomed
-from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.socket import Caller
-from tieredkv.storage.worker.steps import check_blocks, checking_extents, checking_index, deleting
+from tieredkv.storage.worker.steps import (
+    check_blocks,
+    checking_extents,
+    checking_index,
+    deleting,
+    is_of_whole_namespaces,
+)
 from tieredkv.types import TENANT_BYTES
 
 _ENGINE_TIMEOUT_S = 5.0
@@ -61,7 +65,8 @@ class Operators:
     Args:
         store: the store.
         figures: reads the figures of the store; called by the index thread.
-        front, changes: the loops of the front thread and of the index thread.
+        hand: has the index thread make a call.
+        give_way: waits until no lookup is made, but not for ever.
         after_writes: hands a call to the index thread, to be made once every store received so far
             is acknowledged and before any later one is begun.
         doomed: told of namespaces that are deleted.
@@ -70,9 +75,9 @@ class Operators:
 
     store: BlockStore
     figures: Callable[[], StoreStats]
-    front: Loop
-    changes: Loop
-    after_writes: Callable[[Callable[[], None]], None]
+    hand: Callable[[Callable[[], object]], object]
+    give_way: Callable[[], None]
+    after_writes: Callable[[Callable[[], None]], object]
     doomed: Doomed
     ask_engine: Callable[[ControlRequest], None] | None
     _ids: Iterator[int] = field(default_factory=_numbers)
@@ -99,7 +104,7 @@ class Operators:
         try:
             return self._answer(asked, caller)
         except _DAMAGE as error:
-            self.changes.hand(partial(_raise, error))
+            self.hand(partial(_raise, error))
             raise
 
     def _answer(self, asked: messages.Asked, caller: Caller) -> msgspec.Struct:
@@ -127,7 +132,7 @@ class Operators:
         waiting, met, some = [*reversed(asked.starts)], set[bytes](), list[bytes]()
         now = self.store.clock.now()
         while waiting:
-            self.front.give_way()
+            self.give_way()
             with self.store.index.reading() as txn:
                 for _ in range(min(TXN_BLOCKS, len(waiting))):
                     for name, data in txn.entries_of(waiting.pop()):
@@ -146,7 +151,7 @@ class Operators:
     def _scan(self, after: bytes) -> messages.Rows:
         entries, key = list[tuple[bytes, bytes]](), after
         while len(entries) < _ROWS:
-            self.front.give_way()
+            self.give_way()
             with self.store.index.reading() as txn:
                 some = [*islice(txn.records(key), _ROWS_A_STEP)]
             entries += some
@@ -173,7 +178,7 @@ class Operators:
     def _tenants(self) -> dict[str, tuple[int, int]]:
         """Return the blocks and payload bytes on disk by tenant, of those who have the most."""
         sums = defaultdict[bytes, Totals](lambda: Totals(0, 0))
-        self.front.give_way()
+        self.give_way()
         with self.store.index.reading() as txn:
             for namespace, totals in txn.namespaces().items():
                 tenant = namespace[:TENANT_BYTES]
@@ -186,24 +191,22 @@ class Operators:
     # --- changing ------------------------------------------------------------------------------
 
     def _delete(self, asked: messages.Delete, caller: Caller) -> messages.Deleted:
-        is_namespace = asked.starts is None and asked.unused_since is None and not asked.expired
-        if asked.dry_run or not is_namespace:
+        if not is_of_whole_namespaces(asked):
             if not asked.dry_run:
                 self._settle(caller)
             return self._finish(deleting(self.store, asked), caller)
         with self.doomed.deleting(asked.namespace.lower()):
             self._settle(caller)
-            deleted = self._finish(deleting(self.store, asked, keys_first=True), caller)
-            self._at_once(_pass, caller)  # stores that were received by now come before it
+            deleted = self._finish(deleting(self.store, asked), caller)
+            self._at_once(lambda: None, caller)  # stores that were received by now come before it
             return deleted
 
     def _verify(self, asked: messages.Verify, caller: Caller) -> messages.Checked:
-        if self.store.lacks_keys:
-            raise MissingKeyError(self.store.lacks_keys)
+        self._check_keys()
         match asked.step:
             case "blocks":
                 at_once = partial(self._at_once, caller=caller)
-                return check_blocks(self.store, asked, at_once, self.front.give_way)
+                return check_blocks(self.store, asked, at_once, self.give_way)
             case "index":
                 return self._finish(checking_index(self.store, asked), caller)
             case "extents":
@@ -216,12 +219,15 @@ class Operators:
             ConfigError: the store is not encrypted.
             MissingKeyError: its keys are not there, or no new key is.
         """
-        if self.store.lacks_keys:
-            raise MissingKeyError(self.store.lacks_keys)
+        self._check_keys()
         if (keys := self.store.keys) is None:
             raise ConfigError(f"the store at `{self.store.path}` is not encrypted")
         where = keys.rotate(asked.master_key, asked.command)
         return messages.Rotated(where, len(keys.table))
+
+    def _check_keys(self) -> None:
+        if self.store.lacks_keys:
+            raise MissingKeyError(self.store.lacks_keys)
 
     # --- the engine ------------------------------------------------------------------------------
 
@@ -273,10 +279,9 @@ class Operators:
 
     def _settle(self, caller: Caller) -> None:
         """Wait until every store that was received so far is acknowledged."""
-        settled = threading.Event()
-        self.after_writes(settled.set)
-        while not settled.wait(_REPORT_INTERVAL_S):
-            caller.report()
+        settled = Future[None]()
+        self.after_writes(partial(settled.set_result, None))
+        _await(settled, caller)
 
     def _at_once(self, call: Callable[[], Result], caller: Caller) -> Result:
         """Have the index thread make a call, and return its result."""
@@ -288,10 +293,8 @@ class Operators:
             except Exception as error:
                 done.set_exception(error)
 
-        self.changes.hand(make)
-        while not wait([done], _REPORT_INTERVAL_S).done:
-            caller.report()
-        return done.result()
+        self.hand(make)
+        return _await(done, caller)
 
     def _finish(self, steps: Generator[None, None, Result], caller: Caller) -> Result:
         """Have the index thread take all steps, a few at once; return what they end with.
@@ -311,13 +314,19 @@ class Operators:
 
         told_at = time.monotonic()
         while True:
-            self.front.give_way()
+            self.give_way()
             if (ending := self._at_once(take_some, caller)) is not None:
                 result: Result = ending.value
                 return result
             if time.monotonic() - told_at > _REPORT_INTERVAL_S:
                 caller.report()
                 told_at = time.monotonic()
+
+
+def _await(done: Future[Result], caller: Caller) -> Result:
+    while not wait([done], _REPORT_INTERVAL_S).done:
+        caller.report()
+    return done.result()
 
 
 def rows_of(
@@ -342,10 +351,6 @@ def rows_of(
         raise CorruptIndexError("the keys of `blocks` are out of order")
     data = b"".join([record for name, record in entries if is_record_of(name, record)])
     return messages.Rows(data, retentions, now, next_key)
-
-
-def _pass() -> None:
-    """Do nothing."""
 
 
 def _raise(error: Exception) -> None:

@@ -75,39 +75,38 @@ class WorkerProcess:
         index: IndexStart = "as_it_is",
         looks: bool = False,
     ) -> None:
+        pages = None
+        if arena is not None:
+            pages = (arena.fd, arena.num_pages, arena.page_bytes, arena.is_adopted)
         self._has_adopted = arena is not None and arena.is_adopted
         self._stack_fd = os.memfd_create("tieredkv-stack", os.MFD_CLOEXEC)
         self.answers: socket.socket | None = None
         theirs: socket.socket | None = None
         if looks:
             self.answers, theirs = socket.socketpair()
+        launch = Launch(
+            options=options,
+            arena=pages,
+            parent_pid=os.getpid(),
+            index=index,
+            stack_fd=self._stack_fd,
+            look_fd=None if theirs is None else theirs.fileno(),
+        )
+        fds = (self._stack_fd, None if arena is None else arena.fd, launch.look_fd)
         try:
-            fds = [self._stack_fd, *([] if arena is None else [arena.fd])]
-            fds += [] if theirs is None else [theirs.fileno()]
             # Ctrl-C in the terminal reaches only the engine, which still has blocks to write. The
             # worker ends when its channel is closed.
-            self._process, sock = start_process("tieredkv.storage.worker", *fds)
+            self._process, sock = start_process(
+                "tieredkv.storage.worker", *(fd for fd in fds if fd is not None)
+            )
         except BaseException:
             os.close(self._stack_fd)
+            raise
+        finally:
             if theirs is not None:
                 theirs.close()
-            raise
         self.channel = FrameChannel(sock, _decoder)
-        pages = None
-        if arena is not None:
-            pages = (arena.fd, arena.num_pages, arena.page_bytes, arena.is_adopted)
-        self.channel.send(
-            Launch(
-                options=options,
-                arena=pages,
-                parent_pid=os.getpid(),
-                index=index,
-                stack_fd=self._stack_fd,
-                look_fd=None if theirs is None else theirs.fileno(),
-            )
-        )
-        if theirs is not None:
-            theirs.close()
+        self.channel.send(launch)
         self.pid = self._process.pid
 
     def kill(self) -> None:
@@ -120,10 +119,10 @@ class WorkerProcess:
         NOTE: this may take as long as the kernel needs to end a stuck disk read. Until it has
         returned, the worker may still change the bytes of an arena page.
         """
+        if self.answers is not None:
+            self.answers.close()  # which ends a worker that only looks
         returncode = bury(self._process, grace_s)
         self.channel.close()
-        if self.answers is not None:
-            self.answers.close()
         stack = os.pread(self._stack_fd, _MAX_STACK_BYTES, 0)
         os.close(self._stack_fd)
         return judge_end(returncode, stack, has_adopted=self._has_adopted)

@@ -52,6 +52,7 @@ class Reads:
         share: told of every read, so that writes give way.
         find: returns the sealed records of those blocks that may be read.
         judge: finds out why a read failed, and then calls back with the reason.
+        answer: sends the answer to a probe.
     """
 
     store: BlockStore
@@ -62,11 +63,11 @@ class Reads:
     share: WriteShare
     find: Find
     judge: Judge
+    answer: Callable[[ProbeDone], None]
     _waiting: deque[Lent] = field(default_factory=deque)
     _num_reading: int = 0
     _ended: list[Loaded] = field(default_factory=list)
     _probes: deque[_Probe] = field(default_factory=deque)
-    _ended_probes: list[ProbeDone] = field(default_factory=list)
 
     @owned_by("loop")
     def add(self, pages: Iterable[Lent]) -> None:
@@ -91,12 +92,6 @@ class Reads:
     def take_ended(self) -> list[Loaded]:
         """Return the loads that have ended since the last call."""
         ended, self._ended = self._ended, []
-        return ended
-
-    @owned_by("loop")
-    def take_ended_probes(self) -> list[ProbeDone]:
-        """Return the probes that have ended since the last call."""
-        ended, self._ended_probes = self._ended_probes, []
         return ended
 
     @property
@@ -136,7 +131,7 @@ class Reads:
                 self._start_probing(probe, probe.waiting.popleft())
             if probe.waiting or probe.num_reading:
                 return
-            self._ended_probes.append(ProbeDone(probe.job, probe.ended_at))
+            self.answer(ProbeDone(probe.job, probe.ended_at))
             self._probes.popleft()
 
     def _start_probing(self, probe: _Probe, block_hash: bytes) -> None:

@@ -27,11 +27,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Event, Thread
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
-from tieredkv.hashing import ModelIdentity
 from tieredkv.storage.format.record import Located
 from tieredkv.storage.index.transaction import batches
 from tieredkv.storage.lifetimes import RATE_SPAN_S
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5  # how often to check for what sends no event: a lost parent, silent clients
 _OVER = object()
+
+Result = TypeVar("Result")
 
 
 class StoreService:
@@ -122,6 +124,7 @@ class StoreService:
             share,
             find=partial(self._find, "locate"),
             judge=self._judge,
+            answer=self._tell_engine,
         )
         self._is_closing = False  # no new work is taken; stores under way are finished
         self._has_ended = False  # the index thread has ended, and what it handed over is done
@@ -130,8 +133,8 @@ class StoreService:
         self._operators = Operators(
             store,
             self._figures,
-            self._front,
-            self._changes,
+            hand=self._changes.hand,
+            give_way=self._front.give_way,
             after_writes=lambda call: self._changes.hand(partial(self._writes.add_barrier, call)),
             doomed=self._doomed,
             ask_engine=None if arena is None else self._ask_engine,
@@ -142,10 +145,10 @@ class StoreService:
         """Serve until the engine says so, then close the store.
 
         Raises:
-            EOFError: the engine, or the command line that started this worker, is gone.
+            EOFError: the engine is gone, or the command line that started this worker is silent.
         """
-        checking = Thread(target=self._check_index, daemon=True)
-        checking.start()
+        look = partial(self._store.index.is_sound, self._is_over)
+        checking = self._look_through("index", look, self._note_checked)
         try:
             self._serve()
         finally:
@@ -177,23 +180,20 @@ class StoreService:
         while self._channel.has_queued:
             self._front.wait(_TICK_S)
 
-    def _check_index(self) -> None:
-        """Check the index once, on a thread of its own."""
-        try:
-            if not self._store.index.is_sound(self._is_over):
-                self._changes.hand(self._store.ask_for_rebuild)
-        except StorageError as error:
-            self._changes.hand(partial(self._log.report, "index", error))
+    def _look_through(
+        self, what: str, look: Callable[[], Result], then: Callable[[Result], object]
+    ) -> Thread:
+        """Look through the index on a thread of its own; the index thread gets the result."""
 
-    def _count_others(self, model: ModelIdentity) -> None:
-        """Count the blocks of other models, on a thread of its own."""
-        store = self._store
-        try:
-            num_others = count_others(store.index, model, store.clock.now(), self._is_over)
-        except StorageError as error:
-            self._changes.hand(partial(self._log.report, "other models", error))
-        else:
-            self._changes.hand(partial(self._note_others, num_others))
+        def run() -> None:
+            try:
+                self._changes.hand(partial(then, look()))
+            except StorageError as error:
+                self._changes.hand(partial(self._log.report, what, error))
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        return thread
 
     def _ask_engine(self, request: ControlRequest) -> None:
         """Ask the engine, on an operator's thread, unless the engine has stopped reading."""
@@ -220,9 +220,8 @@ class StoreService:
                 num_touches_dropped=self._touches.num_dropped,
             )
             self._tell_engine(messages.Completions([*loaded], stats))
-        for probed in self._reads.take_ended_probes():
-            self._tell_engine(probed)
-        if os.getppid() != self._launch.parent_pid:
+        is_forgotten = self._arena is None and self._server.is_forgotten
+        if is_forgotten or os.getppid() != self._launch.parent_pid:
             raise EOFError
 
     def _hear_engine(self) -> None:
@@ -248,7 +247,9 @@ class StoreService:
             case EngineAnswer():
                 self._operators.hear_engine(message)
             case messages.ModelCall(model):
-                Thread(target=self._count_others, args=(model,), daemon=True).start()
+                now, index = self._store.clock.now(), self._store.index
+                count = partial(count_others, index, model, now, self._is_over)
+                self._look_through("other models", count, self._note_others)
             case messages.CloseCall():
                 self._is_closing = True
                 self._operators.note_engine_ended()
@@ -316,6 +317,10 @@ class StoreService:
     def _has_changes(self) -> bool:
         """Whether changes are under way that the store does not close without."""
         return self._writes.are_under_way or self._server.is_answering(Delete)
+
+    def _note_checked(self, is_sound: bool) -> None:
+        if not is_sound:
+            self._store.ask_for_rebuild()
 
     def _note_others(self, num_others: int | None) -> None:
         self._num_others = num_others

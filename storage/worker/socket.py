@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
-_LEAVING_S = 2.0
 _PAUSE_S = 0.1
 _HINT = "hint: it may have another version; use the `tieredkv` of that version"
 decoder = msgspec.msgpack.Decoder(Asked)
@@ -48,22 +47,17 @@ class Caller:
             self._channel.send(StillBusy())
 
     def tell(self, part: msgspec.Struct) -> None:
-        """Send a part of the answer, and wait until the client has taken it."""
+        """Send a part of the answer, and wait until the client has taken it, but not for ever.
+
+        Raises:
+            StorageError: the client does not read.
+        """
         self._channel.send(part)
-        _drain(self._channel)
+        if not self._channel.drain(_SILENCE_S):
+            raise StorageError(f"a control client has not read its answer for {_SILENCE_S:g} s")
 
 
 Answer = Callable[[Asked, Caller], msgspec.Struct]
-
-
-def _drain(channel: FrameChannel[Asked]) -> None:
-    """Wait until a client has taken what it was sent, but not for ever.
-
-    Raises:
-        StorageError: it does not read.
-    """
-    if not channel.drain(_SILENCE_S):
-        raise StorageError(f"a control client has not read its answer for {_SILENCE_S:g} s")
 
 
 def socket_address(folder_fd: int) -> str:
@@ -75,7 +69,8 @@ class ControlServer:
     """Accepts clients and has their questions answered, each client on a thread of its own.
 
     A client that sends nothing, reads nothing or does not speak the protocol loses its connection.
-    Until then it takes one thread and one bounded buffer.
+    Until then it takes one thread and one bounded buffer. Whoever comes while there are too many
+    is heard once another one has gone.
 
     Clients may connect as soon as the server exists. They are heard once `start` is called.
     """
@@ -84,10 +79,8 @@ class ControlServer:
         """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
         self._carry_out = answer
         self._room = threading.Semaphore(_MAX_CLIENTS)
-        # Those without a call, for longest first; whoever has an answer is in it.
-        self._idle: OrderedDict[socket.socket, None] = OrderedDict()
-        self._answering = threading.Lock()
         self._calls: list[Asked] = []  # until their answers are taken
+        self._answered_at = time.monotonic()
         self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,6 +101,11 @@ class ControlServer:
     def start(self) -> None:
         """Hear the clients that have connected, and those that will."""
         self._thread.start()
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether no client has asked anything for as long as a client may be silent."""
+        return not self._calls and time.monotonic() - self._answered_at > _SILENCE_S
 
     def is_answering(self, *kinds: type[Asked]) -> bool:
         """Return whether a client waits for the answer to a question of one of these kinds."""
@@ -130,69 +128,51 @@ class ControlServer:
     def _accept(self) -> None:
         told = set[int | None]()
         while not self._is_over.is_set():
+            if not self._room.acquire(timeout=_PAUSE_S):
+                continue
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:  # the client has gone again, or no descriptor is left
+                self._room.release()
                 if not self._is_over.wait(_PAUSE_S) and error.errno not in told:
                     told.add(error.errno)
                     logger.warning("a command cannot be accepted: %s", described(error))
                 continue
-            if self._make_room():
-                threading.Thread(target=self._converse, args=[sock], daemon=True).start()
-            else:
-                sock.close()
-
-    def _make_room(self) -> bool:
-        """Close the connection that is idle for longest if there are too many; False if none is."""
-        if self._room.acquire(blocking=False):
-            return True
-        with self._answering, suppress(KeyError, OSError):  # OSError: it went by itself
-            longest, _ = self._idle.popitem(last=False)
-            longest.shutdown(socket.SHUT_RDWR)
-        return self._room.acquire(timeout=_LEAVING_S)
+            threading.Thread(target=self._converse, args=[sock], daemon=True).start()
 
     def _converse(self, sock: socket.socket) -> None:
         """Hear one call after another, with any number of reports and an answer to each."""
         try:
             with closing(FrameChannel(sock, decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
                 try:
-                    self._answer_calls(sock, channel)
+                    while calls := channel.receive(_SILENCE_S):
+                        for call in calls:
+                            self._answer(call, channel)
                 except StorageError as error:
                     logger.warning("the connection of a control client is closed: %s", error)
                     channel.send(Refused.of(StorageError(f"the store worker: {error}\n{_HINT}")))
         except (EOFError, OSError):  # it is gone, or there is no descriptor for it
             pass
         finally:
-            self._idle.pop(sock, None)
             sock.close()
             self._room.release()
 
-    def _answer_calls(self, sock: socket.socket, channel: FrameChannel[Asked]) -> None:
-        self._idle[sock] = None
-        while calls := channel.receive(_SILENCE_S):
-            self._idle.pop(sock, None)
-            for call in calls:
-                self._calls.append(call)
-                try:
-                    answer = answer_of(self._carry_out, call, Caller(channel))
-                    with self._answering:
-                        channel.send(answer)
-                        if call is calls[-1] and not channel.has_queued:
-                            self._idle[sock] = None
-                    _drain(channel)
-                finally:
-                    self._calls.remove(call)
-            self._idle[sock] = None
-
-
-def answer_of(answer: Answer, call: Asked, caller: Caller) -> msgspec.Struct:
-    """Have a call carried out; a bug of ours ends the call, never the worker."""
-    try:
-        return answer(call, caller)
-    except EOFError:
-        raise
-    except TieredKVError as error:
-        return Refused.of(error)
-    except Exception as error:
-        logger.exception("a command failed")
-        return Refused.of(StorageError(f"the command failed in the store worker: {error!r}"))
+    def _answer(self, call: Asked, channel: FrameChannel[Asked]) -> None:
+        """Have a call carried out; a bug of ours ends the call, never the worker."""
+        caller = Caller(channel)
+        self._calls.append(call)
+        try:
+            try:
+                answer = self._carry_out(call, caller)
+            except EOFError:
+                raise
+            except TieredKVError as error:
+                answer = Refused.of(error)
+            except Exception as error:
+                logger.exception("a command failed")
+                what = f"the command failed in the store worker: {error!r}"
+                answer = Refused.of(StorageError(what))
+            caller.tell(answer)
+        finally:
+            self._answered_at = time.monotonic()
+            self._calls.remove(call)

@@ -101,35 +101,33 @@ def count_others(index: Index, model: ModelIdentity, now: float, is_over: Event)
 # --- deleting -------------------------------------------------------------------------------------
 
 
-def deleting(
-    store: BlockStore, asked: Delete, *, keys_first: bool = False
-) -> Generator[None, None, Deleted]:
+def is_of_whole_namespaces(asked: Delete) -> bool:
+    """Return whether namespaces are deleted as a whole, whatever the age of their blocks."""
+    is_of_some = asked.starts is not None or asked.unused_since is not None or asked.expired
+    return not is_of_some and not asked.dry_run
+
+
+def deleting(store: BlockStore, asked: Delete) -> Generator[None, None, Deleted]:
     """Drop and erase blocks.
 
-    A namespace that is deleted as a whole loses its keys first. Its blocks, which nothing can read
-    from then on, leave the index after that, and their bytes are erased last.
-
-    Args:
-        store: the store.
-        asked: which blocks.
-        keys_first: destroy the keys of the namespaces before anything else. No write of theirs may
-            be under way, and none may begin.
+    A namespace that is deleted as a whole loses its keys first, while no write of its blocks may be
+    under way or begin. Its blocks, which nothing can read from then on, leave the index after that,
+    and their bytes are erased last.
     """
     now, prefix = store.clock.now(), asked.namespace.lower()
     num_blocks = freed_bytes = 0
     key_ids, keys_error = set[bytes](), ""
-    if keys_first:
+    if is_whole := is_of_whole_namespaces(asked):
         keys = store.key_use.in_namespaces(prefix)
         key_ids |= {key.id for key in keys}
         with suppress(StorageError):  # the blocks go nevertheless, and the keys after them
-            store.key_use.drop(keys)
-        yield
+            yield from store.key_use.dropping(keys)
 
     def is_meant(located: Located) -> bool:
         record = located.record
         has_expired = record.expires_at <= now
         return (
-            (keys_first or has_expired == asked.expired)
+            (is_whole or has_expired == asked.expired)
             and (asked.unused_since is None or record.last_used <= asked.unused_since)
             and record.namespace.hex().startswith(prefix)
         )
@@ -160,7 +158,8 @@ def _named(index: Index, starts: list[bytes]) -> Iterator[Entries]:
     for some in batches(starts):
         with index.reading() as txn:
             found = [next(txn.entries_of(start), None) for start in some]
-            yield [(name, txn.sound(name)) for name, _ in filter(None, found)]
+            entries = [(name, txn.sound(name)) for name, _ in filter(None, found)]
+        yield entries
 
 
 # --- checking -------------------------------------------------------------------------------------

@@ -245,8 +245,7 @@ def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
         unused_since=None if which.older_than_s is None else now - which.older_than_s,
         dry_run=which.dry_run,
     )
-    is_whole = not (starts or which.dry_run) and which.older_than_s is None
-    done = end_of(deleting(store, asked, keys_first=is_whole))
+    done = end_of(deleting(store, asked))
     keys = tuple(done.erased_keys), tuple(done.kept_keys)
     return EvictResult(done.num_blocks, done.freed_bytes, unknown_ids, *keys, done.keys_error)
 

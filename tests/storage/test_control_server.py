@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -111,6 +112,32 @@ def test_a_client_that_comes_before_the_start_is_heard_after_it(tmp_path: Path) 
         assert channel.receive(HANG_S) == [Done()]
 
 
+def test_nothing_is_changed_that_somebody_puts_in_the_place_of_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, victim = tmp_path / "kv", tmp_path / "victim"
+    folder.mkdir()
+    victim.touch()
+    victim.chmod(0o644)
+    made: list[int] = []
+
+    class RacedSocket(socket.socket):
+        def bind(self, address: object) -> None:
+            super().bind(address)  # type: ignore[arg-type]
+            made.append((folder / "sock").stat().st_mode & 0o777)
+            (folder / "sock").unlink()
+            (folder / "sock").symlink_to(victim)
+
+    monkeypatch.setattr("tieredkv.storage.worker.socket.socket.socket", RacedSocket)
+    umask = os.umask(0)
+    try:
+        ControlServer(str(folder), Carrier()).close()
+    finally:
+        assert os.umask(umask) == 0
+    assert made == [0o600]
+    assert victim.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_server_that_never_starts_closes_and_takes_its_socket_with_it(tmp_path: Path) -> None:
     server = ControlServer(str(tmp_path), Carrier())
     with closing(_connect(tmp_path)) as channel:
@@ -138,24 +165,24 @@ def test_a_client_that_goes_ends_its_call(tmp_path: Path) -> None:
         assert [type(error) for error in carrier.errors] == [EOFError]
 
 
-def test_the_longest_idle_client_makes_room_and_one_that_waits_does_not(tmp_path: Path) -> None:
+def test_a_client_without_room_is_heard_once_another_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.storage.worker.socket._MAX_CLIENTS", 2)
     with serving(tmp_path) as carrier:
-        waiting = _connect(tmp_path)
+        waiting, idle = _connect(tmp_path), _connect(tmp_path)
         _ask(waiting, VERIFY)
-        idle = [_connect(tmp_path) for _ in range(31)]
-        for channel in idle:
-            _ask(channel, FIGURES)
+        _ask(idle, FIGURES)
         with closing(_connect(tmp_path)) as late:
-            assert _ask(late, FIGURES) == Done()
-        with pytest.raises(EOFError):
-            idle[0].receive(HANG_S)
-        assert _ask(idle[1], FIGURES) == Done()
+            late.send(FIGURES)
+            assert late.receive(0.05) == []
+            idle.close()
+            assert late.receive(HANG_S) == [Done()]
         carrier.may_end.set()
         while not isinstance(reply := waiting.receive(HANG_S)[-1], Checked):
             pass
         assert reply == Checked(checked=1)
-        for channel in [waiting, *idle]:
-            channel.close()
+        waiting.close()
 
 
 def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or_two(

@@ -17,7 +17,7 @@ from tests.golden import refused
 from tests.levels import few
 from tests.operate.test_ask import engine_that_says
 from tests.storage import blocks
-from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
+from tests.storage.conftest import DAY_S, Harness, Mailbox, make_chain, wait_until
 from tests.storage.test_faults import plain_index
 from tests.waiting import HANG_S
 from tieredkv.errors import StorageError, StoreBusyError, StoreFullError
@@ -300,17 +300,6 @@ def test_a_block_from_a_clock_that_is_ahead_lives_no_longer(harness: Harness) ->
 
 
 @pytest.mark.slow
-def test_a_command_line_that_is_stopped_holds_no_stopped_store(stopped: Harness) -> None:
-    worker = WorkerProcess(stopped.options(create=False), arena=None)
-    try:
-        assert worker.channel.receive(10.0)  # the worker serves, and no call comes
-        wait_until(lambda: not is_alive(worker.pid))
-        expect_all(stopped)
-    finally:
-        worker.kill()
-        worker.bury()
-
-
 def test_the_worker_of_a_command_line_that_is_interrupted_at_once_ends_without_a_word(
     stopped: Harness, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """What the worker does for operators, and that it delays nothing else."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ from tests.storage.blocks import (
     CheckedStore,
     digest,
     end_of,
+    load,
     make_record,
     open_store,
+    payload_of,
     put,
     segment_files,
     stored_hashes,
@@ -26,6 +29,8 @@ from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
+from tieredkv.storage.extents import allocator
+from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
 from tieredkv.storage.messages.operator import Delete
 from tieredkv.storage.store import BlockStore
@@ -124,13 +129,27 @@ def scopes(store: CheckedStore) -> set[bytes]:
 
 def test_the_keys_of_a_namespace_go_before_its_blocks(tmp_path: Path) -> None:
     with encrypted(tmp_path) as store:
-        steps = deleting(store, Delete(namespace=MINE.hex()), keys_first=True)
+        steps = deleting(store, Delete(namespace=MINE.hex()))
         next(steps)
         assert (scopes(store), store.stats().blocks) == ({THEIRS}, 201)
         done = end_of(steps)
         assert (done.num_blocks, len(done.erased_keys), done.kept_keys) == (200, 1, [])
         assert store.stats().blocks == 1
         store.check()
+
+
+def test_no_step_of_a_deletion_destroys_more_than_some_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(use, "_KEYS_A_STEP", 2)
+    with encrypted(tmp_path) as store:
+        put(store, *[make_record(f"{n}", namespace=digest(f"tenant {n}")) for n in range(6)])
+        for asked in (Delete(unused_since=store.clock.now()), Delete()):
+            put(store, *[make_record(f"{n}", namespace=digest(f"tenant {n}")) for n in range(6)])
+            left = [len(scopes(store)) for _ in deleting(store, asked)]
+            assert max(one - other for one, other in pairwise([left[0], *left])) == 2
+            assert left[-1] == 0
+            store.check()
 
 
 def test_blocks_of_some_age_keep_the_key_that_others_need(tmp_path: Path) -> None:
@@ -168,6 +187,52 @@ def test_a_step_waits_until_the_front_thread_is_idle(monkeypatch: pytest.MonkeyP
         waiting.result(HANG_S)
         front.hand(lambda: None)
         running.result(HANG_S)
+
+
+def test_a_segment_of_many_extents_is_given_back_in_short_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, most in (("_LOOKED_EXTENTS", 5), ("_SHORTENED_EXTENTS", 8)):
+        monkeypatch.setattr(allocator, name, most)
+    with open_store(tmp_path / "kv") as store:
+        put(store, *[make_record(f"{n}", size_bytes=4096) for n in range(30)])
+        [file] = segment_files(tmp_path / "kv")
+        sizes = []
+        for _ in deleting(store, Delete()):
+            store.check()
+            sizes.append(file.stat().st_size if file.exists() else 0)
+        assert [*dict.fromkeys(sizes)][1:] == [22 * 8192, 14 * 8192, 6 * 8192, 0]
+
+
+def test_a_block_that_is_stored_meanwhile_keeps_what_is_left_of_its_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocator, "_SHORTENED_EXTENTS", 8)
+    with open_store(tmp_path / "kv") as store:
+        put(store, *[make_record(f"{n}", size_bytes=4096) for n in range(30)])
+        [file] = segment_files(tmp_path / "kv")
+        steps, late = deleting(store, Delete()), make_record("late", size_bytes=4096)
+        while file.stat().st_size != 22 * 8192:
+            next(steps)
+        assert put(store, late) == [True]
+        end_of(steps)
+        assert load(store, late) == payload_of(late)
+        assert file.stat().st_size == 6 * 8192
+        store.check()
+
+
+def test_the_garbage_collector_has_nothing_to_do_with_blocks_that_were_deleted(
+    tmp_path: Path,
+) -> None:
+    """A million objects would have it stop all threads for half a second."""
+    records = [make_record(f"{n}", size_bytes=4096) for n in range(200)]
+    with open_store(tmp_path / "kv") as store:
+        put(store, *records)
+        gc.collect()
+        before = len(gc.get_objects())
+        store.delete([record.block_hash for record in records], "test")
+        gc.collect()
+        assert len(gc.get_objects()) - before < 100
 
 
 def test_one_step_of_a_deletion_unlinks_one_segment_at_most(tmp_path: Path) -> None:

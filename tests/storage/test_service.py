@@ -39,7 +39,7 @@ from tieredkv.storage.messages.engine import (
     WorkerMessage,
     WorkerUp,
 )
-from tieredkv.storage.messages.operator import Delete, EngineAnswer, Reply
+from tieredkv.storage.messages.operator import AskEngine, Delete, EngineAnswer, Reply
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import BlockStore
@@ -138,9 +138,12 @@ def arena() -> Iterator[HostArena]:
 
 @contextmanager
 def serving(
-    path: Path, arena: HostArena, *, num_writers: int = 2, **options: Any
+    path: Path, arena: HostArena | None, *, num_writers: int = 2, **options: Any
 ) -> Iterator[Engine]:
-    """Serve a store with two blocks in this process; yield the engine's end of its channel."""
+    """Serve a store with two blocks in this process; yield the engine's end of its channel.
+
+    Without an arena, a command line has started this worker.
+    """
     gate = Gate()
     clock = Clock()
     store: BlockStore = open_store(path, clock, failpoint=gate, **options)
@@ -158,11 +161,12 @@ def serving(
             engine.served.exception(HANG_S)
             engine.channel.close()
             channel.close()
+    wait_until(store.thread.owns, "the index thread goes on")
     store.close()
 
 
 def make_service(
-    store: BlockStore, channel: FrameChannel[EngineMessage], arena: HostArena, **options: Any
+    store: BlockStore, channel: FrameChannel[EngineMessage], arena: HostArena | None, **options: Any
 ) -> StoreService:
     """Return the service of a store, with a short sweep interval; it does not run yet."""
     launch = Launch(
@@ -454,6 +458,44 @@ def test_a_deletion_that_takes_longer_than_anybody_waits_for_a_word_says_that_it
         assert not engine.lookup(OLD.block_hash)
 
 
+def test_a_command_line_that_is_stopped_holds_no_stopped_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.storage.worker.socket._SILENCE_S", 0.1)
+    with serving(tmp_path / "store", None) as worker:
+        assert isinstance(worker.served.exception(HANG_S), EOFError)
+
+
+def test_an_engine_that_has_ended_is_asked_nothing_by_a_worker_that_still_writes(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with serving(path := tmp_path / "store", arena) as engine:
+        engine.hold_up("write:before", StoreCall([Lent.of(NEW, 1)]))
+        engine.channel.send(CloseCall())
+        engine.lookup(OLD.block_hash)  # it has heard of both
+        with asking(path) as channel:
+            channel.send(AskEngine(call=b""))
+            with pytest.raises(EOFError):
+                channel.receive(HANG_S)
+        engine.gate.opened.set()
+        assert engine.next_page().ok
+        assert not engine.asked
+
+
+@contextmanager
+def asking(path: Path) -> Iterator[FrameChannel[Reply]]:
+    """Connect to a worker as a verb does."""
+    folder_fd = os.open(path, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(socket_address(folder_fd))
+            channel = FrameChannel(sock, msgspec.msgpack.Decoder(Reply))
+            yield channel
+            channel.close()
+    finally:
+        os.close(folder_fd)
+
+
 def test_a_client_that_goes_ends_its_eviction(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,14 +509,9 @@ def test_a_client_that_goes_ends_its_eviction(
 
     monkeypatch.setattr(operators, "deleting", endless)
     with serving(path, arena) as engine:
-        folder_fd = os.open(path, os.O_PATH)
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(socket_address(folder_fd))
-            channel = FrameChannel(sock, msgspec.msgpack.Decoder(Reply))
+        with asking(path) as channel:
             channel.send(Delete(unused_since=0.0))
             assert channel.receive(HANG_S)
-            channel.close()
-        os.close(folder_fd)
         deadline, before = time.monotonic() + HANG_S, -1
         while steps["taken"] != before:
             assert time.monotonic() < deadline, "it goes on for nobody"
