@@ -1,8 +1,9 @@
 """What the store keeps of what the engine claims: which blocks, and until when.
 
-Any thread may use this module.
+Any thread may use this module, but for the names of blocks that are deleted.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,9 +62,14 @@ class Claims:
 
 
 class Doomed:
-    """The namespaces that an operator deletes: lookups miss their blocks, and no store is kept."""
+    """What is being deleted: lookups miss it, and no store of such a namespace is kept.
+
+    Attributes:
+        names: of the blocks that the engine deletes, as often as it asked; the front thread's.
+    """
 
     def __init__(self) -> None:
+        self.names = Counter[bytes]()
         self._prefixes: list[str] = []  # hex digits, "" for every namespace
 
     @contextmanager
@@ -80,7 +86,9 @@ class Doomed:
         return bool(self._prefixes) and namespace.hex().startswith(tuple(self._prefixes))
 
     def without(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        """Return sealed records by block without those of such namespaces."""
+        """Return sealed records by name without those of blocks that are being deleted."""
+        for name in self.names.keys() & found.keys():
+            del found[name]
         if not self._prefixes:
             return found
         return {name: it for name, it in found.items() if not self.covers(namespace_in(it))}

@@ -12,6 +12,7 @@ from functools import partial
 from tieredkv.storage.messages.engine import DeleteCall, DeleteDone
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import BlockStore
+from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.writes import Writes
@@ -25,6 +26,7 @@ class Deletions:
         store: where blocks are stored.
         writes: the stores under way, which a deletion concerns too.
         log: told of failures.
+        doomed: told of blocks that are being deleted.
         front, changes: the loops of the front thread and of the index thread.
         answer: sends an answer; called by the front thread.
     """
@@ -32,10 +34,10 @@ class Deletions:
     store: BlockStore
     writes: Writes
     log: FaultLog
+    doomed: Doomed
     front: Loop
     changes: Loop
     answer: Callable[[DeleteDone], None]
-    _doomed: Counter[bytes] = field(default_factory=Counter)  # the front thread's
     _refused: list[DeleteCall] = field(default_factory=list)  # by the disk; the index thread's
 
     # --- front thread --------------------------------------------------------------------------
@@ -43,19 +45,12 @@ class Deletions:
     @owned_by("front")
     def begin(self, call: DeleteCall) -> None:
         """Make blocks a miss from now on, and have the index thread delete them."""
-        self._doomed.update(call.hashes)
+        self.doomed.names.update(call.hashes)
         self.changes.hand(partial(self._delete_beside_writes, call))
 
     @owned_by("front")
-    def without_doomed(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        """Take blocks that are being deleted out of the result of a lookup, and return it."""
-        for block_hash in self._doomed.keys() & found.keys():
-            del found[block_hash]
-        return found
-
-    @owned_by("front")
     def _end(self, call: DeleteCall) -> None:
-        self._doomed -= Counter(call.hashes)
+        self.doomed.names -= Counter(call.hashes)
         self.answer(DeleteDone(call.job))
 
     # --- index thread --------------------------------------------------------------------------

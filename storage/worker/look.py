@@ -311,9 +311,8 @@ def _watch(folder: LookedFolder, channel: FrameChannel[EngineMessage]) -> None:
     """End the process when a writer wants the store, whatever it is doing."""
     while not folder.is_wanted:
         time.sleep(_WISH_POLL_S)
-    channel.send(
-        Refused.of(StoreBusyError(f"a server has started on the store at `{folder.path}`"))
-    )
+    busy = StoreBusyError(f"a server has started on the store at `{folder.path}`")
+    channel.send(Refused.of(busy))
     os._exit(EXIT_FAILED)
 
 

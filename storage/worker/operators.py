@@ -2,8 +2,8 @@
 
 Each client has a thread, on which its questions are answered. What only reads the index, or reads
 payloads, is done there. What changes the store is handed to the index thread, in steps of a few
-milliseconds, so that stores go on. No step begins while a lookup is made. The verbs of
-the command line are made of these answers by `tieredkv.operate`, in processes of their own.
+milliseconds, so that stores go on. No step begins while a lookup is made. The verbs of the command
+line are made of these answers by `tieredkv.operate`, in processes of their own.
 """
 
 import itertools
@@ -50,6 +50,7 @@ _FOUND = 2048  # records in one frame
 _TOLD_TENANTS = 10_000  # those that hold most, in one frame
 
 Result = TypeVar("Result")
+Hand = Callable[[Callable[[], None]], object]
 _DAMAGE = (CorruptIndexError, StoreFailedError)
 
 
@@ -75,9 +76,9 @@ class Operators:
 
     store: BlockStore
     figures: Callable[[], StoreStats]
-    hand: Callable[[Callable[[], object]], object]
+    hand: Hand
     give_way: Callable[[], None]
-    after_writes: Callable[[Callable[[], None]], object]
+    after_writes: Hand
     doomed: Doomed
     ask_engine: Callable[[ControlRequest], None] | None
     _ids: Iterator[int] = field(default_factory=_numbers)
@@ -198,7 +199,7 @@ class Operators:
         with self.doomed.deleting(asked.namespace.lower()):
             self._settle(caller)
             deleted = self._finish(deleting(self.store, asked), caller)
-            self._at_once(lambda: None, caller)  # stores that were received by now come before it
+            self._at_once(_nothing, caller)  # stores that were received by now come before it
             return deleted
 
     def _verify(self, asked: messages.Verify, caller: Caller) -> messages.Checked:
@@ -279,11 +280,11 @@ class Operators:
 
     def _settle(self, caller: Caller) -> None:
         """Wait until every store that was received so far is acknowledged."""
-        settled = Future[None]()
-        self.after_writes(partial(settled.set_result, None))
-        _await(settled, caller)
+        self._at_once(_nothing, caller, self.after_writes)
 
-    def _at_once(self, call: Callable[[], Result], caller: Caller) -> Result:
+    def _at_once(
+        self, call: Callable[[], Result], caller: Caller, hand: Hand | None = None
+    ) -> Result:
         """Have the index thread make a call, and return its result."""
         done = Future[Result]()
 
@@ -293,8 +294,10 @@ class Operators:
             except Exception as error:
                 done.set_exception(error)
 
-        self.hand(make)
-        return _await(done, caller)
+        (hand or self.hand)(make)
+        while not wait([done], _REPORT_INTERVAL_S).done:
+            caller.report()
+        return done.result()
 
     def _finish(self, steps: Generator[None, None, Result], caller: Caller) -> Result:
         """Have the index thread take all steps, a few at once; return what they end with.
@@ -323,10 +326,8 @@ class Operators:
                 told_at = time.monotonic()
 
 
-def _await(done: Future[Result], caller: Caller) -> Result:
-    while not wait([done], _REPORT_INTERVAL_S).done:
-        caller.report()
-    return done.result()
+def _nothing() -> None:
+    """Be called, which tells that what was handed over before has been done."""
 
 
 def rows_of(

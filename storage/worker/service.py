@@ -111,7 +111,13 @@ class StoreService:
         # Both threads call these: the front thread gathers what the index thread carries out.
         self._touches = GatheredTouches()
         self._deletions = Deletions(
-            store, self._writes, self._log, self._front, self._changes, answer=self._tell_engine
+            store,
+            self._writes,
+            self._log,
+            self._doomed,
+            self._front,
+            self._changes,
+            answer=self._tell_engine,
         )
 
         # These belong to the front thread.
@@ -259,7 +265,7 @@ class StoreService:
     def _find(self, cause: str, hashes: list[bytes]) -> dict[bytes, bytes]:
         """Return the sealed records of blocks that are stored and that nobody deletes."""
         found = self._log.attempt(cause, lambda: self._store.find(hashes)) or {}
-        return self._doomed.without(self._deletions.without_doomed(found))
+        return self._doomed.without(found)
 
     def _judge(self, located: Located, error: StorageError, tell: Callable[[str], None]) -> None:
         """Have the index thread count a failed read and drop the block if its bytes are bad.
