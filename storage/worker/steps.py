@@ -147,7 +147,7 @@ def deleting(store: BlockStore, asked: Delete) -> Generator[None, None, Deleted]
         store.ask_for_rebuild()
     if not asked.dry_run:
         failed = yield from store.clearing()
-        keys_error = store.lacks_keys if failed is None else str(failed)
+        keys_error = "" if failed is None else str(failed)
     kept_ids = store.key_use.known(key_ids)
     erased, kept = (sorted(map(bytes.hex, each)) for each in (key_ids - kept_ids, kept_ids))
     return Deleted(num_blocks, freed_bytes, erased, kept, keys_error)

@@ -262,18 +262,6 @@ def test_an_eviction_whose_keys_cannot_be_dropped_tells_what_it_did(stopped: Sto
         store.check()
 
 
-def test_an_eviction_without_the_keys_tells_why_they_stay(stopped: Stopped) -> None:
-    [master] = stopped.key_dir.glob("*.master")
-    master.unlink()
-    options = {**stopped.options(), "encryption": "as_it_is"}
-    with open_store(stopped.folder, Clock(), **options) as store:
-        assert store.lacks_keys
-        dry = evict(store, EvictFilter(namespace_prefix=THEIRS.hex(), dry_run=True))
-        assert (dry.evicted_blocks, dry.keys_error) == (2, "")
-        result = evict(store, EvictFilter(namespace_prefix=THEIRS.hex()))
-        assert (result.evicted_blocks, result.keys_error) == (2, store.lacks_keys)
-
-
 @pytest.mark.usefixtures("no_drops")
 def test_a_due_rebuild_comes_although_keys_cannot_be_dropped(stopped: Stopped) -> None:
     with open_store(stopped.folder, Clock(), **stopped.options()) as store:
