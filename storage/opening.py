@@ -1,4 +1,4 @@
-"""What a start does with a store; `open_store` has its steps from top to bottom.
+"""What a start does with a store; `open_parts` has its steps from top to bottom.
 
 A crash can leave writes half done. An index can be lost, or have grown beyond its need. Only making
 a new index takes time in proportion to the store; the rest takes time in proportion to the writes
@@ -8,15 +8,15 @@ that were under way.
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from tieredkv.clock import Clock
 from tieredkv.errors import MissingKeyError, StorageError, StoreFullError
-from tieredkv.storage.extents.allocator import ExtentAllocator, largest_file_bytes
+from tieredkv.storage.extents.allocator import largest_file_bytes
 from tieredkv.storage.extents.files import SegmentFiles
-from tieredkv.storage.extents.space import Space, headroom_bytes
+from tieredkv.storage.extents.space import headroom_bytes
 from tieredkv.storage.folder.filesystem import Filesystem
 from tieredkv.storage.folder.folder import StoreFolder
-from tieredkv.storage.folder.replaced import claim_folder
 from tieredkv.storage.format.record import FORMAT_VERSION, Located
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.rebuild import OpeningProgress, rebuild, unknown_segments
@@ -25,6 +25,7 @@ from tieredkv.storage.keys.store_keys import open_keys
 from tieredkv.storage.keys.use import KeyUse
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
+from tieredkv.storage.starts import claim_folder
 from tieredkv.wire.limits import check_file_size
 
 logger = logging.getLogger(__name__)
@@ -32,16 +33,26 @@ logger = logging.getLogger(__name__)
 CLOCK_TOLERANCE_S = 60.0
 
 
-def open_store(
+def open_parts(
     options: StoreOptions,
     clock: Clock,
-    failpoint: Callable[[str], None],
-    prepare: Callable[[StoreFolder], None],
-    progress: OpeningProgress,
-) -> tuple[Parts, int]:
-    """Open or create a store; `BlockStore.open` has the arguments and errors.
+    failpoint: Callable[[str], None] = lambda label: None,
+    *,
+    prepare: Callable[[StoreFolder], None] = lambda folder: None,
+    progress: OpeningProgress = lambda done, total: None,
+) -> Parts:
+    """Open or create a store and finish what a crash left half done, without a scan.
 
-    Returns its parts, and how many blocks expired because the clock is behind.
+    Args:
+        options: the options of this store.
+        clock: moved up to the latest time that the store has seen if it is a little behind.
+        failpoint: called with a label at each step of a change; tests stop the process there.
+        prepare: called with the locked folder before its index is opened.
+        progress: called during steps that take long.
+
+    Raises:
+        CorruptIndexError, StoreFailedError, StoreBusyError, FormatVersionError,
+        MissingKeyError, StoreFullError, StorageError, ConfigError
     """
     with ExitStack() as undo:
         with storage_errors(options.path):
@@ -59,17 +70,15 @@ def open_store(
             index = Index(folder.index_path, sync=options.sync == "commit", retentions=names)
             undo.callback(index.close)
             use = KeyUse(index, clock, keys, lacks_keys, options.longest_s)
-            files = SegmentFiles(folder.segments_path, filesystem, use.living, names)
+            files = SegmentFiles(folder.segments_path, filesystem)
             undo.callback(files.close)
-            space = Space(folder, files, earlier)
-            allocator = ExtentAllocator(files, index, space, clock, failpoint)
-            parts = Parts(clock, folder, index, use, files, space, allocator, failpoint)
+            parts = Parts.join(clock, folder, index, use, files, earlier, failpoint)
             # What a loss, a crash or a wrong clock left behind.
             _open_segments(index, files)
             _complete_index(parts, progress)
             num_expired = settle_clock(index, files, clock)
-            allocator.reload()
-            for _ in allocator.erasing():
+            parts.room.reload()
+            for _ in parts.room.erasing():
                 pass
         # A smaller budget, and keys that no block needs any more.
         _reach_budget(parts, budget)
@@ -79,7 +88,7 @@ def open_store(
         use.sweep_others()
         folder.note_budget(budget)  # used when the store is opened without a budget
         undo.pop_all()
-    return parts, num_expired
+    return replace(parts, num_expired=num_expired)
 
 
 def _budgets(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
@@ -174,7 +183,7 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
     larger_bytes, space.budget_bytes = space.budget_bytes, budget_bytes
     if space.room_bytes < 0:
         folder.drop_set_aside()
-        parts.allocator.release_idle(0)
+        parts.room.release_idle(0)
         space.measure()
     others_bytes = space.overhead_bytes - index.file_bytes()
     if others_bytes > budget_bytes:
@@ -185,7 +194,7 @@ def _reach_budget(parts: Parts, budget_bytes: int) -> None:
     is_bloated = 2 * index.used_bytes() < index.file_bytes()
     if space.room_bytes < 0 and budget_bytes < larger_bytes and (is_far or is_bloated):
         _make_smaller(parts, larger_bytes)
-    while space.room_bytes < 0 and parts.allocator.give_way():
+    while space.room_bytes < 0 and parts.room.give_way():
         pass
     if space.room_bytes < 0:
         _make_smaller(parts, larger_bytes)
@@ -220,20 +229,19 @@ def _make_smaller(parts: Parts, larger_bytes: int) -> None:
 
 
 def _without_room(parts: Parts) -> set[bytes]:
-    """Choose the longest unused blocks, for which the budget has no room, and count them."""
+    """Choose the blocks that give way since the budget has no room for them, and count them."""
     index, space, chosen = parts.index, parts.space, list[Located]()
     spread_bytes = parts.files.filesystem.spread_bytes
-    with parts.allocator.changing() as txn:
+    with parts.room.changing() as txn:
         used_bytes = txn.used_bytes()
         index_bytes = used_bytes / max(txn.meta.totals.num_blocks, 1)  # of a block
         overhead_bytes = space.overhead_bytes - index.file_bytes() + used_bytes
         needed_bytes = overhead_bytes + spread_bytes(headroom_bytes(overhead_bytes))
         short_bytes: float = parts.files.occupied_bytes + needed_bytes - space.budget_bytes
-        for block_hash in txn.longest_unused():
+        for located in parts.room.in_order(txn):
             if short_bytes <= 0:
                 break
-            if (located := txn.sound(block_hash)) is not None:
-                chosen.append(located)
-                short_bytes -= located.extent_bytes + index_bytes
-        parts.allocator.note_evicted(txn, chosen)
+            chosen.append(located)
+            short_bytes -= located.extent_bytes + index_bytes
+        parts.room.note_evicted(txn, chosen)
     return {each.record.block_hash for each in chosen}

@@ -15,7 +15,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError
-from tieredkv.storage.folder.folder import hold_for_engine, trouble_with
+from tieredkv.storage.folder.folder import trouble_with
+from tieredkv.storage.folder.lock import hold_for_engine
 from tieredkv.storage.messages.engine import (
     CloseCall,
     IndexSetAside,

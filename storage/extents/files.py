@@ -1,11 +1,12 @@
 """Segment files: preallocated extents that are written, read and erased with O_DIRECT.
 
-This module knows file descriptors, alignment, what files occupy and what a block's bytes must be.
-It does not know which block an extent belongs to. Any thread may read and write blocks; all other
-methods are for the thread that owns the store.
+This module knows file descriptors, alignment and what files occupy. It does not know what lies in
+an extent. Any thread may read and write extents; all other methods are for the thread that owns the
+store.
 """
 
 import errno
+import logging
 import math
 import os
 import re
@@ -20,47 +21,20 @@ from tieredkv.storage.folder.filesystem import (
     NOT_SUPPORTED,
     PUNCHING,
     Filesystem,
-    flush_folder,
     punch_hole,
     set_aside,
 )
-from tieredkv.storage.folder.own_files import open_own
-from tieredkv.storage.format.header import (
-    Encryption,
-    decode_encryption,
-    decode_header,
-    encode_header_into,
-    is_header_of,
-)
-from tieredkv.storage.format.planes import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
-from tieredkv.storage.format.record import (
-    CODEC_RAW,
-    HEADER_BYTES,
-    NO_RETENTIONS,
-    PACKED_HEADER_BYTES,
-    Extent,
-    Located,
-    Retentions,
-    clear_codec,
-    corrupt,
-    encrypted,
-    extent_bytes_for,
-    header_bytes_for,
-    identity_of,
-    is_encrypted,
-    padded_bytes,
-    payload_checksum,
-    scope_of,
-)
+from tieredkv.storage.folder.own_files import flush_folder, open_own
+from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.format.record import Extent
 from tieredkv.storage.index.verdicts import storage_errors
-from tieredkv.storage.keys.cipher import Sealed, decrypt, encrypt
-from tieredkv.storage.keys.use import LivingKeys
-from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
+from tieredkv.types import PAGE_ALIGNMENT_BYTES
+
+logger = logging.getLogger(__name__)
 
 _ZEROES_BYTES = 1 << 20  # how many zeroes are written at once
 _SEGMENT_NAME = re.compile(r"([0-9]{1,20})-([0-9]{1,20})\.seg")
 _MOST_NUMBER = (1 << 32) - 1  # the next segment has to have a number, too
-PIECE_BYTES = 512 << 10  # of a block, so that a write can be given up while it goes on
 
 
 def _segment_name(segment: int, extent_bytes: int) -> str:
@@ -91,39 +65,24 @@ class SegmentFiles:
     Args:
         folder: where they lie.
         filesystem: what it can do.
-        keys: see below.
         writes: whether they are opened for writing.
-
-    Attributes:
-        keys: new payloads are encrypted under these; None if the store is not encrypted, or its
-            keys are not there.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        filesystem: Filesystem,
-        keys: LivingKeys | None = None,
-        retentions: Retentions = NO_RETENTIONS,
-        *,
-        writes: bool = True,
-    ) -> None:
+    def __init__(self, folder: str, filesystem: Filesystem, *, writes: bool = True) -> None:
         self.folder = folder
         self._writes = writes
         self.filesystem = filesystem
-        self.keys = keys
-        self._retentions = retentions
         self.direct_io = filesystem.can(DIRECT_IO)
         self.punch_hole = filesystem.can(PUNCHING)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
-        self.unpacking = Rate()
+        self._erase_errors: set[int | None] = set()  # error codes already logged
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
 
     # --- life of a file ---------------------------------------------------------------------
 
-    def names(self) -> dict[int, tuple[str, int]]:
-        """List the files in the folder: segment -> (file name, extent bytes).
+    def found(self) -> dict[int, int]:
+        """List the files in the folder: segment -> extent bytes.
 
         Raises:
             StorageError: the folder holds a file that is no segment.
@@ -137,7 +96,7 @@ class SegmentFiles:
             is_so &= max(segment, extent_bytes) < _MOST_NUMBER
             if not is_so or extent_bytes % PAGE_ALIGNMENT_BYTES:
                 raise StorageError(f"`{self.folder}/{name}` is not a segment file; move it away")
-            found[segment] = (name, extent_bytes)
+            found[segment] = extent_bytes
         return found
 
     def open(self, segment: int, extent_bytes: int, *, create: bool = False) -> None:
@@ -173,7 +132,7 @@ class SegmentFiles:
 
     def remove_all(self) -> None:
         """Erase and unlink every segment file; they stay gone after a power loss."""
-        for segment, (_, extent_bytes) in self.names().items():
+        for segment, extent_bytes in self.found().items():
             if segment not in self._files:
                 self.open(segment, extent_bytes)
             self.remove(segment)
@@ -195,6 +154,11 @@ class SegmentFiles:
             file.occupied_bytes = info.st_blocks * 512
             if not info.st_nlink:
                 del self._files[segment]
+
+    def check_there(self, segment: int) -> None:
+        """Raise StorageError if a segment file was removed."""
+        self.refresh(segment)
+        self._file(segment)
 
     @property
     def occupied_bytes(self) -> int:
@@ -254,189 +218,66 @@ class SegmentFiles:
             os.ftruncate(file.fd, num_extents * file.extent_bytes)
         self.refresh(segment)
 
-    def erase(self, first: Extent, num_extents: int) -> None:
-        """Make neighbouring extents read as zeroes, by one hole or else by writing zeroes."""
-        file = self._files.get(first.segment)
-        if file is None:
-            return
+    def erase(self, first: Extent, num_extents: int = 1) -> bool:
+        """Make neighbouring extents read as zeroes, by one hole or else by writing zeroes.
+
+        Returns False if that failed; each cause is logged once.
+        """
+        if (file := self._files.get(first.segment)) is None:
+            return True
         offset, size = first.number * file.extent_bytes, num_extents * file.extent_bytes
-        size = min(size, os.fstat(file.fd).st_size - offset)
-        if size <= 0:
-            return
+        try:
+            size = min(size, os.fstat(file.fd).st_size - offset)
+            if size > 0:
+                self._erase(file, offset, size)
+        except OSError as error:
+            if error.errno not in self._erase_errors:
+                self._erase_errors.add(error.errno)
+                text = "extents such as %s cannot be erased now, which is tried again later: %s"
+                logger.warning(text, first, error)
+            return False
+        self.bytes_erased += max(size, 0)
+        self.refresh(first.segment)
+        return True
+
+    def _erase(self, file: _File, offset: int, size: int) -> None:
         if self.punch_hole:
             try:
-                punch_hole(file.fd, offset, size)
+                return punch_hole(file.fd, offset, size)
             except OSError as error:
                 if error.errno not in NOT_SUPPORTED:
                     raise
                 self.punch_hole = False
-        if not self.punch_hole:
-            self._write_zeroes(file, offset, size)
-        with self._lock:
-            self.bytes_erased += num_extents * file.extent_bytes
-        self.refresh(first.segment)
+        return self._write_zeroes(file, offset, size)
 
-    def sync(self, segments: set[int]) -> None:
-        """Flush the data of these files to the device."""
-        for segment in segments:
-            if (file := self._files.get(segment)) is not None:
-                with storage_errors(file.path):
-                    os.fdatasync(file.fd)
+    def sync(self, segment: int) -> None:
+        """Flush the data of a file to the device; any thread may call this.
+
+        Raises:
+            StorageError: the file is missing, or cannot be flushed.
+        """
+        file = self._file(segment)
+        with storage_errors(file.path):
+            os.fdatasync(file.fd)
 
     # --- bytes, from any thread -------------------------------------------------------------
 
-    def write_block(
-        self,
-        extent: Extent,
-        record: BlockRecord,
-        payload: memoryview,
-        packed: Packed | None,
-        before_piece: Callable[[int], None],
-    ) -> Located:
-        """Write a block's header and payload into an extent; return its entry for the index.
+    def read(self, extent: Extent, buffers: list[memoryview]) -> int:
+        """Fill aligned buffers from the start of an extent; return how many bytes were read.
 
-        The payload is written from its page without a copy; bytes of the page behind the block are
-        set to zero first. If `packed` is given, it is written instead, with zeroes to the end of
-        the extent, where older bytes may lie. If there are keys, either is encrypted into memory of
-        this thread and written from there. Before each piece of the block, `before_piece` is called
-        with the number of bytes that are written; what it raises ends the write.
+        What was not filled stays in `buffers`.
         """
-        if self.keys is not None:
-            clear = payload[: record.size_bytes] if packed is None else packed.payload
-            number = CODEC_RAW if packed is None else packed.codec
-            written, image = self._encrypt(self.keys, extent, record, clear, number)
-            # Cut as a block that is not encrypted: the last piece is no single page.
-            start = HEADER_BYTES if packed is None else 0
-            buffers = [each for each in (image[:start], image[start:]) if each]
-        elif packed is None:
-            size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-            written = Located(record, extent, size, payload_checksum(payload[:size]))
-            payload[size:padded] = bytes(padded - size)
-            buffers = [scratch(HEADER_BYTES), payload[:padded]]
-            encode_header_into(buffers[0], written, self._retentions)
-        else:
-            checksum = payload_checksum(packed.payload)
-            written = Located(record, extent, len(packed.payload), checksum, packed.codec)
-            buffers = [packed.image]
-            encode_header_into(packed.image, written, self._retentions)
-        file = self._file(extent.segment)
-        offset, whole, num_written = extent.number * file.extent_bytes, buffers.pop(), 0
-        for start in range(0, len(whole), PIECE_BYTES):
-            before_piece(num_written)
-            buffers.append(whole[start : start + PIECE_BYTES])
-            num_written += self._write(file, buffers, offset + num_written)
-        return written
-
-    def _encrypt(
-        self,
-        keys: LivingKeys,
-        extent: Extent,
-        record: BlockRecord,
-        payload: memoryview,
-        number: int,
-    ) -> tuple[Located, memoryview]:
-        """Return a block's entry for the index, and the whole image of its extent.
-
-        NOTE: in one go, since threads that encrypt 512 KiB at a time wait for the interpreter lock
-        so often that stores took 1.21 times as long as without encryption, instead of 1.14.
-        """
-        key = keys.of_scope(scope_of(record))
-        if key is None:
-            raise corrupt(record.block_hash, "key", "its payload key has died meanwhile")
-        number, size = encrypted(number), len(payload)
-        image = scratch(extent_bytes_for(size, number, record.size_bytes))
-        start = header_bytes_for(number)
-        end = start + size
-        how = encrypt(key, identity_of(record, number, size), payload, image[start:end])
-        image[end:] = bytes(len(image) - end)
-        checksum = payload_checksum(image[start:end])
-        written = Located(record, extent, size, checksum, number)
-        encode_header_into(image, written, self._retentions, Encryption(key.id, *how))
-        return written, image
-
-    def read_block(self, located: Located, into: memoryview) -> None:
-        """Read a block from its extent into `into` and check it; see `BlockStore.read_payload`.
-
-        The index and the extent's header both hold the block's identity, parent, sizes and
-        checksum. They must agree before the bytes may be used. An encrypted payload is checked by
-        its tag. Its checksum tells damage, and is not computed while there is none.
-        """
-        block_hash, size = located.record.block_hash, located.payload_bytes
-        block, number = into[: located.record.size_bytes], clear_codec(located.codec)
-        if number == CODEC_RAW and size == len(block):
-            header, payload = scratch(HEADER_BYTES), block
-            buffers = [header, into[: padded_bytes(size)]]
-        elif number in WIDTHS and size < len(block):
-            header = scratch(padded_bytes(PACKED_HEADER_BYTES + size))
-            payload = header[PACKED_HEADER_BYTES:][:size]
-            buffers = [header]
-        else:
-            raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
-        if located.extent.segment not in self._files:
-            what = f"the segment file of {located.extent} is missing"
-            raise corrupt(block_hash, "missing_segment", what)
-        count = self._read(located.extent, [*buffers]) - header_bytes_for(located.codec)
-        if count < size:
-            what = f"only {max(count, 0)} of its {size} bytes are in the file"
-            raise corrupt(block_hash, "truncated", what)
-        if not is_header_of(decode_header(header), located):
-            what = "the extent header is damaged or belongs to another block"
-            raise corrupt(block_hash, "header", what)
-        if self.keys is not None and not is_encrypted(located.codec):
-            raise corrupt(block_hash, "key", "its payload is clear in an encrypted store")
-        if not is_encrypted(located.codec):
-            _compare_checksum(located, payload)
-        elif not self._decrypt(located, decode_encryption(header), payload):
-            self._read(located.extent, buffers)  # once more, since decrypting changed the bytes
-            _compare_checksum(located, payload)
-            raise corrupt(block_hash, "tag", "the payload is not the one that was encrypted")
-        if number != CODEC_RAW:
-            with self.unpacking.timing(len(block)):
-                is_block = unpack(payload, number, block)
-            if not is_block:
-                raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
-
-    def _decrypt(self, located: Located, how: Encryption, payload: memoryview) -> bool:
-        """Decrypt a payload in place; return False if it is not the one that was encrypted."""
-        record, block_hash = located.record, located.record.block_hash
-        if self.keys is None:
-            raise StorageError(f"`{self.folder}`: the keys of its blocks are not there")
-        key = self.keys.of_id(how.key_id)
-        if key is None or key.scope != scope_of(record):
-            raise corrupt(block_hash, "key", "the key of its payload is gone")
-        known = identity_of(record, located.codec, len(payload))
-        return decrypt(key, known, Sealed(how.nonce, how.tag), payload)
-
-    def header_at(self, extent: Extent) -> Located | None:
-        """Return what an extent's header says of its block; None if there is no sound header.
-
-        In an encrypted store the header of a payload whose key is gone does not count, nor does one
-        of a clear payload.
-        """
-        found, key_id = self.stored_at(extent)
-        place = (extent, self.extent_bytes(extent.segment))
-        if found is None or (found.extent, found.extent_bytes) != place:
-            return None
-        if self.keys is not None and (not key_id or self.keys.of_id(key_id) is None):
-            return None
-        return found
-
-    def stored_at(self, extent: Extent) -> tuple[Located | None, bytes]:
-        """Return what lies in an extent, and the id of its key; empty if it is not encrypted."""
-        header = scratch(HEADER_BYTES)
-        self._read(extent, [header])
-        found = decode_header(header, self._retentions)
-        has_key = found is not None and is_encrypted(found.codec)
-        return found, decode_encryption(header).key_id if has_key else b""
-
-    def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
-        """Fill aligned buffers from the start of an extent; return how many bytes were read."""
         file = self._file(extent.segment)
         with storage_errors(file.path):
             count = _move(os.preadv, file.fd, buffers, extent.number * file.extent_bytes)
         with self._lock:
             self.bytes_read += count
         return count
+
+    def write(self, extent: Extent, buffers: list[memoryview], at: int) -> int:
+        """Write every byte at an offset in an extent, and return how many; empties `buffers`."""
+        file = self._file(extent.segment)
+        return self._write(file, buffers, extent.number * file.extent_bytes + at)
 
     def _write(self, file: _File, buffers: list[memoryview], offset: int) -> int:
         """Write every byte or raise, and return how many; `buffers` is then empty.
@@ -472,11 +313,6 @@ class SegmentFiles:
         if (file := self._files.get(segment)) is None:
             raise StorageError(errno.ENOENT, f"segment {segment} of `{self.folder}` is missing")
         return file
-
-
-def _compare_checksum(located: Located, payload: memoryview) -> None:
-    if payload_checksum(payload) != located.payload_checksum:
-        raise corrupt(located.record.block_hash, "checksum", "the payload fails its checksum")
 
 
 def _move(move: Callable[..., int], fd: int, buffers: list[memoryview], offset: int) -> int:

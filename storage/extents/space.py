@@ -15,8 +15,6 @@ from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.format.record import extent_bytes_for
 from tieredkv.storage.index.environment import PAGE_BYTES
 from tieredkv.storage.index.transaction import TXN_BLOCKS
-from tieredkv.storage.lifetimes import LifetimeCounts
-from tieredkv.storage.stats import Lifetimes
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +46,16 @@ class Space:
 
     Attributes:
         overhead_bytes: what everything but the segment files occupied when it was last measured.
-        lack: what the filesystem lacked when it was last full.
+        why_full: what the filesystem had run out of when it was last full.
     """
 
     folder: StoreFolder
     files: SegmentFiles
     budget_bytes: int
     overhead_bytes: int = 0
-    lack: str = ""
+    why_full: str = ""
     _full_until: float = 0.0
-    _most_there: int = 0  # until `_full_until`: room that the filesystem has for all files
+    _limit_when_full: int = 0  # until `_full_until`: room that the filesystem has for all files
 
     def measure(self) -> None:
         """Measure again how many bytes all files other than segments occupy."""
@@ -87,13 +85,8 @@ class Space:
     def most_bytes(self) -> int:
         """Bytes that all extents together may occupy at the moment."""
         budget = self.budget_bytes
-        limit = min(budget, self._most_there) if self.is_disk_full else budget
+        limit = min(budget, self._limit_when_full) if self.is_disk_full else budget
         return limit - self.overhead_bytes - self.headroom_bytes
-
-    def lifetimes(self, counts: LifetimeCounts, now: float) -> Lifetimes:
-        """Return how long the budget keeps blocks, by what was written and evicted."""
-        other_bytes = self.overhead_bytes + self.headroom_bytes
-        return counts.figures(now, budget_bytes=self.budget_bytes, other_bytes=other_bytes)
 
     def check_fits(self, extent_bytes: int) -> None:
         """Raise an error if no eviction could make room for an extent of this size.
@@ -134,16 +127,16 @@ class Space:
         headroom, occupied = self.headroom_bytes, self.occupied_bytes
         can_shrink = self.files.punch_hole and not self.is_disk_full
         least = -min(headroom, occupied // 16) if can_shrink else min(self.room_bytes, 0)
-        self.note_lack(code)
+        self.note_cause(code)
         if not self.is_disk_full:
             self._full_until = time.monotonic() + _FULL_S
-        self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
+        self._limit_when_full = occupied + headroom + int(max(free_bytes - headroom, least))
 
-    def note_lack(self, code: int | None) -> None:
-        """Note what the filesystem lacks, by the code of its error if there was one."""
+    def note_cause(self, code: int | None) -> None:
+        """Note what the filesystem has run out of, by the code of the error if there was one."""
         if code is None and self.is_disk_full:
-            return  # the lack is known already
-        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
-        if lack != self.lack:
-            logger.warning("%s; stored blocks stay, or are evicted for new ones", lack)
-        self.lack = lack
+            return  # the cause is known already
+        why = lack_of_room(self.folder.path, code or errno.ENOSPC)
+        if why != self.why_full:
+            logger.warning("%s; stored blocks stay, or are evicted for new ones", why)
+        self.why_full = why

@@ -114,8 +114,7 @@ class Filesystem:
         Raises:
             StorageError: no file can be made in the folder.
         """
-        path = os.path.join(folder, _TRIAL_NAME)
-        calls, growth_bytes = [], PAGE_ALIGNMENT_BYTES
+        path, calls = os.path.join(folder, _TRIAL_NAME), []
         try:
             with suppress(FileNotFoundError):
                 os.unlink(path)  # one that a crash has left, or a name that somebody has put there
@@ -124,13 +123,12 @@ class Filesystem:
             if error.errno not in NO_SPACE:
                 raise StorageError(error.errno, f"`{path}`: {error.strerror}") from error
             # Nothing can be tried, because not even an inode is left. Assume that all calls work.
-            return cls(folder, tuple(call for call, _ in _CALLS), growth_bytes)
+            return cls(folder, tuple(call for call, _ in _CALLS), PAGE_ALIGNMENT_BYTES)
         try:
             with suppress(OSError):  # if this fails, the calls below fail too and say why
                 os.ftruncate(fd, _TRIAL_BYTES)
                 os.pwrite(fd, bytes(PAGE_ALIGNMENT_BYTES), 0)
-                info = os.fstat(fd)
-                growth_bytes = max(growth_bytes, info.st_blocks * 512, info.st_blksize)
+            growth_bytes = _growth_of(os.fstat(fd))
             for call, attempt in _CALLS:
                 try:
                     attempt(fd, path)
@@ -147,19 +145,13 @@ class Filesystem:
     @classmethod
     def look(cls, path: str) -> "Filesystem":
         """Tell what can be told by reading a small file; other calls count as supported."""
-        calls, growth_bytes = {call.name: call for call, _ in _CALLS}, PAGE_ALIGNMENT_BYTES
-        with suppress(OSError):
-            info = os.stat(path)
-            growth_bytes = max(growth_bytes, info.st_blocks * 512, info.st_blksize)
+        calls = {call.name: call for call, _ in _CALLS}
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.preadv(fd, [aligned_buffer(PAGE_ALIGNMENT_BYTES)], 0)
-            finally:
-                os.close(fd)
+            with open(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW), "rb", 0) as file:
+                file.readinto(aligned_buffer(PAGE_ALIGNMENT_BYTES))
         except OSError as error:
             calls[DIRECT_IO] = replace(calls[DIRECT_IO], error=error)
-        return cls(os.path.dirname(path), tuple(calls.values()), growth_bytes)
+        return cls(os.path.dirname(path), tuple(calls.values()), _growth_of(os.stat(path)))
 
     def can(self, name: str) -> bool:
         """Return whether a call works."""
@@ -192,16 +184,21 @@ class Filesystem:
         return max(room_bytes // step - 1, 0) * step
 
 
+def _growth_of(info: os.stat_result) -> int:
+    """Return by how much a file of one written page has grown, or would grow."""
+    return max(PAGE_ALIGNMENT_BYTES, info.st_blocks * 512, info.st_blksize)
+
+
 # --- the calls ----------------------------------------------------------------------------------
 
 DIRECT_IO, ALLOCATING, PUNCHING = "O_DIRECT", "fallocate", "hole punching"
 
 
 def _try_direct_io(_fd: int, path: str) -> None:
+    page = aligned_buffer(PAGE_ALIGNMENT_BYTES)
+    page[:] = written = os.urandom(len(page))
     fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        page = aligned_buffer(PAGE_ALIGNMENT_BYTES)
-        page[:] = written = os.urandom(len(page))
         os.pwritev(fd, [page], PAGE_ALIGNMENT_BYTES)
         page[:] = bytes(len(page))
         if os.preadv(fd, [page], PAGE_ALIGNMENT_BYTES) != len(page) or page != written:
@@ -245,7 +242,7 @@ _CALLS: tuple[tuple[Call, Callable[[int, str], object]], ...] = (
         Call(
             PUNCHING,
             "to erase what has expired",
-            "what has expired is overwritten with zeroes, and only whole files give space back",
+            "what has expired is overwritten with zeroes, and only ends of files give space back",
         ),
         lambda fd, _: punch_hole(fd, 0, PAGE_ALIGNMENT_BYTES),
     ),

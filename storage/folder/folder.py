@@ -1,49 +1,66 @@
-"""The store's folder: its owner, its format, and the process that may write to it.
+"""The store's folder: what lies in it, who may use it, and which index is the present one.
 
-This module knows the marker file, permissions and the lock; it opens neither index nor segments.
+The folder has the marker file, the lock file, segments, and up to four folders of an index: the
+present one, a draft, a complete draft that has not taken its place yet, and one that was set aside
+for people. This module opens neither index nor segments.
 """
 
 import errno
-import fcntl
 import logging
 import os
+import re
 import stat
-import struct
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tieredkv.errors import NoStoreError, StorageError, StoreBusyError
-from tieredkv.storage.folder.lock import is_written, lock_to_write
-from tieredkv.storage.folder.marker import MARKER as MARKER
+from tieredkv.errors import NoStoreError, StorageError
+from tieredkv.storage.folder.lock import LOCK, read_writer, take_lock
 from tieredkv.storage.folder.marker import (
+    MARKER,
     Marker,
     new_marker,
     read_marker,
     refuse_replaced,
     write_marker,
 )
-from tieredkv.storage.folder.own_files import DRAFT_SUFFIX, check_own, open_own, remove
-from tieredkv.storage.folder.own_files import check_owner as check_owner
+from tieredkv.storage.folder.own_files import (
+    DRAFT_SUFFIX,
+    check_own,
+    check_owner,
+    erase_all,
+    flush_folder,
+    open_own,
+    remove,
+)
 from tieredkv.storage.format.record import Retentions
+from tieredkv.storage.index.pages import count_entries
 
 logger = logging.getLogger(__name__)
 
-LOCK = "lock"
 SOCKET = "sock"
 INDEX = "index"
 SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
 DRAFT, COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
-_BUSY_POLL_S = 0.1
-INDEXES = (INDEX, SET_ASIDE, DRAFT, COMPLETE)
-_FOLDERS = (*INDEXES, SEGMENTS)
-_WHOLE = struct.Struct("hhqqi4x")  # `struct flock`: kind, whence, start, length, process
+_INDEXES = (INDEX, SET_ASIDE, DRAFT, COMPLETE)
+_SEGMENT = re.compile(r"[0-9]+-[0-9]+\.seg")
+
+
+class Emptied(NamedTuple):
+    """What was removed.
+
+    Attributes:
+        num_blocks: as far as the index could tell.
+        num_bytes: that segments and indexes occupied.
+    """
+
+    num_blocks: int
+    num_bytes: int
 
 
 class StoreFolder:
@@ -52,6 +69,8 @@ class StoreFolder:
     Attributes:
         marker: the content of `format.json`.
         retentions: names of retention policies, by their numbers in the records.
+        budget_bytes: the last budget, which applies when the store is opened without one; 0 if it
+            is not known.
     """
 
     def __init__(self, path: str, lock_fd: int, marker: Marker) -> None:
@@ -60,10 +79,9 @@ class StoreFolder:
         self.retentions = Retentions(marker.retentions)
         self.index_path = os.path.join(path, INDEX)
         self.draft_path = os.path.join(path, DRAFT)
-        self._complete_path = os.path.join(path, COMPLETE)
         self.segments_path = os.path.join(path, SEGMENTS)
         self._lock_fd = lock_fd
-        self._writer = _read_writer(lock_fd)
+        self._writer = read_writer(lock_fd)
         budget = self._writer.get("budget_bytes")
         self.budget_bytes = budget if isinstance(budget, int) else 0
         self._identity = self._look()
@@ -76,7 +94,7 @@ class StoreFolder:
         create: bool,
         is_flushed: bool = True,
         retentions: Iterable[str] = (),
-        destroy_replaced: Callable[[str], object] | None = None,
+        destroy_replaced: Callable[["StoreFolder"], object] | None = None,
     ) -> "StoreFolder":
         """Check the folder, take its lock and make what is missing in it.
 
@@ -103,21 +121,21 @@ class StoreFolder:
             raise refuse_replaced(path)
         if not os.path.isdir(path):
             make_folder(path)
-        lock_fd = _take_lock(path)
+        lock_fd = take_lock(path)
         try:
+            os.chmod(path, 0o700)
             found = read_marker(path)
-            if found is not None and found.is_replaced:
+            folder = cls(path, lock_fd, found or new_marker())
+            if folder.marker.is_replaced:
                 if destroy_replaced is None:
                     raise refuse_replaced(path)
-                destroy_replaced(path)
-                found = None
-            folder = cls(path, lock_fd, found or new_marker())
+                destroy_replaced(folder)
+                folder.marker, found = new_marker(), None
             if folder.lost_unflushed:
                 logger.warning(
                     "the machine stopped before `%s` was flushed; its index is set aside", path
                 )
-                with suppress(FileNotFoundError):
-                    folder.set_aside()
+                folder.set_aside()
             unflushed = {} if is_flushed else {"unflushed_boot": _boot_id()}
             folder._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
             known = folder.retentions
@@ -133,6 +151,15 @@ class StoreFolder:
             os.close(lock_fd)
             raise
         return folder
+
+    def release(self) -> None:
+        """Release the lock for the next process; may be called again."""
+        if self._lock_fd >= 0:
+            self._describe({})
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    # --- what is noted ------------------------------------------------------------------------
 
     def mark(self, **changes: Any) -> None:
         """Change fields of `format.json`.
@@ -159,6 +186,14 @@ class StoreFolder:
             os.ftruncate(self._lock_fd, len(text))
             os.fsync(self._lock_fd)
 
+    @property
+    def lost_unflushed(self) -> bool:
+        """Whether the machine stopped while a writer used the store that does not flush."""
+        boot = _boot_id()
+        return bool(self._writer.get("unflushed_boot", boot) != boot)
+
+    # --- what lies in it ----------------------------------------------------------------------
+
     def check_place(self) -> None:
         """Raise an error if the folder is not at its path any more.
 
@@ -168,70 +203,6 @@ class StoreFolder:
         if self._look() != self._identity:
             what = f"the store is no longer at `{self.path}`: it was moved, replaced or unmounted"
             raise StorageError(errno.ESTALE, what)
-
-    @property
-    def lost_unflushed(self) -> bool:
-        """Whether the machine stopped while a writer used the store that does not flush."""
-        boot = _boot_id()
-        return bool(self._writer.get("unflushed_boot", boot) != boot)
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether there are segment files, which may hold blocks."""
-        return has_segments(self.path)
-
-    def begin_anew(self) -> None:
-        """Replace every index by an empty one, for a store without blocks."""
-        for name in INDEXES:
-            with suppress(FileNotFoundError):
-                remove(os.path.join(self.path, name))
-        _make_index(self.index_path)
-        self._identity = self._look()
-
-    def make_draft(self) -> None:
-        """Make an empty folder for a new index that will replace the present one."""
-        self.drop_draft()
-        _make_index(self.draft_path)
-
-    def drop_draft(self) -> None:
-        """Remove the draft of an index, if there is one."""
-        with suppress(FileNotFoundError):
-            remove(self.draft_path)
-
-    def take_draft(self, *, sets_aside: bool) -> None:
-        """Replace the index by the draft; the old index is set aside or removed.
-
-        If this is cut short, the next start goes on with it: the old index may be there in part
-        only, and it lists extents that hold what was deleted.
-        """
-        os.rename(self.draft_path, self._complete_path)
-        if sets_aside:
-            self.set_aside()
-        self._replace_index()
-        self._identity = self._look()
-
-    def _replace_index(self) -> None:
-        """Have a complete draft, if there is one, take the place of the index."""
-        if os.path.isdir(self._complete_path):
-            with suppress(FileNotFoundError):
-                remove(self.index_path)
-            os.rename(self._complete_path, self.index_path)
-
-    def set_aside(self) -> None:
-        """Rename the index to keep it for inspection; one set aside earlier is removed."""
-        self.drop_set_aside()
-        os.rename(self.index_path, os.path.join(self.path, SET_ASIDE))
-
-    def renew_index(self) -> None:
-        """Set the index aside and put an empty one in its place."""
-        self.set_aside()
-        _make_index(self.index_path)
-        self._identity = self._look()
-
-    def drop_set_aside(self) -> None:
-        """Remove the index that was set aside, if there is one."""
-        with suppress(FileNotFoundError):
-            remove(os.path.join(self.path, SET_ASIDE))
 
     def _look(self) -> list[tuple[int, int]]:
         """Identify the folders and the lock file at the path; empty if one of them is missing."""
@@ -259,46 +230,76 @@ class StoreFolder:
                             folders.append(entry.path)
         return total * 512
 
-    def release(self) -> None:
-        """Release the lock for the next process; may be called again."""
-        if self._lock_fd >= 0:
-            self._describe({})
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+    def empty(self) -> Emptied:
+        """Remove the segments, then every index, and make an empty one.
 
+        This works whatever version, damage or lack of keys the store has, and follows nothing. The
+        keys were destroyed before. Other files in the folder stay.
 
-def hold_for_engine(path: str) -> int:
-    """Open the folder, and note for `has_engine` that an engine uses it until this is closed.
+        Raises:
+            OSError: a file cannot be removed; the next call goes on.
+        """
+        num_blocks = num_bytes = 0
+        with suppress(StorageError, OSError):
+            num_blocks = count_entries(self.index_path, "blocks")
+        with suppress(FileNotFoundError):
+            num_bytes += erase_all(self.segments_path, _SEGMENT)
+        for path in (os.path.join(self.path, name) for name in _INDEXES):
+            with suppress(FileNotFoundError):
+                files = [each.stat(follow_symlinks=False) for each in os.scandir(path)]
+                num_bytes += 512 * sum(each.st_blocks for each in files)
+                remove(path)
+        flush_folder(self.path)
+        _make_index(self.index_path)
+        self._identity = self._look()
+        return Emptied(num_blocks, num_bytes)
 
-    Raises:
-        OSError: it cannot be opened.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError as error:
-        text = "`%s`: an eviction while the store worker is down will not know of this engine: %s"
-        logger.warning(text, path, error.strerror)
-    return fd
+    # --- its indexes --------------------------------------------------------------------------
 
+    def make_draft(self) -> None:
+        """Make an empty folder for a new index that will replace the present one."""
+        self.drop_draft()
+        _make_index(self.draft_path)
 
-def has_engine(folder_fd: int) -> bool:
-    """Return whether an engine uses a folder, also while it has no worker.
+    def drop_draft(self) -> None:
+        """Remove the draft of an index, if there is one."""
+        with suppress(FileNotFoundError):
+            remove(self.draft_path)
 
-    Nothing is locked, even for a moment, so that an engine that starts just now notes its use.
-    """
-    try:
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
-    except OSError:
-        return False
-    try:
-        wanted = _WHOLE.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, *_ = _WHOLE.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return bool(kind != fcntl.F_UNLCK)
+    def take_draft(self, *, sets_aside: bool) -> None:
+        """Replace the index by the draft; the old index is set aside or removed.
+
+        If this is cut short, the next start goes on with it: the old index may be there in part
+        only, and it lists extents that hold what was deleted.
+        """
+        os.rename(self.draft_path, os.path.join(self.path, COMPLETE))
+        if sets_aside:
+            self.set_aside()
+        self._replace_index()
+        self._identity = self._look()
+
+    def _replace_index(self) -> None:
+        """Have a complete draft, if there is one, take the place of the index."""
+        if os.path.isdir(complete := os.path.join(self.path, COMPLETE)):
+            with suppress(FileNotFoundError):
+                remove(self.index_path)
+            os.rename(complete, self.index_path)
+
+    def set_aside(self) -> None:
+        """Rename the index to keep it for inspection, and make an empty one in its place.
+
+        One that was set aside earlier is removed.
+        """
+        self.drop_set_aside()
+        with suppress(FileNotFoundError):
+            os.rename(self.index_path, os.path.join(self.path, SET_ASIDE))
+        _make_index(self.index_path)
+        self._identity = self._look()
+
+    def drop_set_aside(self) -> None:
+        """Remove the index that was set aside, if there is one."""
+        with suppress(FileNotFoundError):
+            remove(os.path.join(self.path, SET_ASIDE))
 
 
 def trouble_with(path: str) -> str:
@@ -354,7 +355,7 @@ def check_folder(path: str, *, create: bool, writes: bool = True) -> Marker | No
         if strangers:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")
-    for name in _FOLDERS:
+    for name in (*_INDEXES, SEGMENTS):
         part = os.path.join(path, name)
         with suppress(FileNotFoundError):
             part_info = os.lstat(part)
@@ -396,77 +397,7 @@ def _make_index(path: str) -> None:
         os.close(open_own(os.path.join(path, name), os.O_RDWR | os.O_CREAT))
 
 
-def check_unused(path: str, *, patience_s: float) -> None:
-    """Refuse a store that another process writes to. Nothing is made or changed.
-
-    This is for those who take much memory before they open the store, which then looks again. What
-    else may be wrong with the folder is said when it is opened.
-
-    Args:
-        path: the store's folder, which need not exist.
-        patience_s: for so long another writer is given time to go.
-
-    Raises:
-        StoreBusyError: it is still there.
-    """
-    path, give_up_at = os.path.abspath(path), time.monotonic() + patience_s
-    try:
-        fd = open_own(os.path.join(path, LOCK))
-    except OSError:
-        return
-    try:
-        while is_written(fd):
-            if time.monotonic() >= give_up_at:
-                raise in_use(path, fd)
-            time.sleep(_BUSY_POLL_S)
-    finally:
-        os.close(fd)
-
-
-def in_use(path: str, lock_fd: int) -> StoreBusyError:
-    """Return the error that another process has the lock."""
-    pid = _read_writer(lock_fd).get("pid")
-    who = "another process" if pid is None else f"process {pid}"
-    return StoreBusyError(
-        f"the store at `{path}` is in use by {who}; stop it or choose another folder"
-    )
-
-
-def _is_looked_at(path: str) -> StoreBusyError:
-    """Return the error that processes which only look do not let go of the lock."""
-    what = f"a command that looks at the store at `{path}` does not end, though it was asked to"
-    return StoreBusyError(f"{what}; stop that command")
-
-
-def _take_lock(path: str) -> int:
-    lock = os.path.join(path, LOCK)
-    try:
-        fd = open_own(lock, os.O_RDWR | os.O_CREAT)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"`{lock}` cannot be opened: {error.strerror}") from error
-    try:
-        lock_to_write(fd)
-    except BlockingIOError:
-        busy = in_use(path, fd) if is_written(fd) else _is_looked_at(path)
-        os.close(fd)
-        raise busy from None
-    except OSError as error:
-        os.close(fd)
-        raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
-    os.chmod(path, 0o700)
-    return fd
-
-
 def _boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
-
-
-def _read_writer(fd: int) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(os.pread(fd, 4096, 0), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}

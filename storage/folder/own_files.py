@@ -6,9 +6,11 @@ This module knows how files are opened; it does not know what is in them.
 """
 
 import os
+import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from tieredkv.errors import StorageError
 
@@ -51,11 +53,6 @@ def open_own(
 def check_own(path: str, info: os.stat_result, owner: int | None = None) -> None:
     """Refuse what is no regular file of this user with one name, or what others can write to.
 
-    Args:
-        path: the file.
-        info: what it is.
-        owner: a user in the place of this one.
-
     Raises:
         StorageError: names what it is.
     """
@@ -68,12 +65,7 @@ def check_own(path: str, info: os.stat_result, owner: int | None = None) -> None
 
 
 def check_owner(path: str, info: os.stat_result, owner: int | None = None) -> None:
-    """Refuse what belongs to another user, or what others can write to.
-
-    Args:
-        path: the file or folder.
-        info: what it is.
-        owner: a user in the place of this one.
+    """Refuse a file or folder of another user than this one, or `owner`, or that others can change.
 
     Raises:
         StorageError: names the user or the mode.
@@ -103,8 +95,6 @@ def read_own(
 def replace_own(path: str, data: bytes, *, dir_fd: int | None = None) -> None:
     """Write a file of the store's folder whole, and have it take the place of the old one at once.
 
-    Whatever lies in the place of the draft is removed by its name.
-
     Raises:
         OSError: it cannot be written; the old file is there.
     """
@@ -132,22 +122,16 @@ def remove(path: str, *, dir_fd: int | None = None) -> None:
     """
     if not _is_folder(path, dir_fd):
         return os.unlink(path, dir_fd=dir_fd)
-    fd = _open_folder(path, dir_fd)
-    try:
+    with _folder(path, dir_fd) as fd:
         while names := os.listdir(fd):
             for name in names:
                 if not _is_folder(name, fd):
                     os.unlink(name, dir_fd=fd)
                     continue
-                inner_fd = _open_folder(name, fd)
-                try:
+                with _folder(name, fd) as inner_fd:
                     for inner in os.listdir(inner_fd):
                         os.rename(inner, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=fd)
-                finally:
-                    os.close(inner_fd)
                 os.rmdir(name, dir_fd=fd)
-    finally:
-        os.close(fd)
     return os.rmdir(path, dir_fd=dir_fd)
 
 
@@ -155,9 +139,36 @@ def _is_folder(path: str, dir_fd: int | None) -> bool:
     return stat.S_ISDIR(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode)
 
 
-def _open_folder(path: str, dir_fd: int | None) -> int:
+@contextmanager
+def _folder(path: str, dir_fd: int | None = None) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, dir_fd=dir_fd)
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def erase_all(folder: str, names: re.Pattern[str]) -> int:
+    """Truncate and remove the files of a folder that are named so; return what they occupied.
+
+    What has such a name and is no file of ours is removed by its name only.
+
+    Raises:
+        OSError: the folder cannot be opened, or a file cannot be removed.
+    """
+    num_bytes = 0
+    with _folder(folder) as folder_fd:
+        for name in filter(names.fullmatch, os.listdir(folder_fd)):
+            with (
+                suppress(StorageError),
+                open(open_own(name, os.O_RDWR, dir_fd=folder_fd), "rb+") as file,
+            ):
+                num_bytes += os.fstat(file.fileno()).st_blocks * 512
+                file.truncate(0)
+            remove(name, dir_fd=folder_fd)
+        os.fsync(folder_fd)
+    return num_bytes
 
 
 def flush_folder(path: str) -> None:

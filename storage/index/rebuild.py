@@ -83,8 +83,8 @@ def rebuild(
             raise StoreFullError(errno.ENOSPC, what) from error
         raise
     index.become(draft)
-    parts.allocator.reload()
-    for _ in parts.allocator.erasing():
+    parts.room.reload()
+    for _ in parts.room.erasing():
         pass
     if fault:
         text = "the index of `%s` was rebuilt from %s: %s"
@@ -106,7 +106,7 @@ def _fill(
     draft: Index, parts: Parts, fault: str, without: Container[bytes], progress: OpeningProgress
 ) -> None:
     """Fill a new index in batches of blocks; see `rebuild`."""
-    keys, now, unknown = parts.files.keys, parts.clock.now(), unknown_segments(parts)
+    keys, now, unknown = parts.payloads.keys, parts.clock.now(), unknown_segments(parts)
 
     def is_kept(located: Located) -> bool:
         record = located.record
@@ -157,7 +157,7 @@ def _make_room(txn: IndexTxn, parts: Parts, num_blocks: int) -> int:
     The index that was set aside is dropped first. Then the longest unused blocks are evicted: their
     bytes are erased at once, and their extents become pending.
     """
-    space, allocator = parts.space, parts.allocator
+    space = parts.space
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
     needed_bytes = parts.files.filesystem.spread_bytes(needed_bytes)
     if space.room_bytes < needed_bytes:
@@ -170,9 +170,9 @@ def _make_room(txn: IndexTxn, parts: Parts, num_blocks: int) -> int:
         if (victim := txn.get(block_hash)) is not None:
             victims.append(victim)
             short_bytes -= victim.extent_bytes
-    allocator.note_evicted(txn, victims)
+    parts.room.note_evicted(txn, victims)
     for victim in victims:
-        allocator.erase(victim.extent)
+        parts.files.erase(victim.extent)
         txn.remove(victim)
     return needed_bytes
 
@@ -221,7 +221,7 @@ def unknown_segments(parts: Parts) -> dict[int, SegmentState]:
     most_bytes = largest_file_bytes(max(parts.space.budget_bytes, files.all_bytes()))
     with parts.index.reading() as txn, ThreadPoolExecutor(_HEADER_THREADS) as pool:
         known = txn.segments()
-        for segment, (_, extent_bytes) in files.names().items():
+        for segment, extent_bytes in files.found().items():
             if segment not in files:
                 files.open(segment, extent_bytes)
             if segment in known:
@@ -246,7 +246,7 @@ def _stored_in(
     stored block, whatever its header says.
     """
     now, stored = parts.clock.now(), list[Located]()
-    for found in filter(None, pool.map(parts.files.header_at, extents)):
+    for found in filter(None, pool.map(parts.payloads.header_at, extents)):
         located = txn.sound(found.record.block_hash) or found
         is_here = located.extent == found.extent and not txn.is_listed(found.extent)
         if is_here and now < located.record.expires_at:

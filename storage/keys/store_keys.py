@@ -19,8 +19,7 @@ from functools import partial
 from typing import Literal
 
 from tieredkv.errors import ConfigError, DamagedTableError, MissingKeyError, StorageError
-from tieredkv.storage.folder.emptying import empty_store
-from tieredkv.storage.folder.folder import StoreFolder, make_missing
+from tieredkv.storage.folder.folder import StoreFolder, has_segments, make_missing
 from tieredkv.storage.folder.marker import ID_BYTES, Marker
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.destruction import destroy_own_table, destroy_table
@@ -165,36 +164,32 @@ def open_keys(folder: StoreFolder, options: StoreOptions) -> tuple[StoreKeys | N
 
 
 def _start(folder: StoreFolder, options: StoreOptions) -> StoreKeys | None:
-    start = plan(folder.path, folder.marker, options, has_blocks=folder.has_segments)
+    start = plan(folder.path, folder.marker, options, has_blocks=has_segments(folder.path))
     place = KeyPlace(folder.path, options, folder.marker.id)
     match start:
         case "open":
             return _open(folder, place, writes_stamp=True)
         case "make":
-            folder.begin_anew()
+            folder.empty()
             return _make(folder, options)
         case "renew":
-            emptied = empty_store(folder.path)
+            emptied = folder.empty()
             text = "both headers of the key table `%s` are damaged, so nothing in the store at `%s`"
             text += " can be read any more: its %d blocks were removed, and it begins anew"
             logger.warning(text, place.table, folder.path, emptied.num_blocks)
-            _forget_keys(folder)
+            folder.mark(id="", stamp="")
             destroy_table(place)
             keys = _make(folder, options)
             keys.faults["key_table"] = emptied.num_blocks
             return keys
         case "clear":
             if (was := folder.marker).id:
-                _forget_keys(folder)
+                folder.empty()
+                folder.mark(id="", stamp="")
                 if kept_why := destroy_own_table(place, was):
                     text = "the keys of `%s` were not destroyed: %s"
                     logger.warning(text, folder.path, kept_why)
             return None
-
-
-def _forget_keys(folder: StoreFolder) -> None:
-    folder.begin_anew()
-    folder.mark(id="", stamp="")
 
 
 def _open(folder: StoreFolder, place: KeyPlace, *, writes_stamp: bool) -> StoreKeys:

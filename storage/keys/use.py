@@ -82,6 +82,11 @@ class KeyUse:
         """The payload keys as those who move payloads see them, if there are any."""
         return None if self.keys is None else LivingKeys(self.keys.table, self.clock)
 
+    @property
+    def names_key(self) -> bytes:
+        """The key of the names of blocks; empty if there are no keys."""
+        return b"" if self.keys is None else self.keys.table.names_key
+
     def begin(self, records: Sequence[BlockRecord], extents: Sequence[Extent | None]) -> None:
         """See that there are keys for blocks that will be written into these extents.
 

@@ -24,7 +24,8 @@ from tieredkv.storage.folder.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.index.pages import check_pages
 from tieredkv.storage.messages.engine import EngineMessage, IndexSetAside, Launch
 from tieredkv.storage.messages.operator import StillBusy
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.opening import open_parts
+from tieredkv.storage.store import Store
 from tieredkv.storage.worker.look import Look, look
 from tieredkv.storage.worker.process import (
     EXIT_DAMAGED,
@@ -129,12 +130,13 @@ def _start(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService
             case "set_aside":
                 channel.send(IndexSetAside(set_aside_index(folder)))
 
-    store = BlockStore.open(
+    parts = open_parts(
         options,
         Clock(options.clock_offset_file),
         prepare=prepare,
         progress=lambda *_: channel.send(StillBusy()),
     )
+    store = Store(parts, options)
     is_open.set()
     gc.collect()
     gc.freeze()  # what is here stays, and looking at it again and again would stop all threads
@@ -151,7 +153,7 @@ def set_aside_index(folder: StoreFolder) -> str:
     Returns what happened, for the operator.
     """
     try:
-        folder.renew_index()
+        folder.set_aside()
     except OSError as error:
         what = f"the damaged index of `{folder.path}` cannot be set aside: {error}"
         raise StorageError(what) from error

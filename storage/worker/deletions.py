@@ -11,7 +11,7 @@ from functools import partial
 
 from tieredkv.storage.messages.engine import DeleteCall, DeleteDone
 from tieredkv.storage.ownership import owned_by
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
 from tieredkv.storage.worker.loop import Loop
@@ -31,7 +31,7 @@ class Deletions:
         answer: sends an answer; called by the front thread.
     """
 
-    store: BlockStore
+    store: Store
     writes: Writes
     log: FaultLog
     doomed: Doomed
@@ -77,5 +77,5 @@ class Deletions:
             self._refused.append(call)
 
     def _delete(self, call: DeleteCall) -> bool:
-        delete = partial(self.store.delete, call.hashes, call.reason)
+        delete = partial(self.store.drop, call.hashes, call.reason)
         return self.log.attempt("delete", delete) is not None

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 
 from tieredkv.clock import Clock
 from tieredkv.errors import (
@@ -24,21 +25,11 @@ from tieredkv.errors import (
     StorageError,
     StoreBusyError,
 )
-from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.extents.files import SegmentFiles
-from tieredkv.storage.extents.space import Space
 from tieredkv.storage.folder.filesystem import Filesystem
-from tieredkv.storage.folder.folder import (
-    COMPLETE,
-    DRAFT,
-    LOCK,
-    MARKER,
-    StoreFolder,
-    check_folder,
-    in_use,
-)
-from tieredkv.storage.folder.lock import is_wanted, lock_to_look
-from tieredkv.storage.folder.marker import refuse_replaced
+from tieredkv.storage.folder.folder import COMPLETE, DRAFT, StoreFolder, check_folder
+from tieredkv.storage.folder.lock import LOCK, in_use, is_wanted, lock_to_look
+from tieredkv.storage.folder.marker import MARKER, refuse_replaced
 from tieredkv.storage.folder.own_files import open_own
 from tieredkv.storage.index.environment import Access, Index
 from tieredkv.storage.index.pages import check_pages
@@ -52,7 +43,7 @@ from tieredkv.storage.opening import CLOCK_TOLERANCE_S
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Need
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.process import EXIT_FAILED
@@ -109,7 +100,7 @@ class LookedFolder(StoreFolder):
             self._lock_fd = -1
 
 
-class LookedStore(BlockStore):
+class LookedStore(Store):
     """A store whose folder, index and segments are not changed; those parts refuse to be.
 
     Attributes:
@@ -151,7 +142,7 @@ class LookedStore(BlockStore):
             keys, why = _look_for_keys(folder, options, needs)
             use = KeyUse(looked, clock, keys, why, options.longest_s)
             filesystem = Filesystem.look(os.path.join(folder.path, MARKER))
-            files = SegmentFiles(folder.segments_path, filesystem, use.living, names, writes=False)
+            files = SegmentFiles(folder.segments_path, filesystem, writes=False)
             undo.callback(files.close)
             num_unknown = _open_segments(files, looked)
             if not is_read and is_believed and num_unknown:
@@ -162,11 +153,9 @@ class LookedStore(BlockStore):
                 text += "server removes those without blocks, or makes the index again"
                 needs.append(Need("segments", text))
             num_expired = _compare_clocks(looked, clock, needs)
-            space = Space(folder, files, folder.budget_bytes)
-            allocator = ExtentAllocator(files, looked, space, clock, lambda label: None)
-            allocator.reload()
-            parts = Parts(clock, folder, looked, use, files, space, allocator)
-            store = cls(parts, num_expired, options)
+            parts = Parts.join(clock, folder, looked, use, files, folder.budget_bytes)
+            parts.room.reload()
+            store = cls(replace(parts, num_expired=num_expired), options)
             undo.pop_all()
         store.needs = needs
         store.is_whole = not num_unknown and (is_read or is_believed)
@@ -218,17 +207,17 @@ def _look_for_keys(
 
 def _open_segments(files: SegmentFiles, index: Index) -> int:
     """Open the segment files that the index knows; return how many others there are."""
-    names = dict[int, tuple[str, int]]()
+    found = dict[int, int]()
     with suppress(FileNotFoundError):
-        names = files.names()
+        found = files.found()
     with index.reading() as txn:
         known = txn.segments()
     for segment, state in known.items():
         with suppress(FileNotFoundError):  # its blocks are misses
             files.open(segment, state.extent_bytes)
-    others = names.keys() - known.keys()
+    others = found.keys() - known.keys()
     for segment in others:  # only what they occupy counts
-        files.open(segment, names[segment][1])
+        files.open(segment, found[segment])
     return len(others)
 
 

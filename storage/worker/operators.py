@@ -28,7 +28,7 @@ from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.stats import StoreStats
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import ControlRequest
 from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.socket import Caller
@@ -74,7 +74,7 @@ class Operators:
         ask_engine: sends a question to the engine; None if there is no engine.
     """
 
-    store: BlockStore
+    store: Store
     figures: Callable[[], StoreStats]
     hand: Hand
     give_way: Callable[[], None]
@@ -84,6 +84,9 @@ class Operators:
     _ids: Iterator[int] = field(default_factory=_numbers)
     _asked: dict[int, queue.SimpleQueue[EngineAnswer]] = field(default_factory=dict)
     _has_engine_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.parts = self.store.parts
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
@@ -131,10 +134,10 @@ class Operators:
 
     def _find(self, asked: messages.Find, caller: Caller) -> messages.Done:
         waiting, met, some = [*reversed(asked.starts)], set[bytes](), list[bytes]()
-        now = self.store.clock.now()
+        now = self.parts.clock.now()
         while waiting:
             self.give_way()
-            with self.store.index.reading() as txn:
+            with self.parts.index.reading() as txn:
                 for _ in range(min(TXN_BLOCKS, len(waiting))):
                     for name, data in txn.entries_of(waiting.pop()):
                         record = decode_record(name, data).record
@@ -153,17 +156,17 @@ class Operators:
         entries, key = list[tuple[bytes, bytes]](), after
         while len(entries) < _ROWS:
             self.give_way()
-            with self.store.index.reading() as txn:
+            with self.parts.index.reading() as txn:
                 some = [*islice(txn.records(key), _ROWS_A_STEP)]
             entries += some
             if len(some) < _ROWS_A_STEP:
-                return rows_of(entries, None, self.store.clock.now(), self._retentions)
+                return rows_of(entries, None, self.parts.clock.now(), self._retentions)
             key = some[-1][0] + b"\0"
-        return rows_of(entries, key, self.store.clock.now(), self._retentions)
+        return rows_of(entries, key, self.parts.clock.now(), self._retentions)
 
     @property
     def _retentions(self) -> tuple[str, ...]:
-        return self.store.index.retentions.names
+        return self.parts.index.retentions.names
 
     def _figures(self, asked: messages.Figures, caller: Caller) -> messages.Told:
         tenants = self._tenants() if asked.tenants else {}
@@ -171,16 +174,16 @@ class Operators:
             stats=self._at_once(self.figures, caller),
             tenants=tenants,
             writer_pid=None if self.ask_engine is None else os.getpid(),
-            now=self.store.clock.now(),
-            lacks_keys=self.store.lacks_keys,
-            names_key=self.store.names_key if asked.names_key else b"",
+            now=self.parts.clock.now(),
+            lacks_keys=self.parts.key_use.lacks_keys,
+            names_key=self.parts.key_use.names_key if asked.names_key else b"",
         )
 
     def _tenants(self) -> dict[str, tuple[int, int]]:
         """Return the blocks and payload bytes on disk by tenant, of those who have the most."""
         sums = defaultdict[bytes, Totals](lambda: Totals(0, 0))
         self.give_way()
-        with self.store.index.reading() as txn:
+        with self.parts.index.reading() as txn:
             for namespace, totals in txn.namespaces().items():
                 tenant = namespace[:TENANT_BYTES]
                 sums[tenant] = sums[tenant].plus(*totals)
@@ -221,14 +224,14 @@ class Operators:
             MissingKeyError: its keys are not there, or no new key is.
         """
         self._check_keys()
-        if (keys := self.store.keys) is None:
-            raise ConfigError(f"the store at `{self.store.path}` is not encrypted")
+        if (keys := self.parts.key_use.keys) is None:
+            raise ConfigError(f"the store at `{self.parts.folder.path}` is not encrypted")
         where = keys.rotate(asked.master_key, asked.command)
         return messages.Rotated(where, len(keys.table))
 
     def _check_keys(self) -> None:
-        if self.store.lacks_keys:
-            raise MissingKeyError(self.store.lacks_keys)
+        if self.parts.key_use.lacks_keys:
+            raise MissingKeyError(self.parts.key_use.lacks_keys)
 
     # --- the engine ------------------------------------------------------------------------------
 

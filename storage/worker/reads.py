@@ -18,7 +18,7 @@ from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Located, corrupt, decode_record, padded_bytes
 from tieredkv.storage.ownership import owned_by
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import BlockLife, Lent, Loaded, ProbeDone
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.pace import WriteShare
@@ -55,7 +55,7 @@ class Reads:
         answer: sends the answer to a probe.
     """
 
-    store: BlockStore
+    store: Store
     loop: Loop
     threads: ThreadPoolExecutor
     num_threads: int
@@ -68,6 +68,9 @@ class Reads:
     _num_reading: int = 0
     _ended: list[Loaded] = field(default_factory=list)
     _probes: deque[_Probe] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.retentions = self.store.parts.index.retentions
 
     @owned_by("loop")
     def add(self, pages: Iterable[Lent]) -> None:
@@ -138,13 +141,13 @@ class Reads:
         if (sealed := self.find([block_hash]).get(block_hash)) is None:
             return
         try:
-            located = decode_record(block_hash, sealed, self.store.retentions)
+            located = decode_record(block_hash, sealed, self.retentions)
         except CorruptBlockError:  # whoever loads the block has it dropped
             return
 
         def read() -> None:
             size_bytes = padded_bytes(located.record.size_bytes)
-            self.store.read_payload(located, aligned_buffer(size_bytes))
+            self.store.read(located, aligned_buffer(size_bytes))
 
         def end(error: StorageError | None) -> None:
             probe.num_reading -= 1
@@ -160,7 +163,7 @@ class Reads:
         if sealed is None:
             return self._end(page, "missing")
         try:
-            located = decode_record(page.block_hash, sealed, self.store.retentions)
+            located = decode_record(page.block_hash, sealed, self.retentions)
         except CorruptBlockError:  # the seal is right, but the bytes under it are no record
             self.store.note_damaged(page.block_hash)
             return self._end(page, "missing")
@@ -171,7 +174,7 @@ class Reads:
             return end(corrupt(page.block_hash, "identity", what))
 
         def read() -> None:
-            self.store.read_payload(located, self.page_of(page.page_id))
+            self.store.read(located, self.page_of(page.page_id))
 
         self.share.note_read(0)
         return self.loop.have_done(self.threads, read, end)

@@ -38,7 +38,7 @@ from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.operator import Delete, EngineAnswer
 from tieredkv.storage.stats import Lifetimes, StoreStats
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import ControlRequest, Gone
 from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.deletions import Deletions
@@ -67,22 +67,22 @@ class StoreService:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: Store,
         launch: messages.Launch,
         channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
     ) -> None:
         options = launch.options
-        self._store = store
+        self._store, self._parts = store, store.parts
         self._launch = launch
         self._channel = channel
         self._arena = arena
         self._front, self._changes = Loop(), Loop(store.thread)  # of the front and index thread
-        num_writers = options.writers(is_encrypted=store.keys is not None)
+        num_writers = options.writers(is_encrypted=self._parts.key_use.keys is not None)
         self._readers = ThreadPoolExecutor(options.num_readers)
         self._writers = ThreadPoolExecutor(num_writers)
         self._log = FaultLog()
-        self._claims = Claims(store.clock, options.disk_retentions)
+        self._claims = Claims(self._parts.clock, options.disk_retentions)
         self._doomed = Doomed()
         share = WriteShare()  # noted by the front thread, asked by the index thread
 
@@ -94,7 +94,7 @@ class StoreService:
             num_writers,
             self._page_of,
             share,
-            WriteLimit(store.write_limit),
+            WriteLimit(options.write_limit),
             self._claims,
             self._log,
             self._doomed,
@@ -153,7 +153,7 @@ class StoreService:
         Raises:
             EOFError: the engine is gone, or the command line that started this worker is silent.
         """
-        look = partial(self._store.index.is_sound, self._is_over)
+        look = partial(self._parts.index.is_sound, self._is_over)
         checking = self._look_through("index", look, self._note_checked)
         try:
             self._serve()
@@ -165,7 +165,7 @@ class StoreService:
     def _serve(self) -> None:
         # A question that came before `WorkerUp` would be answered to nobody: until then the engine
         # sends nothing to this worker.
-        self._tell_engine(messages.WorkerUp(self._stats, self._store.names_key))
+        self._tell_engine(messages.WorkerUp(self._stats, self._parts.key_use.names_key))
         self._server.start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
         changing.add_done_callback(lambda _: self._store.thread.disown())
@@ -222,7 +222,7 @@ class StoreService:
         if loaded := self._reads.take_ended():
             stats = replace(
                 self._stats,
-                bytes_read=self._store.bytes_read,
+                bytes_read=self._parts.files.bytes_read,
                 num_touches_dropped=self._touches.num_dropped,
             )
             self._tell_engine(messages.Completions([*loaded], stats))
@@ -253,7 +253,7 @@ class StoreService:
             case EngineAnswer():
                 self._operators.hear_engine(message)
             case messages.ModelCall(model):
-                now, index = self._store.clock.now(), self._store.index
+                now, index = self._parts.clock.now(), self._parts.index
                 count = partial(count_others, index, model, now, self._is_over)
                 self._look_through("other models", count, self._note_others)
             case messages.CloseCall():
@@ -305,7 +305,7 @@ class StoreService:
         sweep_in_s = max(0.0, self._sweep_at - time.monotonic())
         is_due = self._touches.are_due or self._sweep is not None
         self._changes.wait(0.0 if is_due else min(_TICK_S, sweep_in_s, self._writes.wait_s))
-        self._store.check_place()
+        self._parts.folder.check_place()
         self._writes.step()
         self._refresh_stats(self._stats.lifetimes)  # these are found out at each sweep
         stored = self._writes.take_ended()
@@ -350,7 +350,7 @@ class StoreService:
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
         items = self._touches.take()
-        self._log.attempt("touch", lambda: self._store.claim_or_touch(items))
+        self._log.attempt("touch", lambda: self._store.touch(items))
 
     def _step_sweep(self) -> None:
         """Take one step of the sweep under way, or of the next one if it is due."""
@@ -371,7 +371,7 @@ class StoreService:
         self._warn_of_shortfall()
         told = messages.Completions([], self._stats)  # figures that change while nothing is stored
         self._front.hand(lambda: self._channel.send(told))
-        self._readers.submit(self._log.attempt, "keys", self._store.key_use.sweep_others)
+        self._readers.submit(self._log.attempt, "keys", self._parts.key_use.sweep_others)
         if trial := self._store.compression_trial(self._launch.options.num_readers):
             self._readers.submit(self._log.attempt, "compression", trial)
 

@@ -17,13 +17,14 @@ from typing import Any
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError
 from tieredkv.hashing import ModelIdentity
+from tieredkv.storage.faults import reason_of
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Extent, Located, padded_bytes
 from tieredkv.storage.index.entries import SegmentState, extent_key, split_extent_key
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import batches
 from tieredkv.storage.messages.operator import Checked, Delete, Deleted, Verify
-from tieredkv.storage.store import BlockStore, reason_of
+from tieredkv.storage.store import Store
 
 _STEP_S = 0.1  # of checking, after which the operator is told
 _EXTENTS_A_STEP = 64
@@ -107,21 +108,22 @@ def is_of_whole_namespaces(asked: Delete) -> bool:
     return not is_of_some and not asked.dry_run
 
 
-def deleting(store: BlockStore, asked: Delete) -> Generator[None, None, Deleted]:
+def deleting(store: Store, asked: Delete) -> Generator[None, None, Deleted]:
     """Drop and erase blocks.
 
     A namespace that is deleted as a whole loses its keys first, while no write of its blocks may be
     under way or begin. Its blocks, which nothing can read from then on, leave the index after that,
     and their bytes are erased last.
     """
-    now, prefix = store.clock.now(), asked.namespace.lower()
+    parts = store.parts
+    now, prefix = parts.clock.now(), asked.namespace.lower()
     num_blocks = freed_bytes = 0
     key_ids, keys_error = set[bytes](), ""
     if is_whole := is_of_whole_namespaces(asked):
-        keys = store.key_use.in_namespaces(prefix)
+        keys = parts.key_use.in_namespaces(prefix)
         key_ids |= {key.id for key in keys}
         with suppress(StorageError):  # the blocks go nevertheless, and the keys after them
-            yield from store.key_use.dropping(keys)
+            yield from parts.key_use.dropping(keys)
 
     def is_meant(located: Located) -> bool:
         record = located.record
@@ -132,7 +134,11 @@ def deleting(store: BlockStore, asked: Delete) -> Generator[None, None, Deleted]
             and record.namespace.hex().startswith(prefix)
         )
 
-    walk = _walking(store.index) if asked.starts is None else _named(store.index, asked.starts)
+    walk = (
+        _walking(store.parts.index)
+        if asked.starts is None
+        else _named(store.parts.index, asked.starts)
+    )
     try:
         for entries in walk:
             doomed = [it for _, it in entries if it is not None and is_meant(it)]
@@ -140,15 +146,15 @@ def deleting(store: BlockStore, asked: Delete) -> Generator[None, None, Deleted]
             freed_bytes += sum(it.extent_bytes for it in counted)
             num_blocks += len(counted)
             if doomed and not asked.dry_run:
-                key_ids |= store.key_use.ids_of(doomed)
-                store.delete([it.record.block_hash for it in doomed], asked.reason)
+                key_ids |= parts.key_use.ids_of(doomed)
+                store.drop([it.record.block_hash for it in doomed], asked.reason)
             yield
     except _DisorderError:
         store.ask_for_rebuild()
     if not asked.dry_run:
         failed = yield from store.clearing()
         keys_error = "" if failed is None else str(failed)
-    kept_ids = store.key_use.known(key_ids)
+    kept_ids = parts.key_use.known(key_ids)
     erased, kept = (sorted(map(bytes.hex, each)) for each in (key_ids - kept_ids, kept_ids))
     return Deleted(num_blocks, freed_bytes, erased, kept, keys_error)
 
@@ -168,9 +174,7 @@ AtOnce = Callable[[Callable[[], Any]], Any]
 """Has the index thread make a call, and returns its result."""
 
 
-def check_blocks(
-    store: BlockStore, asked: Verify, at_once: AtOnce, rest: Callable[[], None]
-) -> Checked:
+def check_blocks(store: Store, asked: Verify, at_once: AtOnce, rest: Callable[[], None]) -> Checked:
     """Read some payloads, or a sample of them, and compare them; on the operator's own thread.
 
     Args:
@@ -185,7 +189,7 @@ def check_blocks(
     while not is_last and time.monotonic() < end:
         rest()
         try:
-            with store.index.reading() as txn:
+            with store.parts.index.reading() as txn:
                 entries = _in_order(after, txn.some_blocks(after))
                 # In the same state of the index, as blocks may change at any time.
                 are_whole = [it is not None and txn.is_whole(it) for _, it in entries]
@@ -197,7 +201,7 @@ def check_blocks(
             after = name + b"\0"
             if random.random() >= asked.sample:
                 continue
-            if located is not None and store.clock.now() >= located.record.expires_at:
+            if located is not None and store.parts.clock.now() >= located.record.expires_at:
                 continue
             checked += 1
             is_whole = is_whole and is_so
@@ -209,7 +213,7 @@ def check_blocks(
                 page = aligned_buffer(size)
             rest()
             try:
-                store.read_payload(located, page)
+                store.read(located, page)
             except StorageError as error:
                 judge = partial(_judge, store, located, error, repair=asked.repair)
                 is_bad, is_repaired = at_once(judge)
@@ -221,13 +225,13 @@ def check_blocks(
 
 
 def _judge(
-    store: BlockStore, located: Located, error: StorageError, *, repair: bool
+    store: Store, located: Located, error: StorageError, *, repair: bool
 ) -> tuple[bool, bool]:
     """Return whether a block that could not be read is bad, and whether it was dropped.
 
     It may have left the store while it was read.
     """
-    with store.index.reading() as txn:
+    with store.parts.index.reading() as txn:
         current = txn.sound(located.record.block_hash)
     is_bad = current is not None and current[1:] == located[1:]
     is_repaired = is_bad and repair and isinstance(error, CorruptBlockError)
@@ -236,21 +240,22 @@ def _judge(
     return is_bad, is_repaired
 
 
-def checking_index(store: BlockStore, asked: Verify) -> Generator[None, None, Checked]:
+def checking_index(store: Store, asked: Verify) -> Generator[None, None, Checked]:
     """Check the index against itself, and make it again if it contradicts itself."""
     is_whole = asked.is_whole
-    for is_sound in chain(store.index.reading_ahead(), store.index.looking_over()):
+    index = store.parts.index
+    for is_sound in chain(index.reading_ahead(), index.looking_over()):
         if not (is_whole := is_whole and is_sound):
             break
         yield
     if is_whole:
         return Checked(is_last=True)
     if asked.repair:
-        store.make_index_again()
+        store.rebuild()
     return Checked(by_reason={"index": 1}, repaired=int(asked.repair), is_whole=False, is_last=True)
 
 
-def checking_extents(store: BlockStore, asked: Verify) -> Generator[None, None, Checked]:
+def checking_extents(store: Store, asked: Verify) -> Generator[None, None, Checked]:
     """Look for what should be erased: in the key table, the index, and all extents ever used.
 
     The header of an extent is read whatever the index says of it. Copies of the folder are not
@@ -259,17 +264,19 @@ def checking_extents(store: BlockStore, asked: Verify) -> Generator[None, None, 
     Raises:
         ConfigError: the store is not encrypted.
     """
-    if store.keys is None:
-        raise ConfigError(f"the store at `{store.path}` is not encrypted, so it has no keys")
+    parts, key_store = store.parts, store.parts.key_use.keys
+    if key_store is None:
+        what = f"the store at `{parts.folder.path}` is not encrypted, so it has no keys"
+        raise ConfigError(what)
     prefix, key_id = asked.erased_namespace.lower(), bytes.fromhex(asked.erased_key)
     keys = blocks = extents = checked = 0
-    with store.index.reading() as txn:
+    with store.parts.index.reading() as txn:
         segments = sorted(txn.segments().items())
         if not asked.after and prefix:
-            keys = len(store.key_use.in_namespaces(prefix))
+            keys = len(parts.key_use.in_namespaces(prefix))
             totals = txn.namespaces().items()
             blocks = sum(it.num_blocks for ns, it in totals if ns.hex().startswith(prefix))
-        elif not asked.after and (key := store.keys.table.of_id(key_id)) is not None:
+        elif not asked.after and (key := key_store.table.of_id(key_id)) is not None:
             keys, blocks = 1, txn.num_encrypted(key.scope)
     first = split_extent_key(asked.after) if asked.after else Extent(0, 0)
     end = time.monotonic() + _STEP_S
@@ -279,9 +286,9 @@ def checking_extents(store: BlockStore, asked: Verify) -> Generator[None, None, 
             if time.monotonic() > end and place != first:
                 at = extent_key(place)
                 return Checked(checked, next=at, keys=keys, blocks=blocks, extents=extents)
-        if place.segment not in store.files:
+        if place.segment not in parts.files:
             continue
-        located, found_id = store.files.stored_at(place)
+        located, found_id = parts.payloads.stored_at(place)
         checked += 1
         if prefix:
             extents += located is not None and located.record.namespace.hex().startswith(prefix)

@@ -22,7 +22,7 @@ from tieredkv.storage.format.planes import Packed, aligned_buffer, extent_bytes_
 from tieredkv.storage.format.record import Extent, Located, padded_bytes
 from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.ownership import owned_by
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import Lent, Stored
 from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
@@ -89,7 +89,7 @@ class Writes:
             shown since that blocks can be stored again.
     """
 
-    store: BlockStore
+    store: Store
     loop: Loop
     threads: ThreadPoolExecutor
     num_threads: int
@@ -140,7 +140,7 @@ class Writes:
         """
         if self._refused is None or self.are_under_way:
             return
-        now, block_hash = self.store.clock.now(), os.urandom(len(self._refused.block_hash))
+        now, block_hash = self.store.parts.clock.now(), os.urandom(len(self._refused.block_hash))
         times = {"computed_at": now, "expires_at": now, "last_used": now, "pinned_until": 0.0}
         trial = replace(self._refused, block_hash=block_hash, **times)
         self._packed.append(WriteTask(None, trial))  # as large as the block: it is not compressed
@@ -245,7 +245,7 @@ class Writes:
         else:
             what = (task.record, page, task.packed, partial(self._give_way, task))
             with suppress(_GivesWayError):
-                task.written = self.store.write_payload(task.extent, *what)
+                task.written = self.store.write(task.extent, *what)
                 task.packed = None  # its memory
                 task.ended_at = time.monotonic()
 
@@ -260,7 +260,7 @@ class Writes:
         task.is_held_back |= self._is_held_back or self.share.wait_s > 0
         if error is not None:
             if task.extent is not None:
-                self.store.write_failed(task.extent, error)
+                self.store.give_back(task.extent, error)
             self._end(task, _refusal(error))
             self._note_refusal(task.record, error)
         elif task.extent is None:
@@ -282,7 +282,7 @@ class Writes:
         try:
             batch = self._leave_out_known(batch)
             records = [task.record for task in batch]
-            extents = self.store.reserve_many(records, [task.packed for task in batch])
+            extents = self.store.reserve(records, [task.packed for task in batch])
         except StorageError as error:
             self._note_refusal(batch[0].record, error)
             for task in batch:
@@ -306,7 +306,7 @@ class Writes:
     def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
         """Acknowledge blocks that are stored already and keep their claims; return the others."""
         known = [task for task in batch if self.store.holds(task.record)]
-        self.store.claim_or_touch([task.record for task in known])
+        self.store.touch([task.record for task in known])
         for task in known:
             self._end(task, "")
         return [task for task in batch if task not in known]
@@ -326,14 +326,17 @@ class Writes:
         if not group:
             return
         rows = [task.written for task in group if task.written is not None]
-        try:
-            reasons = ["" if is_stored else "expired" for is_stored in self.store.commit(rows)]
+        outcomes = self.store.commit(rows)
+        errors = [each.error for each in outcomes if each.error is not None]
+        if errors:
+            self._note_refusal(group[0].record, errors[0])
+        else:
             self.last_error, self._refused = "", None
             self.log.note_works("store")
-        except StorageError as error:
-            reasons = [_refusal(error)] * len(group)
-            self._note_refusal(group[0].record, error)
-        for task, reason in zip(group, reasons, strict=True):
+        for task, outcome in zip(group, outcomes, strict=True):
+            reason = "" if outcome.is_stored else "expired"
+            if outcome.error is not None:
+                reason = _refusal(outcome.error)
             self._end(task, reason, task.is_held_back, task.ended_at)
 
     def _note_refusal(self, record: BlockRecord, error: StorageError) -> None:

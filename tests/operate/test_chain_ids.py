@@ -40,7 +40,7 @@ class Conversations:
         parent = self.random.choice([None, *self.records.values(), *self.last * len(self.records)])
         self.last = [each for each in self.last if each is not parent]
         before = self.above(parent) if parent else []
-        self.store.claim_or_touch([TouchItem(each.block_hash, now) for each in before])
+        self.store.touch([TouchItem(each.block_hash, now) for each in before])
         stored = stored_hashes(self.store, before)
         added = [each for each in before if each.block_hash not in stored]
         for number in range(self.random.randint(1, 6)):

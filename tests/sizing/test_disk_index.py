@@ -32,7 +32,7 @@ class Both:
         for filler in fillers:
             put(self.store, filler)
         count = len(found_in(self.store, fillers))
-        self.store.delete([each.block_hash for each in fillers], "admin")
+        self.store.drop([each.block_hash for each in fillers], "admin")
         sweep(self.store)
         return count
 
@@ -47,7 +47,7 @@ class Both:
         now, block_hash = self.clock.now(), BlockHash(record.block_hash)
         self.records.setdefault(block_hash, record)
         if self.store.holds(record):
-            self.store.claim_or_touch([record])
+            self.store.touch([record])
         else:
             put(self.store, record)
         times = record.computed_at, record.last_used, record.expires_at
@@ -57,7 +57,7 @@ class Both:
         """Use a block, if it is there, and claim it for longer."""
         now = self.clock.now()
         retention = "24h" if expires_at else None
-        self.store.claim_or_touch([TouchItem(block_hash, now, expires_at, retention)])
+        self.store.touch([TouchItem(block_hash, now, expires_at, retention)])
         life = self.index.get(block_hash, now)
         if life is not None:
             life.last_used = max(life.last_used, now)

@@ -2,6 +2,7 @@
 
 import hashlib
 import mmap
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -25,12 +26,13 @@ from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
 from tieredkv.operate.verify import VerifyResult, check
 from tieredkv.storage.extents.allocator import ExtentAllocator
-from tieredkv.storage.format.record import Extent, Retentions, decode_record
+from tieredkv.storage.format.record import Extent, Located, Retentions, decode_record
 from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key, split_extent_key
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.messages.operator import Checked, Delete, Verify
+from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.worker.operators import rows_of
 from tieredkv.storage.worker.steps import check_blocks, checking_index, deleting
 from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
@@ -83,19 +85,34 @@ def page_with(data: bytes, page_bytes: int | None = None) -> memoryview:
     return page
 
 
-class CheckedStore(BlockStore):
+class CheckedStore(Store):
     """A store whose `check()` reads all entries and compares them with each other."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.path, self.clock, self.index = (
+            self.parts.folder.path,
+            self.parts.clock,
+            self.parts.index,
+        )
+        self.files, self.space, self.room = self.parts.files, self.parts.space, self.parts.room
+        self.keys = self.parts.key_use.keys
+
+    def locate(self, block_hash: bytes) -> Located | None:
+        """Return where a block lies, or None on a miss."""
+        sealed = self.find([block_hash]).get(block_hash)
+        return None if sealed is None else decode_record(block_hash, sealed, self.index.retentions)
 
     def check(self) -> None:
         """Verify every invariant of the class."""
         with self.index.reading() as txn:
-            problems = find_problems(txn, self.allocator) + txn.contradictions()
+            problems = find_problems(txn, self.parts.allocator) + txn.contradictions()
         if problems:
             raise IntegrityError("; ".join(problems))
 
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
         """Return the records that `find` answers, decoded and in the order of the hashes."""
-        found, names = self.find(hashes), self.retentions
+        found, names = self.find(hashes), self.index.retentions
         return [decode_record(h, found[h], names).record if h in found else None for h in hashes]
 
 
@@ -165,24 +182,32 @@ def open_store(
 ) -> CheckedStore:
     options.setdefault("budget_bytes", BUDGET_BYTES)
     options.setdefault("sync", "none")
-    return CheckedStore.open(
-        StoreOptions(path=str(path), **options), clock or FakeClock(), failpoint
-    )
+    how = StoreOptions(path=str(path), **options)
+    return CheckedStore(open_parts(how, clock or FakeClock(), failpoint), how)
 
 
-def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
+def put(store: Store, *records: BlockRecord) -> list[bool]:
     """Store blocks with their right payloads, as the worker does."""
-    extents = store.reserve_many(records)
+    extents = store.reserve(records)
     writes = []
     for extent, record in zip(extents, records, strict=True):
         assert extent is not None
-        writes.append(store.write_payload(extent, record, page_with(payload_of(record))))
-    return store.commit(writes)
+        writes.append(store.write(extent, record, page_with(payload_of(record))))
+    return commit(store, writes)
 
 
-def reserve(store: BlockStore, record: BlockRecord) -> Extent | None:
+def commit(store: Store, writes: Sequence[Located]) -> list[bool]:
+    """Commit written blocks; return which are stored, and raise what the commit fails with."""
+    outcomes = store.commit(writes)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.is_stored for outcome in outcomes]
+
+
+def reserve(store: Store, record: BlockRecord) -> Extent | None:
     """Reserve an extent for one block."""
-    (extent,) = store.reserve_many([record])
+    (extent,) = store.reserve([record])
     return extent
 
 
@@ -193,7 +218,7 @@ class SweepResult(NamedTuple):
     erased_bytes: int
 
 
-def sweep(store: BlockStore) -> SweepResult:
+def sweep(store: Store) -> SweepResult:
     """Run all steps of a sweep."""
     before = store.stats()
     for _ in store.sweeping():
@@ -231,11 +256,11 @@ class EvictResult(NamedTuple):
     keys_error: str = ""
 
 
-def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
+def evict(store: Store, which: EvictFilter) -> EvictResult:
     """Evict from a store as its worker and the verb do."""
     if which.is_empty:
         return EvictResult(0, 0)
-    now, starts, unknown_ids = store.clock.now(), None, tuple[str, ...]()
+    now, starts, unknown_ids = store.parts.clock.now(), None, tuple[str, ...]()
     if which.ids:
         following, before, unknown = gather(store).choose(which.ids)
         starts, unknown_ids = [*starts_in(following), *starts_in(before)], tuple(unknown)
@@ -258,34 +283,34 @@ class Chosen(NamedTuple):
     unknown_ids: list[str]
 
 
-def choose(store: BlockStore, ids: Sequence[str]) -> Chosen:
+def choose(store: Store, ids: Sequence[str]) -> Chosen:
     """Find the blocks that ids name."""
     *chosen, unknown_ids = gather(store).choose(ids)
-    with store.index.reading() as txn:
+    with store.parts.index.reading() as txn:
         found = [
             [next(txn.entries_of(start))[0] for start in starts_in(blocks)] for blocks in chosen
         ]
     return Chosen(found[0], found[1], unknown_ids)
 
 
-def table_of(store: BlockStore) -> BlockTable:
+def table_of(store: Store) -> BlockTable:
     """See which blocks there are."""
     reader = TableReader()
-    with store.index.reading() as txn:
+    with store.parts.index.reading() as txn:
         entries = [*txn.records()]
-    reader.add(rows_of(entries, None, 0.0, store.index.retentions.names))
+    reader.add(rows_of(entries, None, 0.0, store.parts.index.retentions.names))
     return reader.table
 
 
-def gather(store: BlockStore) -> Chains:
+def gather(store: Store) -> Chains:
     """See which chains there are."""
-    return Chains(table_of(store).unexpired(store.clock.now()))
+    return Chains(table_of(store).unexpired(store.parts.clock.now()))
 
 
-def chains(store: BlockStore) -> list[ChainInfo]:
+def chains(store: Store) -> list[ChainInfo]:
     """List all chains."""
     columns = ChainColumns(gather(store), KnownModels([]))
-    pages = columns.listed(ChainFilter(""), Order(""), None, store.clock.now())
+    pages = columns.listed(ChainFilter(""), Order(""), None, store.parts.clock.now())
     return [each for page in pages for each in page]
 
 
@@ -303,28 +328,28 @@ def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any
     return part_of(rows, hashes, parents, [it.pinned_until for it, _ in blocks], kinds)
 
 
-def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
+def verify(store: Store, *, repair: bool = True) -> VerifyResult:
     """Check a store as its worker and the verb do."""
     result = VerifyResult()
     check(partial(checked, store), result, repair=repair)
     return result
 
 
-def checked(store: BlockStore, asked: Verify) -> Checked:
+def checked(store: Store, asked: Verify) -> Checked:
     """Take one step of checking a store."""
     if asked.step == "blocks":
         return check_blocks(store, asked, lambda call: call(), lambda: None)
     return end_of(checking_index(store, asked))
 
 
-def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:
+def load(store: CheckedStore, record: BlockRecord) -> bytes | str | None:
     """Load a block as the worker does; return its bytes, the reason of a failure or None (miss)."""
     located = store.locate(record.block_hash)
     if located is None:
         return None
     page = page_with(b"", -(-record.size_bytes // 4096) * 4096)
     try:
-        store.read_payload(located, page)
+        store.read(located, page)
     except StorageError as error:
         return store.read_failed(located, error)
     return bytes(page[: record.size_bytes])
@@ -351,6 +376,15 @@ def change_bytes(path: Path, at: int, change: Callable[[bytes], bytes], size: in
         data = file.read(size)
         file.seek(at)
         file.write(change(data))
+
+
+def refuse(code: int) -> Callable[..., None]:
+    """Return a system call that fails with a code."""
+
+    def call(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return call
 
 
 def flip(data: bytes) -> bytes:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tests.fakes import FakeClock
-from tests.storage.blocks import open_store, page_with, sweep
+from tests.storage.blocks import commit, open_store, page_with, sweep
 from tests.storage.conftest import make_record, payload_of
 from tieredkv.storage.client.names import Names
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.types import BlockRecord
 
 BUDGETS_BYTES = (4 << 20, 2 << 20)  # of two lives of the store: the second one shrinks its index
@@ -205,12 +205,14 @@ def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
                         make_record(chain, position, size_bytes=random_.choice(SIZES_BYTES))
                         for position in range(random_.randrange(1, 20))
                     ]
-                    names = Names(store.names_key).hide([each.block_hash for each in blocks])
+                    names = Names(store.parts.key_use.names_key).hide(
+                        [each.block_hash for each in blocks]
+                    )
                     for name, each in zip(names, blocks, strict=True):
                         known[name] = (chain, each.position, each.size_bytes)
-                    _put_blocks(store, blocks, Names(store.names_key))
+                    _put_blocks(store, blocks, Names(store.parts.key_use.names_key))
                     if round_ % 3 == 2:
-                        store.delete(names[:3], "request")
+                        store.drop(names[:3], "request")
                     if round_ % 5 == 4:
                         sweep(store)
                     found = store.lookup(list(known))
@@ -218,7 +220,7 @@ def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
                     lines.write(json.dumps([log.stat().st_size, stored]) + "\n")
 
 
-def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord], names: Names) -> None:
+def _put_blocks(store: Store, blocks: Sequence[BlockRecord], names: Names) -> None:
     """Store blocks under their names, as the client does."""
     hashes = [each.block_hash for each in blocks]
     hidden = zip(names.hide(hashes), names.hide([each.parent_hash for each in blocks]), strict=True)
@@ -227,11 +229,11 @@ def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord], names: Names) 
         for each, (name, parent) in zip(blocks, hidden, strict=True)
     ]
     writes = []
-    for extent, record, known in zip(store.reserve_many(records), records, hashes, strict=True):
+    for extent, record, known in zip(store.reserve(records), records, hashes, strict=True):
         if extent is not None:
             page = page_with(payload_of(known, record.size_bytes))
-            writes.append(store.write_payload(extent, record, page))
-    store.commit(writes)
+            writes.append(store.write(extent, record, page))
+    commit(store, writes)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from tests.storage.blocks import (
 from tests.storage.test_store_keys import DAY_S, Place
 from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.folder.folder import INDEX, MARKER
+from tieredkv.storage.folder.folder import INDEX
+from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
 from tieredkv.storage.format.record import Located, encode_record, scope_of
@@ -127,7 +128,7 @@ def test_a_folder_in_the_place_of_a_draft_does_not_keep_a_store_from_starting(
     make(place.folder / name)
     with place.open(budget_bytes=64 << 20) as store:
         assert load(store, record) == payload_of(record)
-        store.make_index_again()
+        store.rebuild()
         assert load(store, record) == payload_of(record)
         store.check()
     left = [each for each in ("a", "d") if (place.folder / name / each).exists()]

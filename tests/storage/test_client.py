@@ -32,7 +32,7 @@ from tests.storage.conftest import (
 from tests.waiting import HANG_S
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.folder.folder import has_engine, hold_for_engine
+from tieredkv.storage.folder.lock import has_engine, hold_for_engine
 from tieredkv.storage.tier import (
     BlockLife,
     Event,

@@ -20,6 +20,7 @@ from tests.fakes import FakeClock
 from tests.storage.blocks import (
     CheckedStore,
     change_bytes,
+    commit,
     flip,
     load,
     make_record,
@@ -42,7 +43,7 @@ from tests.storage.conftest import (
 from tieredkv.operate.ask import StoreControl
 from tieredkv.storage.format.planes import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.format.record import CODEC_RAW, Located, payload_checksum
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import Stored
 from tieredkv.types import BlockRecord
 
@@ -77,18 +78,18 @@ def there_and_back(block: bytes, number: int) -> tuple[bytes, int]:
     return bytes(page[: len(block)]), len(packed.payload)
 
 
-def put(store: BlockStore, *records: BlockRecord, pages: Sequence[memoryview] = ()) -> list[bool]:
+def put(store: Store, *records: BlockRecord, pages: Sequence[memoryview] = ()) -> list[bool]:
     """Store blocks as the worker does."""
     pages = pages or [page_with(block_of(record)) for record in records]
     packed = [pack_page(store, record, page) for record, page in zip(records, pages, strict=True)]
     writes = []
-    for i, extent in enumerate(store.reserve_many(records, packed)):
+    for i, extent in enumerate(store.reserve(records, packed)):
         assert extent is not None
-        writes.append(store.write_payload(extent, records[i], pages[i], packed[i]))
-    return store.commit(writes)
+        writes.append(store.write(extent, records[i], pages[i], packed[i]))
+    return commit(store, writes)
 
 
-def pack_page(store: BlockStore, record: BlockRecord, page: memoryview) -> Packed | None:
+def pack_page(store: Store, record: BlockRecord, page: memoryview) -> Packed | None:
     return store.packing.pack(page[: record.size_bytes])
 
 
@@ -100,7 +101,7 @@ def open_packing(
     return store
 
 
-def located(store: BlockStore, record: BlockRecord) -> Located:
+def located(store: CheckedStore, record: BlockRecord) -> Located:
     found = store.locate(record.block_hash)
     assert found is not None
     return found
@@ -246,9 +247,9 @@ def test_what_does_not_shrink_is_stored_raw(tmp_path: Path, size_bytes: int) -> 
         page = page_with(noise)
         packed = pack_page(store, record, page)
         assert packed is None
-        (extent,) = store.reserve_many([record], [packed])
+        (extent,) = store.reserve([record], [packed])
         assert extent is not None
-        store.commit([store.write_payload(extent, record, page, packed)])
+        store.commit([store.write(extent, record, page, packed)])
         assert located(store, record).codec == CODEC_RAW
         assert load(store, record) == noise
 
@@ -258,9 +259,9 @@ def test_a_lost_index_is_made_again_from_compressed_extents_too(tmp_path: Path) 
     with open_packing(tmp_path) as store:
         put(store, *records)
     with open_store(tmp_path) as store:
-        extents = store.reserve_many([plain := make_record("raw", size_bytes=BLOCK_BYTES)])
+        extents = store.reserve([plain := make_record("raw", size_bytes=BLOCK_BYTES)])
         assert extents[0] is not None
-        store.commit([store.write_payload(extents[0], plain, page_with(block_of(plain)))])
+        store.commit([store.write(extents[0], plain, page_with(block_of(plain)))])
     shutil.rmtree(tmp_path / "index")
     (tmp_path / "index").mkdir(mode=0o700)
     with open_packing(tmp_path) as store:
@@ -292,9 +293,9 @@ def test_a_payload_that_lies_under_a_right_checksum_is_a_miss(tmp_path: Path) ->
         packed = pack_page(store, record, page)
         assert packed is not None
         packed.payload[:8] = struct.pack("<2I", 1 << 30, 1 << 30)
-        (extent,) = store.reserve_many([record], [packed])
+        (extent,) = store.reserve([record], [packed])
         assert extent is not None
-        store.commit([store.write_payload(extent, record, page, packed)])
+        store.commit([store.write(extent, record, page, packed)])
         assert load(store, record) == "codec"
         assert load(store, record) is None
         assert store.stats().faults == {"codec": 1}
@@ -310,15 +311,15 @@ def test_a_reused_extent_holds_nothing_of_the_block_before(tmp_path: Path) -> No
         first = segment_files(tmp_path)[0].read_bytes()[found.extent.number * found.extent_bytes :]
         tail = first[: 512 + found.payload_bytes][-64:]
         clock.advance(20)
-        store.delete([long.block_hash], "request")
+        store.drop([long.block_hash], "request")
         page = page_with(block_of(short))
         page[1:4096:2] = bytes([0x3F]) * 2048  # makes the payload a little shorter
         packed = pack_page(store, short, page)
         assert packed is not None and len(packed.image) == found.extent_bytes
         assert len(packed.payload) < found.payload_bytes
-        (extent,) = store.reserve_many([short], [packed])
+        (extent,) = store.reserve([short], [packed])
         assert extent == found.extent
-        store.commit([store.write_payload(extent, short, page, packed)])
+        store.commit([store.write(extent, short, page, packed)])
         assert tail not in segment_files(tmp_path)[0].read_bytes()
 
 

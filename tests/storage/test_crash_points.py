@@ -27,9 +27,9 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tieredkv.storage.extents import allocator
+from tieredkv.storage.extents import room
 from tieredkv.storage.index import rebuild
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.types import BlockRecord
 
 LABELS = [
@@ -132,7 +132,7 @@ def live(path: Path, failpoint: Callable[[str], None], tell: Callable[[str], Non
     for life, steps in enumerate(LIVES):
         with (
             open_store(path, clock, budget_bytes=BUDGET_BYTES, failpoint=failpoint) as store,
-            patch.object(allocator, "_ERASING_S", math.inf),  # as many steps on a slow machine
+            patch.object(room, "_ERASING_S", math.inf),  # as many steps on a slow machine
         ):
             for number, step in enumerate(steps):
                 tell(f"begin {life} {number}")
@@ -140,12 +140,12 @@ def live(path: Path, failpoint: Callable[[str], None], tell: Callable[[str], Non
                 tell(f"done {life} {number}")
 
 
-def take_step(store: BlockStore, clock: FakeClock, step: Step) -> None:
+def take_step(store: Store, clock: FakeClock, step: Step) -> None:
     if step[0] == "put":
         clock.advance_to(step[1][-1].computed_at)
         assert all(put(store, *step[1]))
     elif step[0] == "delete":
-        num_deleted = store.delete([record.block_hash for record in step[1]], "request")
+        num_deleted = store.drop([record.block_hash for record in step[1]], "request")
         assert num_deleted == len(step[1])
     else:
         clock.advance(step[1])

@@ -73,9 +73,9 @@ def churned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for start in range(0, len(CHURNED), 64):
             put(store, *CHURNED[start : start + 64])
-        store.delete([record.block_hash for record in CHURNED[::7]], "test")
+        store.drop([record.block_hash for record in CHURNED[::7]], "test")
         sweep(store)
-        store.delete([record.block_hash for record in CHURNED[1::7]], "test")
+        store.drop([record.block_hash for record in CHURNED[1::7]], "test")
     return path
 
 
@@ -198,8 +198,8 @@ def test_a_full_store_that_lost_what_orders_its_blocks_takes_new_ones_after_a_sw
         txn.drop(database, delete=False)
     with open_store(path) as store:
         fresh = [make_record("fresh", position) for position in range(64)]
-        for extent in filter(None, store.reserve_many(fresh)):
-            store.abandon(extent)
+        for extent in filter(None, store.reserve(fresh)):
+            store.give_back(extent)
         sweep(store)
         store.check()
         assert all(put(store, *fresh))
@@ -322,8 +322,8 @@ def test_segments_that_the_index_forgot_keep_what_is_stored_and_nothing_that_was
     with open_store(path, clock) as store:
         for records in (kept, evicted, expired, claimed):
             assert all(put(store, *records))
-        store.claim_or_touch([make_later(record) for record in claimed])
-        store.delete([record.block_hash for record in evicted], "test")  # not erased yet
+        store.touch([make_later(record) for record in claimed])
+        store.drop([record.block_hash for record in evicted], "test")  # not erased yet
     forget_segments(path)
     clock.advance(61)
     with open_store(path, clock) as store:
@@ -421,13 +421,13 @@ def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Pat
 
     with open_store(path, budget_bytes=2 << 20, failpoint=sample) as store:
         put(store, *small)
-        store.delete([record.block_hash for record in small[1:]], "test")
+        store.drop([record.block_hash for record in small[1:]], "test")
         sweep(store)  # turns the deleted blocks into holes
         for record in large:
             put(store, record)
-        store.make_index_again()
+        store.rebuild()
         shutil.rmtree(path / "index.bad")  # else room for it would be made by evictions first
-        store.allocator.space.measure()
+        store.space.measure()
         put(store, *small)
         store.check()
     assert max(occupied) <= 2 << 20

@@ -69,7 +69,7 @@ def assert_sound(folder: Path, stored: list[BlockRecord], budget_bytes: int = 64
             located = store.locate(record.block_hash)
             assert located is not None, "an acknowledged block is gone"
             page = page_with(b"", PAGE_BYTES)
-            store.read_payload(located, page)
+            store.read(located, page)
             assert page == payload_of(record.block_hash), "a wrong block was stored"
         assert verify(store, repair=False).bad == 0
         store.check()

@@ -20,6 +20,7 @@ from tests.storage.blocks import (
     BLOCK_BYTES,
     CheckedStore,
     change_bytes,
+    commit,
     digest,
     evict,
     flip,
@@ -40,7 +41,7 @@ from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.client.names import Names
-from tieredkv.storage.extents.files import PIECE_BYTES
+from tieredkv.storage.extents.payloads import PIECE_BYTES
 from tieredkv.storage.format.header import decode_encryption, decode_header
 from tieredkv.storage.format.planes import WIDTHS
 from tieredkv.storage.format.record import (
@@ -95,11 +96,11 @@ def put_packed(store: CheckedStore, record: BlockRecord) -> Located:
     """Store a block as a worker with compression does; return where it lies."""
     page = page_with(compressible(record))
     packed = store.packing.pack(page)
-    (extent,) = store.reserve_many([record], [packed])
+    (extent,) = store.reserve([record], [packed])
     assert extent is not None
-    written = store.write_payload(extent, record, page, packed)
+    written = store.write(extent, record, page, packed)
     assert bytes(page) == compressible(record)  # it may be on its way up to the GPU
-    assert store.commit([written]) == [True]
+    assert commit(store, [written]) == [True]
     return written
 
 
@@ -145,9 +146,9 @@ def test_a_compressed_block_of_several_pieces_comes_back(encrypted: Encrypted) -
         packed = store.packing.pack(page)
         assert packed is not None
         assert len(packed.payload) > 2 * PIECE_BYTES
-        (extent,) = store.reserve_many([record], [packed])
+        (extent,) = store.reserve([record], [packed])
         assert extent is not None
-        store.commit([store.write_payload(extent, record, page, packed)])
+        store.commit([store.write(extent, record, page, packed)])
         assert load(store, record) == bytes(page)
 
 
@@ -157,9 +158,9 @@ def test_equal_blocks_are_encrypted_differently_each_time(encrypted: Encrypted) 
         for name in ("a", "b", "a"):
             encrypted.clock.advance(1)
             record = encrypted.record(name)
-            (extent,) = store.reserve_many([record])
+            (extent,) = store.reserve([record])
             assert extent is not None
-            written = store.write_payload(extent, record, page_with(bytes(BLOCK_BYTES)))
+            written = store.write(extent, record, page_with(bytes(BLOCK_BYTES)))
             store.commit([written])
             image = image_of(encrypted.folder, written)
             nonces.add(decode_encryption(image).nonce)
@@ -209,7 +210,7 @@ def test_a_longer_life_needs_no_new_payload(encrypted: Encrypted) -> None:
         put(store, record)
         written = store.stats().bytes_written
         longer = make_record(now=record.computed_at, expires_at=record.expires_at + 100)
-        store.claim_or_touch([longer])
+        store.touch([longer])
         assert store.stats().bytes_written == written
         assert load(store, record) == payload_of(record)
 
@@ -241,19 +242,19 @@ def test_a_key_stays_while_a_write_may_use_it(encrypted: Encrypted) -> None:
     with encrypted.open() as store:
         put(store, record)
         other = encrypted.record("b")
-        (extent,) = store.reserve_many([other])
+        (extent,) = store.reserve([other])
         assert extent is not None
-        store.delete([record.block_hash], "operator")
+        store.drop([record.block_hash], "operator")
         sweep(store)
         assert len(scopes(store)) == 1
-        written = store.write_payload(extent, other, page_with(payload_of(other)))
+        written = store.write(extent, other, page_with(payload_of(other)))
         store.commit([written])
         sweep(store)
         assert load(store, other) == payload_of(other)
-        (extent,) = store.reserve_many([encrypted.record("c")])
+        (extent,) = store.reserve([encrypted.record("c")])
         assert extent is not None
-        store.delete([other.block_hash], "operator")
-        store.abandon(extent)
+        store.drop([other.block_hash], "operator")
+        store.give_back(extent)
         sweep(store)
         assert scopes(store) == []
 
@@ -420,7 +421,7 @@ def test_a_store_without_its_keys_can_be_looked_at_and_emptied(lost: Encrypted) 
         assert (stats.blocks, stats.encryption) == (1, "no keys")
         assert stored_hashes(store, [lost.record()])
         with refused(StorageError):
-            store.read_payload(locate(store, lost.record()), page_with(b"", BLOCK_BYTES))
+            store.read(locate(store, lost.record()), page_with(b"", BLOCK_BYTES))
         sweep(store)
         assert store.stats().blocks == 1
         assert evict(store, EvictFilter(all=True)).evicted_blocks == 1
@@ -450,7 +451,7 @@ def test_a_rebuild_finds_blocks_and_skips_those_without_keys(encrypted: Encrypte
         assert load(store, kept) == payload_of(kept)
         sweep(store)
         store.check()
-        store.make_index_again()
+        store.rebuild()
         store.check()
         assert load(store, kept) == payload_of(kept)
 

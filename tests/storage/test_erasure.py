@@ -23,7 +23,7 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Rotate, Verify, decoded
 from tieredkv.server import admin
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.types import BlockRecord
 
 MINE, THEIRS = digest("tenant"), digest("other")
@@ -236,8 +236,8 @@ def test_an_eviction_names_the_blocks_to_the_engine_by_the_starts_of_their_names
     assert {*client.names.reveal(call.starts or ())} == {it.block_hash[:16] for it in chain}
 
 
-def hashes_of(store: BlockStore) -> list[bytes]:
-    with store.index.reading() as txn:
+def hashes_of(store: Store) -> list[bytes]:
+    with store.parts.index.reading() as txn:
         return [name for name, _ in txn.records()]
 
 
@@ -265,7 +265,7 @@ def test_an_eviction_whose_keys_cannot_be_dropped_tells_what_it_did(stopped: Sto
 @pytest.mark.usefixtures("no_drops")
 def test_a_due_rebuild_comes_although_keys_cannot_be_dropped(stopped: Stopped) -> None:
     with open_store(stopped.folder, Clock(), **stopped.options()) as store:
-        store.delete(hashes_of(store)[:1], "test")
+        store.drop(hashes_of(store)[:1], "test")
         store.ask_for_rebuild()
         with pytest.raises(StorageError) as error:
             sweep(store)
@@ -282,7 +282,7 @@ def test_a_store_whose_unused_keys_cannot_be_dropped_opens(
 ) -> None:
     for _ in range(2):
         with open_store(stopped.folder, Clock(), **stopped.options()) as store:
-            store.delete(hashes_of(store), "test")
+            store.drop(hashes_of(store), "test")
     assert [each for each in caplog.messages if "Read-only file system" in each]
     with open_store(stopped.folder, Clock(), **stopped.options()) as store:
         assert store.stats().num_keys == 2

@@ -1,5 +1,6 @@
 """Damaged blocks of a closed store are found, dropped and counted, and no other block is lost."""
 
+import errno
 import os
 import shutil
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 
 from tests.storage.blocks import (
     RETENTIONS,
+    CheckedStore,
     change_bytes,
     digest,
     flip,
@@ -22,11 +24,14 @@ from tests.storage.blocks import (
     page_with,
     payload_of,
     put,
+    reserve,
     segment_files,
+    stored_hashes,
     sweep,
     verify,
 )
 from tieredkv.errors import StorageError
+from tieredkv.storage.extents.room import Room
 from tieredkv.storage.format.record import (
     HEADER_BYTES,
     Extent,
@@ -34,7 +39,8 @@ from tieredkv.storage.format.record import (
     decode_record,
     encode_record,
 )
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.index.transaction import TXN_BLOCKS
+from tieredkv.storage.store import Outcome
 from tieredkv.types import BlockRecord
 
 SMALL = [make_record("small", position) for position in range(6)]
@@ -241,7 +247,7 @@ def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
     """The copied extents have been used again: their blocks are sound, but not the index's."""
     file, copy = store.file_of(FIRST), store.path.parent / "copy"
     with open_store(store.path) as opened:  # the deletion frees the two extents for `again`
-        opened.delete([FIRST, OTHER], "request")
+        opened.drop([FIRST, OTHER], "request")
         shutil.copyfile(file, copy)
         again = [make_record("small", position, now=1_800_000_001.0) for position in (1, 4)]
         assert all(put(opened, *again))
@@ -341,7 +347,7 @@ def test_damaged_blocks_are_stored_again_and_the_store_stays_sound(
             assert all(put(store, *fresh, *RECORDS))
             for record in [*fresh, *RECORDS]:
                 assert load(store, record) == payload_of(record)
-            store.delete([record.block_hash for record in fresh], "request")
+            store.drop([record.block_hash for record in fresh], "request")
             sweep(store)
             store.check()
     with open_store(filled.path) as store:
@@ -379,7 +385,7 @@ def test_verify_finds_and_repairs_the_damage_once(tmp_path: Path, damage: Damage
 def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) -> None:
     filled = Filled(tmp_path / "store")
     with open_store(filled.path) as store:  # the deletion leaves a free extent
-        store.delete([FIRST], "request")
+        store.drop([FIRST], "request")
         sweep(store)
     with plain_index(filled.path, name) as (txn, database):
         txn.drop(database, delete=False)
@@ -431,13 +437,13 @@ def test_a_disk_that_cannot_be_read_for_a_moment_costs_a_miss_and_no_block(tmp_p
         assert verify(store).bad == 0
 
 
-def extent_of(store: BlockStore, record: BlockRecord) -> Extent:
+def extent_of(store: CheckedStore, record: BlockRecord) -> Extent:
     located = store.locate(record.block_hash)
     assert located is not None
     return located.extent
 
 
-def put_into(store: BlockStore, extent: Extent, name: str) -> BlockRecord | None:
+def put_into(store: CheckedStore, extent: Extent, name: str) -> BlockRecord | None:
     """Store 20 blocks and delete those outside this extent; return the block in it, if any."""
     tried = [make_record(f"{name} {i}") for i in range(20)]
     found = None
@@ -446,7 +452,7 @@ def put_into(store: BlockStore, extent: Extent, name: str) -> BlockRecord | None
         if extent_of(store, record) == extent:
             found = record
     unwanted = [record.block_hash for record in tried if record is not found]
-    store.delete(unwanted, "request")
+    store.drop(unwanted, "request")
     return found
 
 
@@ -492,11 +498,11 @@ def test_a_failed_write_is_counted_by_its_reason(tmp_path: Path, cause: str, rea
     with open_store(path) as store:
         put(store, *SMALL)
         sweep(store)
-        (extent,) = store.reserve_many([new])
+        (extent,) = store.reserve([new])
         assert extent is not None
         with failing_files(path, cause), pytest.raises(StorageError) as error:
-            store.write_payload(extent._replace(number=0), new, page_with(payload_of(new)))
-        store.write_failed(extent, error.value)
+            store.write(extent._replace(number=0), new, page_with(payload_of(new)))
+        store.give_back(extent, error.value)
         assert store.stats().faults == {reason: 1}
         assert store.lookup([new.block_hash]) == [None]
         store.check()
@@ -509,7 +515,7 @@ def test_a_failed_write_is_counted_by_its_reason(tmp_path: Path, cause: str, rea
 def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> None:
     filled = Filled(tmp_path / "store")
     with open_store(filled.path) as store:
-        store.delete([OTHER], "request")
+        store.drop([OTHER], "request")
         sweep(store)
     filled.file_of(FIRST).unlink()
     with open_store(filled.path) as store:
@@ -543,7 +549,7 @@ def test_a_segment_that_was_removed_costs_its_blocks_and_no_store(
     with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
         put(store, *old)
         if change != "none":
-            store.delete([each.block_hash for each in old[:4]], "test")
+            store.drop([each.block_hash for each in old[:4]], "test")
         if change == "sweep":
             sweep(store)
         (segment,) = segment_files(tmp_path / "s")
@@ -561,6 +567,82 @@ def test_a_segment_that_was_removed_costs_its_blocks_and_no_store(
         store.check()
     with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
         assert [load(store, each) for each in new] == [payload_of(each) for each in new]
+        store.check()
+
+
+@pytest.mark.parametrize("damage", ["removed", "cannot be flushed"])
+def test_blocks_of_one_file_fail_alone_while_others_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    small = [make_record("small", each) for each in range(3)]
+    large = [make_record("large", each, size_bytes=50_000) for each in range(2)]
+    group = [small[0], large[0], small[1], large[1], small[2]]
+    with open_store(tmp_path / "s", sync="commit") as store:
+        lent = [extent for extent in store.reserve(group) if extent is not None]
+        pages = [page_with(payload_of(each)) for each in group]
+        written = list(map(store.write, lent, group, pages))
+        [file] = (tmp_path / "s" / "segments").glob(f"{lent[1].segment:08d}-*.seg")
+        number, flush = file.stat().st_ino, os.fdatasync
+        if damage == "removed":
+            file.unlink()
+        else:
+            monkeypatch.setattr(os, "fdatasync", lambda fd: flush_unless(fd, number, flush))
+        outcomes = store.commit(written)
+        monkeypatch.undo()
+        assert [each.is_stored for each in outcomes] == [True, False, True, False, True]
+        codes = [each.error and each.error.errno for each in outcomes]
+        code = errno.ENOENT if damage == "removed" else errno.EIO
+        assert codes == [None, code, None, code, None]
+        assert store.stats().faults == {"io_error": 1}
+        assert stored_hashes(store, group) == {each.block_hash for each in small}
+        store.check()
+        assert put(store, *large) == [True] * 2
+        sweep(store)
+        assert store.stats().bytes_pending == 0
+        store.check()
+
+
+def flush_unless(fd: int, inode: int, flush: Callable[[int], None]) -> None:
+    if os.fstat(fd).st_ino == inode:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    flush(fd)
+
+
+def test_a_batch_that_cannot_be_committed_fails_without_the_others(tmp_path: Path) -> None:
+    """More blocks than one transaction changes were written."""
+
+    def fail_at_the_first(label: str) -> None:
+        met.append(label)
+        if met.count("commit:before") == 1 and label == "commit:before":
+            raise OSError(errno.EIO, "the index cannot be written")
+
+    met: list[str] = []
+    records = [make_record("a", each, size_bytes=1024) for each in range(TXN_BLOCKS + 3)]
+    with open_store(tmp_path / "s", failpoint=fail_at_the_first) as store:
+        lent = [extent for extent in store.reserve(records) if extent is not None]
+        pages = [page_with(payload_of(each)) for each in records]
+        outcomes = store.commit(list(map(store.write, lent, records, pages)))
+        assert [each.is_stored for each in outcomes] == [False] * TXN_BLOCKS + [True] * 3
+        assert stored_hashes(store, records) == {each.block_hash for each in records[-3:]}
+        store.check()
+
+
+def test_blocks_are_stored_though_room_for_the_next_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_room: Room) -> None:
+        raise StorageError(errno.EIO, "an extent cannot be listed as free")
+
+    record = make_record()
+    with open_store(tmp_path / "s") as store:
+        extent = reserve(store, record)
+        assert extent is not None
+        written = store.write(extent, record, page_with(payload_of(record)))
+        monkeypatch.setattr(Room, "enforce_budget", fail)
+        assert store.commit([written]) == [Outcome(is_stored=True)]
+        monkeypatch.undo()
+        assert store.stats().faults == {"io_error": 1}
+        assert load(store, record) == payload_of(record)
         store.check()
 
 

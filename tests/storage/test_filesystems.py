@@ -22,6 +22,7 @@ from tests.storage.blocks import (
     open_store,
     payload_of,
     put,
+    refuse,
     segment_files,
     stored_hashes,
     sweep,
@@ -53,13 +54,6 @@ def mount(request: pytest.FixtureRequest) -> Iterator[Callable[[Filesystem], Pat
                 pytest.skip(f"this filesystem cannot be mounted here: {error}")
 
         yield make
-
-
-def refuse(code: int) -> Callable[..., None]:
-    def call(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return call
 
 
 def churn(folder: Path, *sizes: int) -> None:
@@ -109,6 +103,31 @@ def test_zeroes_take_the_place_of_calls_that_are_missing(
     churn(tmp_path / "store", 8192, *[50_000] * ("punch_hole" not in missing))
 
 
+@pytest.mark.parametrize("share", [3 / 4, 1 / 2, 1 / 4])
+def test_a_smaller_budget_without_holes_costs_only_the_blocks_at_the_ends_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    for module in (filesystem, extents):
+        monkeypatch.setattr(module, "punch_hole", refuse(errno.EOPNOTSUPP))
+    clock, folder, budget_bytes = FakeClock(), tmp_path / "store", int(share * (4 << 20))
+    records = [make_record(f"{i}", last_used=clock.now() - i) for i in range(250)]
+    with open_store(folder, clock, budget_bytes=4 << 20) as store:
+        assert put(store, *records) == [True] * 250
+        store.drop([records[7].block_hash], "test")
+    with open_store(folder, clock, budget_bytes=budget_bytes) as store:
+        assert occupied_bytes(folder) <= budget_bytes
+        kept = [each for each in records if each.block_hash in stored_hashes(store, records)]
+        assert kept == [each for each in records[: len(kept) + 1] if each is not records[7]]
+        assert sum(each.size_bytes for each in kept) > 0.3 * budget_bytes
+        assert [load(store, each) for each in kept] == [payload_of(each) for each in kept]
+        assert store.stats().num_evicted == 249 - len(kept)
+        store.check()
+        later = [make_record("later", each, now=clock.now() + 1) for each in range(8)]
+        assert put(store, *later) == [True] * 8
+        assert occupied_bytes(folder) <= budget_bytes
+        store.check()
+
+
 def test_a_full_disk_that_cannot_set_space_aside_takes_no_space_for_a_block_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,13 +136,13 @@ def test_a_full_disk_that_cannot_set_space_aside_takes_no_space_for_a_block_that
         assert put(store, make_record("a")) == [True]
         size_bytes = segment_files(tmp_path / "store")[0].stat().st_size
         monkeypatch.setattr(extents.SegmentFiles, "_write_zeroes", refuse(errno.ENOSPC))
-        lent = store.reserve_many([make_record("b", each) for each in range(64)])
+        lent = store.reserve([make_record("b", each) for each in range(64)])
         assert None in lent
         for extent in filter(None, lent):
-            store.abandon(extent)
+            store.give_back(extent)
         assert segment_files(tmp_path / "store")[0].stat().st_size == size_bytes
         monkeypatch.undo()
-        wait_until(lambda: not store.allocator.space.is_disk_full)
+        wait_until(lambda: not store.space.is_disk_full)
         assert put(store, make_record("c")) == [True]
         store.check()
 
@@ -149,9 +168,9 @@ def grow_the_index(folder: Path) -> float:
             group = [
                 make_record(f"{number}", each, now=now, size_bytes=size) for each in range(count)
             ]
-            extents = store.reserve_many(group)
+            extents = store.reserve(group)
             for extent in filter(None, extents):
-                store.abandon(extent)
+                store.give_back(extent)
             if None not in extents:
                 put(store, *group)
             sample("")
@@ -266,9 +285,9 @@ def assert_blocks_give_way(
     with open_store(folder, clock, budget_bytes=64 << 20) as store:
         for _ in range(200):
             store_some()
-            if store.allocator.space.lack:
+            if store.space.why_full:
                 break
-        assert cause in store.allocator.space.lack
+        assert cause in store.space.why_full
         assert len(stored) > 100
         for _ in range(20):
             wait_until(store_some) if can_erase else store_some()

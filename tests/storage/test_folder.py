@@ -15,13 +15,9 @@ import pytest
 from tests.golden import refused
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
-from tieredkv.storage.folder.folder import (
-    MARKER,
-    StoreFolder,
-    check_unused,
-    has_engine,
-    hold_for_engine,
-)
+from tieredkv.storage.folder.folder import StoreFolder
+from tieredkv.storage.folder.lock import check_unused, has_engine, hold_for_engine
+from tieredkv.storage.folder.marker import MARKER
 
 RECORD = make_record()
 

@@ -42,7 +42,7 @@ def test_a_payload_is_bound_to_its_block(encrypted: Encrypted) -> None:
             len(forged),
         )
         with refused(StorageError):
-            store.read_payload(forged_entry, page_with(b"", BLOCK_BYTES))
+            store.read(forged_entry, page_with(b"", BLOCK_BYTES))
 
 
 def forge_clear(store: CheckedStore, record: BlockRecord) -> None:

@@ -78,10 +78,10 @@ def test_a_disk_too_full_for_a_new_index_is_told_and_the_old_one_stays(small_dis
         put(store, *records)
         stranger.write_bytes(bytes(int(store.files.free_bytes()) - (64 << 10)))
         with refused(StoreFullError):
-            store.make_index_again()
+            store.rebuild()
         stranger.unlink()
         assert [load(store, each) for each in records] == [payload_of(each) for each in records]
-        store.make_index_again()
+        store.rebuild()
         assert [load(store, each) for each in records] == [payload_of(each) for each in records]
         store.check()
 
@@ -94,7 +94,7 @@ def test_new_blocks_take_the_place_of_the_longest_unused_ones(small_disk: Path) 
             clock.moment = record.computed_at
             assert put(store, record) == [True]
             assert load(store, record) == payload_of(record)
-            store.claim_or_touch([TouchItem(kept.block_hash, clock.now())])
+            store.touch([TouchItem(kept.block_hash, clock.now())])
             if number % 50 == 0:
                 store.check()
         there = stored_hashes(store, [kept, *records])

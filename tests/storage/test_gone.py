@@ -18,7 +18,7 @@ def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks(tmp_path: Path)
         put(store, *records)
         assert store.take_gone() == []
         first, second, *others = [record.block_hash for record in records]
-        store.delete([first, first, b"none" * 8], "test")
+        store.drop([first, first, b"none" * 8], "test")
         assert store.take_gone() == [first]
         located = store.locate(second)
         assert located is not None
@@ -37,11 +37,11 @@ def test_a_block_that_came_back_is_not_gone(tmp_path: Path) -> None:
     record = make_record("block")
     with open_store(tmp_path / "store", tells_gone=True) as store:
         put(store, record)
-        store.delete([record.block_hash], "test")
+        store.drop([record.block_hash], "test")
         put(store, record)
         assert store.take_gone() == []
-        store.delete([record.block_hash], "test")
-        store.make_index_again()
+        store.drop([record.block_hash], "test")
+        store.rebuild()
         assert store.take_gone() == [record.block_hash]
 
 
@@ -49,7 +49,7 @@ def test_a_store_notes_nothing_unless_it_is_asked_to(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         put(store, make_record("block"))
         evict(store, EvictFilter(all=True))
-        assert store.allocator.gone is None
+        assert store.room.gone is None
         assert store.take_gone() == []
 
 

@@ -13,7 +13,7 @@ from tests.fakes import FakeClock
 from tests.storage.blocks import make_record, open_store, put, sweep
 from tieredkv.storage.lifetimes import LEAST_MEASURED_S, LifetimeCounts
 from tieredkv.storage.stats import Lifetimes
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.units import parse_bytes
 
 NOW = 1_800_000_000.0
@@ -121,7 +121,7 @@ def test_any_age_has_a_bucket_and_the_memory_is_bounded(age_s: float) -> None:
     assert told(counts, GIB).evicted_age_p50_s["24h"] > 0
 
 
-def fill(store: BlockStore, clock: FakeClock, seconds: int, **changes: Any) -> None:
+def fill(store: Store, clock: FakeClock, seconds: int, **changes: Any) -> None:
     """Store one block every ten seconds."""
     for _ in range(seconds // 10):
         now = clock.now()
@@ -147,7 +147,7 @@ def test_a_store_tells_how_old_its_blocks_became_also_after_a_restart(tmp_path: 
         again = store.stats().lifetimes
         assert again.num_evicted == found.num_evicted
         assert again.evicted_age_p1_s == found.evicted_age_p1_s
-        store.make_index_again()  # which evicts to make room for the new index
+        store.rebuild()  # which evicts to make room for the new index
         num_evicted = before.num_evicted + store.stats().num_evicted
         assert store.stats().lifetimes.num_evicted == {"24h": num_evicted}
 
@@ -156,7 +156,7 @@ def test_blocks_that_expire_or_are_deleted_are_not_evicted(tmp_path: Path) -> No
     clock = FakeClock()
     with open_store(tmp_path / "s", clock) as store:
         fill(store, clock, 1000, expires_at=clock.now() + 1000)
-        store.delete([make_record(f"{clock.now() - 1000}").block_hash], "operator")
+        store.drop([make_record(f"{clock.now() - 1000}").block_hash], "operator")
         clock.advance(1000)
         sweep(store)
         found = store.stats().lifetimes

@@ -201,7 +201,7 @@ def add_a_segment(stopped: Stopped) -> None:
 
 def leave_pending_extents(stopped: Stopped) -> None:
     with stopped.open() as store:
-        store.delete([stopped.records[-1].block_hash], "operator")
+        store.drop([stopped.records[-1].block_hash], "operator")
         stopped.records.pop()
 
 

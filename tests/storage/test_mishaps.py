@@ -119,7 +119,7 @@ def test_an_index_is_looked_over_while_blocks_come_and_go(tmp_path: Path) -> Non
         blocks.put(store, *records)
         for number, is_sound in enumerate(look_over(store)):
             assert is_sound
-            store.delete([records[number].block_hash], "test")
+            store.drop([records[number].block_hash], "test")
             blocks.put(store, blocks.make_record("later", number))
         assert number > 8
 

@@ -67,7 +67,7 @@ def test_a_rebuild_says_what_it_is_made_from_and_why(
     with open_store(path) as store:
         if harm in (damage, lose_order, leave):
             stored_hashes(store, RECORDS)  # meets the damage
-            store.make_index_again()
+            store.rebuild()
         assert store.stats().faults["index"] == 1
         store.check()
         assert put(store, make_record("b", size_bytes=16384)) == [True]
@@ -109,7 +109,7 @@ def test_a_file_of_holes_among_the_segments_is_removed_without_reading_it(
         monkeypatch.setattr(os, "lseek", refuse)
     harm(path)
     with open_store(path) as store:
-        assert store.bytes_read < 2 << 20
+        assert store.files.bytes_read < 2 << 20
         assert not foreign.exists()
         assert [load(store, each) for each in RECORDS] == list(map(payload_of, RECORDS))
         store.check()
@@ -119,7 +119,7 @@ def test_space_behind_the_last_block_of_a_lost_index_is_given_back(tmp_path: Pat
     path = tmp_path / "store"
     with open_store(path, budget_bytes=64 << 20) as store:
         put(store, *RECORDS)
-        store.delete([each.block_hash for each in RECORDS[10:]], "test")
+        store.drop([each.block_hash for each in RECORDS[10:]], "test")
         sweep(store)
     [segment] = segment_files(path)
     assert segment.stat().st_size > 20 * 12_288

@@ -33,7 +33,7 @@ from tieredkv.storage.extents import allocator
 from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
 from tieredkv.storage.messages.operator import Delete
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import Lent
 from tieredkv.storage.worker import loop, operators
 from tieredkv.storage.worker.loop import Loop
@@ -66,13 +66,13 @@ def evicting(path: Path, engine: Engine) -> Iterator[Callable[[], dict[str, Any]
 def test_a_namespace_is_gone_at_once_and_takes_no_block_while_it_is_deleted(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete = BlockStore.delete
+    delete = Store.drop
 
-    def delete_through_gate(store: BlockStore, hashes: Sequence[bytes], reason: str) -> int:
+    def delete_through_gate(store: Store, hashes: Sequence[bytes], reason: str) -> int:
         engine.gate("deleting")
         return delete(store, hashes, reason)
 
-    monkeypatch.setattr(BlockStore, "delete", delete_through_gate)
+    monkeypatch.setattr(Store, "drop", delete_through_gate)
     path, theirs = tmp_path / "store", replace(OLD, namespace=THEIRS, block_hash=digest("theirs"))
     with serving(path, arena) as engine:
         engine.gate.label = "deleting"
@@ -230,7 +230,7 @@ def test_the_garbage_collector_has_nothing_to_do_with_blocks_that_were_deleted(
         put(store, *records)
         gc.collect()
         before = len(gc.get_objects())
-        store.delete([record.block_hash for record in records], "test")
+        store.drop([record.block_hash for record in records], "test")
         gc.collect()
         assert len(gc.get_objects()) - before < 100
 

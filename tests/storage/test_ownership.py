@@ -11,26 +11,17 @@ import pytest
 from tests.golden import refused
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.extents.allocator import ExtentAllocator
+from tieredkv.storage.extents.room import Room
 from tieredkv.storage.index.environment import Index
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.worker.deletions import Deletions
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.reads import Reads
 from tieredkv.storage.worker.writes import Writes
 
 FOR_ANY_THREAD: dict[type, set[str]] = {
-    BlockStore: {
-        "find",
-        "locate",
-        "read_payload",
-        "write_payload",
-        "bytes_read",
-        "note_damaged",
-        "flush_payloads",
-    }
-    | {"note_damaged", "open", "check_place", "close"},
-    ExtentAllocator: {"is_retired", "pending_bytes", "idle_bytes"},
+    Store: {"find", "read", "write", "flush", "note_damaged", "close"},
+    Room: set(),
     Index: {"reading", "keep_ahead", "reading_ahead", "looking_over", "is_sound"}
     | {"file_bytes", "used_bytes", "close"},
     Writes: set(),
@@ -69,13 +60,13 @@ def test_only_the_thread_that_owns_a_store_may_change_it(tmp_path: Path) -> None
         assert put(store, record) == [True]
         in_another_thread(store.thread.own)
         with refused(IntegrityError, hide={threading.current_thread().name: "THREAD"}):
-            store.delete([record.block_hash], "test")
+            store.drop([record.block_hash], "test")
         with pytest.raises(IntegrityError), store.index.writing():
             pass
         with pytest.raises(IntegrityError):
-            store.allocator.enforce_budget()
+            store.room.enforce_budget()
         assert load(store, record) == payload_of(record)
-        in_another_thread(lambda: store.delete([record.block_hash], "test"))
+        in_another_thread(lambda: store.drop([record.block_hash], "test"))
         assert load(store, record) is None
         store.thread.own()
         store.check()

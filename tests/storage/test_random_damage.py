@@ -12,6 +12,7 @@ import pytest
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
     BUDGET_BYTES,
+    CheckedStore,
     change_bytes,
     digest,
     load,
@@ -27,7 +28,6 @@ from tests.storage.blocks import (
 from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, lent_pages, wait_until
 from tests.storage.test_faults import plain_index
 from tieredkv.storage.format.record import HEADER_BYTES, Located
-from tieredkv.storage.store import BlockStore
 from tieredkv.storage.tier import Stored
 from tieredkv.types import BlockRecord
 
@@ -63,11 +63,11 @@ class Base:
         with open_store(self.now, clock) as store:
             for blocks in first:
                 assert all(put(store, *blocks))
-            store.delete([each.block_hash for each in first[5]], "request")
+            store.drop([each.block_hash for each in first[5]], "request")
             sweep(store)
         shutil.copytree(self.now, self.old)
         with open_store(self.now, clock) as store:
-            store.delete([each.block_hash for each in first[4]], "request")
+            store.drop([each.block_hash for each in first[4]], "request")
             for blocks in (*second, *again):
                 assert all(put(store, *blocks))
             sweep(store)
@@ -88,7 +88,7 @@ def file_of(store: Path, located: Located) -> Path:
     return store / "segments" / name
 
 
-def is_right(base: Base, store: BlockStore, block_hash: bytes) -> bool:
+def is_right(base: Base, store: CheckedStore, block_hash: bytes) -> bool:
     """Load a block; return whether it is there. Bytes that were never stored fail the test."""
     located = store.locate(block_hash)
     if located is None:

@@ -17,7 +17,8 @@ from tests.storage.test_store_keys import Place
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.folder.folder import MARKER, StoreFolder
+from tieredkv.storage.folder.folder import StoreFolder
+from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.place import NOTE
 

@@ -42,7 +42,7 @@ from tieredkv.storage.messages.engine import (
 from tieredkv.storage.messages.operator import AskEngine, Delete, EngineAnswer, Reply
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import ControlRequest, Lent, Loaded, Stored, TouchItem
 from tieredkv.storage.worker import operators, pace, service, touches
 from tieredkv.storage.worker.service import StoreService
@@ -146,7 +146,7 @@ def serving(
     """
     gate = Gate()
     clock = Clock()
-    store: BlockStore = open_store(path, clock, failpoint=gate, **options)
+    store: Store = open_store(path, clock, failpoint=gate, **options)
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
     channel = FrameChannel(theirs, msgspec.msgpack.Decoder(EngineMessage))
@@ -166,12 +166,14 @@ def serving(
 
 
 def make_service(
-    store: BlockStore, channel: FrameChannel[EngineMessage], arena: HostArena | None, **options: Any
+    store: Store, channel: FrameChannel[EngineMessage], arena: HostArena | None, **options: Any
 ) -> StoreService:
     """Return the service of a store, with a short sweep interval; it does not run yet."""
     launch = Launch(
         stack_fd=-1,
-        options=StoreOptions(path=str(store.path), num_readers=2, sweep_interval_s=0.05, **options),
+        options=StoreOptions(
+            path=str(store.parts.folder.path), num_readers=2, sweep_interval_s=0.05, **options
+        ),
         arena=None,
         parent_pid=os.getppid(),
     )
@@ -443,13 +445,13 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
 def test_a_deletion_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, delete = tmp_path / "store", BlockStore.delete
+    path, delete = tmp_path / "store", Store.drop
 
-    def delete_slowly(store: BlockStore, hashes: Sequence[bytes], reason: str) -> int:
+    def delete_slowly(store: Store, hashes: Sequence[bytes], reason: str) -> int:
         time.sleep(1.5)
         return delete(store, hashes, reason)
 
-    monkeypatch.setattr(BlockStore, "delete", delete_slowly)
+    monkeypatch.setattr(Store, "drop", delete_slowly)
     monkeypatch.setattr(operators, "_ENGINE_TIMEOUT_S", 0.1)
     with serving(path, arena) as engine:
         control = StoreControl(path, answer_timeout_s=1.0)

@@ -17,9 +17,9 @@ from tests.storage.test_crash_points import FINISHED, in_child
 from tests.storage.test_replaced import OldPlace
 from tests.storage.test_store_keys import Place, damage_headers
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.folder import starts
-from tieredkv.storage.folder.replaced import claim_folder
+from tieredkv.storage import starts
 from tieredkv.storage.keys.store_keys import open_keys
+from tieredkv.storage.starts import claim_folder
 
 _CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "fdatasync", "ftruncate", "pwrite", "open")
 

@@ -77,11 +77,11 @@ def test_a_write_can_be_given_up_before_each_of_its_pieces_and_made_again(
         for num_pieces in range(math.ceil(size_bytes / piece_bytes)):
             num_before = store.stats().bytes_written
             with pytest.raises(GivenUpError) as error:
-                store.write_payload(extent, record, page, None, give_up_after(num_pieces))
+                store.write(extent, record, page, None, give_up_after(num_pieces))
             num_written = num_pieces * piece_bytes + bool(num_pieces) * HEADER_BYTES
             assert error.value.args == (num_written,)
             assert store.stats().bytes_written - num_before == num_written
-        store.commit([store.write_payload(extent, record, page, None, give_up_after(9))])
+        store.commit([store.write(extent, record, page, None, give_up_after(9))])
         store.check()
         assert load(store, record) == payload_of(record)
 
@@ -108,11 +108,11 @@ def test_pages_may_be_longer_than_the_block(tmp_path: Path) -> None:
         extent = reserve(store, record)
         assert extent is not None
         page = page_with(data + b"secret of the page's last user", 16384)
-        store.commit([store.write_payload(extent, record, page)])
+        store.commit([store.write(extent, record, page)])
         assert b"secret" not in segment_files(tmp_path / "s")[0].read_bytes()
         located, page = store.locate(record.block_hash), page_with(b"", 16384)
         assert located is not None
-        store.read_payload(located, page)
+        store.read(located, page)
         assert page[:5000] == data
 
 
@@ -127,7 +127,7 @@ def test_expiry_is_to_the_second_and_touching_does_not_revive(tmp_path: Path) ->
         assert load(store, record) is None
         key = record.block_hash
         assert store.lookup([key]) == [None]
-        store.claim_or_touch([TouchItem(key, clock.now(), clock.now() + 99)])
+        store.touch([TouchItem(key, clock.now(), clock.now() + 99)])
         assert store.lookup([key]) == [None]
         assert sweep(store).expired_blocks == 1
         assert store.stats().blocks == 0
@@ -159,12 +159,12 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
         if drop == "abandon":
             extent = reserve(store, record)
             assert extent is not None
-            store.write_payload(extent, record, page_with(payload_of(record)))
-            store.abandon(extent)
+            store.write(extent, record, page_with(payload_of(record)))
+            store.give_back(extent)
         else:
             put(store, record)
         if drop == "delete":
-            assert store.delete([record.block_hash, digest("x")], "test") == 1
+            assert store.drop([record.block_hash, digest("x")], "test") == 1
         elif drop == "evict":
             assert evict(store, EvictFilter(all=True)).evicted_blocks == 1
         elif drop == "capacity":
@@ -184,7 +184,7 @@ def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Pat
         gone = [record for record in records if record not in kept]
         with open_store(path, budget_bytes=16 << 20) as store:
             put(store, *records)
-            store.delete([record.block_hash for record in gone], "request")
+            store.drop([record.block_hash for record in gone], "request")
             before = store.stats()
             assert before.bytes_pending == len(gone) * (BLOCK_BYTES + HEADER_BYTES)
             num_steps = sum(1 for _ in store.sweeping())
@@ -197,7 +197,7 @@ def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Pat
             raw = b"".join(file.read_bytes() for file in segment_files(path))
             assert not any(payload_of(record) in raw for record in gone)
             assert [load(store, record) for record in kept] == [payload_of(r) for r in kept]
-            store.delete([record.block_hash for record in kept], "request")
+            store.drop([record.block_hash for record in kept], "request")
             sweep(store)
 
 
@@ -205,7 +205,7 @@ def test_room_for_another_extent_size_is_made_only_as_far_as_it_is_needed(tmp_pa
     with open_store(tmp_path / "s", budget_bytes=5 << 20) as store:
         records = [make_record("small", i) for i in range(300)]
         put(store, *records)
-        store.delete([record.block_hash for record in records[:200]], "request")
+        store.drop([record.block_hash for record in records[:200]], "request")
         assert put(store, make_record("other", size_bytes=1 << 20)) == [True]
         assert store.stats().bytes_erased > 0
         assert store.stats().bytes_pending > 0, "all of them were erased at once"
@@ -220,8 +220,8 @@ def test_bytes_written_are_counted_over_all_lives_of_a_store(tmp_path: Path) -> 
             assert (before.bytes_written, before.bytes_written_ever) == (0, life * 40_960)
             lost, extent = make_record("lost"), reserve(store, make_record("lost"))
             assert extent is not None
-            store.write_payload(extent, lost, page_with(payload_of(lost)))
-            store.abandon(extent)
+            store.write(extent, lost, page_with(payload_of(lost)))
+            store.give_back(extent)
             assert store.stats().bytes_written_ever == life * 40_960 + 12_288
             put(store, make_record(f"{life}"), make_record(f"odd {life}", size_bytes=9000))
             after = store.stats()
@@ -234,8 +234,8 @@ def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> N
     with open_store(tmp_path / "s", clock, disk_retentions=("24h", "1h")) as store:
         put(store, record)
         key = record.block_hash
-        store.claim_or_touch([TouchItem(key, clock.now() + 1, clock.now() + 50, "24h")])
-        store.claim_or_touch([TouchItem(key, clock.now() - 1, clock.now() + 20, "1h")])
+        store.touch([TouchItem(key, clock.now() + 1, clock.now() + 50, "24h")])
+        store.touch([TouchItem(key, clock.now() - 1, clock.now() + 20, "1h")])
         (found,) = store.lookup([key])
         assert found is not None
         assert (found.expires_at, found.retention) == (clock.now() + 50, "24h")
@@ -292,8 +292,8 @@ def test_pinned_blocks_give_way_last_in_the_order_in_which_pin_ends(tmp_path: Pa
     touched = make_record("touched", last_used=start)
     with open_store(path, clock, budget_bytes=2 << 20) as store:
         put(store, *kept, touched)
-        store.claim_or_touch([TouchItem(touched.block_hash, start, pinned_until=start + 1e5)])
-        store.claim_or_touch([TouchItem(touched.block_hash, start)])
+        store.touch([TouchItem(touched.block_hash, start, pinned_until=start + 1e5)])
+        store.touch([TouchItem(touched.block_hash, start)])
     with open_store(path, clock, budget_bytes=2 << 20) as store:
         while store.stats().num_evicted < 20:
             clock.advance(1)
@@ -343,7 +343,7 @@ def test_a_bloated_index_shrinks_when_the_budget_does(tmp_path: Path) -> None:
     records = [make_record(f"{i}", size_bytes=1) for i in range(4000)]
     with open_store(path, budget_bytes=64 << 20) as store:
         put(store, *records)
-        store.delete([record.block_hash for record in records[100:]], "test")
+        store.drop([record.block_hash for record in records[100:]], "test")
     assert (path / "index" / "data.mdb").stat().st_size > 2 << 20
     with open_store(path, budget_bytes=3 << 20) as store:
         assert occupied_bytes(path) <= 3 << 20
@@ -383,7 +383,7 @@ def test_room_that_other_files_of_the_store_give_back_is_used(tmp_path: Path) ->
 def test_a_refused_batch_keeps_no_extent(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=1 << 20) as store:
         with pytest.raises(StoreFullError):
-            store.reserve_many([make_record("fits"), make_record("large", size_bytes=1 << 20)])
+            store.reserve([make_record("fits"), make_record("large", size_bytes=1 << 20)])
         assert store.stats().bytes_pending == 0
         store.check()
 
@@ -398,7 +398,7 @@ def test_a_batch_that_fails_half_way_keeps_no_extent(tmp_path: Path) -> None:
     records = [make_record(f"{number}") for number in range(TXN_BLOCKS + 1)]
     with open_store(tmp_path / "s", failpoint=fail_at_the_second) as store:
         with pytest.raises(StorageError):
-            store.reserve_many(records)
+            store.reserve(records)
         store.check()
         assert put(store, *records) == [True] * len(records)
         sweep(store)
@@ -430,9 +430,9 @@ def test_lent_extents_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None
         sweep(store)
         assert reserve(store, make_record("x", size_bytes=60_000)) is None
         store.check()
-        store.abandon(extents.pop())
+        store.give_back(extents.pop())
         with pytest.raises(IntegrityError):
-            store.abandon(extents[0]._replace(number=999))
+            store.give_back(extents[0]._replace(number=999))
         assert reserve(store, make_record("x", size_bytes=60_000)) is not None
 
 
@@ -446,10 +446,10 @@ def test_a_failed_write_loses_nothing_that_was_stored(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
             with refused(StorageError):
-                store.write_payload(extent, new, page_with(payload_of(new)))
+                store.write(extent, new, page_with(payload_of(new)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        store.abandon(extent)
+        store.give_back(extent)
         assert load(store, old) == payload_of(old)
         assert load(store, new) is None
         store.check()
@@ -520,10 +520,10 @@ def test_a_block_evicted_between_locate_and_read_is_a_miss_and_no_fault(tmp_path
         put(store, old)
         located = store.locate(old.block_hash)
         assert located is not None
-        store.delete([old.block_hash], "test")
+        store.drop([old.block_hash], "test")
         put(store, new)
         with pytest.raises(StorageError) as caught:
-            store.read_payload(located, page_with(b"", BLOCK_BYTES))
+            store.read(located, page_with(b"", BLOCK_BYTES))
         assert store.read_failed(located, caught.value) == "evicted"
         assert store.stats().faults == {}
         assert load(store, new) == payload_of(new)
@@ -594,7 +594,7 @@ def test_the_index_does_not_grow_by_what_changes_while_it_is_looked_over(
     def turn_over(times: int) -> None:
         for _ in range(times):
             put(store, make_record())
-            store.delete([make_record().block_hash], "test")
+            store.drop([make_record().block_hash], "test")
 
     def slowly(*arguments: Any) -> Any:
         keys = some_keys(*arguments)

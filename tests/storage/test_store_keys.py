@@ -33,8 +33,8 @@ from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBus
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.models import KnownModel, note_model, read_models
-from tieredkv.storage.folder import starts
-from tieredkv.storage.folder.folder import MARKER
+from tieredkv.storage import starts
+from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.format.record import scope_of
 from tieredkv.storage.keys import master
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
@@ -360,7 +360,7 @@ def test_a_block_that_is_prolonged_in_the_index_dies_with_its_key(place: Place) 
     for_ever = make_record(now=record.computed_at, expires_at=record.computed_at + 100 * DAY_S)
     with place.open() as store:
         put(store, record)
-        store.claim_or_touch([for_ever])  # as who can write to the volume changes its record
+        store.touch([for_ever])  # as who can write to the volume changes its record
         [key] = look(place)
         assert key.dies_at == start + HOUR_S + DAY_S
         place.clock.moment = key.dies_at - 1
@@ -575,7 +575,7 @@ def test_after_a_store_was_removed_no_key_outlives_its_blocks(place: Place) -> N
     with other.open() as store:
         assert key.id in table.read_bytes()
         other.clock.moment = key.dies_at
-        store.key_use.sweep_others()  # as each sweep of a server does
+        store.parts.key_use.sweep_others()  # as each sweep of a server does
     assert not table.exists()
 
 

@@ -137,7 +137,7 @@ def test_headers_tell_of_every_stored_block_and_the_lists_which_are_none(tmp_pat
     )
     with open_store(tmp_path / "kv") as made:
         put(made, *kept, *gone)
-        made.delete([record.block_hash for record in gone], "operator")
+        made.drop([record.block_hash for record in gone], "operator")
     store = Store(tmp_path / "kv")
     found = {block.block: block for block in store.headers()}
     assert found.keys() == {record.block_hash for record in [*kept, *gone]}

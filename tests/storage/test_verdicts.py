@@ -242,8 +242,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("module", "holder", "name"),
-    [("store", "BlockStore", "find"), ("store", "BlockStore", "commit")],
+    ("module", "holder", "name"), [("store", "Store", "find"), ("store", "Store", "commit")]
 )
 def test_an_exception_in_the_middle_leaves_every_stored_block(
     stored: Harness, break_worker: Break, module: str, holder: str, name: str

@@ -26,8 +26,9 @@ from tests.storage.blocks import make_record
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 
 BLOCK_BYTES, GROUP, WRITERS, READERS, REPEATS = 2 << 20, 64, 8, 32, 3
 
@@ -46,25 +47,26 @@ def measure(folder: Path, num_blocks: int, compression: Any) -> dict[str, Any]:
         make_record("a", i, now=now, size_bytes=BLOCK_BYTES, expires_at=now + 86_400)
         for i in range(num_blocks)
     ]
-    with BlockStore.open(options, Clock()) as store:
+    with Store(open_parts(options, Clock()), options) as store:
 
         def write() -> None:
             with ThreadPoolExecutor(WRITERS) as pool:
                 for first in range(0, num_blocks, GROUP):
                     some = records[first : first + GROUP]
                     packed = list(pool.map(store.packing.pack, pages[: len(some)]))
-                    extents = store.reserve_many(some, packed)
+                    extents = store.reserve(some, packed)
                     each = zip(extents, some, pages, packed, strict=False)
-                    store.commit(list(pool.map(lambda it: store.write_payload(*it), each)))
+                    store.commit(list(pool.map(lambda it: store.write(*it), each)))
 
         def read() -> None:
-            located = [store.locate(record.block_hash) for record in records]
+            with store.parts.index.reading() as txn:
+                located = [txn.get(record.block_hash) for record in records]
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(read_one, enumerate(located)))
 
         def read_one(numbered: Any) -> None:
             index, located = numbered
-            store.read_payload(located, pages[index % GROUP])
+            store.read(located, pages[index % GROUP])
 
         stored = rate(write, num_blocks)
         for page in pages:

@@ -23,8 +23,9 @@ import click
 from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
 BLOCK_BYTES = 4096
@@ -56,7 +57,7 @@ def shares_of(which: str, namespaces: list[bytes]) -> dict[bytes, float]:
 class Filled:
     """A store at capacity, whose blocks belong to the namespaces in turn."""
 
-    def __init__(self, store: BlockStore, namespaces: list[bytes]) -> None:
+    def __init__(self, store: Store, namespaces: list[bytes]) -> None:
         self._store, self._namespaces = store, namespaces
         self._page = aligned_buffer(BLOCK_BYTES)
         self._num_made = 0
@@ -69,7 +70,7 @@ class Filled:
 
     def put(self, count: int) -> None:
         """Store blocks of the next namespaces."""
-        now, first = self._store.clock.now(), self._num_made
+        now, first = self._store.parts.clock.now(), self._num_made
         self._num_made += count
         records = [
             BlockRecord(
@@ -86,10 +87,10 @@ class Filled:
             )
             for number in range(first, first + count)
         ]
-        extents = self._store.reserve_many(records)
+        extents = self._store.reserve(records)
         pairs = zip(records, extents, strict=True)
-        written = [self._store.write_payload(e, r, self._page) for r, e in pairs if e is not None]
-        if len(written) < count or not all(self._store.commit(written)):
+        written = [self._store.write(e, r, self._page) for r, e in pairs if e is not None]
+        if len(written) < count or not all(each.is_stored for each in self._store.commit(written)):
             raise RuntimeError(f"of {count} blocks {len(written)} found room")
 
 
@@ -106,7 +107,7 @@ def measure(case: Case, folder: Path, count: int, num_blocks: int, num_stores: i
     budget_bytes = num_blocks * (2 * BLOCK_BYTES + 1200)
     namespaces = namespaces_of(case.kind, count)
     options = StoreOptions(path=str(folder), budget_bytes=budget_bytes, sync="none")
-    with BlockStore.open(options, Clock()) as store:
+    with Store(open_parts(options, Clock()), options) as store:
         store.keep_shares(shares_of(case.shares, namespaces))
         filled = Filled(store, namespaces)
         if case.order == "flood":

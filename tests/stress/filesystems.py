@@ -23,7 +23,16 @@ from typing import Any
 import click
 
 from tests.fakes import FakeClock
-from tests.storage.blocks import load, make_record, open_store, page_with, payload_of, sweep, verify
+from tests.storage.blocks import (
+    commit,
+    load,
+    make_record,
+    open_store,
+    page_with,
+    payload_of,
+    sweep,
+    verify,
+)
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.bench import raw
 from tieredkv.errors import StorageError
@@ -88,13 +97,11 @@ def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: i
                 for each in range(rng.randint(1, 64))
             ]
             try:
-                extents = zip(group, store.reserve_many(group), strict=True)
+                extents = zip(group, store.reserve(group), strict=True)
                 lent = [(record, extent) for record, extent in extents if extent is not None]
                 pages = [page_with(payload_of(record)) for record, _ in lent]
                 written = zip(lent, pages, strict=True)
-                store.commit(
-                    [store.write_payload(extent, it, page) for (it, extent), page in written]
-                )
+                commit(store, [store.write(extent, it, page) for (it, extent), page in written])
             except StorageError as error:
                 lent = []
                 causes.add(str(error))
@@ -103,10 +110,10 @@ def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: i
             if number % 7 == 0:
                 sweep(store)
                 used = rng.sample(stored[-3000:], min(len(stored), 500))
-                store.claim_or_touch([TouchItem(each.block_hash, now) for each in used])
+                store.touch([TouchItem(each.block_hash, now) for each in used])
             if number % 31 == 0 and stored:
                 gone = rng.sample(stored, len(stored) // 4)
-                store.delete([each.block_hash for each in gone], "evicted")
+                store.drop([each.block_hash for each in gone], "evicted")
                 stored = [each for each in stored if each not in gone][-500:]
         stats = store.stats()
         store.check()

@@ -37,8 +37,9 @@ from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import ControlRequest, Lent, LookupDone, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
@@ -98,13 +99,12 @@ def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, An
     rates: list[dict[str, Any]] = []
     start, num_stored = time.perf_counter(), 0
     all_records = records(num_blocks, chain_length, time.time())
-    with BlockStore.open(options, Clock()) as store, ThreadPoolExecutor(WRITERS) as pool:
+    with Store(open_parts(options, Clock()), options) as store, ThreadPoolExecutor(WRITERS) as pool:
         while some := list(itertools.islice(all_records, GROUP)):
-            extents = store.reserve_many(some)
+            extents = store.reserve(some)
             assert None not in extents
-            num_stored += sum(
-                store.commit(list(pool.map(store.write_payload, extents, some, pages)))
-            )
+            outcomes = store.commit(list(pool.map(store.write, extents, some, pages)))
+            num_stored += sum(outcome.is_stored for outcome in outcomes)
             if num_stored * 10 // num_blocks > len(rates):
                 seconds, start = time.perf_counter() - start, time.perf_counter()
                 rates.append({"blocks": num_stored, "blocks_per_s": num_blocks / 10 / seconds})

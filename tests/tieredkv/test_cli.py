@@ -41,7 +41,7 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Ls
 from tieredkv.operate.chain_ids import short_id
 from tieredkv.operate.verb import Asking
-from tieredkv.storage.folder import starts
+from tieredkv.storage import starts
 from tieredkv.units import format_duration
 
 VERBS = ["serve", "generate", "bench ttft", *calls.VERBS, "doctor", "config show"]

@@ -15,7 +15,7 @@ from tests.golden import told
 from tieredkv.cache import rate_file
 from tieredkv.cache.rate_file import NAME, Machine, RateFile, read_rates
 from tieredkv.cache.rates import ComputeRate, LinkRate
-from tieredkv.storage.folder.folder import MARKER
+from tieredkv.storage.folder.marker import MARKER
 
 HERE = Machine(device="gpu", disk="8:1", model="m", fingerprint="ab", block_bytes=2 << 20)
 

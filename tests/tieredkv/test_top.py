@@ -23,7 +23,7 @@ from tieredkv.config import Settings
 from tieredkv.errors import ServerUnreachableError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.server.slow_requests import SlowRequest
-from tieredkv.storage.folder.folder import hold_for_engine
+from tieredkv.storage.folder.lock import hold_for_engine
 from tieredkv.storage.stats import Lifetimes
 
 NOW = 1_800_000_000.0

@@ -52,8 +52,9 @@ from tieredkv.storage.index.entries import SegmentState
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.keys.cipher import encrypt
 from tieredkv.storage.keys.layout import PayloadKey
+from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.store import BlockStore
+from tieredkv.storage.store import Store
 from tieredkv.storage.tier import Event, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
@@ -180,7 +181,7 @@ class _Disk:
         """Measure the index of a store of `count` blocks of 4 KiB without payloads."""
         path, size = self._folder / f"index-{count}", min(count, LOOKUP_HASHES)
         options = StoreOptions(path=str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
-        BlockStore.open(options, Clock()).close()
+        Store(open_parts(options, Clock()), options).close()
         extent_bytes = extent_bytes_for(INDEX_PAYLOAD_BYTES)
         with (
             closing(Index(str(path / INDEX), sync=False, retentions=Retentions(["24h"]))) as index,
@@ -200,7 +201,7 @@ class _Disk:
         calls = [[_hash(number) for number in numbers] for numbers in picks]
         misses = [[it[::-1] for it in each] for each in calls]
         start = time.perf_counter()
-        with BlockStore.open(options, Clock()) as store:
+        with Store(open_parts(options, Clock()), options) as store:
             open_s = time.perf_counter() - start
             cold_us, warm_us = (self._us(store.find, calls, size) for _ in range(2))
             miss_us = self._us(store.find, misses, 0)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tieredkv.cache.rates import ComputeRate, LinkRate, Step
-from tieredkv.storage.folder.folder import MARKER
+from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.folder.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from tieredkv.config import LoadedSettings, Settings
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.folder.filesystem import Call, Filesystem
-from tieredkv.storage.folder.folder import MARKER
-from tieredkv.storage.folder.starts import is_on_one_volume
+from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.keys.place import check_writable
+from tieredkv.storage.starts import is_on_one_volume
 from tieredkv.units import format_bytes
 
 LITTLE_FREE_BYTES = 1 << 30

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from tieredkv.storage.folder.folder import MARKER
+from tieredkv.storage.folder.marker import MARKER
 
 
 def folder_to_try(folder: Path) -> Path:

@@ -25,7 +25,7 @@ from tieredkv.cli.top_figures import Picture, Reading, picture_of
 from tieredkv.cli.top_picture import draw
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.errors import ConfigError, ServerUnreachableError, StoreUnreachableError
-from tieredkv.storage.folder.folder import has_engine
+from tieredkv.storage.folder.lock import has_engine
 from tieredkv.units import parse_duration
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -14,7 +14,7 @@ from tieredkv.engine.store_options import store_options
 from tieredkv.errors import StoreBusyError
 from tieredkv.integrations.vllm_settings import settings_in, tiers_in
 from tieredkv.integrations.vllm_spec import folders_of
-from tieredkv.storage.folder.starts import check_start
+from tieredkv.storage.starts import check_start
 
 
 def check_early(engine_args: Any) -> None:

@@ -25,7 +25,8 @@ from tieredkv.operate.own_worker import ask_own_worker
 from tieredkv.operate.verb import Asking, Page
 from tieredkv.operate.worker import VerbProgress, Worker, channel_over
 from tieredkv.storage.client.names import Names
-from tieredkv.storage.folder.folder import SOCKET, has_engine
+from tieredkv.storage.folder.folder import SOCKET
+from tieredkv.storage.folder.lock import has_engine
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.worker.socket import socket_address
 from tieredkv.wire.limits import described
@@ -103,7 +104,7 @@ class StoreControl:
         Raises:
             ConfigError, MissingKeyError, StoreBusyError, StorageError: see `starts.adopt`.
         """
-        from tieredkv.storage.folder import starts  # loads what most verbs do not need
+        from tieredkv.storage import starts  # loads what most verbs do not need
 
         return {"adopted": starts.adopt(self._options)}
 
@@ -169,7 +170,7 @@ class StoreControl:
 
     def _empty_refused(self) -> dict[str, Any] | None:
         """Empty a store that no server would start on; return None if one would."""
-        from tieredkv.storage.folder import starts  # loads what most verbs do not need
+        from tieredkv.storage import starts  # loads what most verbs do not need
 
         if not (why := starts.why_refused(self._options)):
             return None

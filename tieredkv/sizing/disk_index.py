@@ -1,6 +1,6 @@
 """A stand-in for the index of the store on disk: the same decisions, without files.
 
-`BlockStore` evicts the blocks that were unused for longest (the tail of a prompt before its head),
+`Store` evicts the blocks that were unused for longest (the tail of a prompt before its head),
 no more than it needs room for, keeps a block that is as young as a new copy of it, and drops what
 has expired when it is swept. This class does the same for a number of blocks of one size, in
 memory. `tests/sizing/test_disk_index.py` runs random operations on both and compares them.

@@ -1,27 +1,37 @@
-"""What is done with a store that no worker serves: a look before a start, and two ways out.
+"""What is done with a store before it is opened, or instead: without its index.
 
-The look refuses what a start would refuse, before memory is taken and a model is loaded, and
-changes nothing. `adopt` and `empty` are for stores that a start refuses. None of them opens the
-index.
+A look before a start refuses what the start would refuse, before memory is taken and a model is
+loaded, and changes nothing. A start then claims the folder; for a server's, a store of the format
+version before gives way, since a cache of at most some days is not worth a migration. `adopt` and
+`empty` are for stores that a start refuses.
 """
 
 import logging
 import os
+import re
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
-from tieredkv.storage.folder.emptying import Emptied, empty_store
-from tieredkv.storage.folder.folder import StoreFolder, check_folder, check_unused, has_segments
-from tieredkv.storage.folder.replaced import destroy_replaced
+from tieredkv.storage.folder.folder import Emptied, StoreFolder, check_folder, has_segments
+from tieredkv.storage.folder.lock import check_unused
+from tieredkv.storage.folder.marker import REPLACED_VERSION
+from tieredkv.storage.folder.own_files import read_own
 from tieredkv.storage.index.verdicts import storage_errors
-from tieredkv.storage.keys.destruction import destroy_own_table
-from tieredkv.storage.keys.place import KeyPlace
+from tieredkv.storage.keys.destruction import destroy_own_table, destroy_replaced_tables
+from tieredkv.storage.keys.place import NOTE, KeyPlace
 from tieredkv.storage.keys.rotation import open_table
 from tieredkv.storage.keys.store_keys import plan, write_stamp
 from tieredkv.storage.options import StoreOptions
+from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+_MOST_NOTE_BYTES = 64 << 10
+_ID = re.compile("[0-9a-f]{32}")
 
 
 def check_start(options: StoreOptions, *, patience_s: float) -> None:
@@ -44,8 +54,11 @@ def check_start(options: StoreOptions, *, patience_s: float) -> None:
     marker = check_folder(path, create=options.create)
     is_kept = marker is not None and not marker.is_replaced
     plan(path, marker, options, has_blocks=is_kept and has_segments(path))
-    if options.encryption == "on":
-        _tell_of_one_volume(path, KeyPlace(path, options, "").key_dir)
+    key_dir = KeyPlace(path, options, "").key_dir if options.encryption == "on" else ""
+    if key_dir and is_on_one_volume(path, key_dir):
+        text = "the keys in `%s` lie on the same volume as `%s`: encryption protects copies of that"
+        text += " folder, not against those who can read or write the whole volume"
+        logger.info(text, key_dir, path)
 
 
 def is_on_one_volume(folder: str, key_dir: str) -> bool:
@@ -59,13 +72,53 @@ def _device_of(path: str) -> int:
     return os.stat(path).st_dev
 
 
-def _tell_of_one_volume(folder: str, key_dir: str) -> None:
-    if is_on_one_volume(folder, key_dir):
-        text = (
-            "the keys in `%s` lie on the same volume as `%s`: encryption protects copies of that "
-        )
-        text += "folder, not against those who can read or write the whole volume"
-        logger.info(text, key_dir, folder)
+def claim_folder(options: StoreOptions) -> StoreFolder:
+    """Claim the folder of a store; for a server, a store of the version before gives way.
+
+    Raises:
+        ConfigError, StorageError: as `StoreFolder.claim` and `destroy_replaced`.
+    """
+    is_server = options.encryption != "as_it_is"
+    return StoreFolder.claim(
+        options.path,
+        create=options.create,
+        is_flushed=options.sync == "commit",
+        retentions=options.disk_retentions,
+        destroy_replaced=partial(destroy_replaced, options) if is_server else None,
+    )
+
+
+def destroy_replaced(options: StoreOptions, folder: StoreFolder) -> Emptied:
+    """Destroy a store of the version before, its keys first.
+
+    Of what the folder says of its keys only the id is used: the files of that id in the key folder
+    of the settings go.
+
+    Raises:
+        ConfigError: the settings name no usable key folder.
+        StorageError: a file cannot be removed; the next start goes on.
+    """
+    keys = "which had no keys here"
+    if id := _replaced_id(folder.path):
+        place = KeyPlace(folder.path, options, id)
+        place.check()
+        if destroy_replaced_tables(place):
+            keys = f"with its keys in `{place.key_dir}`"
+    emptied = folder.empty()
+    what = f"{emptied.num_blocks} blocks, {format_bytes(emptied.num_bytes)}"
+    text = "the store at `%s` had format version %d and was destroyed, %s: %s"
+    logger.warning(text, folder.path, REPLACED_VERSION, keys, what)
+    return emptied
+
+
+def _replaced_id(path: str) -> str:
+    """Return the id of the keys of such a store; empty if it has none, or does not say so."""
+    try:
+        note = msgspec.json.decode(read_own(os.path.join(path, NOTE), _MOST_NOTE_BYTES))
+        id = note.get("store_id", "") if isinstance(note, dict) else ""
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    return id if isinstance(id, str) and _ID.fullmatch(id) else ""
 
 
 def adopt(options: StoreOptions) -> bool:
@@ -132,8 +185,8 @@ def empty(options: StoreOptions) -> dict[str, Any]:
     """
     emptied = list[Emptied]()
 
-    def destroy(path: str) -> None:
-        emptied.append(destroy_replaced(options, path))
+    def destroy(folder: StoreFolder) -> None:
+        emptied.append(destroy_replaced(options, folder))
 
     keys: dict[str, Any] = {"erased_keys": [], "kept_keys": [], "kept_why": ""}
     with storage_errors(options.path), ExitStack() as undo:
@@ -145,8 +198,7 @@ def empty(options: StoreOptions) -> dict[str, Any]:
                 keys["kept_why"] = destroy_own_table(place, folder.marker)
             except StorageError as error:
                 keys["keys_error"] = str(error)
-            emptied.append(empty_store(folder.path))
-            folder.begin_anew()
+            emptied.append(folder.empty())
             if "keys_error" not in keys:  # otherwise the next call still knows whose keys these are
                 folder.mark(id="", stamp="")
     num_blocks = sum(each.num_blocks for each in emptied)
