@@ -174,7 +174,7 @@ class Index:
             # because pages that were never written may be missing. Bytes behind the last page are
             # empty, and cutting them off saves room in a copied file.
             os.ftruncate(self._data_fd, end := _end_bytes(env))
-            os.ftruncate(self._data_fd, end + _AHEAD_BYTES)
+            os.ftruncate(self._data_fd, end + 2 * _AHEAD_BYTES)  # as `keep_ahead` would
             self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
             undo.pop_all()
 

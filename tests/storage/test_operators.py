@@ -29,7 +29,7 @@ from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.extents import allocator
+from tieredkv.storage.extents import room
 from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
 from tieredkv.storage.messages.operator import Delete
@@ -193,7 +193,7 @@ def test_a_segment_of_many_extents_is_given_back_in_short_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, most in (("_LOOKED_EXTENTS", 5), ("_SHORTENED_EXTENTS", 8)):
-        monkeypatch.setattr(allocator, name, most)
+        monkeypatch.setattr(room, name, most)
     with open_store(tmp_path / "kv") as store:
         put(store, *[make_record(f"{n}", size_bytes=4096) for n in range(30)])
         [file] = segment_files(tmp_path / "kv")
@@ -207,7 +207,7 @@ def test_a_segment_of_many_extents_is_given_back_in_short_steps(
 def test_a_block_that_is_stored_meanwhile_keeps_what_is_left_of_its_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocator, "_SHORTENED_EXTENTS", 8)
+    monkeypatch.setattr(room, "_SHORTENED_EXTENTS", 8)
     with open_store(tmp_path / "kv") as store:
         put(store, *[make_record(f"{n}", size_bytes=4096) for n in range(30)])
         [file] = segment_files(tmp_path / "kv")

@@ -150,7 +150,8 @@ def serving(
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
     channel = FrameChannel(theirs, msgspec.msgpack.Decoder(EngineMessage))
-    served = make_service(store, channel, arena, num_writers=num_writers)
+    limit = options.get("write_limit", 0)
+    served = make_service(store, channel, arena, num_writers=num_writers, write_limit=limit)
     with ThreadPoolExecutor(1) as pool:
         engine = Engine(ours, gate, pool.submit(served.run))
         try:

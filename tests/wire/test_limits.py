@@ -60,7 +60,7 @@ def test_too_small_files_are_named(store: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "num_files"),
-    [("df", 6), ("df", 8), ("df", 11), ("df", 13), ("verify", 8), ("verify", 13), ("verify", 16)],
+    [("df", 6), ("df", 8), ("df", 11), ("verify", 8), ("verify", 13), ("verify", 16)],
 )
 def test_too_few_open_files_are_named(
     store: Path, verb: str, num_files: int, monkeypatch: pytest.MonkeyPatch
