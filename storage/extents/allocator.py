@@ -44,6 +44,7 @@ class ExtentAllocator:
             it is erased before it is lent again; after the second time it is never lent again.
         has_no_file: whether a request for extents failed because it needed a new file and the
             filesystem has no inode left.
+        has_new_file: whether a file was made since the index was last flushed for one.
     """
 
     files: SegmentFiles
@@ -57,6 +58,7 @@ class ExtentAllocator:
     faulty: set[Extent] = field(default_factory=set)
     num_failures: Counter[Extent] = field(default_factory=Counter)
     has_no_file: bool = False
+    has_new_file: bool = False
     _made: set[int] = field(default_factory=set)  # segments of the transaction under way
 
     # --- state ------------------------------------------------------------------------------
@@ -222,6 +224,7 @@ class ExtentAllocator:
         segment = txn.meta.next_segment
         self.files.open(segment, state.extent_bytes, create=True)
         self._made.add(segment)
+        self.has_new_file = True
         txn.meta.next_segment += 1
         txn.put_segment(segment, state)
         return segment

@@ -130,6 +130,7 @@ class Room:
                         self._evict_for(txn, list(short.values()))
                         taken |= self._take(txn, short)
                     self.failpoint("reserve:before")
+                self._flush_new_file()
                 self.failpoint("reserve:done")
                 found |= taken
                 allocator.lent.update((taken[at], missing.pop(at)[0]) for at in taken)
@@ -148,6 +149,21 @@ class Room:
         for size, some in of_size.items():
             taken.update(zip(some, self.allocator.take(txn, size, len(some)), strict=False))
         return taken
+
+    def _flush_new_file(self) -> None:
+        """Have the index know a new segment file for certain before a block is written to it.
+
+        LMDB flushes the page that makes a transaction count with the next transaction only. If the
+        power fails in between, a file with a block that the index does not know would have the
+        whole index made again.
+        """
+        if self.index.sync and self.allocator.has_new_file:
+            try:
+                self.index.flush()
+            except StorageError:
+                self.reload()
+                raise
+        self.allocator.has_new_file = False
 
     def _evict_for(self, txn: IndexTxn, wanted: Sequence[Wanted]) -> None:
         """Evict what does not fit beside the space that no block needs."""

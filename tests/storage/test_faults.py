@@ -39,6 +39,7 @@ from tieredkv.storage.format.record import (
     decode_record,
     encode_record,
 )
+from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.store import Outcome
 from tieredkv.types import BlockRecord
@@ -606,6 +607,34 @@ def flush_unless(fd: int, inode: int, flush: Callable[[int], None]) -> None:
     if os.fstat(fd).st_ino == inode:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     flush(fd)
+
+
+@pytest.mark.parametrize("sync", ["commit", "none"])
+def test_nothing_is_lent_from_a_new_file_before_the_index_that_knows_it_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
+) -> None:
+    flushed = list[bool]()
+
+    def fail(index: Index) -> None:
+        flushed.append(False)
+        raise StorageError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_store(tmp_path / "s", sync=sync) as store:
+        put(store, *SMALL)
+        monkeypatch.setattr(Index, "flush", fail)
+        put(store, make_record("other", 0))  # in the file that is there
+        assert flushed == []
+        if sync == "commit":
+            for _ in range(2):
+                with pytest.raises(StorageError) as raised:
+                    store.reserve(LARGE)
+                assert raised.value.errno == errno.EIO
+                store.check()
+            assert flushed == [False] * 2
+        monkeypatch.undo()
+        assert put(store, *LARGE) == [True] * len(LARGE)
+        assert [load(store, each) for each in RECORDS] == list(map(payload_of, RECORDS))
+        store.check()
 
 
 def test_a_batch_that_cannot_be_committed_fails_without_the_others(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,52 @@ def test_a_power_loss_costs_blocks_at_most(ram_path: Path, shim: Path, sync: str
     assert outcome["opened"] == 10
     assert outcome["right"] > (100 if sync == "commit" else 0), outcome
     expect_all_usable(outcome)
+
+
+class WorstLuck(random.Random):
+    """Loses every write that was not flushed, but no name of a file."""
+
+    def choice(self, seq: Sequence[float]) -> float:  # type: ignore[override]
+        return max(seq)
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+def test_an_index_knows_each_segment_file_before_a_block_is_in_it(
+    ram_path: Path, shim: Path
+) -> None:
+    base, firsts = Path(tempfile.mkdtemp(dir=ram_path)), dict[str, int]()
+    recording = Recording(base, shim, sync="commit", seed=2)
+    for number, each in enumerate(recording.operations):
+        if each.what == "s" and each.path.endswith(".seg"):
+            firsts.setdefault(each.path, number)
+    assert len(firsts) >= 3  # sizes of extents
+    for cut in (first + 1 for first in firsts.values()):
+        folder = base / str(cut)
+        folder.mkdir(mode=0o700)
+        recording.replay(cut, WorstLuck(), folder)
+        start_machine_again(folder)
+        open_after(folder, recording.tried(cut), recording.certain(cut), sync="commit")
+
+
+class NoLoss(WorstLuck):
+    """Loses nothing."""
+
+    def choice(self, seq: Sequence[float]) -> float:  # type: ignore[override]
+        return min(seq)
+
+
+def test_a_replay_without_loss_leaves_the_same_files_with_the_same_holes(
+    ram_path: Path, shim: Path
+) -> None:
+    base = Path(tempfile.mkdtemp(dir=ram_path))
+    recording, target = Recording(base, shim, sync="commit", seed=3), base / "replayed"
+    target.mkdir(mode=0o700)
+    recording.replay(len(recording.operations), NoLoss(), target)
+    found = [path.relative_to(target) for path in target.rglob("*") if path.is_file()]
+    assert len(found) > 6
+    for name in found:
+        left, made = recording.folder / name, target / name
+        assert made.read_bytes() == left.read_bytes(), name
+        assert made.stat().st_blocks == left.stat().st_blocks, name
