@@ -164,9 +164,11 @@ class Index:
         with ExitStack() as folders, ExitStack() as undo:
             store_fd = folders.enter_context(_folder_fd(store))
             index_fd = folders.enter_context(_folder_fd(self.path, store_fd))
-            read_meta(self.path)
+            is_empty = read_meta(self.path) is None
             self._data_fd = open_own(DATA_FILE, os.O_RDWR | os.O_CREAT, dir_fd=index_fd)
             undo.callback(os.close, self._data_fd)
+            if is_empty:
+                os.ftruncate(self._data_fd, 0)  # LMDB refuses a file of zeroes
             env = self._open_through_links(store, store_fd, index_fd)
             undo.callback(env.close)
             # NOTE: the file is given its full length. Otherwise, reading a page that a short file

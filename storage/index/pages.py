@@ -9,6 +9,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
+from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
 from tieredkv.errors import CorruptIndexError, FormatVersionError
@@ -65,6 +66,8 @@ Node = tuple[int, int, int, bytes, int]
 def read_meta(folder: str) -> MetaPage | None:
     """Read the newer meta page of the data file in a folder; return None if the file is empty.
 
+    A file counts as empty, too, if a power loss has left zeroes of a page that a new file has.
+
     Raises:
         FormatVersionError: another version of LMDB wrote the file.
         CorruptIndexError: the file is not LMDB's, or its meta page holds impossible values.
@@ -73,7 +76,7 @@ def read_meta(folder: str) -> MetaPage | None:
     path = os.path.join(folder, DATA_FILE)
     with open(open_own(path), "rb", buffering=0) as file:
         fd, size_bytes = file.fileno(), os.fstat(file.fileno()).st_size
-        if not size_bytes:
+        if not size_bytes or _lost_its_beginning(path, fd):
             return None
         first = _parse_meta(path, os.pread(fd, _META_END, 0))
         other = _parse_meta(path, os.pread(fd, _META_END, first.free.page_bytes))
@@ -83,6 +86,19 @@ def read_meta(folder: str) -> MetaPage | None:
         what = f"the meta page of `{path}` claims {newest.last_page} pages"
         raise CorruptIndexError(f"{what}, more than fit into the file")
     return newest
+
+
+def _lost_its_beginning(path: str, fd: int) -> bool:
+    """Return whether the pages that LMDB gives to a new file did not all reach the device.
+
+    They are flushed with the first transaction. Later, a page is written in the place of an older
+    one, so none becomes zeroes, and one of them names a root.
+    """
+    pages = [os.pread(fd, _META_END, at) for at in (0, PAGESIZE)]
+    written = [page for page in pages if any(page)]
+    if len(written) == len(pages):
+        return False
+    return all(_parse_meta(path, page).main.root == _NO_ROOT for page in written)
 
 
 def _parse_meta(path: str, page: bytes) -> MetaPage:

@@ -167,6 +167,28 @@ def test_an_index_knows_each_segment_file_before_a_block_is_in_it(
         open_after(folder, recording.tried(cut), recording.certain(cut), sync="commit")
 
 
+@pytest.mark.parametrize("kept", [set(), {0}, {1}, {2}], ids=str)
+def test_a_new_index_that_lost_its_first_pages_is_made_anew(
+    ram_path: Path, shim: Path, kept: set[int]
+) -> None:
+    """The file keeps its length, and some of the pages before its first flush."""
+    base = Path(tempfile.mkdtemp(dir=ram_path))
+    recording = Recording(base, shim, sync="commit", seed=4)
+    of_index = [each for each in recording.operations if each.path.endswith("/index/data.mdb")]
+    flushed = next(each for each in of_index if each.what == "s")
+    folder, cut = base / "left", recording.operations.index(flushed)
+    folder.mkdir(mode=0o700)
+    recording.replay(cut, NoLoss(), folder)
+    with (folder / "store" / "index" / "data.mdb").open("r+b") as file:
+        for page in {0, 1, 2} - kept:
+            file.seek(page * 4096)
+            assert any(file.read(4096))
+            file.seek(page * 4096)
+            file.write(bytes(4096))
+    start_machine_again(folder)
+    open_after(folder, set(), set(), sync="commit")
+
+
 class NoLoss(WorstLuck):
     """Loses nothing."""
 
