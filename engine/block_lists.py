@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from tieredkv.cache.catalog import Entry
-from tieredkv.cache.pieces import cut
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.slices import Answer
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, Kind
+from tieredkv.pieces import cut
 from tieredkv.storage.client.names import NO_NAMES, Names
 
 PART_BLOCKS = 512

@@ -4,12 +4,12 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 
-from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, whole
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut, whole
 from tieredkv.types import BlockHash, KVSpec
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tieredkv.cache.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.prompt_report import Source, report
 from tieredkv.cache.tiered import TieredCache
@@ -19,6 +18,7 @@ from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.slices import Slices
 from tieredkv.operate.calls import Inspect
+from tieredkv.pieces import PIECE_BLOCKS, SCANNED_BLOCKS, Pieces, cut
 from tieredkv.storage.tier import LookupDone
 from tieredkv.types import BlockHash, Tier
 

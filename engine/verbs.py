@@ -14,7 +14,6 @@ import msgspec
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.evictions import IsWanted
-from tieredkv.cache.pieces import Pieces, whole
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.block_lists import list_blocks
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -24,6 +23,7 @@ from tieredkv.hashing import tenant_digest
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, decoded
 from tieredkv.operate.models import KnownModel
 from tieredkv.operate.table import START_BYTES
+from tieredkv.pieces import Pieces, whole
 from tieredkv.storage.client.names import NO_NAMES, Names
 from tieredkv.types import BlockHash, Tier
 

@@ -11,12 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
-from typing import TypeVar
+from itertools import chain
 
 from msgspec.structs import replace
 
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFullError
+from tieredkv.pieces import cut
 from tieredkv.storage.extents.allocator import largest_file_bytes
 from tieredkv.storage.folder.filesystem import lack_of_room
 from tieredkv.storage.format.record import FORMAT_VERSION, Extent, Located, is_encrypted, scope_of
@@ -35,7 +35,6 @@ _REPORTED_EXTENTS = 25 * _BATCH_EXTENTS
 OpeningProgress = Callable[[int, int], None]
 """Called with (extents read, extents in all) now and then while headers are read."""
 
-Item = TypeVar("Item")
 Segments = Mapping[int, SegmentState]
 Found = tuple[list[Located], list[Extent]]
 """Some blocks, and some extents; extents that belong to none of the blocks belong to no block."""
@@ -186,10 +185,10 @@ def _from_records(parts: Parts, txn: IndexTxn, known: Segments) -> Iterator[Foun
     lent = parts.allocator.lent
     claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
     blocks = (each for _, each in txn.blocks() if each and each.extent.segment in known)
-    for some in _batches(blocks, _BATCH_EXTENTS):
+    for some in cut(blocks, _BATCH_EXTENTS):
         yield [each for each in some if claims[each.extent] == 1], [each.extent for each in some]
     rest = ({*_extents_of(known)} - claims.keys()) | lent.keys()
-    for extents in _batches(rest, _BATCH_EXTENTS):
+    for extents in cut(rest, _BATCH_EXTENTS):
         yield [], extents
 
 
@@ -199,7 +198,7 @@ def _from_headers(
     """Walk over the extents of segments that the index does not know, and tell of it."""
     num_read, num_extents = 0, sum(state.num_used for state in unknown.values())
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        for extents in _batches(_extents_of(unknown), _BATCH_EXTENTS):
+        for extents in cut(_extents_of(unknown), _BATCH_EXTENTS):
             progress(num_read, num_extents)
             if num_read % _REPORTED_EXTENTS == 0:
                 text = "the index is being rebuilt from extent headers: %d of %d extents read"
@@ -228,7 +227,7 @@ def unknown_segments(parts: Parts) -> dict[int, SegmentState]:
                 continue
             is_short = files.size_bytes(segment) <= max(most_bytes, extent_bytes)
             written = [Extent(segment, n) for n in files.written(segment)] if is_short else []
-            if any(_stored_in(parts, txn, pool, some) for some in _batches(written, TXN_BLOCKS)):
+            if any(_stored_in(parts, txn, pool, some) for some in cut(written, TXN_BLOCKS)):
                 num_used = written[-1].number + 1
                 files.truncate(segment, num_used)
                 found[segment] = SegmentState(extent_bytes, num_used, num_used)
@@ -257,9 +256,3 @@ def _stored_in(
 def _extents_of(segments: Segments) -> Iterator[Extent]:
     """Walk over all extents of these segments that were ever handed out."""
     return (Extent(s, number) for s, state in segments.items() for number in range(state.num_used))
-
-
-def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
-        yield batch

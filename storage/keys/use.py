@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError
+from tieredkv.pieces import cut, whole
 from tieredkv.storage.format.record import (
     HOUR_S,
     Extent,
@@ -133,7 +134,7 @@ class KeyUse:
             StorageError: the key table cannot be written.
         """
         if self.table is not None:
-            for some in _batches([key.scope for key in keys]):
+            for some in cut([key.scope for key in keys], _KEYS_A_STEP):
                 self.table.drop(some)
                 yield
 
@@ -143,13 +144,7 @@ class KeyUse:
 
     def drop_unused(self) -> StorageError | None:
         """Take all steps of `dropping_unused` at once."""
-        steps = self.dropping_unused()
-        while True:
-            try:
-                next(steps)
-            except StopIteration as ending:
-                failed: StorageError | None = ending.value
-                return failed
+        return whole(self.dropping_unused())
 
     def dropping_unused(self) -> Generator[None, None, StorageError | None]:
         """Destroy the keys of scopes without blocks, and dead keys, in steps.
@@ -167,7 +162,7 @@ class KeyUse:
             self.table.drop_dead(self.clock.now())
         except StorageError as error:
             return _kept(error)
-        for some in _batches([*self._suspects]):
+        for some in cut([*self._suspects], _KEYS_A_STEP):
             suspects = {*some}.difference(self._lent.values())
             with self.index.reading() as txn:
                 unused = [scope for scope in suspects if not txn.num_encrypted(scope)]
@@ -186,11 +181,6 @@ class KeyUse:
         """
         if self.keys is not None:
             sweep_tables(self.keys.place.key_dir, self.clock.now())
-
-
-def _batches(scopes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Cut a list of scopes into parts whose keys one step destroys."""
-    return (scopes[i : i + _KEYS_A_STEP] for i in range(0, len(scopes), _KEYS_A_STEP))
 
 
 def _kept(error: StorageError) -> StorageError:

@@ -5,10 +5,10 @@ import mmap
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from tieredkv.operate.models import KnownModels
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
 from tieredkv.operate.verify import VerifyResult, check
+from tieredkv.pieces import whole
 from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.format.record import Extent, Located, Retentions, decode_record
 from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key, split_extent_key
@@ -228,19 +229,6 @@ def sweep(store: Store) -> SweepResult:
     return SweepResult(expired_blocks, after.bytes_erased - before.bytes_erased)
 
 
-Answer = TypeVar("Answer")
-
-
-def end_of(steps: Generator[object, None, Answer]) -> Answer:
-    """Run all steps of a generator; return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer
-
-
 class EvictResult(NamedTuple):
     """What an eviction freed; `unknown_ids` matched no chain.
 
@@ -270,7 +258,7 @@ def evict(store: Store, which: EvictFilter) -> EvictResult:
         unused_since=None if which.older_than_s is None else now - which.older_than_s,
         dry_run=which.dry_run,
     )
-    done = end_of(deleting(store, asked))
+    done = whole(deleting(store, asked))
     keys = tuple(done.erased_keys), tuple(done.kept_keys)
     return EvictResult(done.num_blocks, done.freed_bytes, unknown_ids, *keys, done.keys_error)
 
@@ -339,7 +327,7 @@ def checked(store: Store, asked: Verify) -> Checked:
     """Take one step of checking a store."""
     if asked.step == "blocks":
         return check_blocks(store, asked, lambda call: call(), lambda: None)
-    return end_of(checking_index(store, asked))
+    return whole(checking_index(store, asked))
 
 
 def load(store: CheckedStore, record: BlockRecord) -> bytes | str | None:

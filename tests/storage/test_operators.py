@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from tests.storage.blocks import (
     CheckedStore,
     digest,
-    end_of,
     load,
     make_record,
     open_store,
@@ -29,6 +28,7 @@ from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
+from tieredkv.pieces import whole
 from tieredkv.storage.extents import room
 from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
@@ -132,7 +132,7 @@ def test_the_keys_of_a_namespace_go_before_its_blocks(tmp_path: Path) -> None:
         steps = deleting(store, Delete(namespace=MINE.hex()))
         next(steps)
         assert (scopes(store), store.stats().blocks) == ({THEIRS}, 201)
-        done = end_of(steps)
+        done = whole(steps)
         assert (done.num_blocks, len(done.erased_keys), done.kept_keys) == (200, 1, [])
         assert store.stats().blocks == 1
         store.check()
@@ -157,7 +157,7 @@ def test_blocks_of_some_age_keep_the_key_that_others_need(tmp_path: Path) -> Non
         old = make_record("old", last_used=make_record().last_used - 100)
         put(store, old)
         asked = Delete(namespace=MINE.hex(), unused_since=old.last_used)
-        done = end_of(deleting(store, asked))
+        done = whole(deleting(store, asked))
         assert (done.num_blocks, done.erased_keys, len(done.kept_keys)) == (1, [], 1)
         assert not stored_hashes(store, [old])
         sweep(store)
@@ -215,7 +215,7 @@ def test_a_block_that_is_stored_meanwhile_keeps_what_is_left_of_its_segment(
         while file.stat().st_size != 22 * 8192:
             next(steps)
         assert put(store, late) == [True]
-        end_of(steps)
+        whole(steps)
         assert load(store, late) == payload_of(late)
         assert file.stat().st_size == 6 * 8192
         store.check()

@@ -1,7 +1,7 @@
 """The reasons for which the last blocks have left RAM are remembered."""
 
 from tieredkv.cache.departed import NUM_DEPARTED, Departed
-from tieredkv.cache.pieces import whole
+from tieredkv.pieces import whole
 from tieredkv.types import BlockHash
 
 HASHES = [BlockHash(b"%032d" % number) for number in range(NUM_DEPARTED + 1)]

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from tieredkv.cache.pieces import Pieces, whole
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.prompt_report import PromptReport, Source, report
+from tieredkv.pieces import Pieces, whole
 from tieredkv.types import Tier
 
 SIZE, BYTES = 16, 1000

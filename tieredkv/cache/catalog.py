@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from tieredkv.cache.departed import Departed
-from tieredkv.cache.pieces import PIECE_BLOCKS
 from tieredkv.errors import IntegrityError
+from tieredkv.pieces import PIECE_BLOCKS
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.tier import BlockLife, Lent, TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier

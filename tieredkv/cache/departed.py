@@ -5,7 +5,7 @@ Called by the engine's thread only.
 
 from collections import deque
 
-from tieredkv.cache.pieces import SCANNED_BLOCKS, Pieces, cut
+from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
 from tieredkv.types import BlockHash
 
 NUM_DEPARTED = 65_536

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.disk_link import Read
-from tieredkv.cache.pieces import Pieces
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
+from tieredkv.pieces import Pieces
 from tieredkv.types import Tier
 
 IsWanted = Callable[[Entry | Read], bool]

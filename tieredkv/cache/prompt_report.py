@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tieredkv.cache.pieces import Pieces
 from tieredkv.cache.plan import Demand, LinkLoad, Planner
 from tieredkv.cache.stretches import stretches
+from tieredkv.pieces import Pieces
 from tieredkv.types import Tier
 
 HOST, DISK = 0, 1

@@ -30,7 +30,6 @@ from tieredkv.cache.draining import Drainer
 from tieredkv.cache.evictions import Evictions, IsWanted
 from tieredkv.cache.forecasts import Forecasts
 from tieredkv.cache.lookups import Lookups
-from tieredkv.cache.pieces import whole
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
@@ -40,6 +39,7 @@ from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
+from tieredkv.pieces import whole
 from tieredkv.storage.format.record import times_of
 from tieredkv.storage.tier import ControlRequest, Gone, LookupDone, Restarted
 from tieredkv.types import BlockHash, Tier

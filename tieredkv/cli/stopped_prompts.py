@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from tieredkv.cache.disk_link import READ_LATENCY_S
-from tieredkv.cache.pieces import Pieces, whole
 from tieredkv.cache.plan import LinkState, Planner
 from tieredkv.cache.prompt_report import HOST, MakePlanner, report
 from tieredkv.cache.rate_file import Machine, disk_name, read_rates
@@ -22,6 +21,7 @@ from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.store_options import guard_names_key
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Inspect
+from tieredkv.pieces import Pieces, whole
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
 from tieredkv.server.threads import Stop

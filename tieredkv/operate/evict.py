@@ -15,7 +15,8 @@ from tieredkv.operate.chain_ids import namespace_prefix
 from tieredkv.operate.filters import ChainFilter, Order
 from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Verb
-from tieredkv.operate.worker import Worker, batched, only, silent_engine
+from tieredkv.operate.worker import Worker, only, silent_engine
+from tieredkv.pieces import cut
 from tieredkv.storage.messages.operator import NO_ANSWER, Deleted
 from tieredkv.types import Tier
 
@@ -177,7 +178,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
     ) -> bool:
         """Have the engine evict, and add up what it answers; return whether it is silent."""
         is_silent = False
-        for some in [None] if starts is None else batched(starts, ASKED_BLOCKS):
+        for some in [None] if starts is None else cut(starts, ASKED_BLOCKS):
             named = None if some is None else tuple(some)
             call = replace(self, ids=(), filter="", model="", starts=named)
             answer = only(worker.ask_engine(call))

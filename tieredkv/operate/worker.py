@@ -15,6 +15,7 @@ import msgspec
 
 from tieredkv.errors import StoreUnreachableError
 from tieredkv.operate.models import KnownModels, read_models
+from tieredkv.pieces import cut
 from tieredkv.storage.format.record import RECORD_BYTES, Located, Retentions, decode_record, hash_in
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.engine import Looking
@@ -26,7 +27,6 @@ _STARTS_A_CALL = 16_384  # fits into a frame that the worker accepts
 _MAX_REPLY_BYTES = 16 << 20  # in one frame from the worker: thousands of records
 _decoder = msgspec.msgpack.Decoder(messages.Reply)
 
-Item = TypeVar("Item")
 Last = TypeVar("Last", bound=msgspec.Struct)
 Channel = FrameChannel[messages.Reply]
 VerbProgress = Callable[[int, int], object]
@@ -69,7 +69,7 @@ class Worker:
             starts: first bytes of names.
             climbs: yield all blocks before them, too, up to the first that the disk lacks.
         """
-        for some in batched(starts, _STARTS_A_CALL):
+        for some in cut(starts, _STARTS_A_CALL):
             asked = messages.Find(starts=[*some], climbs=climbs)
             for part in self._parts(asked, messages.Rows):
                 retentions = Retentions(part.retentions)
@@ -105,7 +105,7 @@ class Worker:
     ) -> Deleted:
         """Drop and erase blocks; see `messages.Delete`."""
         done = Deleted(0, 0, [], [], "")
-        for some in [None] if starts is None else batched(starts, _STARTS_A_CALL):
+        for some in [None] if starts is None else cut(starts, _STARTS_A_CALL):
             asked = messages.Delete(
                 starts=None if some is None else [*some],
                 namespace=namespace,
@@ -188,11 +188,6 @@ class Worker:
 def channel_over(sock: socket.socket) -> Channel:
     """Return our end of a connection to a worker."""
     return FrameChannel(sock, _decoder, _MAX_REPLY_BYTES)
-
-
-def batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """Cut a list into parts."""
-    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def silent(path: str, timeout_s: float) -> StoreUnreachableError:

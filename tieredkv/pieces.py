@@ -1,4 +1,4 @@
-"""Work on many blocks, cut into pieces: between two of them the engine goes on with its steps.
+"""Work on many blocks, cut into pieces: between two of them other work goes on.
 
 Such work is a generator that yields after each piece. Blocks come, go and are used meanwhile.
 """
