@@ -22,6 +22,7 @@ HOUR_S = 3600  # the blocks of a namespace that were computed in one hour have o
 
 CODEC_RAW = 0
 FIRST_ENCRYPTED, NUM_CLEAR = 3, 3  # codecs 3, 4 and 5 are encrypted payloads of codecs 0, 1 and 2
+_RAW_CODECS = (CODEC_RAW, FIRST_ENCRYPTED + CODEC_RAW)
 HEADER_BYTES = PAGE_ALIGNMENT_BYTES
 PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the same page
 
@@ -281,7 +282,7 @@ def clear_codec(codec: int) -> int:
 
 def header_bytes_for(codec: int) -> int:
     """Return the size of the header, after which the payload begins in its extent."""
-    return HEADER_BYTES if clear_codec(codec) == CODEC_RAW else PACKED_HEADER_BYTES
+    return HEADER_BYTES if codec in _RAW_CODECS else PACKED_HEADER_BYTES
 
 
 def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: int = 0) -> int:
@@ -290,9 +291,10 @@ def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: in
     The size for a compressed payload is rounded up to sixteenths of the block, so that extents can
     be reused for other blocks.
     """
-    is_raw = clear_codec(codec) == CODEC_RAW
-    step = PAGE_ALIGNMENT_BYTES if is_raw else padded_bytes(-(-block_bytes // 16))
-    return -(-(header_bytes_for(codec) + payload_bytes) // step) * step
+    if codec in _RAW_CODECS:
+        return padded_bytes(HEADER_BYTES + payload_bytes)
+    step = padded_bytes(-(-block_bytes // 16))
+    return -(-(PACKED_HEADER_BYTES + payload_bytes) // step) * step
 
 
 def scope_of(record: BlockRecord) -> bytes:

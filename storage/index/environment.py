@@ -250,7 +250,7 @@ class Index:
             self.keep_ahead()
             changes = IndexTxn(txn, dbs, self.retentions)
             yield changes
-            changes.keep_meta()
+            changes.keep()
         self.emptied |= changes.emptied
 
     def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:

@@ -68,6 +68,7 @@ class IndexTxn:
         gone: blocks whose entries were dropped; they may have got new ones since.
         emptied: scopes of payload keys that have lost their last block; see `scope_of`.
         growth: by how many bytes the extents of each tenant have grown, negative if they shrank.
+            This and `emptied` are known once the transaction is committed.
         first_orders: the first of the `lru` keys that were added, of each tenant and without it.
     """
 
@@ -80,6 +81,9 @@ class IndexTxn:
         self._dbs = dbs
         self._retentions = retentions
         self._blocks = dbs["blocks"]
+        # What the blocks that came and went change of the counters, which `keep` writes.
+        self._new_blocks, self._new_bytes = Counter[bytes](), Counter[bytes]()
+        self._new_encrypted = Counter[bytes]()
 
     # --- blocks -----------------------------------------------------------------------------
 
@@ -299,10 +303,33 @@ class IndexTxn:
         data = self._get("meta", META_KEY)
         return Meta() if data is None else decode_meta(data)
 
-    def keep_meta(self) -> None:
-        """Write `meta` if it was read in this transaction; this must be the last step of it."""
+    def keep(self) -> None:
+        """Write the counters and `meta` if they have changed; the last step of a transaction."""
+        for namespace, num_blocks in self._new_blocks.items():
+            self._keep_totals(namespace, num_blocks, self._new_bytes[namespace])
+        for scope, num_blocks in self._new_encrypted.items():
+            self._keep_encrypted(scope, num_blocks)
         if "meta" in self.__dict__:
             self._put("meta", META_KEY, encode(self.meta))
+
+    def _keep_totals(self, namespace: bytes, num_blocks: int, payload_bytes: int) -> None:
+        self.meta.totals = self.meta.totals.plus(num_blocks, payload_bytes)
+        data = self._get("namespaces", namespace)
+        before = Totals(0, 0) if data is None else decode_totals(data)
+        counted = before.plus(num_blocks, payload_bytes)
+        self.growth[tenant_of(namespace)] += counted.extent_bytes - before.extent_bytes
+        if counted.num_blocks:
+            self._put("namespaces", namespace, encode(counted))
+        else:
+            self._delete("namespaces", namespace)
+
+    def _keep_encrypted(self, scope: bytes, num_blocks: int) -> None:
+        self.meta.num_encrypted = max(self.meta.num_encrypted + num_blocks, 0)
+        if (count := self.num_encrypted(scope) + num_blocks) > 0:
+            self._put("keys", scope, encode(count))
+        else:
+            self._delete("keys", scope)
+            self.emptied.add(scope)
 
     def saw_time(self, now: float) -> None:
         """Move the latest time seen forward to `now`, if that is later."""
@@ -327,26 +354,12 @@ class IndexTxn:
         return sums
 
     def _count(self, located: Located, sign: int) -> None:
-        """Add a block to the counters of its namespace and to the totals, or take it out."""
-        namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
-        self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
-        data = self._get("namespaces", namespace)
-        before = Totals(0, 0) if data is None else decode_totals(data)
-        counted = before.plus(sign, payload_bytes)
-        self.growth[tenant_of(namespace)] += counted.extent_bytes - before.extent_bytes
-        if counted.num_blocks:
-            self._put("namespaces", namespace, encode(counted))
-        else:
-            self._delete("namespaces", namespace)
-        if not is_encrypted(located.codec):
-            return
-        scope = scope_of(located.record)
-        self.meta.num_encrypted = max(self.meta.num_encrypted + sign, 0)
-        if (count := self.num_encrypted(scope) + sign) > 0:
-            self._put("keys", scope, encode(count))
-        else:
-            self._delete("keys", scope)
-            self.emptied.add(scope)
+        """Add a block to the counters of its namespace and of its key, or take it out."""
+        namespace = located.record.namespace
+        self._new_blocks[namespace] += sign
+        self._new_bytes[namespace] += sign * located.payload_bytes
+        if is_encrypted(located.codec):
+            self._new_encrypted[scope_of(located.record)] += sign
 
     def num_encrypted(self, scope: bytes) -> int:
         """Return how many blocks are encrypted under the key of a scope."""
