@@ -128,7 +128,17 @@ class Writes:
 
     @owned_by("loop")
     def add_barrier(self, call: Callable[[], None]) -> None:
-        """Call a function once every store before it is committed and none after it has begun."""
+        """Call a function once every store before it is committed and none after it has begun.
+
+        Those of namespaces that are being deleted end before it, and are not written any more.
+        """
+        for tasks in (self._packed, self._reserved, self._waiting):
+            for task in [each for each in tasks if isinstance(each, WriteTask)]:
+                if self.doomed.covers(task.record.namespace):
+                    tasks.remove(task)
+                    if task.extent is not None:
+                        self.store.give_back(task.extent)
+                    self._end(task, "evicted")
         self._waiting.append(call)
 
     @owned_by("loop")

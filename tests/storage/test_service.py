@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes import FakeClock
 from tests.golden import refused
@@ -39,7 +40,7 @@ from tieredkv.storage.messages.engine import (
     WorkerMessage,
     WorkerUp,
 )
-from tieredkv.storage.messages.operator import AskEngine, Delete, EngineAnswer, Reply
+from tieredkv.storage.messages.operator import AskEngine, Delete, Deleted, EngineAnswer, Reply
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import Store
@@ -497,6 +498,22 @@ def asking(path: Path) -> Iterator[FrameChannel[Reply]]:
             channel.close()
     finally:
         os.close(folder_fd)
+
+
+def test_what_is_not_written_yet_goes_with_everything_at_once(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with serving(path := tmp_path / "store", arena, write_limit=1) as engine:
+        records = [replace(NEW, block_hash=bytes([number]) * 32) for number in range(4)]
+        engine.channel.send(StoreCall([Lent.of(each, page) for page, each in enumerate(records)]))
+        assert engine.next_page().ok, "a full bucket lets the first one through"
+        with asking(path) as channel:
+            channel.send(Delete())
+            while not (told := [it for it in channel.receive(HANG_S) if isinstance(it, Deleted)]):
+                pass
+        assert [it.num_blocks for it in told] == [3]
+        assert [engine.next_page().reason for _ in range(3)] == ["evicted"] * 3
+        assert engine.lookup(*(each.block_hash for each in records)) == {}
 
 
 def test_a_client_that_goes_ends_its_eviction(
