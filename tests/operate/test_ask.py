@@ -2,12 +2,10 @@ import hashlib
 import json
 import os
 import signal
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from tests.storage.conftest import (
     ROOT,
     Harness,
     Mailbox,
-    is_alive,
     make_chain,
     make_record,
     payload_of,
@@ -402,37 +399,6 @@ def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
     with refused(StorageError):
         StoreControl(tmp_path).df()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_clients_that_hang_or_talk_nonsense_hold_nothing_up(harness: Harness) -> None:
-    client = harness.open()
-    mail = Mailbox(client)
-    chain = make_chain("a", 3)
-    mail.store(chain)
-    address = str(harness.folder / "sock")
-    hung = []
-    for garbage in (
-        b"",
-        b"\x10",
-        struct.pack("<I", 1000) + b"half a frame",
-        struct.pack("<I", 0xFFFFFFFF),
-        b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
-        os.urandom(100_000),
-        *[b""] * 60,
-    ):
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(address)
-        sock.setblocking(False)
-        hung.append(sock)
-        with suppress(OSError):
-            sock.send(garbage)
-    with engine_that_says(client, {}):
-        assert StoreControl(harness.folder).df()["disk"]["blocks"] == 3
-    assert all(done.ok for done in Mailbox(client).load(chain))
-    assert client.pid is not None and is_alive(client.pid)
-    for sock in hung:
-        sock.close()
 
 
 def test_the_socket_of_a_dead_worker_is_replaced(harness: Harness) -> None:

@@ -3,12 +3,13 @@
 import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,21 @@ from tieredkv.storage.messages.engine import (
     WorkerMessage,
     WorkerUp,
 )
-from tieredkv.storage.messages.operator import AskEngine, Delete, Deleted, EngineAnswer, Reply
+from tieredkv.storage.messages.operator import (
+    AskEngine,
+    Delete,
+    Deleted,
+    EngineAnswer,
+    Figures,
+    Reply,
+    Told,
+)
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import Store
 from tieredkv.storage.tier import ControlRequest, Lent, Loaded, Stored, TouchItem
 from tieredkv.storage.worker import operators, pace, service, touches
+from tieredkv.storage.worker import socket as control_socket
 from tieredkv.storage.worker.service import StoreService
 from tieredkv.storage.worker.socket import socket_address
 from tieredkv.types import BlockRecord
@@ -498,6 +508,34 @@ def asking(path: Path) -> Iterator[FrameChannel[Reply]]:
             channel.close()
     finally:
         os.close(folder_fd)
+
+
+def test_clients_that_hang_or_talk_nonsense_hold_nothing_up(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket, "_SILENCE_S", 0.5)
+    with serving(path := tmp_path / "store", arena) as engine, ExitStack() as hung:
+        for garbage in (
+            b"",
+            b"\x10",
+            struct.pack("<I", 1000) + b"half a frame",
+            struct.pack("<I", 0xFFFFFFFF),
+            b"GET / HTTP/1.1\r\n\r\n",
+            struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
+            os.urandom(100_000),
+            *[b""] * 60,
+        ):
+            client = hung.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(str(path / "sock"))
+            client.setblocking(False)
+            with suppress(OSError):
+                client.send(garbage)
+        with asking(path) as channel:
+            channel.send(Figures())
+            while not (told := [it for it in channel.receive(HANG_S) if isinstance(it, Told)]):
+                pass
+        assert told[0].stats.blocks == 2
+        assert engine.load(Lent.of(OLD, 0)).ok
 
 
 def test_what_is_not_written_yet_goes_with_everything_at_once(
