@@ -23,7 +23,7 @@ from tieredkv.hashing import tenant_digest
 from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls, decoded
 from tieredkv.operate.models import KnownModel
 from tieredkv.operate.table import START_BYTES
-from tieredkv.pieces import Pieces, whole
+from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut, whole
 from tieredkv.storage.client.names import NO_NAMES, Names
 from tieredkv.types import BlockHash, Tier
 
@@ -130,10 +130,13 @@ class Verbs:
         """
         tiers, now = self._tiers, self._tiers.clock.now()
         named = () if wanted.is_of_chains else wanted.starts
-        starts = None if named is None else {*self._names.reveal(named)}
+        starts = set[bytes]()
+        for some in cut(named or (), SCANNED_BLOCKS):
+            starts.update(self._names.reveal(some))
+            yield
 
         def is_wanted(block: Entry | Read) -> bool:
-            is_named = starts is None or block.block_hash[:START_BYTES] in starts
+            is_named = named is None or block.block_hash[:START_BYTES] in starts
             return is_named and wanted.matches(block.namespace, block.last_used, now)
 
         only = [tier for tier in tiers.pools if wanted.concerns(tier)] if wanted.tiers else None

@@ -1,6 +1,9 @@
 """The reasons for which the last blocks have left RAM are remembered."""
 
+import gc
+
 from tieredkv.cache.departed import NUM_DEPARTED, Departed
+from tieredkv.garbage import THRESHOLDS
 from tieredkv.pieces import whole
 from tieredkv.types import BlockHash
 
@@ -27,3 +30,15 @@ def test_the_blocks_that_left_last_are_remembered_with_their_last_reason() -> No
     assert departed.why(HASHES[1], 0) == "never_seen"
     assert {departed.why(each, 0) for each in HASHES[NUM_DEPARTED // 4 : -1]} == {"corrupt"}
     assert departed.why(HASHES[-1], 0) == "evicted_device"
+
+
+def test_blocks_that_leave_do_not_make_python_look_for_garbage() -> None:
+    departed, before = Departed(), gc.get_threshold()
+    gc.set_threshold(*THRESHOLDS)
+    gc.collect()
+    try:
+        for number, block_hash in enumerate(HASHES[:1000]):
+            departed.note(block_hash, "evicted_disk", until=number)
+        assert gc.get_count()[0] < 500  # new objects that a look would go through
+    finally:
+        gc.set_threshold(*before)

@@ -5,6 +5,8 @@ Called by the engine's thread only.
 
 from collections import deque
 
+import msgspec
+
 from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
 from tieredkv.types import BlockHash
 
@@ -14,21 +16,32 @@ NUM_DEPARTED = 65_536
 _GENERATIONS = 4
 
 
+class _Departure(msgspec.Struct, frozen=True, gc=False):
+    """Why a block left, and until when it is on disk; Python's garbage collector passes over it."""
+
+    reason: str
+    until: float = 0.0
+
+
+_EMPTIED = _Departure("admin")
+
+
 class Departed:
     """Remembers the last blocks, at least three quarters of `NUM_DEPARTED`.
 
     They are kept in generations, of which the oldest is forgotten as a whole: a dict of all of them
-    would take several milliseconds to grow, while a step waits.
+    would take several milliseconds to grow, while a step waits. So would a look for garbage, which
+    Python makes after so many new objects of the kind that may refer to each other.
     """
 
     def __init__(self) -> None:
-        self._generations = deque[dict[BlockHash, tuple[str, float]]]([{}], _GENERATIONS)
+        self._generations = deque[dict[BlockHash, _Departure]]([{}], _GENERATIONS)
 
     def note(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
         """Note why a block left; if `evicted_disk`, it expires on disk at `until`."""
         if len(self._generations[-1]) == NUM_DEPARTED // _GENERATIONS:
             self._generations.append({})
-        self._generations[-1][block_hash] = reason, until
+        self._generations[-1][block_hash] = _Departure(reason, until)
 
     def why(self, block_hash: BlockHash, now: float) -> str:
         """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
@@ -41,8 +54,8 @@ class Departed:
         """
         for each in reversed(self._generations):
             if (noted := each.get(block_hash)) is not None:
-                reason, until = noted
-                return "expired" if reason == "evicted_disk" and until <= now else reason
+                has_expired = noted.reason == "evicted_disk" and noted.until <= now
+                return "expired" if has_expired else noted.reason
         return "never_seen"
 
     def noting_empty_disk(self) -> Pieces[None]:
@@ -50,6 +63,6 @@ class Departed:
         for generation in [*self._generations]:
             for some in cut([*generation], SCANNED_BLOCKS):
                 for block_hash in some:
-                    if generation[block_hash][0] == "evicted_disk":
-                        generation[block_hash] = "admin", 0.0
+                    if generation[block_hash].reason == "evicted_disk":
+                        generation[block_hash] = _EMPTIED
                 yield
