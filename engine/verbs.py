@@ -133,7 +133,7 @@ class Verbs:
         starts = set[bytes]()
         for some in cut(named or (), SCANNED_BLOCKS):
             starts.update(self._names.reveal(some))
-            yield
+            yield None
 
         def is_wanted(block: Entry | Read) -> bool:
             is_named = named is None or block.block_hash[:START_BYTES] in starts

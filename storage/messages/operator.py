@@ -5,7 +5,7 @@ made of the answers, such as chains and sums, is made by who asks; see `tieredkv
 are called by the names that the index has for them. This module knows only the shapes of messages.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -40,14 +40,14 @@ class Find(Question, frozen=True, kw_only=True, tag="find"):
 
 
 class Scan(Question, frozen=True, kw_only=True, tag="scan"):
-    """Some thousand records from a name on, in the order of names: one `Rows`.
+    """The records of all blocks in the order of their names, by `Rows`, at least one; then `Done`.
+
+    Blocks that come or go meanwhile may be told of or not.
 
     Attributes:
-        after: where to begin; `Rows.next` of the part before.
         settled: begin once all stores that were received so far are acknowledged.
     """
 
-    after: bytes = b""
     settled: bool = False
 
 
@@ -76,23 +76,19 @@ class Delete(Question, frozen=True, kw_only=True, tag="delete"):
 
 
 class Verify(Question, frozen=True, kw_only=True, tag="verify"):
-    """One step of checking the store: one `Checked`.
+    """Check the whole store, by any number of `Checked` that add up; then `Done`.
+
+    Every payload is compared with its checksum, then the index with itself. With `erased_key` or
+    `erased_namespace` the worker looks for what should be erased instead.
 
     Attributes:
-        step: `blocks` compares some payloads with their checksums; `index` reads the whole index
-            and checks it against itself; `extents` looks for what should be erased.
-        after: where the step begins; `Checked.next` of the one before.
         repair: whether what is bad is dropped or made again.
         sample: the part of the blocks that is read, chosen by chance.
-        is_whole: for `index`: whether the entries of all blocks were whole.
-        erased_key, erased_namespace: for `extents`; see `tieredkv.operate.verify.Verify`.
+        erased_key, erased_namespace: see `tieredkv.operate.verify.Verify`.
     """
 
-    step: Literal["blocks", "index", "extents"]
-    after: bytes = b""
     repair: bool = True
     sample: float = 1.0
-    is_whole: bool = True
     erased_key: str = ""
     erased_namespace: str = ""
 
@@ -146,13 +142,11 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
         data: all of them, of which each has the same size.
         retentions: names of the retention policies that the records number.
         now: the time by the store's clock.
-        next: where the next part of a scan begins; None after the last.
     """
 
     data: bytes
     retentions: tuple[str, ...]
     now: float
-    next: bytes | None = None
 
 
 class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
@@ -172,24 +166,18 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
 
 
 class Checked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
-    """What one step of `Verify` found.
+    """What a part of `Verify` found.
 
     Attributes:
         checked: blocks or extents that were read.
         by_reason: bad blocks by the reason.
         repaired: how many of these were repaired.
-        is_whole: whether the entries of these blocks were whole.
-        next: where the next step begins.
-        is_last: whether none is left.
         keys, blocks, extents: what is left that should be erased.
     """
 
     checked: int = 0
     by_reason: dict[str, int] = {}
     repaired: int = 0
-    is_whole: bool = True
-    next: bytes = b""
-    is_last: bool = False
     keys: int = 0
     blocks: int = 0
     extents: int = 0

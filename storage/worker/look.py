@@ -13,7 +13,6 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
@@ -44,7 +43,6 @@ from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Need
 from tieredkv.storage.store import Store
-from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.process import EXIT_FAILED
 from tieredkv.storage.worker.socket import Caller, decoder
@@ -253,15 +251,7 @@ class Look:
 
     def run(self) -> None:
         """Answer until the other side has what it wants, or has gone."""
-        operators = Operators(
-            self._store,
-            self._store.stats,
-            hand=_do_at_once,
-            give_way=_go_on,
-            after_writes=_do_at_once,
-            doomed=Doomed(),
-            ask_engine=None,
-        )
+        operators = Operators(self._store, self._store.stats)
         self._channel.send(messages.Looking(self._store.needs, self._store.is_whole))
         with (
             suppress(EOFError),
@@ -271,15 +261,6 @@ class Look:
                 for call in answers.receive(None):
                     answers.send(operators.answer(call, Caller(answers)))
         self._store.close()
-
-
-def _do_at_once(call: Callable[[], object]) -> None:
-    """Make a call that a worker would hand to its index thread."""
-    call()
-
-
-def _go_on() -> None:
-    """Give way to nobody, since nobody looks anything up."""
 
 
 def look(launch: messages.Launch, channel: FrameChannel[EngineMessage]) -> Look:

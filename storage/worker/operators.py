@@ -11,18 +11,28 @@ import os
 import queue
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
-from tieredkv.errors import ConfigError, CorruptIndexError, MissingKeyError, StoreFailedError
-from tieredkv.storage.format.record import decode_record, is_record_of
+from tieredkv.errors import (
+    ConfigError,
+    CorruptBlockError,
+    CorruptIndexError,
+    MissingKeyError,
+    StorageError,
+    StoreFailedError,
+)
+from tieredkv.pieces import Pieces
+from tieredkv.storage.faults import reason_of
+from tieredkv.storage.format.planes import aligned_buffer
+from tieredkv.storage.format.record import Located, decode_record, is_record_of, padded_bytes
 from tieredkv.storage.index.entries import Totals
 from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.messages import operator as messages
@@ -33,10 +43,12 @@ from tieredkv.storage.tier import ControlRequest
 from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.socket import Caller
 from tieredkv.storage.worker.steps import (
-    check_blocks,
+    DisorderError,
+    behind,
     checking_extents,
     checking_index,
     deleting,
+    in_order,
     is_of_whole_namespaces,
 )
 from tieredkv.types import TENANT_BYTES
@@ -44,24 +56,26 @@ from tieredkv.types import TENANT_BYTES
 _ENGINE_TIMEOUT_S = 5.0
 _REPORT_INTERVAL_S = 0.1
 _SLICE_S = 0.02  # of the index thread's time, between which other work goes on
-_ROWS = 4096  # of the index, in one frame
-_ROWS_A_STEP = 1024
+_TOLD_S = 0.1  # for so long payloads are compared before the operator is told
+_ROWS_A_STEP = 1024  # of the index
+_STEPS_A_FRAME = 4
 _FOUND = 2048  # records in one frame
 _TOLD_TENANTS = 10_000  # those that hold most, in one frame
+_DAMAGE = (CorruptIndexError, StoreFailedError)
 
 Result = TypeVar("Result")
 Hand = Callable[[Callable[[], None]], object]
-_DAMAGE = (CorruptIndexError, StoreFailedError)
 
 
-def _numbers() -> Iterator[int]:
-    """Number questions otherwise than the last worker did, whom an engine may still answer."""
-    return itertools.count(random.getrandbits(48))
+def _do_at_once(call: Callable[[], object]) -> None:
+    call()
 
 
 @dataclass(eq=False)
 class Operators:
     """Answers the questions of operators, any number of them at once.
+
+    By default the caller is alone with the store, as a verb is that looks at a stopped one.
 
     Args:
         store: the store.
@@ -76,17 +90,18 @@ class Operators:
 
     store: Store
     figures: Callable[[], StoreStats]
-    hand: Hand
-    give_way: Callable[[], None]
-    after_writes: Hand
-    doomed: Doomed
-    ask_engine: Callable[[ControlRequest], None] | None
-    _ids: Iterator[int] = field(default_factory=_numbers)
-    _asked: dict[int, queue.SimpleQueue[EngineAnswer]] = field(default_factory=dict)
-    _has_engine_ended: bool = False
+    hand: Hand = _do_at_once
+    give_way: Callable[[], None] = lambda: None
+    after_writes: Hand = _do_at_once
+    doomed: Doomed = field(default_factory=Doomed)
+    ask_engine: Callable[[ControlRequest], None] | None = None
 
     def __post_init__(self) -> None:
-        self.parts = self.store.parts
+        self._parts, self._index = self.store.parts, self.store.parts.index
+        # Questions to the engine have other numbers than the last worker's, whom it may yet answer.
+        self._ids = itertools.count(random.getrandbits(48))
+        self._asked = dict[int, queue.SimpleQueue[EngineAnswer]]()
+        self._has_engine_ended = False
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
@@ -106,38 +121,45 @@ class Operators:
         A damaged index ends the worker, as it does wherever it is met.
         """
         try:
-            return self._answer(asked, caller)
+            match asked:
+                case messages.Figures():
+                    return self._figures(asked, caller)
+                case messages.Delete():
+                    return self._delete(asked, caller)
+                case messages.Rotate():
+                    return self._at_once(partial(self._rotate, asked), caller)
+            for part in self._parts_of(asked, caller):
+                caller.tell(part)
+            return messages.Done()
         except _DAMAGE as error:
             self.hand(partial(_raise, error))
             raise
 
-    def _answer(self, asked: messages.Asked, caller: Caller) -> msgspec.Struct:
+    def _parts_of(self, asked: messages.Asked, caller: Caller) -> Iterator[msgspec.Struct]:
         match asked:
             case messages.Find():
-                return self._find(asked, caller)
+                yield from self._find(asked)
             case messages.Scan():
                 if asked.settled:
                     self._settle(caller)
-                return self._scan(asked.after)
-            case messages.Delete():
-                return self._delete(asked, caller)
+                yield from self._scan()
             case messages.Verify():
-                return self._verify(asked, caller)
-            case messages.Figures():
-                return self._figures(asked, caller)
-            case messages.Rotate():
-                return self._at_once(partial(self._rotate, asked), caller)
+                self._check_keys()
+                if asked.erased_key or asked.erased_namespace:
+                    yield self._finish(checking_extents(self.store, asked), caller)
+                else:
+                    yield from self._verify(asked, caller)
             case messages.AskEngine():
-                return self._ask(asked, caller)
+                yield from self._ask(asked, caller)
 
     # --- looking -----------------------------------------------------------------------------
 
-    def _find(self, asked: messages.Find, caller: Caller) -> messages.Done:
+    def _find(self, asked: messages.Find) -> Iterator[messages.Rows]:
         waiting, met, some = [*reversed(asked.starts)], set[bytes](), list[bytes]()
-        now = self.parts.clock.now()
+        now = self._parts.clock.now()
         while waiting:
             self.give_way()
-            with self.parts.index.reading() as txn:
+            with self._index.reading() as txn:
                 for _ in range(min(TXN_BLOCKS, len(waiting))):
                     for name, data in txn.entries_of(waiting.pop()):
                         record = decode_record(name, data).record
@@ -148,51 +170,126 @@ class Operators:
                         if asked.climbs and record.position:
                             waiting.append(record.parent_hash)
             if len(some) >= _FOUND or (some and not waiting):
-                caller.tell(messages.Rows(b"".join(some), self._retentions, now))
+                yield messages.Rows(b"".join(some), self._index.retentions.names, now)
                 some = []
-        return messages.Done()
 
-    def _scan(self, after: bytes) -> messages.Rows:
-        entries, key = list[tuple[bytes, bytes]](), after
-        while len(entries) < _ROWS:
-            self.give_way()
-            with self.parts.index.reading() as txn:
-                some = [*islice(txn.records(key), _ROWS_A_STEP)]
-            entries += some
-            if len(some) < _ROWS_A_STEP:
-                return rows_of(entries, None, self.parts.clock.now(), self._retentions)
-            key = some[-1][0] + b"\0"
-        return rows_of(entries, key, self.parts.clock.now(), self._retentions)
-
-    @property
-    def _retentions(self) -> tuple[str, ...]:
-        return self.parts.index.retentions.names
+    def _scan(self) -> Iterator[messages.Rows]:
+        last, is_over = b"", False
+        while not is_over:
+            records = list[bytes]()
+            for _ in range(_STEPS_A_FRAME):
+                self.give_way()
+                with self._index.reading() as txn:
+                    some = [*islice(txn.records(behind(last)), _ROWS_A_STEP)]
+                records += records_of(last, some)
+                if is_over := len(some) < _ROWS_A_STEP:
+                    break
+                last, _ = some[-1]
+            now = self._parts.clock.now()
+            yield messages.Rows(b"".join(records), self._index.retentions.names, now)
 
     def _figures(self, asked: messages.Figures, caller: Caller) -> messages.Told:
-        tenants = self._tenants() if asked.tenants else {}
+        key_use = self._parts.key_use
         return messages.Told(
             stats=self._at_once(self.figures, caller),
-            tenants=tenants,
+            tenants=self._tenants() if asked.tenants else {},
             writer_pid=None if self.ask_engine is None else os.getpid(),
-            now=self.parts.clock.now(),
-            lacks_keys=self.parts.key_use.lacks_keys,
-            names_key=self.parts.key_use.names_key if asked.names_key else b"",
+            now=self._parts.clock.now(),
+            lacks_keys=key_use.lacks_keys,
+            names_key=key_use.names_key if asked.names_key else b"",
         )
 
     def _tenants(self) -> dict[str, tuple[int, int]]:
         """Return the blocks and payload bytes on disk by tenant, of those who have the most."""
         sums = defaultdict[bytes, Totals](lambda: Totals(0, 0))
         self.give_way()
-        with self.parts.index.reading() as txn:
+        with self._index.reading() as txn:
             for namespace, totals in txn.namespaces().items():
                 tenant = namespace[:TENANT_BYTES]
                 sums[tenant] = sums[tenant].plus(*totals)
-        most = sorted(sums, key=lambda tenant: -sums[tenant].payload_bytes)[:_TOLD_TENANTS]
-        return {
-            tenant.hex(): (sums[tenant].num_blocks, sums[tenant].payload_bytes) for tenant in most
-        }
+        most = sorted(sums.items(), key=lambda it: -it[1].payload_bytes)[:_TOLD_TENANTS]
+        return {tenant.hex(): (it.num_blocks, it.payload_bytes) for tenant, it in most}
 
-    # --- changing ------------------------------------------------------------------------------
+    # --- checking ----------------------------------------------------------------------------
+
+    def _verify(self, asked: messages.Verify, caller: Caller) -> Iterator[messages.Checked]:
+        """Check every payload, or a sample, then the index against itself."""
+        is_whole, last = yield from self._compare(asked, b"", caller)
+        steps = checking_index(self.store, is_whole=is_whole, repair=asked.repair)
+        if not self._finish(steps, caller):
+            yield messages.Checked(by_reason={"index": 1}, repaired=int(asked.repair))
+            if asked.repair:  # a walk that damage cut short goes on in the sound index
+                yield from self._compare(asked, last, caller)
+
+    def _compare(
+        self, asked: messages.Verify, last: bytes, caller: Caller
+    ) -> Generator[messages.Checked, None, tuple[bool, bytes]]:
+        """Compare the payloads of the blocks behind a name with their checksums.
+
+        Returns whether the entries of these blocks were whole, and the name of the last one.
+        """
+        are_whole, page, checked, by_reason, repaired = True, memoryview(b""), 0, Counter[str](), 0
+        told_at = time.monotonic()
+        while entries := self._entries(last, caller):
+            for _, located, is_whole in entries:
+                if random.random() >= asked.sample:
+                    continue
+                if located is not None and self._parts.clock.now() >= located.record.expires_at:
+                    continue
+                checked += 1
+                are_whole = are_whole and is_whole
+                reason, is_repaired = "record", asked.repair
+                if located is not None:
+                    if len(page) < (size := padded_bytes(located.record.size_bytes)):
+                        page = aligned_buffer(size)
+                    reason, is_repaired = self._read(located, page, asked, caller)
+                by_reason.update([reason] if reason else [])
+                repaired += is_repaired
+                if time.monotonic() - told_at > _TOLD_S:
+                    yield messages.Checked(checked, dict(by_reason), repaired)
+                    checked, by_reason, repaired = 0, Counter[str](), 0
+                    told_at = time.monotonic()
+            last, *_ = entries[-1]
+        yield messages.Checked(checked, dict(by_reason), repaired)
+        return are_whole, last
+
+    def _entries(self, last: bytes, caller: Caller) -> list[tuple[bytes, Located | None, bool]]:
+        """Return some entries behind a name, and whether they are whole; none after the last."""
+        self.give_way()
+        try:
+            with self._index.reading() as txn:
+                entries = in_order(last, txn.some_blocks(behind(last)))
+                # In the same state of the index, as blocks may change at any time.
+                return [(name, it, it is not None and txn.is_whole(it)) for name, it in entries]
+        except DisorderError:
+            self._at_once(self.store.ask_for_rebuild, caller)
+            return []
+
+    def _read(
+        self, located: Located, page: memoryview, asked: messages.Verify, caller: Caller
+    ) -> tuple[str, bool]:
+        """Read a payload; return why it is bad, if it is, and whether it was dropped."""
+        self.give_way()
+        try:
+            self.store.read(located, page)
+        except StorageError as error:
+            return self._at_once(partial(self._judge, located, error, asked), caller)
+        return "", False
+
+    def _judge(
+        self, located: Located, error: StorageError, asked: messages.Verify
+    ) -> tuple[str, bool]:
+        """Judge a block that could not be read; it may have left the store meanwhile."""
+        with self._index.reading() as txn:
+            current = txn.sound(located.record.block_hash)
+        if current is None or current[1:] != located[1:]:
+            return "", False
+        is_repaired = asked.repair and isinstance(error, CorruptBlockError)
+        if is_repaired:
+            self.store.drop_bad(located)
+        return reason_of(error), is_repaired
+
+    # --- changing ----------------------------------------------------------------------------
 
     def _delete(self, asked: messages.Delete, caller: Caller) -> messages.Deleted:
         if not is_of_whole_namespaces(asked):
@@ -205,17 +302,6 @@ class Operators:
             self._at_once(_nothing, caller)  # stores that were received by now come before it
             return deleted
 
-    def _verify(self, asked: messages.Verify, caller: Caller) -> messages.Checked:
-        self._check_keys()
-        match asked.step:
-            case "blocks":
-                at_once = partial(self._at_once, caller=caller)
-                return check_blocks(self.store, asked, at_once, self.give_way)
-            case "index":
-                return self._finish(checking_index(self.store, asked), caller)
-            case "extents":
-                return self._finish(checking_extents(self.store, asked), caller)
-
     def _rotate(self, asked: messages.Rotate) -> messages.Rotated:
         """Replace the master key.
 
@@ -224,19 +310,19 @@ class Operators:
             MissingKeyError: its keys are not there, or no new key is.
         """
         self._check_keys()
-        if (keys := self.parts.key_use.keys) is None:
-            raise ConfigError(f"the store at `{self.parts.folder.path}` is not encrypted")
+        if (keys := self._parts.key_use.keys) is None:
+            raise ConfigError(f"the store at `{self._parts.folder.path}` is not encrypted")
         where = keys.rotate(asked.master_key, asked.command)
         return messages.Rotated(where, len(keys.table))
 
     def _check_keys(self) -> None:
-        if self.parts.key_use.lacks_keys:
-            raise MissingKeyError(self.parts.key_use.lacks_keys)
+        if self._parts.key_use.lacks_keys:
+            raise MissingKeyError(self._parts.key_use.lacks_keys)
 
-    # --- the engine ------------------------------------------------------------------------------
+    # --- the engine --------------------------------------------------------------------------
 
-    def _ask(self, asked: messages.AskEngine, caller: Caller) -> messages.Done:
-        """Ask the engine, if there is one, and tell each part of its answer, but not for ever.
+    def _ask(self, asked: messages.AskEngine, caller: Caller) -> Iterator[EngineAnswer]:
+        """Ask the engine, if there is one, and yield each part of its answer, but not for ever.
 
         A silent engine is taken to say `NO_ANSWER`.
 
@@ -244,21 +330,19 @@ class Operators:
             EOFError: the engine has ended, or nobody waits any more.
         """
         if self.ask_engine is None:
-            return messages.Done()
+            return
         if self._has_engine_ended:
             raise EOFError
-        job, answers = next(self._ids), queue.SimpleQueue[EngineAnswer]()
-        self._asked[job] = answers
+        id, answers = next(self._ids), queue.SimpleQueue[EngineAnswer]()
+        self._asked[id] = answers
         try:
-            self.ask_engine(ControlRequest(job, asked.call, asked.roots))
-            while (answer := self._next(answers, caller)) is not None:
-                caller.tell(answer)
-                if not answer.has_more:
-                    return messages.Done()
-            caller.tell(EngineAnswer(job, messages.NO_ANSWER))
-            return messages.Done()
+            self.ask_engine(ControlRequest(id, asked.call, asked.roots))
+            answer = EngineAnswer(id, {}, has_more=True)
+            while answer.has_more:
+                answer = self._next(answers, caller) or EngineAnswer(id, messages.NO_ANSWER)
+                yield answer
         finally:
-            del self._asked[job]
+            del self._asked[id]
 
     def _next(
         self, answers: "queue.SimpleQueue[EngineAnswer]", caller: Caller
@@ -279,7 +363,7 @@ class Operators:
                 caller.report()
         return None
 
-    # --- the index thread ------------------------------------------------------------------------
+    # --- the index thread --------------------------------------------------------------------
 
     def _settle(self, caller: Caller) -> None:
         """Wait until every store that was received so far is acknowledged."""
@@ -302,7 +386,7 @@ class Operators:
             caller.report()
         return done.result()
 
-    def _finish(self, steps: Generator[None, None, Result], caller: Caller) -> Result:
+    def _finish(self, steps: Pieces[Result], caller: Caller) -> Result:
         """Have the index thread take all steps, a few at once; return what they end with.
 
         Raises:
@@ -333,29 +417,17 @@ def _nothing() -> None:
     """Be called, which tells that what was handed over before has been done."""
 
 
-def rows_of(
-    entries: Sequence[tuple[bytes, bytes]],
-    next_key: bytes | None,
-    now: float,
-    retentions: tuple[str, ...],
-) -> messages.Rows:
-    """Return entries of the index as a message; what is no record of its key is left out.
-
-    Args:
-        entries: keys with sealed records.
-        next_key: where the next part begins.
-        now: the time.
-        retentions: names of retention policies by their numbers.
-
-    Raises:
-        CorruptIndexError: they are not in the order of their keys.
-    """
-    names = [name for name, _ in entries]
-    if any(name >= other for name, other in pairwise(names)):
-        raise CorruptIndexError("the keys of `blocks` are out of order")
-    data = b"".join([record for name, record in entries if is_record_of(name, record)])
-    return messages.Rows(data, retentions, now, next_key)
-
-
 def _raise(error: Exception) -> None:
     raise error
+
+
+def records_of(last: bytes, entries: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the sealed records of entries that follow a key; what is none of its key is left out.
+
+    Raises:
+        CorruptIndexError: the entries are not in the order of their keys.
+    """
+    try:
+        return [record for name, record in in_order(last, entries) if is_record_of(name, record)]
+    except DisorderError:
+        raise CorruptIndexError("the keys of `blocks` are out of order") from None

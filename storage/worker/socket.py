@@ -52,6 +52,7 @@ class Caller:
         Raises:
             StorageError: the client does not read.
         """
+        self._channel.receive()  # if only the end of the client
         self._channel.send(part)
         if not self._channel.drain(_SILENCE_S):
             raise StorageError(f"a control client has not read its answer for {_SILENCE_S:g} s")

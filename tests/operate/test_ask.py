@@ -183,7 +183,7 @@ def fill(path: Path, num_chains: int) -> None:
 def test_a_list_longer_than_any_frame_arrives_in_pages(
     harness: Harness, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tieredkv.storage.worker.operators._ROWS", 512)
+    monkeypatch.setattr("tieredkv.storage.worker.operators._ROWS_A_STEP", 128)
     fill(harness.folder, 1500)
     if is_live:
         harness.open()

@@ -6,7 +6,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +23,17 @@ from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.models import KnownModels
 from tieredkv.operate.ram import part_of
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
-from tieredkv.operate.verify import VerifyResult, check
-from tieredkv.pieces import whole
+from tieredkv.operate.verify import Findings
 from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.format.record import Extent, Located, Retentions, decode_record
 from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key, split_extent_key
 from tieredkv.storage.index.transaction import IndexTxn
-from tieredkv.storage.messages.operator import Checked, Delete, Verify
+from tieredkv.storage.messages.operator import Asked, Delete, Done, Scan, Verify
 from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import Store
-from tieredkv.storage.worker.operators import rows_of
-from tieredkv.storage.worker.steps import check_blocks, checking_index, deleting
+from tieredkv.storage.worker.operators import Operators
+from tieredkv.storage.worker.socket import Caller
 from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
 
 BLOCK_BYTES = 8192
@@ -258,7 +256,7 @@ def evict(store: Store, which: EvictFilter) -> EvictResult:
         unused_since=None if which.older_than_s is None else now - which.older_than_s,
         dry_run=which.dry_run,
     )
-    done = whole(deleting(store, asked))
+    [done] = ask(store, asked)
     keys = tuple(done.erased_keys), tuple(done.kept_keys)
     return EvictResult(done.num_blocks, done.freed_bytes, unknown_ids, *keys, done.keys_error)
 
@@ -284,9 +282,8 @@ def choose(store: Store, ids: Sequence[str]) -> Chosen:
 def table_of(store: Store) -> BlockTable:
     """See which blocks there are."""
     reader = TableReader()
-    with store.parts.index.reading() as txn:
-        entries = [*txn.records()]
-    reader.add(rows_of(entries, None, 0.0, store.parts.index.retentions.names))
+    for rows in ask(store, Scan()):
+        reader.add(rows)
     return reader.table
 
 
@@ -316,18 +313,32 @@ def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any
     return part_of(rows, hashes, parents, [it.pinned_until for it, _ in blocks], kinds)
 
 
-def verify(store: Store, *, repair: bool = True) -> VerifyResult:
+class Heard(Caller):
+    """A client in this process that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.parts = list[Any]()
+
+    def report(self) -> None:
+        """Hear that work goes on."""
+
+    def tell(self, part: msgspec.Struct) -> None:
+        self.parts.append(part)
+
+
+def ask(store: Store, asked: Asked) -> list[Any]:
+    """Return what the worker tells an operator, but for its last word if it says no more."""
+    heard = Heard()
+    last = Operators(store, store.stats).answer(asked, heard)
+    return heard.parts if isinstance(last, Done) else [*heard.parts, last]
+
+
+def verify(store: Store, *, repair: bool = True) -> Findings:
     """Check a store as its worker and the verb do."""
-    result = VerifyResult()
-    check(partial(checked, store), result, repair=repair)
-    return result
-
-
-def checked(store: Store, asked: Verify) -> Checked:
-    """Take one step of checking a store."""
-    if asked.step == "blocks":
-        return check_blocks(store, asked, lambda call: call(), lambda: None)
-    return whole(checking_index(store, asked))
+    found = Findings()
+    for part in ask(store, Verify(repair=repair)):
+        found.add(part)
+    return found
 
 
 def load(store: CheckedStore, record: BlockRecord) -> bytes | str | None:

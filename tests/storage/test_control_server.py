@@ -28,7 +28,7 @@ from tieredkv.wire.process import Refused
 _decoder = msgspec.msgpack.Decoder(Reply)
 
 
-FIGURES, VERIFY = Figures(), Verify(step="index")
+FIGURES, VERIFY = Figures(), Verify()
 
 
 class Carrier:

@@ -42,7 +42,7 @@ from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.operate.verify import VerifyResult
+from tieredkv.operate.verify import Findings
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.index import rebuild
 from tieredkv.storage.index.pages import check_pages
@@ -178,7 +178,7 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
     with open_store(path) as store:
         found = verify(store)
         assert found.by_reason == {"index": 1, "checksum": 1}, "what lies behind it is verified"
-        assert verify(store) == VerifyResult(checked=58)
+        assert verify(store) == Findings(checked=58)
         store.check()
         for record in records:
             wanted = None if record.block_hash in (victim, last) else payload_of(record)

@@ -1,7 +1,7 @@
 """`verify`: every block against its checksums, the index against itself, and what is erased."""
 
 import re
-from collections.abc import Callable
+from collections import Counter
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,27 +13,7 @@ from tieredkv.operate.worker import Worker
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.operator import Checked
 
-TakeStep = Callable[[messages.Verify], Checked]
-"""Has the worker take one step."""
-
 _KEY_ID = re.compile(r"[0-9a-fA-F]{16}")
-
-
-class VerifyResult(msgspec.Struct, kw_only=True):
-    """What `verify` found."""
-
-    checked: int = 0
-    bad: int = 0
-    by_reason: dict[str, int] = msgspec.field(default_factory=dict)
-    repaired: int = 0
-
-    def add(self, found: Checked) -> None:
-        """Add what one step has found."""
-        self.checked += found.checked
-        self.repaired += found.repaired
-        self.bad += sum(found.by_reason.values())
-        for reason, count in found.by_reason.items():
-            self.by_reason[reason] = self.by_reason.get(reason, 0) + count
 
 
 class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
@@ -83,22 +63,24 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
 
         Raises:
             EOFError: nobody but the caller will start one.
+            StorageError: the store is stopped, and not everything in it can be seen.
         """
+        asked = messages.Verify(
+            repair=self.repair,
+            sample=self.sample,
+            erased_key=self.erased_key,
+            erased_namespace=self.erased_namespace,
+        )
         if self.is_proof:
-            return self._prove_erased(worker)
-        result, total = VerifyResult(), 0
-        damage = Checked(by_reason={"index": 1}, repaired=int(self.repair))
+            return _prove_erased(worker, asked)
+        found, damage = Findings(), Checked(by_reason={"index": 1}, repaired=int(self.repair))
         if worker.follows_damage:
-            result.add(damage)
-
-        def take_step(step: messages.Verify) -> Checked:
-            found = worker.verify(step)
-            worker.progress(result.checked + found.checked, total)
-            return found
-
+            found.add(damage)
         try:
             total = int(self.sample * worker.figures().stats.blocks)
-            check(take_step, result, repair=self.repair, sample=self.sample)
+            for part in worker.verify(asked):
+                found.add(part)
+                worker.progress(found.checked, total)
         except (CorruptIndexError, StoreFailedError) as error:
             if not self.repair:
                 raise
@@ -106,55 +88,32 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
                 raise EOFError from error
             # Damage is made good by the next worker. It looks for it where this one does not know.
             is_repaired = isinstance(error, CorruptIndexError)
-            result.add(msgspec.structs.replace(damage, repaired=int(is_repaired)))
-        return dict(msgspec.to_builtins(result))
-
-    def _prove_erased(self, worker: Worker) -> dict[str, Any]:
-        """Look for what is left of a key or of namespaces in every extent that was ever used.
-
-        Raises:
-            StorageError: the store is stopped, and not everything in it can be seen.
-        """
-        if worker.looking is not None and not worker.looking.is_whole:
-            why = "; ".join(need.text for need in worker.looking.needs)
-            hint = "hint: run `tieredkv verify`, which makes the index again"
-            raise StorageError(f"nothing can be proven, since {why}\n{hint}")
-        left, found = dict.fromkeys(("checked", "keys", "blocks", "extents"), 0), Checked()
-        while not found.is_last:
-            step = messages.Verify(
-                step="extents",
-                after=found.next,
-                erased_key=self.erased_key,
-                erased_namespace=self.erased_namespace,
-            )
-            found = worker.verify(step)
-            left = {name: count + getattr(found, name) for name, count in left.items()}
-        return {"erased": not (left["keys"] or left["blocks"] or left["extents"]), **left}
+            found.add(msgspec.structs.replace(damage, repaired=int(is_repaired)))
+        return dict(msgspec.to_builtins(found))
 
 
-def check(
-    take_step: TakeStep, result: VerifyResult, *, repair: bool = True, sample: float = 1.0
-) -> None:
-    """Check every payload, or a sample, then the index against itself.
+class Findings(msgspec.Struct, kw_only=True):
+    """What `verify` found."""
 
-    Args:
-        take_step: takes one step.
-        result: always holds the findings so far.
-        repair: whether bad blocks are dropped, and a bad index is made again.
-        sample: the part of the payloads that is read.
-    """
+    checked: int = 0
+    bad: int = 0
+    by_reason: dict[str, int] = {}
+    repaired: int = 0
 
-    def check_blocks(after: bytes) -> tuple[bool, bytes]:
-        """Check the payloads from a name on; return whether all was whole, and the end."""
-        is_whole, found = True, Checked(next=after)
-        while not found.is_last:
-            step = messages.Verify(step="blocks", after=found.next, repair=repair, sample=sample)
-            result.add(found := take_step(step))
-            is_whole &= found.is_whole
-        return is_whole, found.next
+    def add(self, part: Checked) -> None:
+        """Add what a part of the check has found."""
+        self.checked += part.checked
+        self.repaired += part.repaired
+        self.bad += sum(part.by_reason.values())
+        self.by_reason = dict(Counter(self.by_reason) + Counter(part.by_reason))
 
-    is_whole, last = check_blocks(b"")
-    found = take_step(messages.Verify(step="index", repair=repair, is_whole=is_whole))
-    result.add(found)
-    if repair and not found.is_whole:
-        check_blocks(last)  # a walk that damage cut short goes on in the sound index
+
+def _prove_erased(worker: Worker, asked: messages.Verify) -> dict[str, Any]:
+    """Look for what is left of a key or of namespaces in every extent that was ever used."""
+    if worker.looking is not None and not worker.looking.is_whole:
+        why = "; ".join(need.text for need in worker.looking.needs)
+        hint = "hint: run `tieredkv verify`, which makes the index again"
+        raise StorageError(f"nothing can be proven, since {why}\n{hint}")
+    [found] = worker.verify(asked)
+    left = {name: getattr(found, name) for name in ("keys", "blocks", "extents")}
+    return {"erased": not any(left.values()), "checked": found.checked, **left}

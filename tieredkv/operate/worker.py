@@ -78,21 +78,8 @@ class Worker:
                     yield decode_record(hash_in(data), data, retentions)
 
     def rows(self, *, settled: bool = False) -> Iterator[messages.Rows]:
-        """Yield the entries of all blocks; those that come or go meanwhile may be there or not.
-
-        The worker makes the next part while this process is busy with one. So all parts have to be
-        taken before anything else is asked.
-
-        Args:
-            settled: begin once all stores that the worker has received are acknowledged.
-        """
-        after: bytes | None = b""
-        self.channel.send(messages.Scan(settled=settled))
-        while after is not None:
-            rows = self._last(messages.Rows)
-            if (after := rows.next) is not None:
-                self.channel.send(messages.Scan(after=after))
-            yield rows
+        """Yield the entries of all blocks, all of which have to be taken; see `messages.Scan`."""
+        yield from self._parts(messages.Scan(settled=settled), messages.Rows)
 
     def delete(
         self,
@@ -116,9 +103,9 @@ class Worker:
             done = _added(done, self._ask(asked, Deleted))
         return done
 
-    def verify(self, asked: messages.Verify) -> Checked:
-        """Take one step of checking the store."""
-        return self._ask(asked, Checked)
+    def verify(self, asked: messages.Verify) -> Iterator[Checked]:
+        """Yield what is found by checking the store; see `messages.Verify`."""
+        yield from self._parts(asked, Checked)
 
     def figures(self, *, tenants: bool = False, names_key: bool = False) -> Told:
         """Return what the store holds; see `messages.Figures`."""
@@ -156,10 +143,6 @@ class Worker:
     def _ask(self, asked: messages.Asked, last: type[Last]) -> Last:
         """Ask, and return the one answer."""
         self.channel.send(asked)
-        return self._last(last)
-
-    def _last(self, last: type[Last]) -> Last:
-        """Return the last word of an answer."""
         *_, answer = self._replies(last)
         assert isinstance(answer, last), answer
         return answer
