@@ -9,8 +9,8 @@ from tieredkv.engine import block_lists
 from tieredkv.engine.block_lists import list_blocks
 from tieredkv.engine.slices import Slices, telling
 from tieredkv.operate.ram import RamBlocks
-from tieredkv.operate.table import TIER_BITS
-from tieredkv.types import Tier
+from tieredkv.operate.table import START_BYTES, TIER_BITS, starts_in
+from tieredkv.types import NAMESPACE_BYTES, Tier
 
 
 def told(rig: Rig) -> list[dict[str, Any]]:
@@ -38,21 +38,21 @@ def test_all_blocks_are_told_with_their_tiers_and_deadlines(
     rig.cache.departures.send(chain_of("a", 3), Tier.HOST)
     rig.turn(5)
     parts = told(rig)
-    assert [part.get("num_blocks", 0) for part in parts] == [2, 2, 1, 0]
+    assert [len(part.get("tiers", b"")) for part in parts] == [2, 2, 1, 0]
     found = RamBlocks(parts)
-    rows = dict(zip(map(bytes, found.names), found.table.blocks, strict=True))
+    rows = dict(zip(starts_in(found.table.blocks), found.table.blocks, strict=True))
     for name, length, tier, retention in (
         ("a", 3, Tier.HOST, "24h"),
         ("b", 2, Tier.DEVICE, "in_memory"),
     ):
         for position, block_hash in enumerate(chain_of(name, length)):
-            row, entry = rows.pop(block_hash), rig.tiers.catalog.get(block_hash)
+            row, entry = rows.pop(block_hash[:START_BYTES]), rig.tiers.catalog.get(block_hash)
             assert entry is not None
             assert (row["tiers"], row["position"]) == (TIER_BITS[tier], position)
             assert row["expires_at"] == rig.tiers.catalog.deadline(entry)
             assert row["size_bytes"] == rig.tiers.block_bytes
             kind = found.table.kinds[row["kind"]]
-            assert kind == (entry.root, entry.namespace, retention)
+            assert kind == (entry.root, entry.namespace.ljust(NAMESPACE_BYTES, b"\0"), retention)
     assert not rows
 
 

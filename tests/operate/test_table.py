@@ -19,7 +19,6 @@ from tieredkv.operate.table import TIER_BITS, BlockTable, Kind, TableReader
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.index.environment import Index
 from tieredkv.storage.index.pages import DATA_FILE
-from tieredkv.storage.messages.operator import Rows
 from tieredkv.storage.worker.operators import records_of
 from tieredkv.types import Tier
 
@@ -51,15 +50,15 @@ def located(rnd: random.Random, number: int, sizes: Sequence[int] = (16, 32)) ->
     return Located(record, extent, count(1 << 31), digest("checksum")[:16], rnd.randrange(6))
 
 
-def rows_of(entries: Sequence[tuple[bytes, bytes]]) -> Rows:
-    """Return entries as the worker tells of them."""
-    return Rows(b"".join(records_of(b"", entries)), NAMES.names, 0.0)
+def told_by_worker(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return what the worker tells of entries."""
+    return b"".join(records_of(b"", entries))
 
 
 def table_of(*entries: tuple[bytes, bytes]) -> BlockTable:
     """Read sealed records by their keys, in the order of these."""
     reader = TableReader()
-    reader.add(rows_of(entries))
+    reader.add(told_by_worker(entries), NAMES.names)
     return reader.table
 
 
@@ -176,7 +175,7 @@ def test_a_walk_in_steps_has_every_entry_once_while_others_come(index: Index) ->
             found = [*islice(txn.records(start), 64)]
         if not found:
             break
-        reader.add(rows_of(found))
+        reader.add(told_by_worker(found), NAMES.names)
         start = found[-1][0] + b"\0"
         num_steps += 1
         insert(index, [located(rnd, 10_000 * num_steps + number) for number in range(10)])

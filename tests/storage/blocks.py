@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from tests.fakes import FakeClock
 from tieredkv.clock import Clock
@@ -19,13 +18,13 @@ from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
 from tieredkv.operate.filters import ChainFilter, Order
-from tieredkv.operate.infos import ChainInfo
+from tieredkv.operate.infos import BlockInfo, ChainInfo
 from tieredkv.operate.models import KnownModels
-from tieredkv.operate.ram import part_of
-from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind, TableReader, starts_in
+from tieredkv.operate.ram import RamRecords
+from tieredkv.operate.table import TIER_BITS, BlockTable, TableReader, starts_in
 from tieredkv.operate.verify import Findings
 from tieredkv.storage.extents.allocator import ExtentAllocator
-from tieredkv.storage.format.record import Extent, Located, Retentions, decode_record
+from tieredkv.storage.format.record import Extent, Located, Retentions, decode_record, encode_record
 from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key, split_extent_key
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.messages.operator import Asked, Delete, Done, Scan, Verify
@@ -39,6 +38,7 @@ from tieredkv.types import NAMESPACE_BYTES, BlockRecord, Tier
 BLOCK_BYTES = 8192
 BUDGET_BYTES = 4 << 20
 RETENTIONS = Retentions(["24h"])
+TOLD_RETENTIONS = Retentions(["24h", "in_memory", "x", "y" * 32])
 
 
 def digest(name: str) -> bytes:
@@ -283,7 +283,7 @@ def table_of(store: Store) -> BlockTable:
     """See which blocks there are."""
     reader = TableReader()
     for rows in ask(store, Scan()):
-        reader.add(rows)
+        reader.add(rows.data, rows.retentions)
     return reader.table
 
 
@@ -301,16 +301,16 @@ def chains(store: Store) -> list[ChainInfo]:
 
 def told_by_engine(*blocks: tuple[BlockRecord, Sequence[Tier]]) -> dict[str, Any]:
     """Return what an engine tells that has these blocks in these tiers."""
-    rows, kinds = np.zeros(len(blocks), BLOCK), list[Kind]()
-    for row, (record, tiers) in zip(rows, blocks, strict=True):
-        row["tiers"] = sum(TIER_BITS[tier] for tier in tiers)
-        row["kind"] = len(kinds)
-        kinds.append(Kind(record.root, record.namespace, record.retention))
-        for name in ("position", "size_bytes", "hits", "computed_at", "expires_at", "last_used"):
-            row[name] = getattr(record, name)
-    hashes = [record.block_hash for record, _ in blocks]
-    parents = [record.parent_hash for record, _ in blocks]
-    return part_of(rows, hashes, parents, [it.pinned_until for it, _ in blocks], kinds)
+    places = [Located(record, Extent(0, 0), 0, b"") for record, _ in blocks]
+    records = [encode_record(it, TOLD_RETENTIONS) for it in places]
+    tiers = bytes(sum(TIER_BITS[tier] for tier in tiers) for _, tiers in blocks)
+    return {"records": b"".join(records), "tiers": tiers, "retentions": TOLD_RETENTIONS.names}
+
+
+def info_of(record: BlockRecord, tier: Tier) -> BlockInfo:
+    """Return what `inspect` tells of a block that is in one tier of RAM."""
+    [info] = RamRecords([told_by_engine((record, [tier]))]).up_from([record.block_hash], 0.0)
+    return info
 
 
 class Heard(Caller):

@@ -11,14 +11,13 @@ import pytest
 from starlette.responses import StreamingResponse
 
 from tests.fake_store import chain_of, root_of
-from tests.storage.blocks import open_store, told_by_engine
+from tests.storage.blocks import info_of, open_store, told_by_engine
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Call, EvictFilter, Ls
 from tieredkv.operate.chain_ids import chain_id
-from tieredkv.operate.infos import BlockInfo
 from tieredkv.operate.models import KnownModel
 from tieredkv.server import admin
 from tieredkv.server.admin import respond
@@ -26,14 +25,15 @@ from tieredkv.server.engine_client import EngineClient
 from tieredkv.types import BlockRecord, Tier
 
 MODEL = KnownModel(name="m", fingerprint="00", dtype="bfloat16", block_size=1, hash_algo="sha256")
+NAMESPACE = b"ns" * 16
 CHAIN = chain_of("a", 3)
 ID = chain_id(CHAIN[0], CHAIN[-1])
 RECORDS = [
     BlockRecord(
         block_hash=block_hash,
         parent_hash=parent,
-        root=MODEL.root(b"ns"),
-        namespace=b"ns",
+        root=MODEL.root(NAMESPACE),
+        namespace=NAMESPACE,
         position=position,
         size_bytes=64,
         retention="in_memory",
@@ -83,7 +83,7 @@ def ask(engine: Engine, verb: str, **body: Any) -> Any:
     "body", [{"id": CHAIN[-1].hex()}, {"id": CHAIN[0].hex(), "following": True}]
 )
 def test_a_chain_is_shown(body: dict[str, Any]) -> None:
-    infos = [msgspec.to_builtins(BlockInfo.of(each, [Tier.DEVICE])) for each in RECORDS]
+    infos = [msgspec.to_builtins(info_of(each, Tier.DEVICE)) for each in RECORDS]
     assert ask(Engine(), "inspect", **body) == {"chain": infos}
 
 

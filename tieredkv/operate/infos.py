@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tieredkv.types import BlockRecord, Tier
+from tieredkv.types import Tier
 
 
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,21 +82,3 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     pinned_until: float = 0.0
     hits: int
-
-    @classmethod
-    def of(
-        cls,
-        record: BlockRecord,
-        tiers: list[Tier],
-        *,
-        stored_bytes: int | None = None,
-        codec: str | None = None,
-    ) -> "BlockInfo":
-        """Describe the block of a record."""
-        digests = {it: getattr(record, it).hex() for it in _DIGESTS}
-        same = {it: getattr(record, it) for it in _COPIED}
-        return cls(tiers=tiers, stored_bytes=stored_bytes, codec=codec, **digests, **same)
-
-
-_DIGESTS = ("block_hash", "parent_hash", "root", "namespace")
-_COPIED = {*BlockInfo.__struct_fields__} & {*BlockRecord.__struct_fields__} - {*_DIGESTS}

@@ -4,7 +4,7 @@ The blocks before a block are found by the names in the records, so that no walk
 needed. A walk is needed to find the blocks behind one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,12 +16,11 @@ from tieredkv.operate.infos import BlockInfo
 from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Asking, Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
-from tieredkv.storage.format.record import Located
 from tieredkv.types import Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
 if TYPE_CHECKING:
-    from tieredkv.operate.ram import RamBlocks
+    from tieredkv.operate.ram import RamRecords
 
 _MAX_CALL_BYTES = MAX_CONTROL_FRAME_BYTES - (1 << 16)  # it goes to the engine in one frame
 _PAGE_BLOCKS = 4096
@@ -94,7 +93,7 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             return self.answer(worker)
         rest = dict[str, Any]()
         if self.names:
-            blocks = list(map(_described, worker.find(self.names)))
+            blocks = _on_disk(self.names, worker)
             if not any(info.block_hash == self.names[0].hex() for info in blocks):
                 rest = {"roots": _roots(worker)}
         else:
@@ -111,23 +110,24 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             UnknownIdError: the id names none.
             StoreUnreachableError: the engine did not answer.
         """
-        from tieredkv.operate.ram import RamBlocks, chains_of  # these load NumPy
+        from tieredkv.operate.ram import RamBlocks, RamRecords, chains_of  # these load NumPy
         from tieredkv.operate.table import starts_in
 
-        first, last = named_blocks(self.id) or ("", "")
-        in_ram, known = RamBlocks(worker.ask_engine(Ls())), Known()
+        told, known = [*worker.ask_engine(Ls())], Known()
+        in_ram, records = RamBlocks(told), RamRecords(told)
         if not in_ram.is_told:
             raise silent_engine()
+        first, last = named_blocks(self.id) or ("", "")
         if not self.following:
             digits = last or first
             start = bytes.fromhex(digits[: len(digits) // 2 * 2])
-            found = [each.record.block_hash for each in worker.find([start])]
-            found += in_ram.named(digits)
+            found = [bytes.fromhex(info.block_hash) for info in _on_disk([start], worker)]
+            found += records.named(digits)
             named = [name for name in found if name.hex().startswith(digits)]
-            known = _climb(named, worker, in_ram)
+            known = _climb(named, worker, records)
         if not known and (self.following or last):
             following, _, _ = chains_of(worker, in_ram)[0].choose([self.id])
-            known = _climb(starts_in(following), worker, in_ram)
+            known = _climb(starts_in(following), worker, records)
         if not known:
             raise UnknownIdError(f"no chain has the id `{self.id}`\nhint: {ID_HINT}")
         return known
@@ -139,7 +139,7 @@ def _roots(worker: Worker) -> dict[bytes, bytes]:
     return {kind.root: kind.namespace for kind in scan(worker).table.kinds}
 
 
-def _climb(starts: Iterable[bytes], worker: Worker, in_ram: "RamBlocks") -> Known:
+def _climb(starts: Iterable[bytes], worker: Worker, in_ram: "RamRecords") -> Known:
     """Find blocks, by their names or the first bytes of these, and all before them.
 
     A tier may lack a block in the middle of a chain that another one has. So each tier is asked for
@@ -148,7 +148,7 @@ def _climb(starts: Iterable[bytes], worker: Worker, in_ram: "RamBlocks") -> Know
     known, now = Known(), worker.now()
     asked, wanted = set[bytes](), set(starts)
     while waiting := wanted - asked:
-        on_disk = list(map(_described, worker.find([*waiting], climbs=True)))
+        on_disk = _on_disk([*waiting], worker, climbs=True)
         asked |= waiting | {bytes.fromhex(info.block_hash) for info in on_disk}
         _add(known, on_disk)
         _add(known, in_ram.up_from([*asked, *_missing_parents(known)], now))
@@ -156,12 +156,17 @@ def _climb(starts: Iterable[bytes], worker: Worker, in_ram: "RamBlocks") -> Know
     return known
 
 
-def _described(located: Located) -> BlockInfo:
-    """Describe a block on disk."""
-    from tieredkv.storage.format.planes import codec_name  # loads NumPy
+def _on_disk(starts: Sequence[bytes], worker: Worker, *, climbs: bool = False) -> list[BlockInfo]:
+    """Describe blocks on disk; see `Worker.find`."""
+    import numpy as np
 
-    num_bytes, codec = located.payload_bytes, codec_name(located.codec)
-    return BlockInfo.of(located.record, [Tier.DISK], stored_bytes=num_bytes, codec=codec)
+    from tieredkv.operate.table import RECORD, TIER_BITS, described  # loads NumPy
+
+    return [
+        described(row, part.retentions, TIER_BITS[Tier.DISK])
+        for part in worker.find(starts, climbs=climbs)
+        for row in np.frombuffer(part.data, RECORD)
+    ]
 
 
 def _add(known: Known, found: Iterable[BlockInfo]) -> None:

@@ -15,7 +15,6 @@ from tieredkv.operate.calls import Call, EvictFilter
 from tieredkv.operate.evict import choose
 from tieredkv.operate.models import KnownModel, KnownModels
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.format.record import Located
 from tieredkv.storage.messages.operator import Rows
 
 
@@ -72,7 +71,7 @@ class NoDisk(Worker):
         self._first, *self._told = told
         self.let_go = lambda: None
 
-    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Located]:
+    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Rows]:
         """Yield nothing."""
         yield from ()
 

@@ -1,20 +1,22 @@
-"""A table of many blocks: their sealed records, read at once into the columns of a NumPy array.
+"""A table of many blocks: their records, read at once into the columns of a NumPy array.
 
 The fields of all records are at the same places, so NumPy reads each field from all of them in one
 call. The seals are not checked, as that would take longer than all the rest; the worker has only
-compared each record with its key. So a damaged record may be listed wrongly, but no block is served
-from a table. This module knows records, not the index.
+compared each record with its key, and an engine seals none. So a damaged record may be listed
+wrongly, but no block is served from a table. This module knows records, not the index.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tieredkv.operate.infos import BlockInfo
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.format.record import NO_RETENTIONS, RECORD_BYTES, Retentions
-from tieredkv.storage.messages.operator import Rows
+from tieredkv.storage.format.planes import codec_name
+from tieredkv.storage.format.record import RECORD_BYTES
 from tieredkv.types import Tier
 
 START_BYTES = 16
@@ -22,6 +24,8 @@ START_BYTES = 16
 
 TIER_BITS = {tier: 1 << number for number, tier in enumerate(Tier)}
 """By which a table tells where copies of a block are."""
+
+_ON_DISK = TIER_BITS[Tier.DISK]
 
 BLOCK = np.dtype(
     [
@@ -45,6 +49,7 @@ else is as in the record.
 
 Blocks = NDArray[np.void]
 """[num_blocks] BLOCK."""
+
 
 RECORD = np.dtype(
     [
@@ -74,10 +79,11 @@ RECORD = np.dtype(
         ("room", "V21"),
     ]
 )
-"""The fields of a sealed record, as docs/format.md draws them."""
+"""The fields of a record, as docs/format.md draws them."""
 
 _TIMES = ("computed_at", "expires_at", "last_used")
 _COPIED = ("position", "size_bytes", "payload_bytes", "hits", *_TIMES)
+_SHOWN = ("position", "size_bytes", "hits", *_TIMES, "pinned_until")
 _AT = {name: at for name, (_, at, *_) in (RECORD.fields or {}).items()}
 _OWNERS = slice(_AT["root"], _AT["position"])  # root and namespace
 _KIND = slice(_AT["retention"], _AT["computed_at"])  # and the bytes of a hash
@@ -140,13 +146,12 @@ class BlockTable(NamedTuple):
 
 
 class TableReader:
-    """Makes a table of index entries; one thread uses it."""
+    """Makes a table of records, some of which are given at a time; one thread uses it."""
 
     def __init__(self) -> None:
-        self._retentions = NO_RETENTIONS
         self._blocks, self._num_read = np.empty(0, BLOCK), 0
-        self._kinds: list[Kind] = []
-        self._numbers = _Numbers()  # of the kinds, by the bytes of their fields
+        self._kinds = list[Kind]()
+        self._numbers: defaultdict[bytes, int] = defaultdict(lambda: len(self._numbers))
 
     @property
     def table(self) -> BlockTable:
@@ -154,39 +159,75 @@ class TableReader:
         self._blocks.resize(self._num_read, refcheck=False)
         return BlockTable(self._blocks, self._kinds)
 
-    def add(self, part: Rows) -> None:
-        """Add the next part of the index; records whose times are none are left out."""
-        if part.retentions != self._retentions.names:
-            self._retentions = Retentions(part.retentions)
-        rows = np.frombuffer(part.data, RECORD)
-        data = rows.view(np.uint8).reshape(-1, RECORD_BYTES)
-        is_read = np.isfinite(sum(rows[name] for name in _TIMES))
-        if not is_read.all():
-            rows, data = rows[is_read], data[is_read]
-        end = self._num_read + len(rows)
-        if end > len(self._blocks):  # in place, as twice the table may be too much for memory
-            self._blocks.resize(max(end, len(self._blocks) * 5 // 4), refcheck=False)
-        self._blocks[self._num_read : end] = self._read(rows, data)
-        self._num_read = end
+    def add(
+        self,
+        records: bytes,
+        retentions: Sequence[str],
+        tiers: int | NDArray[np.uint8] = TIER_BITS[Tier.DISK],
+    ) -> None:
+        """Add records, of which those whose times are none are left out.
 
-    def _read(self, rows: NDArray[np.void], data: NDArray[np.uint8]) -> Blocks:
-        """Return the blocks of records, which are given as RECORD and as bytes."""
+        Args:
+            records: side by side.
+            retentions: names of retention policies by their numbers.
+            tiers: where the blocks are, as a sum of `TIER_BITS`, for all of them or for each.
+        """
+        rows = np.frombuffer(records, RECORD)
         blocks = np.empty(len(rows), BLOCK)
         for name in _COPIED:
             blocks[name] = rows[name]
         blocks["key"], blocks["key_rest"] = rows["block_hash"][:, :2].T
         blocks["parent_key"] = rows["parent_hash"][:, 0]
-        blocks["tiers"] = TIER_BITS[Tier.DISK]
+        blocks["tiers"] = tiers
+        data = rows.view(np.uint8).reshape(-1, RECORD_BYTES)
         of_kind = np.hstack([data[:, _OWNERS], data[:, _KIND]])
         as_bytes = of_kind.view(f"V{of_kind.shape[1]}")[:, 0].tolist()
-        kinds = list(map(self._numbers.__getitem__, as_bytes))
-        blocks["kind"] = kinds
+        blocks["kind"] = numbers = list(map(self._numbers.__getitem__, as_bytes))
         for number in range(len(self._kinds), len(self._numbers)):
-            row = rows[kinds.index(number)]
-            root = row["root"].tobytes()[: row["hash_bytes"]]
-            name = self._retentions.name_of(int(row["retention"]))
-            self._kinds.append(Kind(root, row["namespace"].tobytes(), name))
-        return blocks
+            row = rows[numbers.index(number)]
+            root, namespace = digest_in(row, "root"), row["namespace"].tobytes()
+            self._kinds.append(Kind(root, namespace, retention_in(row, retentions)))
+        is_read = np.isfinite(sum(rows[name] for name in _TIMES))
+        if not is_read.all():
+            blocks = blocks[is_read]
+        end = self._num_read + len(blocks)
+        if end > len(self._blocks):  # in place, as twice the table may be too much for memory
+            self._blocks.resize(max(end, len(self._blocks) * 5 // 4), refcheck=False)
+        self._blocks[self._num_read : end] = blocks
+        self._num_read = end
+
+
+def digest_in(row: Any, name: str) -> bytes:
+    """Return a hash in a record."""
+    return bytes(row[name].tobytes()[: row["hash_bytes"]])
+
+
+def retention_in(row: Any, retentions: Sequence[str]) -> str:
+    """Return the name of the retention policy of a record."""
+    number = row["retention"]
+    return retentions[number] if number < len(retentions) else ""
+
+
+def described(row: Any, retentions: Sequence[str], tiers: int) -> BlockInfo:
+    """Describe the block of a record.
+
+    Args:
+        row: a RECORD.
+        retentions: names of retention policies by their numbers.
+        tiers: where the block is, as a sum of `TIER_BITS`.
+    """
+    is_on_disk, copied = tiers & _ON_DISK, {name: row[name].item() for name in _SHOWN}
+    return BlockInfo(
+        block_hash=digest_in(row, "block_hash").hex(),
+        parent_hash=digest_in(row, "parent_hash").hex(),
+        root=digest_in(row, "root").hex(),
+        namespace=row["namespace"].tobytes().hex(),
+        tiers=[tier for tier, bit in TIER_BITS.items() if tiers & bit],
+        stored_bytes=row["payload_bytes"].item() if is_on_disk else None,
+        codec=codec_name(row["codec"].item()) if is_on_disk else None,
+        retention=retention_in(row, retentions),
+        **copied,
+    )
 
 
 class Scanned(NamedTuple):
@@ -199,25 +240,10 @@ class Scanned(NamedTuple):
 def scan(worker: Worker, *, settled: bool = False) -> Scanned:
     """Read all blocks on disk; see `Worker.rows`."""
     reader, now = TableReader(), 0.0
-    for rows in worker.rows(settled=settled):
-        reader.add(rows)
-        now = rows.now
+    for part in worker.rows(settled=settled):
+        reader.add(part.data, part.retentions)
+        now = part.now
     return Scanned(reader.table, now)
-
-
-class _Numbers(dict[bytes, int]):
-    """Numbers things in the order in which they are met."""
-
-    def __missing__(self, thing: bytes) -> int:
-        self[thing] = number = len(self)
-        return number
-
-
-def starts_of(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the first bytes of digests, [num_digests, num_bytes], as numbers: [num_digests, 2]."""
-    padded = np.zeros((len(digests), START_BYTES), np.uint8)
-    padded[:, : digests.shape[1]] = digests[:, :START_BYTES]
-    return padded.view(">u8").astype(np.uint64)
 
 
 def places_named(keys: NDArray[np.uint64], rests: NDArray[np.uint64], digits: str) -> list[int]:

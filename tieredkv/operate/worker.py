@@ -16,7 +16,6 @@ import msgspec
 from tieredkv.errors import StoreUnreachableError
 from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.pieces import cut
-from tieredkv.storage.format.record import RECORD_BYTES, Located, Retentions, decode_record, hash_in
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.engine import Looking
 from tieredkv.storage.messages.operator import Checked, Deleted, Rotated, Told
@@ -62,7 +61,7 @@ class Worker:
     looking: Looking | None = None
     follows_damage: bool = False
 
-    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Located]:
+    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[messages.Rows]:
         """Yield the blocks whose names begin so, those that have expired left out.
 
         Args:
@@ -70,12 +69,7 @@ class Worker:
             climbs: yield all blocks before them, too, up to the first that the disk lacks.
         """
         for some in cut(starts, _STARTS_A_CALL):
-            asked = messages.Find(starts=[*some], climbs=climbs)
-            for part in self._parts(asked, messages.Rows):
-                retentions = Retentions(part.retentions)
-                for start in range(0, len(part.data), RECORD_BYTES):
-                    data = part.data[start : start + RECORD_BYTES]
-                    yield decode_record(hash_in(data), data, retentions)
+            yield from self._parts(messages.Find(starts=some, climbs=climbs), messages.Rows)
 
     def rows(self, *, settled: bool = False) -> Iterator[messages.Rows]:
         """Yield the entries of all blocks, all of which have to be taken; see `messages.Scan`."""
