@@ -21,7 +21,7 @@ from tieredkv.cache import lookups, rates, room
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.engine.answer import Answer
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter
 from tieredkv.storage.format.record import HEADER_BYTES
 from tieredkv.types import Tier
 
@@ -435,12 +435,12 @@ def test_what_is_evicted_while_an_engine_closes_is_not_written_any_more(disk_dir
     closing = threading.Thread(target=llm.close)
     closing.start()
     store = StoreControl(disk_dir)
-    wait_until(lambda: store.df()["disk"]["blocks"] > 0)
-    answer = store.evict(EvictFilter(all=True))
+    wait_until(lambda: store.answer(Df())["disk"]["blocks"] > 0)
+    answer = store.answer(EvictFilter(all=True))
     assert answer["evicted_blocks"] > answer["disk"]["evicted_blocks"]
     closing.join(30)
     assert not closing.is_alive()
-    assert store.df()["disk"]["blocks"] == 0
+    assert store.answer(Df())["disk"]["blocks"] == 0
 
 
 @pytest.mark.parametrize("other", ["other weights", "other model"])

@@ -26,7 +26,7 @@ from tests.waiting import is_alive, wait_until
 from tieredkv.errors import ConfigError, StorageError, StoreBusyError
 from tieredkv.integrations import offers, vllm_settings
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter, Ls, Verify
 
 DAY_S = 86_400.0
 CLEAR = {"disk_encryption": "off"}  # where bytes of chunks are looked for on disk
@@ -228,7 +228,7 @@ def test_chunks_are_encrypted_on_disk_and_their_keys_go_with_them(
     assert engine.tier._rows.stats().num_keys == 1
     setup.close(engine)
     control = StoreControl(str(setup.folder), key_dir=keys["disk_key_dir"])
-    assert len(control.evict(setup.everything)["disk"]["erased_keys"]) == 1
+    assert len(control.answer(setup.everything)["disk"]["erased_keys"]) == 1
 
 
 def test_flipped_bits_are_a_miss(setup: Setup) -> None:
@@ -250,7 +250,7 @@ def test_a_chunk_of_several_blocks_and_ranks_is_one_record(setup: Setup) -> None
     engine.forget()
     assert engine.hits(chain) == [True] * 3
     assert engine.tier._rows.stats().blocks == 3
-    (listed,) = [each for page in setup.control.ls() for each in page][:1]
+    (listed,) = [each for page in setup.control.pages(Ls()) for each in page][:1]
     assert listed.bytes in (3 * engine.row_bytes, engine.row_bytes)
 
 
@@ -330,7 +330,7 @@ def test_tenants_do_not_find_each_others_chunks(setup: Setup) -> None:
     engine.forget()
     assert engine.hits(chain, tenant="two") == [False, False]
     assert engine.hits(chain, tenant="one") == [True, True]
-    listed = [each for page in setup.control.ls() for each in page]
+    listed = [each for page in setup.control.pages(Ls()) for each in page]
     assert len({each.namespace for each in listed}) == 1
 
 
@@ -419,20 +419,20 @@ def test_the_command_lines_verbs_work_on_the_store_of_a_running_engine(setup: Se
     engine.store(engine.chain("a", 4))
     engine.store(engine.chain("b", 2))
     control = setup.control
-    told = control.df()
+    told = control.answer(Df())
     assert told["disk"]["blocks"] == 6
     assert told["writer_pid"] == engine.pid
     assert told["device"] is None
-    listed = [each for page in control.ls() for each in page]
+    listed = [each for page in control.pages(Ls()) for each in page]
     if setup.kind.is_older:  # which tells no positions
         assert [each.blocks for each in listed] == [1] * 6
     else:
         assert sorted(each.blocks for each in listed) == [2, 4]
-    assert control.verify()["bad"] == 0
-    evicted = control.evict(EvictFilter(ids=(listed[0].id,)))
+    assert control.answer(Verify())["bad"] == 0
+    evicted = control.answer(EvictFilter(ids=(listed[0].id,)))
     assert evicted["evicted_blocks"] == listed[0].blocks
-    assert control.df()["disk"]["blocks"] == 6 - listed[0].blocks
-    assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 6 - listed[0].blocks
+    assert control.answer(Df())["disk"]["blocks"] == 6 - listed[0].blocks
+    assert control.answer(EvictFilter(all=True))["evicted_blocks"] == 6 - listed[0].blocks
     engine.forget()
     assert not any(engine.hits([*engine.chain("a", 4), *engine.chain("b", 2)]))
 
@@ -443,7 +443,7 @@ def test_what_the_operator_evicts_while_it_is_offered_is_not_written_after(setup
     context = engine.request("24h")
     engine.place(chain, context)
     engine.compute(chain, context)
-    setup.control.evict(EvictFilter(all=True))  # the engine has not taken the answer yet
+    setup.control.answer(EvictFilter(all=True))  # the engine has not taken the answer yet
     engine.settle()
     engine.forget()
     assert engine.hits(chain) == [False] * 4

@@ -408,7 +408,7 @@ def test_events_tell_what_the_disk_gets_and_loses(setup: Setup) -> None:
     stored = {hash for each in told for hash in each.block_hashes}
     assert len(stored) == 4 and {type(each).__name__ for each in told} == {"BlockStored"}
     engine.events.clear()
-    setup.control.evict(EvictFilter(all=True))
+    setup.control.answer(EvictFilter(all=True))
     engine.serve(prompt_of("b", 4 * TOKENS + 1))
     told = [each for each in engine.events if type(each).__name__ == "BlockRemoved"]
     assert {
@@ -506,7 +506,7 @@ class Storm:
                 os.kill(pid, signal.SIGSTOP)
                 self._stopped = pid
             elif kind == "evict" and pid is not None and not self._stopped:
-                self._setup.control.evict(EvictFilter(all=True))
+                self._setup.control.answer(EvictFilter(all=True))
             elif kind == "forget":
                 if IS_OLDER:
                     self._engine.settle()

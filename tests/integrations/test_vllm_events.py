@@ -51,7 +51,7 @@ def test_what_is_written_is_told_and_what_is_evicted_too(setup: Setup) -> None:
     assert told(engine) == [("+", chain)]
     engine.store(chain)
     assert told(engine) == [], "it is told once"
-    setup.control.evict(EvictFilter(all=True))
+    setup.control.answer(EvictFilter(all=True))
     assert told_later(engine) == [("-", chain)]
     engine.forget()
     engine.store(chain)
@@ -101,7 +101,7 @@ def test_what_an_earlier_run_has_stored_is_told_when_it_is_used(setup: Setup) ->
     assert told(engine) == []
     assert engine.hits(chain) == [True, True]
     assert told(engine) == [("+", chain)]
-    setup.control.evict(EvictFilter(all=True))
+    setup.control.answer(EvictFilter(all=True))
     assert told_later(engine) == [("-", chain)], "nobody knew of the others"
 
 
@@ -141,7 +141,7 @@ def test_tenants_chunks_are_told_only_if_the_operator_says_so(
     assert told(engine) == ([] if namespaces == "open" else [("+", chain)])
     engine.forget()
     engine.hits(chain, tenant="one")
-    setup.control.evict(EvictFilter(all=True))
+    setup.control.answer(EvictFilter(all=True))
     if namespaces == "all":
         assert told_later(engine) == [("-", chain)]
     engine.settle()
@@ -153,6 +153,6 @@ def test_nothing_is_told_or_kept_where_vllm_publishes_nothing(setup: Setup) -> N
     engine.store(engine.chain("a", 2))
     assert told(engine) == []
     assert engine.tier._announced is None
-    setup.control.evict(EvictFilter(all=True))
+    setup.control.answer(EvictFilter(all=True))
     engine.settle()
     assert engine.tier._rows.take_left().hashes == []

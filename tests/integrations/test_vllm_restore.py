@@ -202,7 +202,7 @@ def test_what_was_computed_by_choice_is_as_old_as_the_copy_that_the_disk_loses(
     again = setup.reopen(engine, tier={"restore": "compute"})  # which remembers no ages
     setup.set_clock(DAY_S - 60)
     context = computes(again, chain, "24h")
-    setup.control.evict(setup.everything)
+    setup.control.answer(setup.everything)
     again.compute(chain, context)
     again.settle()
     again = setup.reopen(again)

@@ -30,8 +30,9 @@ from tests.storage.conftest import (
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, NoServerError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl, document
-from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, decoded
+from tieredkv.operate.calls import Df, EvictFilter, Inspect, Ls, Prune, Verify, decoded
 from tieredkv.operate.infos import ChainInfo
+from tieredkv.operate.verb import Asking
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.messages.operator import Deleted
@@ -79,7 +80,7 @@ def test_df_on_a_live_store_has_every_tier(harness: Harness) -> None:
     Mailbox(client).store(make_chain("a", 3))
     said = {"device": {"blocks": 1}, "host": {"blocks": 2}}
     with engine_that_says(client, said) as asked:
-        df = StoreControl(harness.folder).df()
+        df = StoreControl(harness.folder).answer(Df())
     assert [decoded(request.call).verb for request in asked] == ["df"]
     assert (df["device"], df["host"], df["writer_pid"]) == (
         {"blocks": 1},
@@ -105,14 +106,14 @@ def test_the_parts_of_the_engines_answer_are_put_together(harness: Harness) -> N
     assert [block.block_hash for block in blocks] == [each.block_hash.hex() for each in chain]
     assert [block.tiers for block in blocks] == [[Tier.DISK], *[[Tier.DEVICE]] * 3]
     with engine_that_says(client, {}, {}, {"evicted_blocks": 2, "freed_bytes": 100}):
-        assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 1 + 2
+        assert control.answer(EvictFilter(all=True))["evicted_blocks"] == 1 + 2
 
 
 def test_df_on_a_stopped_store_has_the_disk_and_its_last_budget(harness: Harness) -> None:
     client = harness.open(budget_bytes=48 << 20)
     Mailbox(client).store(make_chain("a", 3))
     client.close()
-    df = StoreControl(harness.folder).df()
+    df = StoreControl(harness.folder).answer(Df())
     assert (df["device"], df["host"], df["writer_pid"]) == (None, None, None)
     assert (df["disk"]["blocks"], df["disk"]["bytes_budget"]) == (3, 48 << 20)
     assert all(done.ok for done in Mailbox(harness.open()).load(make_chain("a", 3)))
@@ -123,14 +124,14 @@ def test_df_adds_up_what_each_namespace_holds(harness: Harness) -> None:
     other = [replace(each, namespace=b"M" * 32) for each in make_chain("b", 2)]
     mailbox.store([*make_chain("a", 3), *other])
     client.close()
-    df = StoreControl(harness.folder).df(verbose=True)
+    df = StoreControl(harness.folder).answer(Df(verbose=True))
     assert df["num_namespaces"] == 2
     assert [(use["namespace"], use["root"], use["blocks"]) for use in df["namespaces"]] == [
         (NAMESPACE.hex(), ROOT.hex(), 3),
         ((b"M" * 32).hex(), ROOT.hex(), 2),
     ]
     assert [use["bytes"] for use in df["namespaces"]] == [3 * PAGE_BYTES, 2 * PAGE_BYTES]
-    assert "namespaces" not in (df := StoreControl(harness.folder).df())
+    assert "namespaces" not in (df := StoreControl(harness.folder).answer(Df()))
     assert df["tenants"] == {
         NAMESPACE[:TENANT_BYTES].hex(): {"blocks": 3, "bytes": 3 * PAGE_BYTES},
         (b"M" * TENANT_BYTES).hex(): {"blocks": 2, "bytes": 2 * PAGE_BYTES},
@@ -140,7 +141,7 @@ def test_df_adds_up_what_each_namespace_holds(harness: Harness) -> None:
 def test_an_engine_that_does_not_answer_leaves_the_disk_part(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store(make_chain("a", 3))
-    df = StoreControl(harness.folder).df()
+    df = StoreControl(harness.folder).answer(Df())
     assert (df["engine"], df["device"], df["disk"]["blocks"]) == ("no answer", None, 3)
 
 
@@ -164,7 +165,14 @@ def test_ls_shows_chains_and_tells_where_it_lacks_what_the_engine_has(harness: H
     stopped = json.loads("".join(document(Ls(), control.pages(Ls()))))
     assert live == {"chains": stopped["chains"], "engine": "no answer"}
     assert stopped["needs"] == []
-    assert json.loads("".join(document(Ls(), iter(())))) == {"chains": []}
+
+
+def test_a_list_without_items_is_a_document() -> None:
+    def no_pages() -> Asking:
+        yield from ()
+        return {"needs": []}
+
+    assert json.loads("".join(document(Ls(), no_pages()))) == {"chains": [], "needs": []}
 
 
 def fill(path: Path, num_chains: int) -> None:
@@ -188,17 +196,17 @@ def test_a_list_longer_than_any_frame_arrives_in_pages(
     if is_live:
         harness.open()
     control = StoreControl(harness.folder)
-    pages = list(control.ls())
+    pages = list(control.pages(Ls()))
     chains = [chain for page in pages for chain in page]
     used = [chain.last_used for chain in chains]
     assert len({chain.id for chain in chains}) == 1500 and used == sorted(used, reverse=True)
-    assert [chain for page in control.ls(700) for chain in page] == chains[:700]
-    assert control.df()["disk"]["blocks"] == 1500
+    assert [chain for page in control.pages(Ls(limit=700)) for chain in page] == chains[:700]
+    assert control.answer(Df())["disk"]["blocks"] == 1500
 
 
 def test_the_store_is_free_while_a_list_is_read(harness: Harness) -> None:
     fill(harness.folder, 1500)
-    pages = StoreControl(harness.folder).ls()
+    pages = StoreControl(harness.folder).pages(Ls())
     first = next(pages)
     with open_store(harness.folder, Clock(), budget_bytes=None) as store:
         assert store.stats().blocks == 1500
@@ -209,7 +217,7 @@ def test_a_list_is_whole_though_the_worker_dies_while_it_is_read(harness: Harnes
     fill(harness.folder, 1500)
     client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
     assert client.pid is not None
-    pages = StoreControl(harness.folder).ls()
+    pages = StoreControl(harness.folder).pages(Ls())
     first = next(pages)
     os.kill(client.pid, signal.SIGKILL)
     assert len(first) + sum(map(len, pages)) == 1500
@@ -219,17 +227,17 @@ def test_more_ids_than_fit_into_a_frame_are_evicted(harness: Harness) -> None:
     fill(harness.folder, 300)
     client = harness.open()
     control = StoreControl(harness.folder)
-    ids = [chain.id for page in control.ls() for chain in page]
+    ids = [chain.id for page in control.pages(Ls()) for chain in page]
     unknown = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(20_000)]
     assert len(msgspec.msgpack.encode(unknown)) > MAX_CONTROL_FRAME_BYTES
     with engine_that_says(client, {}):
-        answer = control.evict(EvictFilter(ids=(*ids[:150], *unknown, *ids[150:])))
+        answer = control.answer(EvictFilter(ids=(*ids[:150], *unknown, *ids[150:])))
     assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (300, 300)
     assert answer["unknown_ids"] == unknown
 
 
 def listed(folder: Path) -> list[ChainInfo]:
-    return [chain for page in StoreControl(folder).ls() for chain in page]
+    return [chain for page in StoreControl(folder).pages(Ls()) for chain in page]
 
 
 def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
@@ -238,7 +246,7 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
     chain = make_chain("a", 5)
     mail.store(chain)
     with engine_that_says(client, {"evicted_blocks": 2, "freed_bytes": 100}) as asked:
-        result = StoreControl(harness.folder).evict(EvictFilter(all=True))
+        result = StoreControl(harness.folder).answer(EvictFilter(all=True))
     assert decoded(asked[0].call) == EvictFilter(all=True)
     assert result["evicted_blocks"] == 5 + 2
     assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
@@ -248,9 +256,9 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
 def test_a_tier_alone_says_which_copies_to_evict(harness: Harness) -> None:
     fill(harness.folder, 5)
     control = StoreControl(harness.folder)
-    assert control.evict(EvictFilter(tiers=(Tier.HOST,)))["evicted_blocks"] == 0
-    assert control.evict(EvictFilter(tiers=(Tier.DISK,), dry_run=True))["evicted_blocks"] == 5
-    assert control.evict(EvictFilter(tiers=(Tier.DISK,)))["evicted_blocks"] == 5
+    assert control.answer(EvictFilter(tiers=(Tier.HOST,)))["evicted_blocks"] == 0
+    assert control.answer(EvictFilter(tiers=(Tier.DISK,), dry_run=True))["evicted_blocks"] == 5
+    assert control.answer(EvictFilter(tiers=(Tier.DISK,)))["evicted_blocks"] == 5
     assert listed(harness.folder) == []
 
 
@@ -259,7 +267,7 @@ def test_an_eviction_that_the_engine_does_not_answer_is_no_success(harness: Harn
     chain = make_chain("a", 5)
     mail.store(chain)
     with refused(StoreUnreachableError):
-        StoreControl(harness.folder).evict(EvictFilter(all=True))
+        StoreControl(harness.folder).answer(EvictFilter(all=True))
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
 
 
@@ -272,11 +280,11 @@ def test_nothing_is_evicted_behind_the_back_of_an_engine_whose_worker_is_down(
     wait_until(lambda: client.pid is None)
     control = StoreControl(harness.folder)
     with refused(StoreUnreachableError):
-        control.evict(EvictFilter(all=True))
-    assert control.evict(EvictFilter(all=True, dry_run=True))["evicted_blocks"] == 5
-    assert control.df()["disk"]["blocks"] == 5
+        control.answer(EvictFilter(all=True))
+    assert control.answer(EvictFilter(all=True, dry_run=True))["evicted_blocks"] == 5
+    assert control.answer(Df())["disk"]["blocks"] == 5
     client.close()
-    assert control.evict(EvictFilter(all=True))["evicted_blocks"] == 5
+    assert control.answer(EvictFilter(all=True))["evicted_blocks"] == 5
 
 
 def test_an_eviction_whose_worker_dies_in_between_is_made_by_the_next_one(harness: Harness) -> None:
@@ -286,7 +294,7 @@ def test_an_eviction_whose_worker_dies_in_between_is_made_by_the_next_one(harnes
     mail.store(chain)
     answers = iter([lambda: os.kill(client.pid or 0, signal.SIGKILL)])
     with engine_that_says(client, {}, before=lambda: next(answers, lambda: None)()) as asked:
-        StoreControl(harness.folder).evict(EvictFilter(all=True))
+        StoreControl(harness.folder).answer(EvictFilter(all=True))
     assert len(asked) == 2
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
 
@@ -298,7 +306,7 @@ def test_an_eviction_under_way_is_counted_in_full_though_the_engine_closes(
     Mailbox(client).store(make_chain("a", 5))
     said = {"evicted_blocks": 2, "freed_bytes": 100}
     with engine_that_says(client, said, after=client.close) as asked:
-        answer = StoreControl(harness.folder).evict(EvictFilter(all=True))
+        answer = StoreControl(harness.folder).answer(EvictFilter(all=True))
     assert len(asked) == 1
     assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (5 + 2, 5)
 
@@ -309,7 +317,7 @@ def test_an_eviction_that_a_closing_engine_does_not_answer_is_made_by_the_next_w
     client = harness.open()
     Mailbox(client).store(make_chain("a", 5))
     with engine_that_says(client, {}, before=client.close) as asked:
-        answer = StoreControl(harness.folder).evict(EvictFilter(all=True))
+        answer = StoreControl(harness.folder).answer(EvictFilter(all=True))
     assert len(asked) == 1
     assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (5, 5)
 
@@ -321,12 +329,12 @@ def test_evict_on_a_stopped_store_takes_what_it_is_told(harness: Harness) -> Non
     mail.store([old, new])
     client.close()
     control = StoreControl(harness.folder)
-    assert control.evict(EvictFilter(older_than_s=3600))["evicted_blocks"] == 0
-    assert control.evict(EvictFilter(ids=(old.block_hash.hex(),)))["evicted_blocks"] == 1
-    assert control.evict(EvictFilter(namespace_prefix="ff" * 32))["evicted_blocks"] == 0
-    assert control.df()["disk"]["blocks"] == 1
-    assert control.evict(EvictFilter(namespace_prefix=new.namespace.hex()))["evicted_blocks"] == 1
-    assert control.df()["disk"]["blocks"] == 0
+    assert control.answer(EvictFilter(older_than_s=3600))["evicted_blocks"] == 0
+    assert control.answer(EvictFilter(ids=(old.block_hash.hex(),)))["evicted_blocks"] == 1
+    assert control.answer(EvictFilter(namespace_prefix="ff" * 32))["evicted_blocks"] == 0
+    assert control.answer(Df())["disk"]["blocks"] == 1
+    assert control.answer(EvictFilter(namespace_prefix=new.namespace.hex()))["evicted_blocks"] == 1
+    assert control.answer(Df())["disk"]["blocks"] == 0
 
 
 def test_an_eviction_on_a_stopped_store_is_flushed_once_at_its_end(
@@ -343,7 +351,7 @@ def test_an_eviction_on_a_stopped_store_is_flushed_once_at_its_end(
         return done
 
     monkeypatch.setattr(Worker, "delete", note)
-    assert StoreControl(harness.folder).evict(EvictFilter(all=True))["evicted_blocks"] == 3
+    assert StoreControl(harness.folder).answer(EvictFilter(all=True))["evicted_blocks"] == 3
     notes.append(json.loads((harness.folder / "lock").read_text()))
     assert ["unflushed_boot" in note for note in notes] == [True, False]
 
@@ -363,11 +371,11 @@ def test_evict_without_a_filter_or_with_nonsense_evicts_nothing(harness: Harness
         EvictFilter(starts=(b"x" * 16,)),
     ):
         with refused(ConfigError):
-            control.evict(wanted)
+            control.answer(wanted)
     with refused(NoServerError):
-        control.evict(EvictFilter(all=True, to="disk"))
-    assert control.evict(EvictFilter(ids=("zz",)))["unknown_ids"] == ["zz"]
-    assert control.df()["disk"]["blocks"] == 2
+        control.answer(EvictFilter(all=True, to="disk"))
+    assert control.answer(EvictFilter(ids=("zz",)))["unknown_ids"] == ["zz"]
+    assert control.answer(Df())["disk"]["blocks"] == 2
 
 
 @pytest.mark.parametrize("is_live", [True, False])
@@ -386,18 +394,18 @@ def test_verify_finds_and_repairs_a_flipped_byte(harness: Harness, is_live: bool
         harness.open()
     control = StoreControl(harness.folder)
     steps: list[tuple[int, int]] = []
-    found = control.verify(progress=lambda done, total: steps.append((done, total)))
+    found = control.answer(Verify(), progress=lambda done, total: steps.append((done, total)))
     assert (found["checked"], found["bad"], found["repaired"]) == (20, 1, 1)
     assert sum(found["by_reason"].values()) == 1
-    again = control.verify()
+    again = control.answer(Verify())
     assert (again["checked"], again["bad"]) == (19, 0)
 
 
 def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
     with refused(StorageError):
-        StoreControl(tmp_path / "missing").df()
+        StoreControl(tmp_path / "missing").answer(Df())
     with refused(StorageError):
-        StoreControl(tmp_path).df()
+        StoreControl(tmp_path).answer(Df())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -407,8 +415,8 @@ def test_the_socket_of_a_dead_worker_is_replaced(harness: Harness) -> None:
     os.kill(client.pid, signal.SIGKILL)
     client.close()
     assert (harness.folder / "sock").is_socket()
-    assert StoreControl(harness.folder).df()["disk"]["blocks"] == 0
-    assert StoreControl(harness.folder).verify()["checked"] == 0
+    assert StoreControl(harness.folder).answer(Df())["disk"]["blocks"] == 0
+    assert StoreControl(harness.folder).answer(Verify())["checked"] == 0
     assert not (harness.folder / "sock").exists()
 
 
@@ -418,7 +426,7 @@ def test_the_socket_works_under_a_path_longer_than_a_socket_address(tmp_path: Pa
     harness = Harness(folder)
     client = harness.open()
     with engine_that_says(client, {}):
-        assert StoreControl(folder).df()["writer_pid"] == client.pid
+        assert StoreControl(folder).answer(Df())["writer_pid"] == client.pid
     harness.close()
 
 
@@ -428,7 +436,7 @@ def test_several_command_lines_at_once_all_get_their_answer(harness: Harness) ->
     client.close()
     answers: list[dict[str, Any]] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(StoreControl(harness.folder).df()))
+        threading.Thread(target=lambda: answers.append(StoreControl(harness.folder).answer(Df())))
         for _ in range(4)
     ]
     for thread in threads:
@@ -443,7 +451,7 @@ def test_a_stopped_worker_is_reported_not_waited_for(harness: Harness) -> None:
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     with refused(StorageError):
-        StoreControl(harness.folder, answer_timeout_s=0.5).df()
+        StoreControl(harness.folder, answer_timeout_s=0.5).answer(Df())
 
 
 def test_loads_go_on_while_verify_runs(harness: Harness) -> None:
@@ -451,7 +459,9 @@ def test_loads_go_on_while_verify_runs(harness: Harness) -> None:
     for name in "abcdefgh":
         assert all(done.ok for done in mail.store(make_chain(name, 60)))
     found: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: found.append(StoreControl(harness.folder).verify()))
+    thread = threading.Thread(
+        target=lambda: found.append(StoreControl(harness.folder).answer(Verify()))
+    )
     thread.start()
     num_loads = 0
     while thread.is_alive():

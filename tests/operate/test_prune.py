@@ -10,7 +10,7 @@ from tieredkv.cli.store import parse_part
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, Verify
+from tieredkv.operate.calls import Df, EvictFilter, Inspect, Ls, Prune, Verify
 from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.types import BlockRecord, Tier
 
@@ -59,14 +59,14 @@ def test_expired_blocks_orphans_and_other_models_go(tmp_path: Path) -> None:
     # The worker that answers also sweeps: what has expired may be gone already.
     assert by_reason.pop("expired", 2) == 2
     assert by_reason == {"orphan": 3, "other_model": 4}
-    assert would["freed_bytes"] > 0 and control.df()["disk"]["blocks"] >= 12
+    assert would["freed_bytes"] > 0 and control.answer(Df())["disk"]["blocks"] >= 12
     done = control.answer(Prune())
     assert done["by_reason"].get("orphan") == 3 and "other_model" not in done["by_reason"]
     assert left(control) == 3 + 2 + 4
     assert control.answer(Prune(model="used"))["by_reason"] == {"other_model": 4}
     assert left(control) == 3 + 2
     assert control.answer(Prune(model="used"))["pruned_blocks"] == 0
-    assert control.verify()["bad"] == 0
+    assert control.answer(Verify())["bad"] == 0
 
 
 def test_a_model_that_the_store_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_the_chains_of_a_model_are_evicted_by_any_name(tmp_path: Path) -> None:
     for each in (mine, other):
         note_model(folder, each)
     control = StoreControl(folder)
-    few = control.evict(EvictFilter(model=mine.name, filter="blocks<3", dry_run=True))
+    few = control.answer(EvictFilter(model=mine.name, filter="blocks<3", dry_run=True))
     assert few["evicted_blocks"] == 2
-    assert control.evict(EvictFilter(model="nobody's"))["evicted_blocks"] == 0
-    assert control.evict(EvictFilter(model=mine.name, filter="blocks>3"))["evicted_blocks"] == 0
+    assert control.answer(EvictFilter(model="nobody's"))["evicted_blocks"] == 0
+    assert control.answer(EvictFilter(model=mine.name, filter="blocks>3"))["evicted_blocks"] == 0
     with refused(ConfigError):
-        control.evict(EvictFilter(model=mine.name, ids=("0" * 8,)))
-    assert control.evict(EvictFilter(model=mine.name))["evicted_blocks"] == 3 + 2
+        control.answer(EvictFilter(model=mine.name, ids=("0" * 8,)))
+    assert control.answer(EvictFilter(model=mine.name))["evicted_blocks"] == 3 + 2
     assert left(control) == 4
 
 

@@ -45,9 +45,9 @@ def folder(tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_eviction_tells_that_the_keys_are_still_there(folder: Path, keys: Path) -> None:
     control = StoreControl(folder, key_dir=str(keys))
-    dry = control.evict(EvictFilter(all=True, dry_run=True))
+    dry = control.answer(EvictFilter(all=True, dry_run=True))
     assert dry["evicted_blocks"] == 5 and "keys_error" not in dry["disk"]
-    answer = control.evict(EvictFilter(all=True))
+    answer = control.answer(EvictFilter(all=True))
     assert answer["evicted_blocks"] == answer["disk"]["evicted_blocks"] == 5
     assert "Read-only file system" in answer["disk"]["keys_error"]
     assert answer["disk"]["erased_keys"] == []

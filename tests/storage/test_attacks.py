@@ -152,7 +152,7 @@ def test_evicting_all_removes_what_lies_in_the_places_of_its_files(
     place.stores()
     place.table.unlink()
     make(place.folder / name)
-    assert place.control().evict(EvictFilter(all=True))["disk"]["kept_why"]
+    assert place.control().answer(EvictFilter(all=True))["disk"]["kept_why"]
     assert not (place.folder / name).exists()
     assert (place.folder.parent / "keys").is_dir()
     place.stores()
@@ -260,7 +260,7 @@ def test_a_folder_that_names_the_keys_of_another_store_gets_none_of_them(
     place.mark(id=victim[0].marker["id"], stamp=stamp)
     with refused(MissingKeyError):
         place.open()
-    answer = place.control().evict(EvictFilter(all=True))
+    answer = place.control().answer(EvictFilter(all=True))
     assert answer["disk"]["kept_why"]
     assert place.files() == own
     assert_is_served(victim)

@@ -41,6 +41,7 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Ls
 from tieredkv.storage.format.planes import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.format.record import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.store import Store
@@ -428,7 +429,7 @@ def test_the_worker_compresses_what_it_stores_and_loads_it(harness: Harness) -> 
     stats = box.client.stats()
     assert stats.bytes_live < 24 * PAGE_BYTES / 1.1
     assert (stats.compression, stats.is_compressing) == ("on", True)
-    ((listed,),) = StoreControl(harness.folder).ls()
+    ((listed,),) = StoreControl(harness.folder).pages(Ls())
     assert (listed.bytes, listed.stored_bytes) == (24 * PAGE_BYTES, stats.bytes_live)
 
 

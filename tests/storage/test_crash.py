@@ -25,6 +25,7 @@ from tests.storage.conftest import (
 )
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Verify
 from tieredkv.storage.tier import Loaded, Restarted, Stored
 from tieredkv.storage.worker.process import EXIT_FAILED
 from tieredkv.types import BlockRecord
@@ -95,7 +96,7 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
             assert loaded.ok, f"an acknowledged block is lost: {loaded.reason}"
             mail.assert_right(loaded)
             counted["blocks verified"] += 1
-        found = StoreControl(harness.folder).verify(repair=False)
+        found = StoreControl(harness.folder).answer(Verify(repair=False))
         assert found["bad"] == 0, found
         counted["blocks verified"] += found["checked"]
         counted["kills"] += 1

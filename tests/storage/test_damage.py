@@ -41,7 +41,7 @@ from tests.storage.conftest import NAMESPACE, Harness, Mailbox, make_chain, wait
 from tests.storage.test_faults import plain_index
 from tieredkv.errors import CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter, Verify
 from tieredkv.operate.verify import Findings
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.index import rebuild
@@ -273,7 +273,7 @@ def test_a_truncated_index_costs_no_block(harness: Harness, size: int, is_live: 
     mail = Mailbox(client if is_live else harness.open())
     mail.lookup([records[0].block_hash])
     assert_back(mail, records)
-    assert StoreControl(harness.folder).verify()["bad"] == 0
+    assert StoreControl(harness.folder).answer(Verify())["bad"] == 0
 
 
 @pytest.mark.parametrize("batch", [4096, 48])
@@ -502,7 +502,7 @@ def test_the_socket_is_the_owners_whatever_the_umask(harness: Harness) -> None:
     finally:
         os.umask(umask)
     assert stat.S_IMODE((harness.folder / "sock").stat().st_mode) == 0o600
-    assert StoreControl(harness.folder).df()["disk"]["blocks"] == 0
+    assert StoreControl(harness.folder).answer(Df())["disk"]["blocks"] == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

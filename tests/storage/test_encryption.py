@@ -39,7 +39,7 @@ from tests.storage.conftest import Harness, Mailbox, make_chain
 from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter, NamesKey
 from tieredkv.storage.client.names import Names
 from tieredkv.storage.extents.payloads import PIECE_BYTES
 from tieredkv.storage.format.header import decode_encryption, decode_header
@@ -537,8 +537,8 @@ def test_no_hash_is_sent_to_the_worker_and_its_names_outlive_it(
     data = b"".join(sent)
     assert [each in data for each in (*hashes, *names)] == [False] * 3 + [True] * 3
     assert client.names.hide(hashes) == names
-    found = StoreControl(harness.folder, key_dir=str(tmp_path / "keys")).names()
-    assert found.hide(hashes) == names
+    found = StoreControl(harness.folder, key_dir=str(tmp_path / "keys")).answer(NamesKey())
+    assert Names(found["names_key"]).hide(hashes) == names
 
 
 def test_an_engine_whose_master_key_is_lost_is_told_so_at_its_start(

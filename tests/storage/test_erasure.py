@@ -20,7 +20,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, MissingKeyError, RequestError, StorageError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter, Rotate, Verify, decoded
+from tieredkv.operate.calls import Df, EvictFilter, Ls, Rotate, Verify, decoded
 from tieredkv.server import admin
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.store import Store
@@ -132,20 +132,20 @@ def test_a_store_that_is_not_encrypted_has_nothing_to_prove_or_rotate(tmp_path: 
         control.answer(Verify(erased_key="12" * 8))
     with refused(ConfigError):
         control.answer(Rotate())
-    assert control.df()["disk"]["encryption"] == "off"
+    assert control.answer(Df())["disk"]["encryption"] == "off"
 
 
 def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
     [master] = stopped.key_dir.glob("*.master")
     master.unlink()
     control = StoreControl(stopped.folder, key_dir=str(stopped.key_dir))
-    disk = control.df()["disk"]
+    disk = control.answer(Df())["disk"]
     assert (disk["blocks"], disk["encryption"]) == (5, "no keys")
     told = "encryption: on, but the keys are not there, so no block can be read"
     assert told in stopped.invoke("df").stdout.splitlines()
-    assert sum(len(page) for page in control.ls()) == 4
+    assert sum(len(page) for page in control.pages(Ls())) == 4
     with refused(MissingKeyError):
-        control.verify()
+        control.answer(Verify())
     with refused(MissingKeyError):
         control.answer(Verify(erased_key="12" * 8))
     with refused(MissingKeyError):
@@ -153,7 +153,7 @@ def test_without_keys_only_looking_and_emptying_work(stopped: Stopped) -> None:
     text = stopped.invoke("evict", "--all", "-y").stdout.splitlines()
     assert text[0].startswith("evicted 5 blocks") and text[1].startswith("the store was emptied")
     assert list(stopped.key_dir.iterdir()) == []
-    assert control.df()["disk"]["encryption"] == "off"
+    assert control.answer(Df())["disk"]["encryption"] == "off"
 
 
 def test_df_tells_of_encryption(stopped: Stopped) -> None:
@@ -214,7 +214,7 @@ def test_a_running_store_is_rotated_and_proved_beside_its_engine(
     namespace = chain[0].namespace.hex()
     assert control.answer(Verify(erased_namespace=namespace))["blocks"] == 3
     box.client.close()
-    assert control.evict(EvictFilter(namespace_prefix=namespace))["disk"]["evicted_blocks"] == 3
+    assert control.answer(EvictFilter(namespace_prefix=namespace))["disk"]["evicted_blocks"] == 3
     assert control.answer(Verify(erased_namespace=namespace))["erased"]
 
 
@@ -227,8 +227,8 @@ def test_an_eviction_names_the_blocks_to_the_engine_by_the_starts_of_their_names
     Mailbox(client).store(chain)
     control = StoreControl(harness.folder)
     with engine_that_says(client, {"evicted_blocks": 0, "freed_bytes": 0}) as asked:
-        [[listed]] = list(control.ls())
-        answer = control.evict(EvictFilter(ids=(listed.id,)))
+        [[listed]] = list(control.pages(Ls()))
+        answer = control.answer(EvictFilter(ids=(listed.id,)))
     call = decoded(asked[-1].call)
     assert isinstance(call, EvictFilter)
     assert chain[0].block_hash.hex()[:32] not in listed.id

@@ -31,7 +31,7 @@ from tieredkv.cli.main import main
 from tieredkv.clock import Clock
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError, UnknownIdError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter, Inspect, Ls, Prune, Verify
+from tieredkv.operate.calls import Df, EvictFilter, Inspect, Ls, Prune, Verify
 from tieredkv.operate.models import KnownModel, note_model, read_models
 from tieredkv.storage.folder.lock import is_wanted, lock_to_look, lock_to_write
 from tieredkv.storage.messages.engine import Looking
@@ -80,10 +80,10 @@ class Stopped:
     def looks(self) -> list[dict[str, Any]]:
         """Have every verb look that only looks; return the answers."""
         control, first = self.control(), self.records[0].block_hash.hex()
-        answers = [control.df(verbose=True), whole(control.pages(Ls()))]
+        answers = [control.answer(Df(verbose=True)), whole(control.pages(Ls()))]
         with suppress(UnknownIdError):  # of an index that is not read
             answers.append(whole(control.pages(Inspect(id=first, following=True))))
-        answers.append(control.verify(repair=False))
+        answers.append(control.answer(Verify(repair=False)))
         answers.append(control.answer(EvictFilter(all=True, dry_run=True)))
         answers.append(control.answer(Prune(dry_run=True)))
         return answers
@@ -244,7 +244,7 @@ def test_a_look_leaves_what_needs_repair_and_says_so(
     is_bad = codes in (["index_damaged"], ["index_rebuild"])
     assert verified["by_reason"] == ({"index": 1} if is_bad else {})
     if codes == ["index_damaged"]:  # which a worker finds, and the next one repairs
-        assert stopped.control().verify()["repaired"] == 1
+        assert stopped.control().answer(Verify())["repaired"] == 1
     stopped.check_served()
 
 
@@ -268,7 +268,7 @@ def test_a_look_at_a_backup_costs_the_original_no_key(stopped: Stopped, tmp_path
     stopped.folder.rename(original := tmp_path / "away")
     backup.rename(stopped.folder)
     before = stopped.seen()
-    answers = [stopped.control().df(), whole(stopped.control().pages(Ls()))]
+    answers = [stopped.control().answer(Df()), whole(stopped.control().pages(Ls()))]
     assert stopped.seen() == before
     assert [codes_of(answer) for answer in answers] == [["copy"], ["copy"]]
     assert (answers[0]["disk"]["blocks"], answers[0]["disk"]["encryption"]) == (5, "no keys")
@@ -283,7 +283,7 @@ def test_both_damaged_headers_of_the_keys_are_told_and_left(stopped: Stopped) ->
     for at in (0, 4096):
         change_bytes(table, at + 64, lambda _: b"\xff" * 64, 64)
     before = stopped.seen()
-    df = stopped.control().df()
+    df = stopped.control().answer(Df())
     assert (codes_of(df), df["disk"]["blocks"]) == (["keys_damaged"], 5)
     assert stopped.seen() == before
 
@@ -295,7 +295,7 @@ def test_another_version_is_refused_and_left_as_it_is(stopped: Stopped, version:
     )
     before = stopped.seen()
     with refused(FormatVersionError, hide={str(stopped.folder): "FOLDER"}):
-        stopped.control().df()
+        stopped.control().answer(Df())
     assert stopped.seen() == before
 
 
@@ -330,7 +330,7 @@ def test_root_looks_as_the_owner_of_the_store(stopped: Stopped) -> None:
         os.chown(path, NOBODY, NOBODY)
     stopped.folder.chmod(0o500)
     before = stopped.seen()
-    df = stopped.control().df()
+    df = stopped.control().answer(Df())
     assert (df["disk"]["blocks"], codes_of(df)) == (5, [])
     assert read_models(stopped.folder) == [model]
     with looking(stopped) as look:

@@ -22,6 +22,7 @@ from tests.storage.test_faults import plain_index
 from tests.waiting import HANG_S
 from tieredkv.errors import StorageError, StoreBusyError, StoreFullError
 from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Df, Verify
 from tieredkv.storage.messages.engine import CloseCall
 from tieredkv.storage.worker.process import WorkerProcess, judge_end
 
@@ -66,10 +67,10 @@ def test_verify_answers_for_a_stopped_store_whose_index_crashes_the_worker(
     stopped: Harness,
 ) -> None:
     os.truncate(stopped.folder / "index" / "data.mdb", 12_288)
-    found = StoreControl(stopped.folder).verify()
+    found = StoreControl(stopped.folder).answer(Verify())
     assert (found["checked"], found["bad"], found["repaired"]) == (len(CHAIN), 1, 1)
     assert found["by_reason"] == {"index": 1}
-    assert StoreControl(stopped.folder).verify()["bad"] == 0
+    assert StoreControl(stopped.folder).answer(Verify())["bad"] == 0
     expect_all(stopped)
 
 
@@ -102,7 +103,7 @@ def test_an_index_whose_pages_lie_in_each_others_place_is_made_again(
 
     def is_sound() -> bool:
         with suppress(StorageError):  # the damage may end the worker
-            return bool(StoreControl(harness.folder).verify(repair=False)["bad"] == 0)
+            return bool(StoreControl(harness.folder).answer(Verify(repair=False))["bad"] == 0)
         return False
 
     wait_until(is_sound)
@@ -148,10 +149,14 @@ def test_verify_answers_where_the_index_crashes_a_serving_worker(harness: Harnes
         index.seek(2 * 4096)
         index.write(bytes(8 * 4096))  # pages that every walk through the index reads
     with engine_that_says(client, {}):
-        assert StoreControl(harness.folder).verify().keys() >= {"checked", "bad", "repaired"}
+        assert StoreControl(harness.folder).answer(Verify()).keys() >= {
+            "checked",
+            "bad",
+            "repaired",
+        }
     wait_until(lambda: all(done.ok for done in mail.store(make_chain("a", 60))))
     assert client.stats().faults["index"] >= 1
-    assert StoreControl(harness.folder).verify()["bad"] == 0
+    assert StoreControl(harness.folder).answer(Verify())["bad"] == 0
 
 
 def test_hashes_that_the_index_cannot_hold_are_misses_and_no_damage(stopped: Harness) -> None:
@@ -170,7 +175,7 @@ def test_faults_are_remembered_when_the_worker_ends(stopped: Harness) -> None:
     mail = Mailbox(client := stopped.open())
     assert [done.reason for done in mail.load(CHAIN)].count("checksum") == 1
     client.close()
-    assert StoreControl(stopped.folder).df()["disk"]["faults"] == {"checksum": 1}
+    assert StoreControl(stopped.folder).answer(Df())["disk"]["faults"] == {"checksum": 1}
 
 
 # --- the folder ---------------------------------------------------------------------------------
@@ -319,7 +324,7 @@ def test_a_store_that_lost_its_power_can_be_looked_at_before_a_server_starts(
     client.close()
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     lock.write_bytes(text.replace(boot, b"another"))
-    answer = StoreControl(harness.folder).df()
+    answer = StoreControl(harness.folder).answer(Df())
     assert [need["code"] for need in answer["needs"]] == ["index_unflushed"]
     assert answer["disk"]["bytes_budget"] == 64 << 20
     expect_all(harness)

@@ -27,7 +27,7 @@ from tests.storage.blocks import (
 from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import EvictFilter, Ls
 from tieredkv.pieces import whole
 from tieredkv.storage.extents import room
 from tieredkv.storage.keys import use
@@ -56,7 +56,7 @@ def arena() -> Iterator[HostArena]:
 def evicting(path: Path, engine: Engine) -> Iterator[Callable[[], dict[str, Any]]]:
     """Evict my blocks on another thread; yield what waits for the answer."""
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(StoreControl(path).evict, ON_DISK)
+        answer = pool.submit(StoreControl(path).answer, ON_DISK)
         try:
             yield lambda: answer.result(HANG_S)
         finally:
@@ -108,7 +108,7 @@ def test_a_list_waits_for_no_change_of_the_store(
     monkeypatch.setattr(operators, "_ENGINE_TIMEOUT_S", 0.01)
     with serving(tmp_path / "store", arena) as engine:
         engine.hold_up("commit:before", StoreCall([Lent.of(NEW, 0)]))
-        chains = [chain for page in StoreControl(tmp_path / "store").ls() for chain in page]
+        chains = [chain for page in StoreControl(tmp_path / "store").pages(Ls()) for chain in page]
         assert [chain.blocks for chain in chains] == [2]
         engine.gate.opened.set()
 

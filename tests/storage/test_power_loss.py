@@ -18,6 +18,7 @@ from tests.storage.power_loss import BUDGETS_BYTES, Block, Recording
 from tests.waiting import deadline
 from tieredkv.errors import StorageError
 from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Verify
 
 pytestmark = pytest.mark.e2e
 
@@ -115,8 +116,8 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
         if sync == "commit":
             assert client.pid == pid, "the worker had to be started again"
             assert not list(harness.folder.glob("index.bad*")), "the index was set aside"
-            StoreControl(harness.folder).verify()
-            assert StoreControl(harness.folder).verify()["bad"] == 0
+            StoreControl(harness.folder).answer(Verify())
+            assert StoreControl(harness.folder).answer(Verify())["bad"] == 0
         assert occupied_bytes(harness.folder) <= BUDGETS_BYTES[0]
     except (StorageError, NeverServesError):
         if sync == "commit":

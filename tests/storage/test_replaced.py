@@ -16,7 +16,7 @@ from tests.storage.test_folder import tree
 from tests.storage.test_store_keys import Place
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter, Ls, Verify
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.keys import master
@@ -197,18 +197,18 @@ def test_verbs_refuse_it_and_change_nothing(old: OldPlace) -> None:
     with refused(FormatVersionError):
         old.open(encryption="as_it_is", create=False)
     control = old.control()
-    for verb in (control.df, control.verify, lambda: list(control.ls()), control.adopt):
+    for call in (Df(), Verify(), Ls(), EvictFilter(older_than_s=0.0)):
         with pytest.raises(FormatVersionError):
-            verb()
+            control.answer(call)
     with pytest.raises(FormatVersionError):
-        control.evict(EvictFilter(older_than_s=0.0))
+        control.adopt()
     with pytest.raises(FormatVersionError):
-        control.evict(EvictFilter(all=True, dry_run=True))
+        control.answer(EvictFilter(all=True, dry_run=True))
     assert tree(old.folder.parent) == before
 
 
 def test_evicting_all_destroys_it(old: OldPlace) -> None:
-    answer = old.control().evict(EvictFilter(all=True))
+    answer = old.control().answer(EvictFilter(all=True))
     assert answer["evicted_blocks"] == answer["disk"]["evicted_blocks"] == NUM_BLOCKS
     assert answer["freed_bytes"] > 0
     assert old.files() == {} and segment_files(old.folder) == []
@@ -237,7 +237,7 @@ def test_any_other_version_is_left_untouched_also_by_evicting_all(
     for attempt in (
         old.check_start,
         old.open,
-        lambda: StoreControl(old.folder, key_dir=str(old.key_dir)).evict(EvictFilter(all=True)),
+        lambda: StoreControl(old.folder, key_dir=str(old.key_dir)).answer(EvictFilter(all=True)),
     ):
         with pytest.raises(FormatVersionError, match=f"version {version}"):
             attempt()

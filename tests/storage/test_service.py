@@ -24,7 +24,7 @@ from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter
 from tieredkv.storage.format.record import decode_record
 from tieredkv.storage.messages.engine import (
     CloseCall,
@@ -201,7 +201,7 @@ def test_the_engine_is_asked_nothing_before_it_knows_that_the_worker_is_up(
     theirs = FrameChannel(sockets[1], msgspec.msgpack.Decoder(EngineMessage))
     with open_store(tmp_path / "store", Clock()) as store, ThreadPoolExecutor(2) as pool:
         served = make_service(store, theirs, arena)
-        asking = pool.submit(StoreControl(tmp_path / "store").df)
+        asking = pool.submit(StoreControl(tmp_path / "store").answer, Df())
         heard = ours.receive(0.1)
         running = pool.submit(served.run)
         while not any(isinstance(each, WorkerUp) for each in heard):
@@ -405,7 +405,7 @@ def test_a_cured_fault_is_told_no_longer_although_nothing_is_stored(
         engine.gate.failing = StorageError(errno.EROFS, "Read-only file system")
         engine.channel.send(StoreCall([Lent.of(NEW, 1)]))
         assert engine.next_page().reason == "io_error"
-        asking = pool.submit(StoreControl(tmp_path / "store").df)
+        asking = pool.submit(StoreControl(tmp_path / "store").answer, Df())
         while not engine.asked:
             engine.hears_stats()
         dropped = {"num_lookups_dropped": 3, "num_touches_dropped": 5}
@@ -468,7 +468,7 @@ def test_a_deletion_that_takes_longer_than_anybody_waits_for_a_word_says_that_it
     with serving(path, arena) as engine:
         control = StoreControl(path, answer_timeout_s=1.0)
         with refused(StoreUnreachableError):  # of the engine, which is silent
-            control.evict(EvictFilter(older_than_s=0.0))
+            control.answer(EvictFilter(older_than_s=0.0))
         assert not engine.lookup(OLD.block_hash)
 
 

@@ -31,7 +31,7 @@ from tests.storage.test_folder import tree
 from tieredkv.cache.rate_file import read_rates
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBusyError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter
 from tieredkv.operate.models import KnownModel, note_model, read_models
 from tieredkv.storage import starts
 from tieredkv.storage.folder.marker import MARKER
@@ -461,7 +461,7 @@ def test_a_link_in_the_place_of_the_socket_is_not_followed(
     (place.folder / "sock").touch(0o600)
     replace(place.folder / "sock", place.folder.with_name("elsewhere"))
     with refused(StorageError):
-        place.control().df()
+        place.control().answer(Df())
 
 
 # --- copies -------------------------------------------------------------------------------------
@@ -550,7 +550,7 @@ def test_evicting_all_of_a_copy_empties_it_and_leaves_the_keys_to_the_original(
     record, copy = place.stores(), place.copy()
     kept = place.stores("kept")
     keys = place.files()
-    answer = copy.control().evict(EvictFilter(all=True))
+    answer = copy.control().answer(EvictFilter(all=True))
     assert answer["evicted_blocks"] == answer["disk"]["evicted_blocks"] == 1
     assert answer["freed_bytes"] > 0 and answer["emptied_because"]
     assert str(place.table) in answer["disk"]["kept_why"]
@@ -696,7 +696,7 @@ def test_keys_that_are_not_there_are_refused_and_evicting_all_is_the_way_out(
     with pytest.raises(MissingKeyError):
         place.open()
     assert place.files() == keys
-    answer = place.control().evict(EvictFilter(all=True))
+    answer = place.control().answer(EvictFilter(all=True))
     assert answer["evicted_blocks"] == 1
     is_kept = change in (absent, foreign, newer, open_to_others)
     assert bool(answer["disk"]["kept_why"]) == is_kept
@@ -713,7 +713,7 @@ def test_evicting_all_works_without_keys_and_without_an_index(place: Place, lost
     place.master.unlink()
     if lost == "index":
         shutil.rmtree(place.folder / "index")
-    answer = place.control().evict(EvictFilter(all=True))
+    answer = place.control().answer(EvictFilter(all=True))
     assert answer["evicted_blocks"] == (0 if lost == "index" else 1)
     assert segment_files(place.folder) == []
     place.open().close()
@@ -730,10 +730,10 @@ def test_keys_that_cannot_be_destroyed_are_told_and_go_with_the_next_emptying(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
-        disk = place.control().evict(EvictFilter(all=True))["disk"]
+        disk = place.control().answer(EvictFilter(all=True))["disk"]
     assert disk["evicted_blocks"] == 1 and "Read-only file system" in disk["keys_error"]
     assert place.table.exists() and segment_files(place.folder) == []
-    assert "keys_error" not in place.control().evict(EvictFilter(all=True))["disk"]
+    assert "keys_error" not in place.control().answer(EvictFilter(all=True))["disk"]
     assert place.files() == {}
     place.open().close()
 

@@ -27,6 +27,7 @@ from tieredkv.errors import (
     StoreFullError,
 )
 from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Df, Verify
 from tieredkv.storage.folder.filesystem import NO_SPACE
 from tieredkv.storage.index.pages import check_pages, read_meta
 from tieredkv.storage.index.verdicts import storage_errors
@@ -235,7 +236,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
     wait_for_starts(flag)
     assert client.pid is None
     assert kept_files(stored.folder) == before
-    assert StoreControl(stored.folder).df()["disk"]["blocks"] == len(CHAIN)  # by a look
+    assert StoreControl(stored.folder).answer(Df())["disk"]["blocks"] == len(CHAIN)  # by a look
     assert kept_files(stored.folder) == before
     flag.unlink()
     expect_back(stored, client)
@@ -353,7 +354,7 @@ def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone
     before = kill(client, stored.folder, flag)
     wait_until(lambda: os.strerror(code) in client.trouble)
     wait_for_starts(flag)
-    assert StoreControl(stored.folder).df()["disk"]["blocks"] == len(CHAIN)  # by a look
+    assert StoreControl(stored.folder).answer(Df())["disk"]["blocks"] == len(CHAIN)  # by a look
     assert kept_files(stored.folder) == before
     flag.unlink()
     expect_back(stored, client)
@@ -436,7 +437,7 @@ def test_an_index_of_another_lmdb_is_refused_and_left_untouched(
     with refused(FormatVersionError):
         stored.open()
     with refused(StorageError):
-        StoreControl(stored.folder).verify()
+        StoreControl(stored.folder).answer(Verify())
     assert kept_files(stored.folder) == before
     assert not (stored.folder / "index.bad").exists()
     for at in (20, 4096 + 20):

@@ -41,7 +41,7 @@ from tieredkv.cache.rate_file import read_rates
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.http_clients import async_http_client
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter
 from tieredkv.sizing import replay as replaying
 from tieredkv.sizing.estimate import COLD, SOURCES, ttft_ms
 from tieredkv.traces import read_trace
@@ -102,7 +102,7 @@ class Crowd:
             for number in range(WARM_UPS):
                 for _, body in self._bodies(write_script(-1, number, shape, vocab_size)):
                     await ask(http, body)
-            store.evict(EvictFilter(all=True))
+            store.answer(EvictFilter(all=True))
             self.began_ms, start = 1e3 * time.time(), time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for at_s, turns in told:
@@ -239,7 +239,7 @@ def main(
         with serving(model, *flags, "--default-retention", "24h") as url:
             crowd, control = Crowd(url, workload), StoreControl(str(store))
             asyncio.run(crowd.run(control))
-            df = control.df()
+            df = control.answer(Df())
         if not crowd.answers:
             raise click.ClickException(f"no request was answered: {crowd.problems}")
         was = measured([answer for _, answer in crowd.answers])

@@ -35,7 +35,7 @@ from tests.stress.trace import Sampler, Trace, draw, file_sizes
 from tieredkv.bench import plots
 from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter, Ls, Verify
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.tier import Lent
 from tieredkv.units import format_bytes, parse_bytes
@@ -326,9 +326,9 @@ class Soak:
                 chains = self._random.choices([chain for chain in stored if chain], k=4)
                 wanted = EvictFilter(ids=tuple(c[-1].identity.block_hash.hex() for c in chains))
             try:
-                answer = self._control.evict(wanted)
+                answer = self._control.answer(wanted)
                 self.promises.count("evicted_by_operator", answer["evicted_blocks"])
-                for _ in self._control.ls():
+                for _ in self._control.pages(Ls()):
                     pass
             except TieredKVError as error:
                 self.promises.blame("driver_errors", f"evict: {error}")
@@ -407,7 +407,7 @@ class Soak:
 
         self.trace.mark("verify")
         try:
-            result = self._control.verify(progress=check_time)
+            result = self._control.answer(Verify(), progress=check_time)
         except (TieredKVError, TimeoutError) as error:
             self._tell(f"verify: {error}")
             self.promises.count("verify_gave_up")
@@ -498,7 +498,7 @@ class Soak:
         self._verify_at_the_end()
         self._restart()
         with contextlib.suppress(TieredKVError):
-            disk = self._control.df()["disk"]
+            disk = self._control.answer(Df())["disk"]
             occupied = sum(file_sizes(self.store).values())
             self.end = {
                 "blocks": disk["blocks"],

@@ -25,6 +25,7 @@ from tests import http
 from tieredkv.cli.bench_options import with_options
 from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
+from tieredkv.operate.calls import Df
 from tieredkv.units import parse_bytes
 
 VLLM = f"{sys.executable} -P -m vllm.entrypoints.cli.main"
@@ -146,7 +147,7 @@ def stored_bytes(tier: str, folder: Path) -> int:
     """Return how many bytes of blocks a tier holds on disk."""
     if tier == "fs":
         return sum(each.stat().st_size for each in folder.rglob("*.bin"))
-    return int(StoreControl(str(folder)).df()["disk"]["bytes_live"])
+    return int(StoreControl(str(folder)).answer(Df())["disk"]["bytes_live"])
 
 
 def wait_until_stored(tier: str, folder: Path, num_bytes: int, timeout_s: float = 120.0) -> bool:

@@ -38,7 +38,7 @@ from tieredkv.errors import (
 )
 from tieredkv.operate import calls
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import Ls
+from tieredkv.operate.calls import Df, Ls
 from tieredkv.operate.chain_ids import short_id
 from tieredkv.operate.verb import Asking
 from tieredkv.storage import starts
@@ -380,7 +380,7 @@ def test_df_of_a_server_of_an_older_version_says_what_is_not_known(
     path = tmp_path / "store"
     with open_store(path, FakeClock(time.time()), budget_bytes=3 << 20) as store:
         put(store, make_record("a", now=time.time()))
-    answer = StoreControl(path).df()
+    answer = StoreControl(path).answer(Df())
     for name in ("lifetimes", "encryption"):
         del answer["disk"][name]
     monkeypatch.setattr(StoreControl, "answer", lambda _, call: answer)
@@ -411,7 +411,7 @@ def test_quiet_verbs_print_errors_and_ids_only(tmp_path: Path) -> None:
     with open_store(path, FakeClock(now), budget_bytes=3 << 20) as store:
         put(store, *(make_record("chain", i, now=now) for i in range(20)))
     folder = ("--disk-dir", str(path))
-    [chain] = StoreControl(path).ls()
+    [chain] = StoreControl(path).pages(Ls())
     assert tieredkv("ls", *folder, "-q").stdout == f"{chain[0].id}\n"
     assert tieredkv("ls", *folder, "-q", "--filter", "blocks>20").stdout == ""
     for words in (("df", *folder), ("verify", *folder), ("evict", *folder, "--all", "--dry-run")):
@@ -433,7 +433,7 @@ def test_namespaces_of_one_tenant_are_told_apart(tmp_path: Path) -> None:
         shown = [word for word in rows if len(word) == 24]
         assert sorted(shown) == sorted(each.hex()[:24] for each in spaces)
     assert ask(path, "evict", "--ns", shown[0], "-y")["evicted_blocks"] == 1
-    [left] = [chain for page in StoreControl(path).ls() for chain in page]
+    [left] = [chain for page in StoreControl(path).pages(Ls()) for chain in page]
     assert left.namespace[:24] == shown[1]
 
 

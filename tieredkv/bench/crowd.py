@@ -280,7 +280,7 @@ class Crowd:
 
         def ask() -> None:
             try:
-                StoreControl(str(self._store_dir)).evict(EvictFilter(all=True))
+                StoreControl(str(self._store_dir)).answer(EvictFilter(all=True))
             except Exception as error:  # raised again below, by the thread that waits
                 errors.append(error)
 

@@ -19,6 +19,7 @@ from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, StorageError
+from tieredkv.operate.calls import Df
 from tieredkv.storage.folder.filesystem import Call, Filesystem
 from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.keys.place import check_writable
@@ -174,7 +175,7 @@ def check_keys(folder: str, key_dir: str | None) -> Finding:
 def _store(settings: Settings, needs: list[Any]) -> Finding:
     """Look at the store; report its blocks and what it needs, or why it cannot be looked at."""
     try:
-        df = control_of(settings).df()
+        df = control_of(settings).answer(Df())
     except StorageError as error:
         return "store", "fail", str(error)
     needs += df.get("needs", ())

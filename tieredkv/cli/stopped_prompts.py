@@ -20,7 +20,7 @@ from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.store_options import guard_names_key
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import Inspect
+from tieredkv.operate.calls import Inspect, NamesKey
 from tieredkv.pieces import Pieces, whole
 from tieredkv.server.inspected import planned
 from tieredkv.server.keys import Keys
@@ -59,7 +59,7 @@ def inspect(
     prefixes = Prefixes(settings, spec, fingerprint, Clock(settings.clock_offset_file))
     prefix = prefixes.make(request, request.prompt_token_ids)
     guard_names_key(settings)
-    names = store.names()
+    names = Names(store.answer(NamesKey())["names_key"])
     stored, roots, needs = _look_up(store, prefix.hashes, names)
     others = whole(prefixes.elsewhere(prefix, request.prompt_token_ids, roots))
     elsewhere = _look_up(store, [*others], names)[0] if others else set[BlockHash]()

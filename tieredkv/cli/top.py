@@ -25,6 +25,7 @@ from tieredkv.cli.top_figures import Picture, Reading, picture_of
 from tieredkv.cli.top_picture import draw
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.errors import ConfigError, ServerUnreachableError, StoreUnreachableError
+from tieredkv.operate.calls import Df
 from tieredkv.storage.folder.lock import has_engine
 from tieredkv.units import parse_duration
 
@@ -109,7 +110,7 @@ class FolderSource:
             raise ServerUnreachableError(
                 f"no server uses `{self.name}`\nhint: `tieredkv df` shows a stopped store"
             )
-        df = self._control.df()
+        df = self._control.answer(Df())
         if "counters" not in df:  # vLLM, or an engine that is busy
             what = f"what uses `{self.name}` tells nothing of its tiers"
             raise ServerUnreachableError(f"{what}\nhint: `tieredkv df` shows what is on disk")

@@ -8,7 +8,8 @@ import sys
 import msgspec
 
 from tieredkv.errors import TieredKVError
-from tieredkv.operate.jobs import Head, decoder
+from tieredkv.operate.jobs import Job
+from tieredkv.wire.process import Refused
 
 _NICE = 10
 """Requests go before what operators ask for."""
@@ -20,17 +21,16 @@ def main() -> int:
         signal.signal(number, signal.SIG_DFL)
     logging.basicConfig(format="%(asctime)s operate %(process)d %(levelname)s: %(message)s")
     os.nice(_NICE)
-    job, out, is_begun = decoder.decode(sys.stdin.buffer.read()), sys.stdout.buffer, False
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    out, head = sys.stdout.buffer, "null\n"
     try:
         for text in job.document():
-            head = b"" if is_begun else msgspec.json.encode(Head()) + b"\n"
-            out.write(head + text.encode())
+            out.write((head + text).encode())
             out.flush()
-            is_begun = True
+            head = ""
     except TieredKVError as error:
-        if not is_begun:
-            refusal = Head(refused=type(error).__name__, message=str(error))
-            out.write(msgspec.json.encode(refusal) + b"\n")
+        if head:
+            out.write(msgspec.json.encode(Refused.of(error)) + b"\n")
         return 1
     return 0
 

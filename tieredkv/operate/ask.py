@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,23 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import NoStoreError, StorageError, StoreBusyError, StoreUnreachableError
-from tieredkv.operate.calls import Call, Df, EvictFilter, Ls, NamesKey, Verify
-from tieredkv.operate.infos import ChainInfo
+from tieredkv.operate.calls import Call
 from tieredkv.operate.own_worker import ask_own_worker
 from tieredkv.operate.verb import Asking, Page
-from tieredkv.operate.worker import VerbProgress, Worker, channel_over
-from tieredkv.storage.client.names import Names
+from tieredkv.operate.worker import GONE, VerbProgress, Worker, channel_over
+from tieredkv.pieces import whole
 from tieredkv.storage.folder.folder import SOCKET
 from tieredkv.storage.folder.lock import has_engine
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.worker.socket import socket_address
 from tieredkv.wire.limits import described
 
-_GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
 _ATTEMPTS = 20
 _RETRY_S = 0.25
+
+
+def _tell_nobody(_done: int, _total: int) -> None:
+    """Take a verb's progress."""
 
 
 class StoreControl:
@@ -72,32 +74,6 @@ class StoreControl:
         )
         self._answer_timeout_s = answer_timeout_s
 
-    def df(self, *, verbose: bool = False) -> dict[str, Any]:
-        """Return what each tier holds."""
-        return self.answer(Df(verbose=verbose))
-
-    def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, None]:
-        """Yield what the tiers hold by chain, some chains at a time, the last used first."""
-        yield from self.pages(Ls(limit=limit))
-
-    def evict(self, wanted: EvictFilter) -> dict[str, Any]:
-        """Drop blocks from every tier."""
-        return self.answer(wanted)
-
-    def verify(
-        self, *, repair: bool = True, progress: VerbProgress | None = None
-    ) -> dict[str, Any]:
-        """Read every block and compare."""
-        return self.answer(Verify(repair=repair), progress)
-
-    def names(self) -> Names:
-        """Return what the store calls blocks.
-
-        Raises:
-            MissingKeyError: it is encrypted, and its keys are not there.
-        """
-        return Names(self.answer(NamesKey())["names_key"])
-
     def adopt(self) -> dict[str, Any]:
         """Have the keys belong to this copy of the store; `{"adopted"}`: whether that was needed.
 
@@ -108,19 +84,15 @@ class StoreControl:
 
         return {"adopted": starts.adopt(self._options)}
 
-    def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
+    def answer(self, call: Call, progress: VerbProgress = _tell_nobody) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one."""
-        return _end_of(self._ask(call, progress))
+        return whole(self.pages(call, progress))
 
-    def pages(self, call: Call) -> Asking:
+    def pages(self, call: Call, progress: VerbProgress = _tell_nobody) -> Asking:
         """Yield the list that a verb answers with, some items at a time; return the rest of it.
 
-        The store is not held open while the pages are read.
-        """
-        return (yield from self._ask(call, None))
-
-    def _ask(self, call: Call, progress: VerbProgress | None) -> Asking:
-        """Ask the live worker, or start one; try again while a worker is starting or stopping.
+        A live worker is asked, or one is started; this is tried again while a worker is starting or
+        stopping. The store is not held open while the pages are read.
 
         Raises:
             ConfigError: the call says too little or too much.
@@ -131,7 +103,7 @@ class StoreControl:
             Worker,
             path=self._path,
             timeout_s=self._answer_timeout_s,
-            progress=progress or (lambda done, total: None),
+            progress=progress,
             earlier=dict[str, Any](),
         )
         connect = partial(_connect, folder_fd)
@@ -139,7 +111,7 @@ class StoreControl:
             for attempt in range(_ATTEMPTS):
                 if attempt:
                     time.sleep(_RETRY_S)
-                with contextlib.suppress(*_GONE), connect() as connection:
+                with contextlib.suppress(*GONE), connect() as connection:
                     channel = channel_over(connection)
                     worker = worker_of(channel=channel, let_go=channel.close)
                     return (yield from call.carry_out(worker))
@@ -149,11 +121,9 @@ class StoreControl:
                 with contextlib.suppress(StoreBusyError):
                     if call.empties and (emptied := self._empty_refused()) is not None:
                         return emptied
-                    return (
-                        yield from ask_own_worker(
-                            call, self._options, worker_of, connect, self._answer_timeout_s
-                        )
-                    )
+                    timeout_s = self._answer_timeout_s
+                    own = ask_own_worker(call, self._options, worker_of, connect, timeout_s)
+                    return (yield from own)
             if call.changes_engine and has_engine(folder_fd):
                 what = f"an engine uses `{self._path}`, but its store worker is down"
                 raise StoreUnreachableError(
@@ -177,35 +147,24 @@ class StoreControl:
         return {**starts.empty(self._options), "emptied_because": why}
 
 
-def document(call: Call, pages: Iterator[Page]) -> Iterator[str]:
+def document(call: Call, pages: Asking) -> Iterator[str]:
     """Yield the parts of the JSON document that is the answer of a verb.
 
-    A list is such as `{"chains": [...]}`. What `pages` returns, if it is a generator, follows it.
+    A list is such as `{"chains": [...]}`. What `pages` returns follows it.
     """
     if not call.listed_as:
-        yield msgspec.json.encode(_end_of(pages)).decode()
+        yield msgspec.json.encode(whole(pages)).decode()
         return
     before, rest = f'{{"{call.listed_as}": [', dict[str, Any]()
-    while True:
-        try:
-            page = next(pages)
-        except StopIteration as ending:
-            rest = ending.value or {}
-            break
+
+    def items() -> Iterator[Page]:
+        rest.update((yield from pages))
+
+    for page in items():
         yield before + ", ".join(msgspec.json.encode(item).decode() for item in page)
         before = ", "
     more = (f', "{key}": {msgspec.json.encode(rest[key]).decode()}' for key in rest)
     yield "".join(["" if before == ", " else before, "]", *more, "}"])
-
-
-def _end_of(pages: Iterator[Page]) -> dict[str, Any]:
-    """Return what follows the last page."""
-    while True:
-        try:
-            next(pages)
-        except StopIteration as ending:
-            body: dict[str, Any] = ending.value
-            return body
 
 
 def _open_folder(path: str) -> int:

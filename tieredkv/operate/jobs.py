@@ -1,7 +1,8 @@
 """A verb that a server has carried out by a process of its own, and the answer as that writes it.
 
-The process reads one `Job` from its standard input. To its standard output it writes one line, a
-`Head` as JSON, and after it the JSON document that the command line prints, as it is made.
+The process reads one `Job` from its standard input. To its standard output it writes one line of
+JSON: null, or `Refused`. After null it writes the JSON document that the command line prints, as it
+is made.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,18 +49,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             yield from document(call, call.carry_out(NoDisk(self.told)))
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the answer begins.
-
-    Attributes:
-        refused: the name of an exception of `tieredkv.errors`; "" if the document follows.
-        message: its text.
-    """
-
-    refused: str = ""
-    message: str = ""
-
-
 class NoDisk(Worker):
     """Stands in for a worker on a server without a disk tier.
 
@@ -92,6 +81,3 @@ class NoDisk(Worker):
     ) -> Iterator[dict[str, Any]]:
         """Yield what the engine has told of its blocks."""
         yield from map(dict, self._told)
-
-
-decoder = msgspec.msgpack.Decoder(Job)

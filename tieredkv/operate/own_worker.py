@@ -15,15 +15,13 @@ import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.operate.verb import Asking, Verb
-from tieredkv.operate.worker import Channel, Worker, channel_over, silent
+from tieredkv.operate.worker import GONE, Channel, Worker, channel_over, silent
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.engine import IndexStart
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.worker.process import WorkerEnd, WorkerProcess
 from tieredkv.wire.limits import described
 from tieredkv.wire.process import Refused
-
-_GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
 
 
 def ask_own_worker(
@@ -32,7 +30,6 @@ def ask_own_worker(
     worker_of: Callable[..., Worker],
     connect: Callable[[], socket.socket],
     timeout_s: float,
-    index: IndexStart = "as_it_is",
 ) -> Asking:
     """Start a worker on the stopped store, ask it, and stop it again.
 
@@ -42,42 +39,44 @@ def ask_own_worker(
         worker_of: makes a `Worker` of a channel and of what is known of the process.
         connect: connects to the socket in the store's folder.
         timeout_s: how long the worker may say nothing, and take to end.
-        index: what the worker does with the index before it opens it.
 
     Raises:
         StoreBusyError: somebody was faster.
         StorageError: what the worker refused with, or died of.
     """
-    ask_next = partial(ask_own_worker, call, options, worker_of, connect, timeout_s)
-    with _Own(options, index, timeout_s, looks=not call.changes) as own:
-        try:
-            own.wait_until_up()
-            with own.process.answers or connect() as connection:
-                channel = channel_over(connection)
-                worker = worker_of(
-                    channel=channel,
-                    let_go=partial(own.end, channel),
-                    is_own=True,
-                    looking=own.looking,
-                    follows_damage=index == "set_aside",
-                )
-                body = yield from call.carry_out(worker)
-                needs = {"needs": msgspec.to_builtins(own.looking.needs)} if own.looking else {}
-                return {**body, **needs}
-        except _GONE:
-            own.take_last_words()
-    end = own.ended
-    assert end is not None, "it is ended with the block above"
-    can_go_on = call.mends or not call.changes
-    if can_go_on and end.is_unexplained and index == "as_it_is":
-        return (yield from ask_next("examined"))
-    if can_go_on and end.is_damage and index != "set_aside":
-        return (yield from ask_next("set_aside"))
-    if own.refused is not None and not end.is_damage:
-        raise own.refused
-    hint = "hint: run `tieredkv verify`, which rebuilds a damaged index"
-    why = f"the store worker of `{options.path}` ended: {own.refused or end.text}"
-    raise StorageError(f"{why}\n{hint}" if end.is_damage else why)
+    index: IndexStart = "as_it_is"
+    while True:
+        with _Own(options, index, timeout_s, looks=not call.changes) as own:
+            try:
+                while not own.hear():
+                    pass
+                with own.process.answers or connect() as connection:
+                    channel = channel_over(connection)
+                    worker = worker_of(
+                        channel=channel,
+                        let_go=partial(own.end, channel),
+                        looking=own.looking,
+                        own_index=index,
+                    )
+                    body = yield from call.carry_out(worker)
+                    if own.looking is None:
+                        return body
+                    return {**body, "needs": msgspec.to_builtins(own.looking.needs)}
+            except GONE:
+                own.hear_rest()
+        end = own.ended
+        assert end is not None, "it is ended with the block above"
+        can_go_on = call.mends or not call.changes
+        if can_go_on and end.is_unexplained and index == "as_it_is":
+            index = "examined"
+        elif can_go_on and end.is_damage and index != "set_aside":
+            index = "set_aside"
+        elif own.refused is not None and not end.is_damage:
+            raise own.refused
+        else:
+            why = f"the store worker of `{options.path}` ended: {own.refused or end.text}"
+            hint = "\nhint: run `tieredkv verify`, which rebuilds a damaged index"
+            raise StorageError(f"{why}{hint}" if end.is_damage else why)
 
 
 class _Own:
@@ -103,36 +102,28 @@ class _Own:
             what = f"the store worker of `{options.path}` cannot be started"
             raise StorageError(f"{what}: {described(error)}") from error
 
-    def wait_until_up(self) -> None:
-        """Wait until the worker serves.
+    def hear(self) -> bool:
+        """Wait for what the worker says, and return whether it serves from now on.
 
         Raises:
             EOFError: it has gone.
             StoreUnreachableError: it says nothing.
         """
-        is_up = False
-        while not is_up:
-            if not (received := self.process.channel.receive(self._timeout_s)):
-                raise silent(self._path, self._timeout_s)
-            for message in received:
-                is_up |= self._hear(message)
+        if not (received := self.process.channel.receive(self._timeout_s)):
+            raise silent(self._path, self._timeout_s)
+        for message in received:
+            if isinstance(message, Refused):
+                self.refused = message.error
+            if isinstance(message, messages.Looking):
+                self.looking = message
+        return any(isinstance(it, messages.Looking | messages.WorkerUp) for it in received)
 
-    def take_last_words(self) -> None:
-        """Have the worker end, and take what it says about that."""
-        channel = self.process.channel
-        channel.send(messages.CloseCall())
+    def hear_rest(self) -> None:
+        """Have the worker end, and hear what it says about that."""
+        self.process.channel.send(messages.CloseCall())
         with contextlib.suppress(EOFError, StorageError):
-            while received := channel.receive(self._timeout_s):
-                for message in received:
-                    self._hear(message)
-
-    def _hear(self, message: msgspec.Struct) -> bool:
-        """Take a message; return whether it says that the worker serves."""
-        if isinstance(message, Refused):
-            self.refused = message.error
-        if isinstance(message, messages.Looking):
-            self.looking = message
-        return isinstance(message, messages.Looking | messages.WorkerUp)
+            while True:
+                self.hear()
 
     def end(self, channel: Channel | None = None) -> None:
         """Have the worker close the store, and wait until it has ended; twice is fine."""

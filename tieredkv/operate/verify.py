@@ -74,7 +74,7 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
         if self.is_proof:
             return _prove_erased(worker, asked)
         found, damage = Findings(), Checked(by_reason={"index": 1}, repaired=int(self.repair))
-        if worker.follows_damage:
+        if worker.own_index == "set_aside":  # the process before found it damaged
             found.add(damage)
         try:
             total = int(self.sample * worker.figures().stats.blocks)
@@ -84,7 +84,7 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
         except (CorruptIndexError, StoreFailedError) as error:
             if not self.repair:
                 raise
-            if worker.is_own:
+            if worker.own_index is not None:
                 raise EOFError from error
             # Damage is made good by the next worker. It looks for it where this one does not know.
             is_repaired = isinstance(error, CorruptIndexError)

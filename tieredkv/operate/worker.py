@@ -7,7 +7,7 @@ module knows the messages, and neither the verbs nor where the process comes fro
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,10 +17,13 @@ from tieredkv.errors import StoreUnreachableError
 from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.pieces import cut
 from tieredkv.storage.messages import operator as messages
-from tieredkv.storage.messages.engine import Looking
+from tieredkv.storage.messages.engine import IndexStart, Looking
 from tieredkv.storage.messages.operator import Checked, Deleted, Rotated, Told
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
+
+GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
+"""What is raised where a process that has the store open is not there, or has gone."""
 
 _STARTS_A_CALL = 16_384  # fits into a frame that the worker accepts
 _MAX_REPLY_BYTES = 16 << 20  # in one frame from the worker: thousands of records
@@ -40,12 +43,11 @@ class Worker:
         channel: joins this process and that one.
         path: the store's folder.
         timeout_s: how long that process may say nothing.
-        let_go: ends the connection, and that process if it was started for this verb.
         progress: told how far a long verb is.
         earlier: what the verb has kept from workers that ended before it was done.
-        is_own: whether that process was started for this verb.
+        let_go: ends the connection, and that process if it was started for this verb.
         looking: what a process that was started to look has said; None of another one.
-        follows_damage: whether the process before found the index damaged.
+        own_index: of a process that was started for this verb: how it began with the index.
 
     Every call raises EOFError if the process has gone, StoreUnreachableError if it says nothing,
     and the error that it refuses with.
@@ -54,12 +56,11 @@ class Worker:
     channel: Channel
     path: str
     timeout_s: float
-    let_go: Callable[[], object]
     progress: VerbProgress
-    earlier: dict[str, Any] = field(default_factory=dict)
-    is_own: bool = False
+    earlier: dict[str, Any]
+    let_go: Callable[[], object]
     looking: Looking | None = None
-    follows_damage: bool = False
+    own_index: IndexStart | None = None
 
     def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[messages.Rows]:
         """Yield the blocks whose names begin so, those that have expired left out.

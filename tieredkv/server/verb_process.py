@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from tieredkv.config import child_environment
-from tieredkv.errors import StorageError, StoreUnreachableError, named
-from tieredkv.operate.jobs import Head, Job
+from tieredkv.errors import StorageError, StoreUnreachableError
+from tieredkv.operate.jobs import Job
+from tieredkv.wire.process import Refused
 
 _PIECE_BYTES = 64 << 10
 Result = TypeVar("Result")
@@ -61,9 +62,9 @@ class VerbProcess:
             line = await process.stdout.readline()
             if not line:
                 raise StorageError(f"the process of `{job.call.verb}` ended without an answer")
-            head = msgspec.json.decode(line, type=Head)
-            if head.refused:
-                raise named(head.refused, head.message)
+            refused = msgspec.json.decode(line, type=Refused | None)
+            if refused is not None:
+                raise refused.error
         except BaseException:
             await verb.end()
             raise
