@@ -13,8 +13,10 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from tieredkv.clock import Clock
 from tieredkv.errors import (
@@ -30,8 +32,10 @@ from tieredkv.storage.folder.folder import COMPLETE, DRAFT, StoreFolder, check_f
 from tieredkv.storage.folder.lock import LOCK, in_use, is_wanted, lock_to_look
 from tieredkv.storage.folder.marker import MARKER, refuse_replaced
 from tieredkv.storage.folder.own_files import open_own
+from tieredkv.storage.index.entries import SegmentState
 from tieredkv.storage.index.environment import Access, Index
 from tieredkv.storage.index.pages import check_pages
+from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.place import KeyPlace
 from tieredkv.storage.keys.store_keys import StoreKeys, check_stamp
@@ -99,68 +103,58 @@ class LookedFolder(StoreFolder):
 
 
 class LookedStore(Store):
-    """A store whose folder, index and segments are not changed; those parts refuse to be.
-
-    Attributes:
-        needs: what the store needs.
-        is_whole: whether the index and all segments that it should know can be read.
-    """
-
-    needs: list[Need]
-    is_whole: bool
-
-    @classmethod
-    def look(
-        cls, options: StoreOptions, folder: LookedFolder, clock: Clock, index: IndexStart
-    ) -> "LookedStore":
-        """See what there is.
-
-        Args:
-            options: where the keys are.
-            folder: the folder of the store, which is released with the store.
-            clock: moved up to the latest time that the store has seen, if it is a little behind,
-                and behind the end of all blocks, if it is further behind.
-            index: whether its pages are checked first, or it is left alone.
-
-        Raises:
-            CorruptIndexError, StoreFailedError, FormatVersionError, StorageError
-        """
-        needs = _needs_of(folder, index)
-        with ExitStack() as undo, storage_errors(folder.path):
-            undo.callback(folder.release)
-            if index == "examined":
-                check_pages(folder.index_path)
-            is_believed = index != "set_aside" and not folder.lost_unflushed
-            names = folder.retentions
-            access: Access = "look" if is_believed else "none"
-            looked = Index(folder.index_path, retentions=names, access=access)
-            undo.callback(looked.close)
-            with looked.reading() as txn:
-                is_read = bool(txn.meta.format)
-            keys, why = _look_for_keys(folder, options, needs)
-            use = KeyUse(looked, clock, keys, why, options.longest_s)
-            filesystem = Filesystem.look(os.path.join(folder.path, MARKER))
-            files = SegmentFiles(folder.segments_path, filesystem, writes=False)
-            undo.callback(files.close)
-            num_unknown = _open_segments(files, looked)
-            if not is_read and is_believed and num_unknown:
-                text = f"the index is lost or was never completed; {_REBUILDS}"
-                needs.append(Need("index_lost", text))
-            elif is_read and num_unknown:
-                text = f"the index does not know {num_unknown} segment files; the next start of a "
-                text += "server removes those without blocks, or makes the index again"
-                needs.append(Need("segments", text))
-            num_expired = _compare_clocks(looked, clock, needs)
-            parts = Parts.join(clock, folder, looked, use, files, folder.budget_bytes)
-            parts.room.reload()
-            store = cls(replace(parts, num_expired=num_expired), options)
-            undo.pop_all()
-        store.needs = needs
-        store.is_whole = not num_unknown and (is_read or is_believed)
-        return store
+    """A store whose folder, index and segments are not changed; those parts refuse to be."""
 
     def ask_for_rebuild(self) -> None:
         """Do nothing: the next start of a server finds the damage, too."""
+
+
+def open_to_look(
+    options: StoreOptions, folder: LookedFolder, clock: Clock, index: IndexStart
+) -> tuple[LookedStore, messages.Looking]:
+    """See what there is; return the store, which releases the folder, and what it needs.
+
+    Args:
+        options: where the keys are.
+        folder: the folder of the store.
+        clock: moved up to the latest time that the store has seen, if it is a little behind, and
+            behind the end of all blocks, if it is further behind.
+        index: whether its pages are checked first, or it is left alone.
+
+    Raises:
+        CorruptIndexError, StoreFailedError, FormatVersionError, StorageError
+    """
+    needs = _needs_of(folder, index)
+    with ExitStack() as undo, storage_errors(folder.path):
+        undo.callback(folder.release)
+        if index == "examined":
+            check_pages(folder.index_path)
+        is_believed = index != "set_aside" and not folder.lost_unflushed
+        access: Access = "look" if is_believed else "none"
+        looked = Index(folder.index_path, retentions=folder.retentions, access=access)
+        undo.callback(looked.close)
+        keys, why = _look_for_keys(folder, options, needs)
+        use = KeyUse(looked, clock, keys, why, options.longest_s)
+        filesystem = Filesystem.look(os.path.join(folder.path, MARKER))
+        files = SegmentFiles(folder.segments_path, filesystem, writes=False)
+        undo.callback(files.close)
+        with looked.reading() as txn:
+            num_unknown = _open_segments(files, txn.segments())
+            is_lost = is_believed and not txn.meta.format
+            if is_lost and num_unknown:
+                text = f"the index is lost or was never completed; {_REBUILDS}"
+                needs.append(Need("index_lost", text))
+            elif num_unknown and is_believed:
+                text = f"the index does not know {num_unknown} segment files; the next start of a "
+                text += "server removes those without blocks, or makes the index again"
+                needs.append(Need("segments", text))
+            num_expired = _compare_clocks(txn, clock, needs)
+        parts = Parts.join(clock, folder, looked, use, files, folder.budget_bytes)
+        parts.room.reload()
+        store = LookedStore(replace(parts, num_expired=num_expired), options)
+        undo.pop_all()
+    is_whole = is_believed and not num_unknown
+    return store, messages.Looking(needs, is_whole)
 
 
 def _needs_of(folder: LookedFolder, index: IndexStart) -> list[Need]:
@@ -203,13 +197,11 @@ def _look_for_keys(
     return StoreKeys(place, table), ""
 
 
-def _open_segments(files: SegmentFiles, index: Index) -> int:
+def _open_segments(files: SegmentFiles, known: Mapping[int, SegmentState]) -> int:
     """Open the segment files that the index knows; return how many others there are."""
     found = dict[int, int]()
     with suppress(FileNotFoundError):
         found = files.found()
-    with index.reading() as txn:
-        known = txn.segments()
     for segment, state in known.items():
         with suppress(FileNotFoundError):  # its blocks are misses
             files.open(segment, state.extent_bytes)
@@ -219,48 +211,49 @@ def _open_segments(files: SegmentFiles, index: Index) -> int:
     return len(others)
 
 
-def _compare_clocks(index: Index, clock: Clock, needs: list[Need]) -> int:
+def _compare_clocks(txn: IndexTxn, clock: Clock, needs: list[Need]) -> int:
     """Compare the clock with the store's latest time; return how many blocks expire by it."""
-    with index.reading() as txn:
-        mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
-        needs_rebuild = txn.meta.needs_rebuild
-    if needs_rebuild:
+    if txn.meta.needs_rebuild:
         text = "entries of the index are damaged; the next start of a server makes it again from "
         needs.append(Need("index_rebuild", f"{text}those that are sound"))
-    if (behind_s := mark - clock.now()) <= CLOCK_TOLERANCE_S or not num_blocks:
-        clock.advance_to(mark)
+    num_blocks, behind_s = txn.meta.totals.num_blocks, txn.meta.clock - clock.now()
+    if behind_s <= CLOCK_TOLERANCE_S or not num_blocks:
+        clock.advance_to(txn.meta.clock)
         return 0
     text = f"the clock is {behind_s:.0f} s behind the store's latest time, so its {num_blocks} "
     text += "blocks count as expired; the next start of a server removes them unless the clock is "
     needs.append(Need("clock", f"{text}set right before"))
-    with index.reading() as txn:
-        clock.advance_to(txn.latest_expiry())
+    clock.advance_to(txn.latest_expiry())
     return num_blocks
 
 
-class Look:
-    """Answers one verb on a stopped store; what goes wrong ends it, and is told by its end."""
+class Look(NamedTuple):
+    """Answers one verb on a stopped store; what goes wrong ends it, and is told by its end.
 
-    def __init__(
-        self, store: LookedStore, launch: messages.Launch, channel: FrameChannel[EngineMessage]
-    ) -> None:
-        assert launch.look_fd is not None, "it is no look"
-        self._store = store
-        self._channel = channel
-        self._sock = socket.socket(fileno=launch.look_fd)
+    Attributes:
+        store: what is looked at.
+        looking: what the verb is told first.
+        channel: on which it is told that.
+        sock: on which the verb asks.
+    """
+
+    store: LookedStore
+    looking: messages.Looking
+    channel: FrameChannel[EngineMessage]
+    sock: socket.socket
 
     def run(self) -> None:
         """Answer until the other side has what it wants, or has gone."""
-        operators = Operators(self._store, self._store.stats)
-        self._channel.send(messages.Looking(self._store.needs, self._store.is_whole))
+        operators = Operators(self.store, self.store.stats)
+        self.channel.send(self.looking)
         with (
             suppress(EOFError),
-            closing(FrameChannel(self._sock, decoder, MAX_CONTROL_FRAME_BYTES)) as answers,
+            closing(FrameChannel(self.sock, decoder, MAX_CONTROL_FRAME_BYTES)) as answers,
         ):
             while True:
                 for call in answers.receive(None):
                     answers.send(operators.answer(call, Caller(answers)))
-        self._store.close()
+        self.store.close()
 
 
 def look(launch: messages.Launch, channel: FrameChannel[EngineMessage]) -> Look:
@@ -269,12 +262,13 @@ def look(launch: messages.Launch, channel: FrameChannel[EngineMessage]) -> Look:
     Raises:
         StoreBusyError, FormatVersionError, CorruptIndexError, StoreFailedError, StorageError
     """
-    path = _become_owner(os.path.abspath(launch.options.path))
-    folder = LookedFolder.look(path)
-    threading.Thread(target=_watch, args=[folder, channel], name="watch", daemon=True).start()
+    assert launch.look_fd is not None, "it is no look"
     options = launch.options
-    store = LookedStore.look(options, folder, Clock(options.clock_offset_file), launch.index)
-    return Look(store, launch, channel)
+    folder = LookedFolder.look(_become_owner(os.path.abspath(options.path)))
+    threading.Thread(target=_watch, args=[folder, channel], name="watch", daemon=True).start()
+    clock = Clock(options.clock_offset_file)
+    store, looking = open_to_look(options, folder, clock, launch.index)
+    return Look(store, looking, channel, socket.socket(fileno=launch.look_fd))
 
 
 def _watch(folder: LookedFolder, channel: FrameChannel[EngineMessage]) -> None:

@@ -13,7 +13,7 @@ from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Ls
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
-from tieredkv.operate.filters import FIELDS, ChainFilter, Order
+from tieredkv.operate.filters import FIELDS, parse_filter, parse_order
 from tieredkv.operate.models import NAME, KnownModel, KnownModels, note_model, read_models
 from tieredkv.operate.table import BLOCK, TIER_BITS, BlockTable, Kind
 from tieredkv.types import Tier
@@ -77,14 +77,14 @@ CHAINS = columns(model("m"))
     ],
 )
 def test_all_conditions_have_to_hold(text: str, is_match: bool) -> None:
-    assert CHAINS.matching(ChainFilter(text), NOW).tolist() == [is_match]
+    assert CHAINS.matching(parse_filter(text), NOW).tolist() == [is_match]
 
 
 def test_what_is_not_known_matches_no_number() -> None:
     unknown = columns(None)
-    assert not unknown.matching(ChainFilter("tokens>0"), NOW).any()
-    assert not unknown.matching(ChainFilter("tokens!=5"), NOW).any()
-    assert unknown.matching(ChainFilter("model!=m"), NOW).all()
+    assert not unknown.matching(parse_filter("tokens>0"), NOW).any()
+    assert not unknown.matching(parse_filter("tokens!=5"), NOW).any()
+    assert unknown.matching(parse_filter("model!=m"), NOW).all()
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_what_is_not_known_matches_no_number() -> None:
 )
 def test_a_mistake_is_named(text: str) -> None:
     with refused(ConfigError):
-        ChainFilter(text)
+        parse_filter(text)
 
 
 def test_every_field_sorts_and_a_minus_reverses() -> None:
     for name in FIELDS:
-        assert CHAINS.places(Order(f"-{name}"), NOW).tolist() == [0]
+        assert CHAINS.places(parse_order(f"-{name}"), NOW).tolist() == [0]
     models = [model("m"), None, model("a")]
     kinds = [Kind(it.root(NAMESPACE) if it else b"d", NAMESPACE, "24h") for it in models]
     table = np.zeros(5, BLOCK)
@@ -120,12 +120,12 @@ def test_every_field_sorts_and_a_minus_reverses() -> None:
     table["kind"], table["tiers"] = [1, 0, 0, 0, 2], TIER_BITS[Tier.DISK]
     table["tiers"][2] |= TIER_BITS[Tier.HOST]
     three = ChainColumns(Chains(BlockTable(table, kinds)), KnownModels([it for it in models if it]))
-    assert three.places(Order("tokens"), NOW).tolist() == [1, 3, 2, 0]
-    assert three.places(Order("-tokens"), NOW).tolist() == [2, 1, 3, 0]
-    assert three.places(Order("model"), NOW).tolist() == [0, 3, 1, 2]
-    assert three.places(Order("-tier"), NOW).tolist() == [2, 0, 1, 3]
+    assert three.places(parse_order("tokens"), NOW).tolist() == [1, 3, 2, 0]
+    assert three.places(parse_order("-tokens"), NOW).tolist() == [2, 1, 3, 0]
+    assert three.places(parse_order("model"), NOW).tolist() == [0, 3, 1, 2]
+    assert three.places(parse_order("-tier"), NOW).tolist() == [2, 0, 1, 3]
     with refused(ConfigError):
-        Order("sizes")
+        parse_order("sizes")
 
 
 def fill(folder: Path) -> KnownModel:

@@ -17,7 +17,7 @@ from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.chains import Chains
 from tieredkv.operate.columns import ChainColumns
-from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.filters import Order
 from tieredkv.operate.infos import BlockInfo, ChainInfo
 from tieredkv.operate.models import KnownModels
 from tieredkv.operate.ram import RamRecords
@@ -295,7 +295,7 @@ def gather(store: Store) -> Chains:
 def chains(store: Store) -> list[ChainInfo]:
     """List all chains."""
     columns = ChainColumns(gather(store), KnownModels([]))
-    pages = columns.listed(ChainFilter(""), Order(""), None, store.parts.clock.now())
+    pages = columns.listed([], Order(), None, store.parts.clock.now())
     return [each for page in pages for each in page]
 
 

@@ -68,7 +68,7 @@ def test_an_answer_that_fills_the_pipe_does_not_keep_it_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program"
-    program.write_text("#!/bin/sh\necho '{}'\nexec cat /dev/zero\n")
+    program.write_text("#!/bin/sh\necho null\nexec cat /dev/zero\n")
     program.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(program))
 

@@ -1,30 +1,21 @@
 """All chains of a store in columns, so that no Python object is made for one that is not listed."""
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tieredkv.operate.chain_ids import chain_id
-from tieredkv.operate.chains import Chains
-from tieredkv.operate.filters import ChainFilter, Condition, Order
+from tieredkv.operate.chains import Chains, Mask
+from tieredkv.operate.filters import LABELS, Condition, Order
 from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.models import KnownModels
-from tieredkv.operate.table import TIER_BITS, Kind, starts_in
+from tieredkv.operate.table import TIER_BITS, starts_in
 from tieredkv.types import Tier
 
 PAGE_CHAINS = 256
 _TIERS = [[tier for tier, bit in TIER_BITS.items() if code & bit] for code in range(8)]
-_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-    "=": operator.eq,
-    "!=": operator.ne,
-}
 
 Column = NDArray[Any]
 """[num_chains]; of floats NaN where a value is not known."""
@@ -80,74 +71,71 @@ class ChainColumns:
         ]
         self._sums = dict[str, Column]()  # of each run: over its blocks and all before them
 
-    def __len__(self) -> int:
-        return len(self._run)
+    def values(self, field: str, now: float) -> Column | Labels:
+        """Return a field of all chains; see `filters.FIELDS`."""
+        blocks, kinds = self._chains.blocks, self._chains.kinds
 
-    def of_first(self, name: str) -> Column:
-        """Return a field of the first own block of each chain."""
-        return np.asarray(self._chains.blocks[name][self._chains.heads[self._run]])
+        def of_last(name: str) -> Column:
+            return np.asarray(blocks[name][self._chains.leaves])
 
-    def of_last(self, name: str) -> Column:
-        """Return a field of the last block of each chain."""
-        return np.asarray(self._chains.blocks[name][self._chains.leaves])
+        def of_all(name: str) -> Column:
+            return np.asarray(self._of_runs(name)[self._run])
 
-    def sums(self, name: str) -> Column:
-        """Return what is combined over the blocks of each chain."""
-        return np.asarray(self._of_runs(name)[self._run])
+        match field:
+            case "tier":
+                bits = (np.uint8(bit) * (of_all(tier) > 0) for tier, bit in TIER_BITS.items())
+                return Labels(sum(bits, np.zeros(len(self._run), np.uint8)), _TIERS)
+            case "ns":
+                return Labels(of_last("kind"), [kind.namespace.hex() for kind in kinds])
+            case "model":
+                return Labels(of_last("kind"), [it.name if it else "" for it in self._known])
+            case "retention":
+                return Labels(of_last("kind"), [kind.retention for kind in kinds])
+            case "size":
+                return of_all("bytes")
+            case "tokens":
+                sizes = [it.block_size if it else np.nan for it in self._known]
+                return np.array(sizes, np.float64)[of_last("kind")] * of_all("blocks")
+            case "blocks":
+                return of_all("blocks")
+            case "hits":
+                return np.asarray(blocks["hits"][self._chains.heads[self._run]])
+            case "age":
+                return now - of_all("computed_at_min")
+            case "idle":
+                return now - of_last("last_used")
+            case "expires":
+                return of_all("expires_at_min") - now
+        raise AssertionError(f"`{field}` is no field")
 
-    def labels(self, name_of: Callable[[Kind], str]) -> Labels:
-        """Return what the kinds of the last blocks are called."""
-        return Labels(self.of_last("kind"), list(map(name_of, self._chains.kinds)))
-
-    def models(self) -> Labels:
-        """Return the names of models; "" where one is not known."""
-        return Labels(self.of_last("kind"), [it.name if it else "" for it in self._known])
-
-    def tiers(self) -> Labels:
-        """Return the tiers that have some of each chain."""
-        codes = np.zeros(len(self._chains.heads), np.uint8)
-        for tier, bit in TIER_BITS.items():
-            codes |= np.uint8(bit) * (self._of_runs(tier) > 0)
-        return Labels(codes[self._run], _TIERS)
-
-    def tokens(self) -> Column:
-        """Return numbers of tokens."""
-        sizes = np.array([it.block_size if it else np.nan for it in self._known], np.float64)
-        return np.asarray(sizes[self.of_last("kind")] * self.sums("blocks"))
-
-    def matching(self, wanted: ChainFilter, now: float) -> NDArray[np.bool]:
-        """Return which chains match a filter."""
-        is_match = np.ones(len(self), bool)
-        for condition in wanted.conditions:
-            is_match &= self._meets(condition, now)
+    def matching(self, conditions: Sequence[Condition], now: float) -> Mask:
+        """Return which chains meet all conditions; not those whose value is not known."""
+        is_match = np.ones(len(self._run), bool)
+        for field, compare, value in conditions:
+            values = self.values(field, now)
+            if isinstance(values, Labels):
+                equal = [LABELS[field](name, value) for name in values.names]
+                is_match &= compare(np.array(equal, bool), True)[values.codes]
+            else:
+                is_match &= compare(values, value) & ~np.isnan(values)
         return is_match
-
-    def _meets(self, condition: Condition, now: float) -> NDArray[np.bool]:
-        """Return which chains meet a condition; not those whose value is not known."""
-        field, sign, value = condition
-        values = field.of(self, now)
-        if isinstance(values, Labels):
-            assert field.equals is not None, "labels are compared by it"
-            equal = [field.equals(name, value) for name in values.names]
-            return np.asarray(np.array(equal, bool)[values.codes] != (sign == "!="))
-        return np.asarray(_COMPARISONS[sign](values, value) & ~np.isnan(values), bool)
 
     def places(self, order: Order, now: float) -> NDArray[np.intp]:
         """Return the places of all chains in an order; equal ones stay in theirs."""
-        if order.field is None:
-            return np.arange(len(self))
-        values = order.field.of(self, now)
+        if not order.field:
+            return np.arange(len(self._run))
+        values = self.values(order.field, now)
         if isinstance(values, Labels):
             ranks = {repr(name): rank for rank, name in enumerate(sorted(values.names))}
             values = np.array([ranks[repr(name)] for name in values.names] or [0])[values.codes]
         return np.argsort(order.sign * np.asarray(values, np.float64), kind="stable")
 
     def listed(
-        self, wanted: ChainFilter, order: Order, limit: int | None, now: float
+        self, conditions: Sequence[Condition], order: Order, limit: int | None, now: float
     ) -> Iterator[list[ChainInfo]]:
-        """Yield the chains that match a filter, in an order, by pages."""
+        """Yield the chains that meet all conditions, in an order, by pages."""
         places = self.places(order, now)
-        places = places[self.matching(wanted, now)[places]][:limit]
+        places = places[self.matching(conditions, now)[places]][:limit]
         for start in range(0, len(places), PAGE_CHAINS):
             yield self._infos(places[start : start + PAGE_CHAINS])
 

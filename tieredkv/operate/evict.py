@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import ConfigError, NoServerError, StoreUnreachableError
 from tieredkv.operate.chain_ids import namespace_prefix
-from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.filters import Order, parse_filter
 from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
@@ -124,7 +124,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
             raise ConfigError(f"`older_than_s` = {self.older_than_s} must be at least 0")
         if self.namespace_prefix is not None:
             namespace_prefix(self.namespace_prefix)
-        ChainFilter(self.filter)
+        parse_filter(self.filter)
 
     def answer(self, worker: Worker) -> dict[str, Any]:
         """Evict, and tell how much: `{"evicted_blocks", "freed_bytes", "unknown_ids", "disk"}`.
@@ -214,7 +214,7 @@ def choose(wanted: EvictFilter, worker: Worker) -> Chosen:
     ids: Sequence[str] = wanted.ids
     if wanted.filter or wanted.model:
         columns = ChainColumns(chains, worker.models())
-        pages = columns.listed(ChainFilter(wanted.filter), Order(""), None, now)
+        pages = columns.listed(parse_filter(wanted.filter), Order(), None, now)
         listed = (chain for page in pages for chain in page)
         ids = [each.id for each in listed if wanted.model in ("", each.model)]
     following, before, unknown_ids = chains.choose(ids)

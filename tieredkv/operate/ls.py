@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from tieredkv.errors import ConfigError
-from tieredkv.operate.filters import ChainFilter, Order
+from tieredkv.operate.filters import parse_filter, parse_order
 from tieredkv.operate.verb import Asking, Verb
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.messages.operator import NO_ANSWER
@@ -15,8 +15,8 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
     An engine that is asked this tells all blocks that it holds; see `operate.ram`.
 
     Attributes:
-        filter: see `filters.ChainFilter`; "" for all chains.
-        sort: see `filters.Order`; "" for the last used first.
+        filter: see `filters.parse_filter`; "" for all chains.
+        sort: see `filters.parse_order`; "" for the last used first.
         limit: how many chains to list at most; None for all.
     """
 
@@ -28,8 +28,8 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
 
     def check(self) -> None:
         """Refuse an unknown field, and a limit below one."""
-        ChainFilter(self.filter)
-        Order(self.sort)
+        parse_filter(self.filter)
+        parse_order(self.sort)
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"`limit` = {self.limit} must be at least 1")
 
@@ -46,5 +46,6 @@ class Ls(Verb, frozen=True, kw_only=True, tag="ls"):
         chains, now = chains_of(worker, in_ram)
         columns = ChainColumns(chains, worker.models())
         worker.let_go()
-        yield from columns.listed(ChainFilter(self.filter), Order(self.sort), self.limit, now)
+        conditions, order = parse_filter(self.filter), parse_order(self.sort)
+        yield from columns.listed(conditions, order, self.limit, now)
         return {} if in_ram.is_told else {**NO_ANSWER}
