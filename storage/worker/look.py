@@ -250,9 +250,10 @@ class Look(NamedTuple):
             suppress(EOFError),
             closing(FrameChannel(self.sock, decoder, MAX_CONTROL_FRAME_BYTES)) as answers,
         ):
+            caller = Caller(answers)
             while True:
                 for call in answers.receive(None):
-                    answers.send(operators.answer(call, Caller(answers)))
+                    caller.tell(operators.answer(call, caller))
         self.store.close()
 
 

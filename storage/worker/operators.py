@@ -115,27 +115,18 @@ class Operators:
         """
         self._has_engine_ended = True
 
-    def answer(self, asked: messages.Asked, caller: Caller) -> msgspec.Struct:
-        """Tell a client the parts of an answer and return its last word; on the client's thread.
+    def answer(self, asked: messages.Asked, caller: Caller) -> Iterator[msgspec.Struct]:
+        """Yield the parts of an answer, on the client's thread.
 
         A damaged index ends the worker, as it does wherever it is met.
         """
         try:
-            match asked:
-                case messages.Figures():
-                    return self._figures(asked, caller)
-                case messages.Delete():
-                    return self._delete(asked, caller)
-                case messages.Rotate():
-                    return self._at_once(partial(self._rotate, asked), caller)
-            for part in self._parts_of(asked, caller):
-                caller.tell(part)
-            return messages.Done()
+            yield from self._answer(asked, caller)
         except _DAMAGE as error:
             self.hand(partial(_raise, error))
             raise
 
-    def _parts_of(self, asked: messages.Asked, caller: Caller) -> Iterator[msgspec.Struct]:
+    def _answer(self, asked: messages.Asked, caller: Caller) -> Iterator[msgspec.Struct]:
         match asked:
             case messages.Find():
                 yield from self._find(asked)
@@ -143,12 +134,18 @@ class Operators:
                 if asked.settled:
                     self._settle(caller)
                 yield from self._scan()
+            case messages.Delete():
+                yield self._delete(asked, caller)
             case messages.Verify():
                 self._check_keys()
                 if asked.erased_key or asked.erased_namespace:
                     yield self._finish(checking_extents(self.store, asked), caller)
                 else:
                     yield from self._verify(asked, caller)
+            case messages.Figures():
+                yield self._figures(asked, caller)
+            case messages.Rotate():
+                yield self._at_once(partial(self._rotate, asked), caller)
             case messages.AskEngine():
                 yield from self._ask(asked, caller)
 

@@ -10,14 +10,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
+from itertools import chain
 
 import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.folder.folder import SOCKET
-from tieredkv.storage.messages.operator import Asked, StillBusy
+from tieredkv.storage.messages.operator import Asked, Done, StillBusy
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.wire.limits import described
 from tieredkv.wire.process import Refused
@@ -28,11 +29,12 @@ _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
 _PAUSE_S = 0.1
 _HINT = "hint: it may have another version; use the `tieredkv` of that version"
+_DONE = Done()
 decoder = msgspec.msgpack.Decoder(Asked)
 
 
 class Caller:
-    """The client whose question is answered: it hears that work goes on, and gets the answer.
+    """The client whose questions are answered: it hears that work goes on, and gets the answers.
 
     Both methods raise EOFError once nobody listens any more.
     """
@@ -46,19 +48,21 @@ class Caller:
         if not self._channel.has_queued:
             self._channel.send(StillBusy())
 
-    def tell(self, part: msgspec.Struct) -> None:
-        """Send a part of the answer, and wait until the client has taken it, but not for ever.
+    def tell(self, parts: Iterable[msgspec.Struct], last: msgspec.Struct = _DONE) -> None:
+        """Send the parts of an answer and its last word, each once the client has read the others.
 
-        Raises:
-            StorageError: the client does not read.
+        A client that does not read what it is told counts as gone.
         """
-        self._channel.receive()  # if only the end of the client
-        self._channel.send(part)
-        if not self._channel.drain(_SILENCE_S):
-            raise StorageError(f"a control client has not read its answer for {_SILENCE_S:g} s")
+        for part in chain(parts, [last]):
+            self._channel.receive()  # if only the end of the client
+            self._channel.send(part)
+            if not self._channel.drain(_SILENCE_S):
+                text = "a control client has not read its answer for %g s, so it is closed"
+                logger.warning(text, _SILENCE_S)
+                raise EOFError
 
 
-Answer = Callable[[Asked, Caller], msgspec.Struct]
+Answer = Callable[[Asked, Caller], Iterable[msgspec.Struct]]
 
 
 def socket_address(folder_fd: int) -> str:
@@ -163,17 +167,15 @@ class ControlServer:
         caller = Caller(channel)
         self._calls.append(call)
         try:
-            try:
-                answer = self._carry_out(call, caller)
-            except EOFError:
-                raise
-            except TieredKVError as error:
-                answer = Refused.of(error)
-            except Exception as error:
-                logger.exception("a command failed")
-                what = f"the command failed in the store worker: {error!r}"
-                answer = Refused.of(StorageError(what))
-            caller.tell(answer)
+            caller.tell(self._carry_out(call, caller))
+        except EOFError:
+            raise
+        except TieredKVError as error:
+            caller.tell([], Refused.of(error))
+        except Exception as error:
+            logger.exception("a command failed")
+            what = f"the command failed in the store worker: {error!r}"
+            caller.tell([], Refused.of(StorageError(what)))
         finally:
             self._answered_at = time.monotonic()
             self._calls.remove(call)

@@ -1,11 +1,10 @@
 """Verbs on a stopped store whose keys cannot be destroyed say what they did and what is left."""
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -17,8 +16,9 @@ from tieredkv.clock import Clock
 from tieredkv.errors import MissingKeyError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Prune, Rotate
-from tieredkv.operate.worker import Worker
-from tieredkv.storage.messages.operator import Deleted, Rows
+from tieredkv.operate.jobs import NoDisk
+from tieredkv.operate.models import KnownModel
+from tieredkv.storage.messages.operator import Delete, Deleted
 
 
 @pytest.fixture
@@ -72,14 +72,12 @@ def test_what_needs_to_write_keys_names_the_way_out(folder: Path, keys: Path, ve
 def test_a_prune_tells_why_keys_were_kept_though_a_later_part_drops_nothing() -> None:
     errors = iter(["it is read-only", "", ""])
 
-    def delete(starts: Sequence[bytes], **_: object) -> Deleted:
-        return Deleted(0, 0, [], [], next(errors))
+    class Stored(NoDisk):
+        def delete(self, asked: Delete) -> Deleted:
+            return Deleted(0, 0, [], [], next(errors))
 
-    worker: Any = SimpleNamespace(
-        rows=lambda **_: iter([Rows(b"", (), 0.0)]),
-        ask_engine=lambda _: iter([]),
-        models=lambda: None,
-        figures=lambda: SimpleNamespace(lacks_keys=""),
-        delete=delete,
+    model = KnownModel(
+        name="m", fingerprint="00", dtype="bfloat16", block_size=16, hash_algo="sha256"
     )
-    assert Prune().answer(cast(Worker, worker))["keys_error"] == "it is read-only"
+    worker = Stored([{"now": 0.0, "model": msgspec.to_builtins(model)}])
+    assert Prune().answer(worker)["keys_error"] == "it is read-only"

@@ -27,7 +27,7 @@ from tieredkv.storage.extents.allocator import ExtentAllocator
 from tieredkv.storage.format.record import Extent, Located, Retentions, decode_record, encode_record
 from tieredkv.storage.index.entries import Totals, expiry_key, extent_key, lru_key, split_extent_key
 from tieredkv.storage.index.transaction import IndexTxn
-from tieredkv.storage.messages.operator import Asked, Delete, Done, Scan, Verify
+from tieredkv.storage.messages.operator import Asked, Delete, Scan, Verify
 from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import Store
@@ -313,24 +313,19 @@ def info_of(record: BlockRecord, tier: Tier) -> BlockInfo:
     return info
 
 
-class Heard(Caller):
-    """A client in this process that keeps what it is told."""
+class Hearer(Caller):
+    """A client in this process."""
 
     def __init__(self) -> None:
-        self.parts = list[Any]()
+        pass
 
     def report(self) -> None:
         """Hear that work goes on."""
 
-    def tell(self, part: msgspec.Struct) -> None:
-        self.parts.append(part)
-
 
 def ask(store: Store, asked: Asked) -> list[Any]:
-    """Return what the worker tells an operator, but for its last word if it says no more."""
-    heard = Heard()
-    last = Operators(store, store.stats).answer(asked, heard)
-    return heard.parts if isinstance(last, Done) else [*heard.parts, last]
+    """Return what the worker tells an operator."""
+    return [*Operators(store, store.stats).answer(asked, Hearer())]
 
 
 def verify(store: Store, *, repair: bool = True) -> Findings:

@@ -41,7 +41,7 @@ class Carrier:
         self.ended = threading.Semaphore(0)
         self.num_pages = 0
 
-    def __call__(self, asked: Asked, caller: Caller) -> msgspec.Struct:
+    def __call__(self, asked: Asked, caller: Caller) -> Iterator[msgspec.Struct]:
         if isinstance(asked, Scan):
             raise ZeroDivisionError("a bug")
         if isinstance(asked, Verify):
@@ -54,17 +54,13 @@ class Carrier:
                 raise
             finally:
                 self.ended.release()
-            return Checked(checked=1)
+            yield Checked(checked=1)
         if isinstance(asked, Find):
             try:
                 for self.num_pages in range(1, 1000):
-                    caller.tell(PAGE)
-            except Exception as error:
-                self.errors.append(error)
-                raise
+                    yield PAGE
             finally:
                 self.ended.release()
-        return Done()
 
 
 PAGE = Rows(b"r" * 540 * 256, (), 0.0)
@@ -192,8 +188,6 @@ def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or
     with serving(tmp_path) as carrier, closing(_connect(tmp_path)) as channel:
         channel.send(Find(starts=[]))
         assert carrier.ended.acquire(timeout=HANG_S)
-        [error] = carrier.errors
-        assert "has not read its answer for 0.5 s" in str(error)
         assert 1 <= carrier.num_pages <= 4
 
 
@@ -204,9 +198,9 @@ def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
     answered: list[Asked] = []
     others = set(threading.enumerate())
 
-    def answer(asked: Asked, caller: Caller) -> EngineAnswer:
+    def answer(asked: Asked, caller: Caller) -> Iterator[EngineAnswer]:
         answered.append(asked)
-        return EngineAnswer(0, {"text": "x" * 100_000})
+        yield EngineAnswer(0, {"text": "x" * 100_000})
 
     def is_being_served() -> bool:
         return any("_converse" in it.name for it in threading.enumerate() if it not in others)

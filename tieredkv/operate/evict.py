@@ -17,7 +17,7 @@ from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
 from tieredkv.pieces import cut
-from tieredkv.storage.messages.operator import NO_ANSWER, Deleted
+from tieredkv.storage.messages.operator import NO_ANSWER, Delete, Deleted, Figures, Told
 from tieredkv.types import Tier
 
 SUMMED = ("evicted_blocks", "freed_bytes", "refused_blocks")
@@ -136,7 +136,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
             NoServerError: the blocks are to be moved, and no engine is there.
             StoreUnreachableError: the engine did not answer; only the disk's blocks are gone.
         """
-        told = worker.figures()
+        told = worker.one(Figures(), Told)
         if self.to != "drop" and told.writer_pid is None:
             raise NoServerError("no server runs that could move blocks to another tier")
         chosen, unknown_ids = None, list[str]()
@@ -157,12 +157,13 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
             if is_silent:
                 raise StoreUnreachableError("the engine is silent, so nothing was evicted")
             return {**NOTHING_EVICTED, **engine, "unknown_ids": unknown_ids}
-        done = worker.delete(
-            starts,
+        asked = Delete(
+            starts=starts,
             namespace=self.namespace_prefix or "",
             unused_since=None if self.older_than_s is None else told.now - self.older_than_s,
             dry_run=self.dry_run,
         )
+        done = worker.delete(asked)
         if is_silent:
             raise silent_engine() if self.dry_run else _silent(done)
         disk = {"evicted_blocks": done.num_blocks, "freed_bytes": done.freed_bytes}

@@ -16,7 +16,8 @@ from tieredkv.operate.calls import Call, EvictFilter
 from tieredkv.operate.evict import choose
 from tieredkv.operate.models import KnownModel, KnownModels
 from tieredkv.operate.worker import Worker
-from tieredkv.storage.messages.operator import Rows
+from tieredkv.storage.messages.operator import Asked, Figures, Rows, Scan, Told
+from tieredkv.storage.stats import StoreStats
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,17 +61,13 @@ class NoDisk(Worker):
         self._first, *self._told = told
         self.let_go = lambda: None
 
-    def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[Rows]:
-        """Yield nothing."""
-        yield from ()
-
-    def rows(self, *, settled: bool = False) -> Iterator[Rows]:
-        """Yield no row, but the time."""
-        yield Rows(b"", (), now=self.now())
-
-    def now(self) -> float:
-        """Return the engine's time."""
-        return float(self._first["now"])
+    def parts(self, asked: Asked, kind: type[Any]) -> Iterator[Any]:
+        """Yield no row, but the engine's time."""
+        now = float(self._first["now"])
+        if isinstance(asked, Scan):
+            yield Rows(b"", (), now)
+        elif isinstance(asked, Figures):
+            yield Told(StoreStats(), {}, None, now, "")
 
     def models(self) -> KnownModels:
         """Return the engine's model."""

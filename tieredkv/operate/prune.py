@@ -12,6 +12,7 @@ from tieredkv.operate.ls import Ls
 from tieredkv.operate.models import KnownModels
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, silent_engine
+from tieredkv.storage.messages.operator import Delete, Figures, Told
 
 if TYPE_CHECKING:
     from tieredkv.operate.ram import RamBlocks
@@ -52,11 +53,11 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
         if not in_ram.is_told:
             raise silent_engine()
         by_reason, freed_bytes = dict[str, int](), 0
-        keys_error = "" if self.dry_run else worker.figures().lacks_keys
+        keys_error = "" if self.dry_run else worker.one(Figures(), Told).lacks_keys
         for why, blocks in _useless(table, self.model, worker.models(), in_ram, now).items():
             # Of expired blocks some may be stored again by now, and live.
             starts, is_expired = starts_in(blocks), why == "expired"
-            done = worker.delete(starts, expired=is_expired, dry_run=self.dry_run)
+            done = worker.delete(Delete(starts=starts, expired=is_expired, dry_run=self.dry_run))
             by_reason |= {why: done.num_blocks} if done.num_blocks else {}
             freed_bytes += done.freed_bytes
             keys_error = done.keys_error or keys_error

@@ -108,7 +108,7 @@ def chains_of(worker: Worker, in_ram: RamBlocks, *, settled: bool = False) -> tu
     Args:
         worker: tells what is on disk.
         in_ram: what VRAM and host memory hold.
-        settled: see `Worker.rows`.
+        settled: see `Scan`.
     """
     on_disk, now = scan(worker, settled=settled)
     return Chains(on_disk.unexpired(now).joined(in_ram.table.unexpired(now))), now

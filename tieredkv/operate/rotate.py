@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from tieredkv.errors import ConfigError
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker
+from tieredkv.storage.messages import operator as messages
 
 
 class Rotate(Verb, frozen=True, kw_only=True, tag="rotate"):
@@ -29,5 +30,6 @@ class Rotate(Verb, frozen=True, kw_only=True, tag="rotate"):
 
     def answer(self, worker: Worker) -> dict[str, Any]:
         """Return `{"master_key", "keys"}`: where the new key is, and how many keys it wraps."""
-        done = worker.rotate(self.master_key, self.command)
+        asked = messages.Rotate(master_key=self.master_key, command=self.command)
+        done = worker.one(asked, messages.Rotated)
         return {"master_key": done.master_key, "keys": done.keys}

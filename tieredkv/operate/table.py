@@ -17,6 +17,7 @@ from tieredkv.operate.infos import BlockInfo
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.format.planes import codec_name
 from tieredkv.storage.format.record import RECORD_BYTES
+from tieredkv.storage.messages.operator import Rows, Scan
 from tieredkv.types import Tier
 
 START_BYTES = 16
@@ -238,9 +239,9 @@ class Scanned(NamedTuple):
 
 
 def scan(worker: Worker, *, settled: bool = False) -> Scanned:
-    """Read all blocks on disk; see `Worker.rows`."""
+    """Read all blocks on disk; see `Scan`."""
     reader, now = TableReader(), 0.0
-    for part in worker.rows(settled=settled):
+    for part in worker.parts(Scan(settled=settled), Rows):
         reader.add(part.data, part.retentions)
         now = part.now
     return Scanned(reader.table, now)

@@ -11,7 +11,7 @@ from tieredkv.operate.chain_ids import namespace_prefix
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.messages import operator as messages
-from tieredkv.storage.messages.operator import Checked
+from tieredkv.storage.messages.operator import Checked, Told
 
 _KEY_ID = re.compile(r"[0-9a-fA-F]{16}")
 
@@ -77,8 +77,8 @@ class Verify(Verb, frozen=True, kw_only=True, tag="verify"):
         if worker.own_index == "set_aside":  # the process before found it damaged
             found.add(damage)
         try:
-            total = int(self.sample * worker.figures().stats.blocks)
-            for part in worker.verify(asked):
+            total = int(self.sample * worker.one(messages.Figures(), Told).stats.blocks)
+            for part in worker.parts(asked, Checked):
                 found.add(part)
                 worker.progress(found.checked, total)
         except (CorruptIndexError, StoreFailedError) as error:
@@ -114,6 +114,6 @@ def _prove_erased(worker: Worker, asked: messages.Verify) -> dict[str, Any]:
         why = "; ".join(need.text for need in worker.looking.needs)
         hint = "hint: run `tieredkv verify`, which makes the index again"
         raise StorageError(f"nothing can be proven, since {why}\n{hint}")
-    [found] = worker.verify(asked)
+    found = worker.one(asked, Checked)
     left = {name: getattr(found, name) for name in ("keys", "blocks", "extents")}
     return {"erased": not any(left.values()), "checked": found.checked, **left}

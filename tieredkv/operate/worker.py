@@ -1,4 +1,4 @@
-"""What a verb asks the process that has the store open: six calls, and questions to the engine.
+"""What a verb asks the process that has the store open; the calls are in `messages.operator`.
 
 That process is the worker that serves the store, or one that was started to answer this verb. It
 gives records and figures, and deletes what it is told to; the verbs decide what that is. This
@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from tieredkv.errors import StoreUnreachableError
 from tieredkv.operate.models import KnownModels, read_models
 from tieredkv.pieces import cut
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.engine import IndexStart, Looking
-from tieredkv.storage.messages.operator import Checked, Deleted, Rotated, Told
+from tieredkv.storage.messages.operator import Deleted
 from tieredkv.wire.channel import FrameChannel
 from tieredkv.wire.process import Refused
 
@@ -29,7 +30,7 @@ _STARTS_A_CALL = 16_384  # fits into a frame that the worker accepts
 _MAX_REPLY_BYTES = 16 << 20  # in one frame from the worker: thousands of records
 _decoder = msgspec.msgpack.Decoder(messages.Reply)
 
-Last = TypeVar("Last", bound=msgspec.Struct)
+Part = TypeVar("Part", bound=msgspec.Struct)
 Channel = FrameChannel[messages.Reply]
 VerbProgress = Callable[[int, int], object]
 """Called with (blocks done, blocks in all) during a long verb."""
@@ -70,53 +71,20 @@ class Worker:
             climbs: yield all blocks before them, too, up to the first that the disk lacks.
         """
         for some in cut(starts, _STARTS_A_CALL):
-            yield from self._parts(messages.Find(starts=some, climbs=climbs), messages.Rows)
+            yield from self.parts(messages.Find(starts=some, climbs=climbs), messages.Rows)
 
-    def rows(self, *, settled: bool = False) -> Iterator[messages.Rows]:
-        """Yield the entries of all blocks, all of which have to be taken; see `messages.Scan`."""
-        yield from self._parts(messages.Scan(settled=settled), messages.Rows)
-
-    def delete(
-        self,
-        starts: Sequence[bytes] | None = None,
-        *,
-        namespace: str = "",
-        unused_since: float | None = None,
-        expired: bool = False,
-        dry_run: bool = False,
-    ) -> Deleted:
-        """Drop and erase blocks; see `messages.Delete`."""
+    def delete(self, asked: messages.Delete) -> Deleted:
+        """Drop and erase blocks."""
+        if asked.starts is None:
+            return self.one(asked, Deleted)
         done = Deleted(0, 0, [], [], "")
-        for some in [None] if starts is None else cut(starts, _STARTS_A_CALL):
-            asked = messages.Delete(
-                starts=None if some is None else [*some],
-                namespace=namespace,
-                unused_since=unused_since,
-                expired=expired,
-                dry_run=dry_run,
-            )
-            done = _added(done, self._ask(asked, Deleted))
+        for some in cut(asked.starts, _STARTS_A_CALL):
+            done = _added(done, self.one(replace(asked, starts=some), Deleted))
         return done
-
-    def verify(self, asked: messages.Verify) -> Iterator[Checked]:
-        """Yield what is found by checking the store; see `messages.Verify`."""
-        yield from self._parts(asked, Checked)
-
-    def figures(self, *, tenants: bool = False, names_key: bool = False) -> Told:
-        """Return what the store holds; see `messages.Figures`."""
-        return self._ask(messages.Figures(tenants=tenants, names_key=names_key), Told)
-
-    def now(self) -> float:
-        """Return the time by the store's clock."""
-        return self.figures().now
 
     def models(self) -> KnownModels:
         """Return the models that the folder names."""
         return KnownModels(read_models(self.path))
-
-    def rotate(self, master_key: str | None, command: str | None) -> Rotated:
-        """Replace the master key."""
-        return self._ask(messages.Rotate(master_key=master_key, command=command), Rotated)
 
     def ask_engine(
         self, call: msgspec.Struct, roots: Mapping[bytes, bytes] = MappingProxyType({})
@@ -130,37 +98,26 @@ class Worker:
             roots: see `storage.tier.ControlRequest`.
         """
         asked = messages.AskEngine(call=msgspec.msgpack.encode(call), roots={**roots})
-        for part in self._parts(asked, messages.EngineAnswer):
+        for part in self.parts(asked, messages.EngineAnswer):
             yield part.body
 
-    # --- messages ----------------------------------------------------------------------------
+    def one(self, asked: messages.Asked, kind: type[Part]) -> Part:
+        """Ask, and return the one part of the answer."""
+        [part] = self.parts(asked, kind)
+        return part
 
-    def _ask(self, asked: messages.Asked, last: type[Last]) -> Last:
-        """Ask, and return the one answer."""
+    def parts(self, asked: messages.Asked, kind: type[Part]) -> Iterator[Part]:
+        """Ask, and yield the parts of the answer as they come; all of them have to be taken."""
         self.channel.send(asked)
-        *_, answer = self._replies(last)
-        assert isinstance(answer, last), answer
-        return answer
-
-    def _parts(self, asked: messages.Asked, kind: type[Last]) -> Iterator[Last]:
-        """Ask, and yield the parts of the answer as they come."""
-        self.channel.send(asked)
-        for reply in self._replies(messages.Done):
-            if isinstance(reply, kind):
-                yield reply
-
-    def _replies(self, last: type[Last]) -> Iterator[Any]:
-        while True:
-            received = self.channel.receive(self.timeout_s)
-            if not received:
-                raise silent(self.path, self.timeout_s)
+        while received := self.channel.receive(self.timeout_s):
             for reply in received:
                 if isinstance(reply, Refused):
                     raise reply.error
-                if not isinstance(reply, messages.StillBusy):
-                    yield reply
-                if isinstance(reply, last):
+                if isinstance(reply, messages.Done):
                     return
+                if isinstance(reply, kind):
+                    yield reply
+        raise silent(self.path, self.timeout_s)
 
 
 def channel_over(sock: socket.socket) -> Channel:
