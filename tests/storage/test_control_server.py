@@ -175,9 +175,10 @@ def test_a_client_without_room_is_heard_once_another_has_gone(
             idle.close()
             assert late.receive(HANG_S) == [Done()]
         carrier.may_end.set()
-        while not isinstance(reply := waiting.receive(HANG_S)[-1], Checked):
-            pass
-        assert reply == Checked(checked=1)
+        replies = list[Reply]()
+        while Done() not in replies:
+            replies += waiting.receive(HANG_S)
+        assert Checked(checked=1) in replies
         waiting.close()
 
 
