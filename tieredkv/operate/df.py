@@ -49,19 +49,30 @@ class Df(Verb, frozen=True, kw_only=True, tag="df"):
 
 def _namespaces(worker: Worker) -> dict[str, Any]:
     """Return what each model has stored in each namespace, the largest first, and how many."""
+    import numpy as np
+
     from tieredkv.operate.table import scan  # loads NumPy
 
     table, now = scan(worker)
-    uses, models = dict[tuple[bytes, bytes], dict[str, Any]](), worker.models()
-    for kind, num_blocks, num_bytes, last_used in table.unexpired(now).sums():
-        nothing = {"blocks": 0, "bytes": 0, "last_used": 0.0}
-        use = uses.setdefault((kind.namespace, kind.root), nothing)
-        use["blocks"] += num_blocks
-        use["bytes"] += num_bytes
-        use["last_used"] = max(use["last_used"], last_used)
-    largest = sorted(uses, key=lambda owner: (-uses[owner]["bytes"], owner[::-1]))
-    told = list[dict[str, Any]]()
-    for namespace, root in largest[:_TOLD_NAMESPACES]:
-        owner = {"namespace": namespace.hex(), "root": root.hex()}
-        told.append({**owner, "model": models.name_of(root, namespace), **uses[namespace, root]})
-    return {"namespaces": told, "num_namespaces": len(uses)}
+    (blocks, kinds), models = table.unexpired(now), worker.models()
+    numbers = dict[tuple[bytes, bytes], int]()
+    of_kind = [numbers.setdefault((it.namespace, it.root), len(numbers)) for it in kinds]
+    owners, num_owners = np.array(of_kind, int)[blocks["kind"]], len(numbers)
+    nums = np.bincount(owners, minlength=num_owners).tolist()
+    sizes = np.bincount(owners, blocks["size_bytes"], num_owners).tolist()
+    last_used = np.zeros(num_owners)
+    np.maximum.at(last_used, owners, blocks["last_used"])
+    stored = [owner for owner, number in numbers.items() if nums[number]]
+    stored.sort(key=lambda owner: (-sizes[numbers[owner]], owner[::-1]))
+    told = [
+        {
+            "namespace": namespace.hex(),
+            "root": root.hex(),
+            "model": models.name_of(root, namespace),
+            "blocks": nums[numbers[namespace, root]],
+            "bytes": int(sizes[numbers[namespace, root]]),
+            "last_used": last_used[numbers[namespace, root]].item(),
+        }
+        for namespace, root in stored[:_TOLD_NAMESPACES]
+    ]
+    return {"namespaces": told, "num_namespaces": len(stored)}

@@ -84,14 +84,17 @@ def _useless(
     Raises:
         ConfigError: the model that is in use is not known.
     """
-    from tieredkv.operate.chains import Chains  # loads NumPy
+    import numpy as np
+
+    from tieredkv.operate.chains import Chains
 
     if model and model not in models.names:
         known = ", ".join(f"`{name}`" for name in models.names) or "none"
         raise ConfigError(f"the store knows no model `{model}`; it knows {known}")
     living = table.unexpired(now)
     chains, blocks = Chains(living), living.blocks
-    in_use = living.are_of(lambda it: model in ("", models.name_of(it.root, it.namespace)))
+    are_in_use = [model in ("", models.name_of(it.root, it.namespace)) for it in living.kinds]
+    in_use = np.array(are_in_use, bool)[blocks["kind"]]
     has_parent = chains.has_parent() | in_ram.holds(blocks["parent_key"])
     is_first = (blocks["position"] > 0) & ~has_parent
     is_orphan = chains.following(is_first, in_ram.holds(blocks["key"]))

@@ -7,7 +7,7 @@ wrongly, but no block is served from a table. This module knows records, not the
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,30 +27,6 @@ TIER_BITS = {tier: 1 << number for number, tier in enumerate(Tier)}
 """By which a table tells where copies of a block are."""
 
 _ON_DISK = TIER_BITS[Tier.DISK]
-
-BLOCK = np.dtype(
-    [
-        ("key", "u8"),  # the first 8 bytes of the block's hash, as a big-endian number
-        ("key_rest", "u8"),  # the next 8
-        ("parent_key", "u8"),
-        ("kind", "i4"),
-        ("position", "u4"),
-        ("size_bytes", "u4"),
-        ("payload_bytes", "u4"),
-        ("hits", "u4"),
-        ("computed_at", "f8"),
-        ("expires_at", "f8"),
-        ("last_used", "f8"),
-        ("tiers", "u1"),
-    ]
-)
-"""One row of a table; `kind` is the number of its `Kind`, `tiers` is a sum of `TIER_BITS`, and all
-else is as in the record.
-"""
-
-Blocks = NDArray[np.void]
-"""[num_blocks] BLOCK."""
-
 
 RECORD = np.dtype(
     [
@@ -89,6 +65,23 @@ _AT = {name: at for name, (_, at, *_) in (RECORD.fields or {}).items()}
 _OWNERS = slice(_AT["root"], _AT["position"])  # root and namespace
 _KIND = slice(_AT["retention"], _AT["computed_at"])  # and the bytes of a hash
 
+BLOCK = np.dtype(
+    [
+        ("key", "u8"),  # the first 8 bytes of the block's hash, as a big-endian number
+        ("key_rest", "u8"),  # the next 8
+        ("parent_key", "u8"),
+        ("kind", "i4"),
+        *((name, RECORD[name]) for name in _COPIED),
+        ("tiers", "u1"),
+    ]
+)
+"""One row of a table; `kind` is the number of its `Kind`, `tiers` is a sum of `TIER_BITS`, and all
+else is as in the record.
+"""
+
+Blocks = NDArray[np.void]
+"""[num_blocks] BLOCK."""
+
 
 class Kind(NamedTuple):
     """What many blocks have in common: the root and the namespace, and the retention policy."""
@@ -113,22 +106,6 @@ class BlockTable(NamedTuple):
         """Return the table of those blocks that have not expired."""
         is_young = self.blocks["expires_at"] > now
         return self if is_young.all() else self._replace(blocks=self.blocks[is_young])
-
-    def are_of(self, is_meant: Callable[[Kind], bool]) -> NDArray[np.bool]:
-        """Return which blocks are of kinds that are meant."""
-        are_meant = np.array(list(map(is_meant, self.kinds)), bool)
-        return np.asarray(are_meant[self.blocks["kind"]])
-
-    def sums(self) -> Iterator[tuple[Kind, int, int, float]]:
-        """Yield each kind that has blocks: their number, their bytes, and their latest use."""
-        numbers, num_kinds = self.blocks["kind"], len(self.kinds)
-        nums = np.bincount(numbers, minlength=num_kinds).tolist()
-        sizes = np.bincount(numbers, self.blocks["size_bytes"], num_kinds).tolist()
-        last_used = np.zeros(num_kinds)
-        np.maximum.at(last_used, numbers, self.blocks["last_used"])
-        for kind, num, size, used in zip(self.kinds, nums, sizes, last_used.tolist(), strict=True):
-            if num:
-                yield kind, num, int(size), used
 
     def joined(self, other: "BlockTable") -> "BlockTable":
         """Return the table of the blocks that are in either.
