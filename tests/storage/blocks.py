@@ -248,8 +248,8 @@ def evict(store: Store, which: EvictFilter) -> EvictResult:
         return EvictResult(0, 0)
     now, starts, unknown_ids = store.parts.clock.now(), None, tuple[str, ...]()
     if which.ids:
-        following, before, unknown = gather(store).choose(which.ids)
-        starts, unknown_ids = [*starts_in(following), *starts_in(before)], tuple(unknown)
+        chosen = choose(store, which.ids)
+        starts, unknown_ids = [*chosen.following, *chosen.before], tuple(chosen.unknown_ids)
     asked = Delete(
         starts=starts,
         namespace=which.namespace_prefix or "",
@@ -262,7 +262,7 @@ def evict(store: Store, which: EvictFilter) -> EvictResult:
 
 
 class Chosen(NamedTuple):
-    """What ids name, by the hashes of blocks; see `Chains.choose`."""
+    """What ids name, by the hashes of blocks; see `Chains.of_blocks`."""
 
     following: list[bytes]
     before: list[bytes]
@@ -271,10 +271,11 @@ class Chosen(NamedTuple):
 
 def choose(store: Store, ids: Sequence[str]) -> Chosen:
     """Find the blocks that ids name."""
-    *chosen, unknown_ids = gather(store).choose(ids)
+    places, unknown_ids = (chains := gather(store)).named(ids)
     with store.parts.index.reading() as txn:
         found = [
-            [next(txn.entries_of(start))[0] for start in starts_in(blocks)] for blocks in chosen
+            [next(txn.entries_of(start))[0] for start in starts_in(blocks)]
+            for blocks in chains.of_blocks(places)
         ]
     return Chosen(found[0], found[1], unknown_ids)
 

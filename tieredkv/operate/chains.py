@@ -75,18 +75,34 @@ class Chains:
         ends = np.zeros_like(starts) if ends is None else ends
         return np.asarray((starts & ~ends)[self._tops(starts | ends)])
 
-    def choose(self, ids: Sequence[str]) -> tuple[Blocks, Blocks, list[str]]:
-        """Find what ids name; see `ChainInfo`.
+    def named(self, ids: Sequence[str]) -> tuple[list[int], list[str]]:
+        """Return the places of the blocks that ids name, and the ids that name none.
 
-        Returns:
-            The named blocks and all that follow them, those behind others first; the blocks before
-            them that no other chain uses, likewise; and the ids that name no block.
+        The last block of an id says which chain is meant. Its first one is needed where that is
+        gone, or cut off by a hole.
         """
         places, unknown_ids = list[int](), list[str]()
         for id_ in ids:
-            named = self._named(id_)
-            places += named
-            unknown_ids += [] if named else [id_]
+            firsts, lasts = (
+                places_named(self._keys, self.blocks["key_rest"], digits) if digits else []
+                for digits in named_blocks(id_) or ("", "")
+            )
+            firsts = [it for it in firsts if not any(self._leads_to(it, to) for to in lasts)]
+            places += [*lasts, *firsts]
+            unknown_ids += [] if lasts or firsts else [id_]
+        return places, unknown_ids
+
+    def _leads_to(self, first: int, last: int) -> bool:
+        """Return whether one block is another or is before it."""
+        while last < len(self) and self._positions[last] > self._positions[first]:
+            last = self._above[last]
+        return last == first
+
+    def of_blocks(self, places: Sequence[int] | Places) -> tuple[Blocks, Blocks]:
+        """Return some blocks and all that follow them, and those before that only these have.
+
+        Of blocks that follow each other the last one comes first.
+        """
         is_named = np.zeros(len(self), bool)
         is_named[places] = True
         is_following = self.following(is_named)
@@ -99,26 +115,7 @@ class Chains:
             runs = runs[~is_kept[runs]]
         parts = (self.blocks[each] for each in (is_following, ~is_following & ~is_kept[self.run]))
         following, before = (it[np.argsort(it["position"], kind="stable")[::-1]] for it in parts)
-        return following, before, unknown_ids
-
-    def _named(self, id_: str) -> list[int]:
-        """Return the places of the blocks that an id names, but for those before another of them.
-
-        Its last block says which chain is meant. Its first one is needed where that is gone, or cut
-        off by a hole.
-        """
-        rests = self.blocks["key_rest"]
-        firsts, lasts = (
-            places_named(self._keys, rests, digits) if digits else []
-            for digits in named_blocks(id_) or ("", "")
-        )
-        return [*lasts, *(it for it in firsts if not any(self._leads_to(it, to) for to in lasts))]
-
-    def _leads_to(self, first: int, last: int) -> bool:
-        """Return whether one block is another or is before it."""
-        while last < len(self) and self._positions[last] > self._positions[first]:
-            last = self._above[last]
-        return last == first
+        return following, before
 
     def totals(self, values: NDArray[Any], combine: np.ufunc, dtype: type[Any]) -> NDArray[Any]:
         """Combine a value of each block over whole chains.

@@ -171,8 +171,7 @@ class ChainColumns:
     def _of_runs(self, name: str) -> Column:
         """Return for each run what is combined over its blocks and all before them.
 
-        Args:
-            name: of `_SUMS`; "blocks" for the number of blocks, or a tier for those that it has.
+        The name is one of `_SUMS`, "blocks" for their number, or a tier for those that it has.
         """
         if name not in self._sums:
             blocks = self._chains.blocks

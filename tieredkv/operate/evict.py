@@ -4,6 +4,7 @@ RAM goes first, then the disk. What VRAM and host memory drop while it is being 
 by the time that the worker deletes, and goes with the rest.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import ConfigError, NoServerError, StoreUnreachableError
 from tieredkv.operate.chain_ids import namespace_prefix
-from tieredkv.operate.filters import Order, parse_filter
+from tieredkv.operate.filters import Condition, parse_filter
 from tieredkv.operate.ls import Ls
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, only, silent_engine
@@ -139,16 +140,15 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         told = worker.one(Figures(), Told)
         if self.to != "drop" and told.writer_pid is None:
             raise NoServerError("no server runs that could move blocks to another tier")
-        chosen, unknown_ids = None, list[str]()
+        starts, unknown_ids = None, list[str]()
         if self.is_of_chains:
             chosen = choose(self, worker)
-            unknown_ids = chosen.unknown_ids
-            if not chosen.starts and not unknown_ids:
+            starts, unknown_ids = chosen.starts, chosen.unknown_ids
+            if not starts and not unknown_ids:
                 return {**NOTHING_EVICTED}
-        starts = None if chosen is None else chosen.starts
         on_disk, in_ram = self.concerns(Tier.DISK), self.tiers != (Tier.DISK,)
         # A dry run that is not about chains is about the disk, so that the engine is not disturbed.
-        in_ram = in_ram and (chosen is not None or not (self.dry_run and on_disk))
+        in_ram = in_ram and (self.is_of_chains or not (self.dry_run and on_disk))
         # What engines have evicted counts, though their worker ended before the disk was done.
         engine, is_silent = dict[str, Any]() if self.dry_run else worker.earlier, False
         if in_ram and told.writer_pid is not None:
@@ -212,13 +212,15 @@ def choose(wanted: EvictFilter, worker: Worker) -> Chosen:
     in_ram = RamBlocks(worker.ask_engine(Ls()))
     # What the engine sent to the disk before it told of its blocks is there by then.
     chains, now = chains_of(worker, in_ram, settled=True)
-    ids: Sequence[str] = wanted.ids
-    if wanted.filter or wanted.model:
-        columns = ChainColumns(chains, worker.models())
-        pages = columns.listed(parse_filter(wanted.filter), Order(), None, now)
-        listed = (chain for page in pages for chain in page)
-        ids = [each.id for each in listed if wanted.model in ("", each.model)]
-    following, before, unknown_ids = chains.choose(ids)
+    if wanted.ids:
+        places, unknown_ids = chains.named(wanted.ids)
+    else:
+        conditions = parse_filter(wanted.filter)
+        if wanted.model:
+            conditions.append(Condition("model", operator.eq, wanted.model))
+        is_meant = ChainColumns(chains, worker.models()).matching(conditions, now)
+        places, unknown_ids = chains.leaves[is_meant].tolist(), []
+    following, before = chains.of_blocks(places)
     return Chosen([*starts_in(following), *starts_in(before)], unknown_ids)
 
 

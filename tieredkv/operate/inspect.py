@@ -127,7 +127,8 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             named = [name for name in found if name.hex().startswith(digits)]
             known = _climb(named, worker, records)
         if not known and (self.following or last):
-            following, _, _ = chains_of(worker, in_ram)[0].choose([self.id])
+            chains, _ = chains_of(worker, in_ram)
+            following, _ = chains.of_blocks(chains.named([self.id])[0])
             known = _climb(starts_in(following), worker, records)
         if not known:
             raise UnknownIdError(f"no chain has the id `{self.id}`\nhint: {ID_HINT}")

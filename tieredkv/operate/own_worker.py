@@ -31,14 +31,7 @@ def ask_own_worker(
     connect: Callable[[], socket.socket],
     timeout_s: float,
 ) -> Asking:
-    """Start a worker on the stopped store, ask it, and stop it again.
-
-    Args:
-        call: of the verb.
-        options: where the store and its keys are.
-        worker_of: makes a `Worker` of a channel and of what is known of the process.
-        connect: connects to the socket in the store's folder.
-        timeout_s: how long the worker may say nothing, and take to end.
+    """Start a worker on the stopped store, ask it, and stop it again; see `StoreControl.pages`.
 
     Raises:
         StoreBusyError: somebody was faster.

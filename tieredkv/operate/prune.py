@@ -4,19 +4,13 @@ An orphan is a block whose parent is in no tier, or that comes behind one: a pro
 computed up to it first.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tieredkv.errors import ConfigError
 from tieredkv.operate.ls import Ls
-from tieredkv.operate.models import KnownModels
 from tieredkv.operate.verb import Verb
 from tieredkv.operate.worker import Worker, silent_engine
 from tieredkv.storage.messages.operator import Delete, Figures, Told
-
-if TYPE_CHECKING:
-    from tieredkv.operate.ram import RamBlocks
-    from tieredkv.operate.table import Blocks, BlockTable
 
 
 class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
@@ -45,19 +39,38 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
             ConfigError: the model that is in use is not known.
             StoreUnreachableError: the engine did not answer, and may have what orphans follow.
         """
-        from tieredkv.operate.ram import RamBlocks  # these load NumPy
+        import numpy as np
+
+        from tieredkv.operate.chains import Chains  # these load NumPy
+        from tieredkv.operate.ram import RamBlocks
         from tieredkv.operate.table import scan, starts_in
 
-        table, now = scan(worker)
+        (table, now), models = scan(worker), worker.models()
+        if self.model and self.model not in models.names:
+            known = ", ".join(f"`{name}`" for name in models.names) or "none"
+            raise ConfigError(f"the store knows no model `{self.model}`; it knows {known}")
         in_ram = RamBlocks(worker.ask_engine(Ls()))
         if not in_ram.is_told:
             raise silent_engine()
+        blocks, kinds = living = table.unexpired(now)
+        names = [models.name_of(kind.root, kind.namespace) for kind in kinds]
+        in_use = np.array([self.model in ("", name) for name in names], bool)[blocks["kind"]]
+        chains = Chains(living)
+        has_parent = chains.has_parent() | in_ram.holds(blocks["parent_key"])
+        is_first = (blocks["position"] > 0) & ~has_parent
+        is_orphan = chains.following(is_first, in_ram.holds(blocks["key"]))
+        useless = {
+            "expired": table.blocks[table.blocks["expires_at"] <= now],
+            "other_model": blocks[~in_use],
+            "orphan": blocks[in_use & is_orphan],
+        }
         by_reason, freed_bytes = dict[str, int](), 0
         keys_error = "" if self.dry_run else worker.one(Figures(), Told).lacks_keys
-        for why, blocks in _useless(table, self.model, worker.models(), in_ram, now).items():
+        for why, some in useless.items():
             # Of expired blocks some may be stored again by now, and live.
-            starts, is_expired = starts_in(blocks), why == "expired"
-            done = worker.delete(Delete(starts=starts, expired=is_expired, dry_run=self.dry_run))
+            is_expired = why == "expired"
+            asked = Delete(starts=starts_in(some), expired=is_expired, dry_run=self.dry_run)
+            done = worker.delete(asked)
             by_reason |= {why: done.num_blocks} if done.num_blocks else {}
             freed_bytes += done.freed_bytes
             keys_error = done.keys_error or keys_error
@@ -67,39 +80,3 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
             "by_reason": by_reason,
             **({"keys_error": keys_error} if keys_error else {}),
         }
-
-
-def _useless(
-    table: "BlockTable", model: str, models: KnownModels, in_ram: "RamBlocks", now: float
-) -> Mapping[str, "Blocks"]:
-    """Return the blocks that nothing can use, by the reason.
-
-    Args:
-        table: all blocks on disk.
-        model: the one that is in use; "" if every model is.
-        models: name the blocks.
-        in_ram: blocks that VRAM and host memory have, which are in use.
-        now: the time.
-
-    Raises:
-        ConfigError: the model that is in use is not known.
-    """
-    import numpy as np
-
-    from tieredkv.operate.chains import Chains
-
-    if model and model not in models.names:
-        known = ", ".join(f"`{name}`" for name in models.names) or "none"
-        raise ConfigError(f"the store knows no model `{model}`; it knows {known}")
-    living = table.unexpired(now)
-    chains, blocks = Chains(living), living.blocks
-    are_in_use = [model in ("", models.name_of(it.root, it.namespace)) for it in living.kinds]
-    in_use = np.array(are_in_use, bool)[blocks["kind"]]
-    has_parent = chains.has_parent() | in_ram.holds(blocks["parent_key"])
-    is_first = (blocks["position"] > 0) & ~has_parent
-    is_orphan = chains.following(is_first, in_ram.holds(blocks["key"]))
-    return {
-        "expired": table.blocks[table.blocks["expires_at"] <= now],
-        "other_model": blocks[~in_use],
-        "orphan": blocks[in_use & is_orphan],
-    }

@@ -33,10 +33,7 @@ retention policies by their numbers, of this part and of those before.
 
 
 class RamBlocks:
-    """Which blocks VRAM and host memory hold.
-
-    Args:
-        parts: of what the engine tells; one with `engine` stands for those of a silent engine.
+    """Which blocks VRAM and host memory hold; a part with `engine` is that of a silent engine.
 
     Attributes:
         table: of the blocks.
@@ -60,11 +57,7 @@ class RamBlocks:
 
 
 class RamRecords:
-    """All that is known of the blocks that VRAM and host memory hold.
-
-    Args:
-        parts: of what the engine tells.
-    """
+    """All that is known of the blocks that VRAM and host memory hold."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         told = [part for part in parts if "records" in part]
@@ -82,9 +75,7 @@ class RamRecords:
     def up_from(self, names: Iterable[bytes], now: float) -> list[BlockInfo]:
         """Describe blocks and all before them, up to the first that is not here or has expired.
 
-        Args:
-            names: of the blocks, or the first bytes of these.
-            now: the time.
+        A block is given by its name or the first bytes of this.
         """
         infos, waiting = dict[int, BlockInfo](), [*names]
         while waiting:
@@ -103,12 +94,6 @@ class RamRecords:
 
 
 def chains_of(worker: Worker, in_ram: RamBlocks, *, settled: bool = False) -> tuple[Chains, float]:
-    """See which chains there are in all tiers, and what time it is.
-
-    Args:
-        worker: tells what is on disk.
-        in_ram: what VRAM and host memory hold.
-        settled: see `Scan`.
-    """
+    """See which chains there are in all tiers, and what time it is; see `Scan`."""
     on_disk, now = scan(worker, settled=settled)
     return Chains(on_disk.unexpired(now).joined(in_ram.table.unexpired(now))), now

@@ -187,13 +187,7 @@ def retention_in(row: Any, retentions: Sequence[str]) -> str:
 
 
 def described(row: Any, retentions: Sequence[str], tiers: int) -> BlockInfo:
-    """Describe the block of a record.
-
-    Args:
-        row: a RECORD.
-        retentions: names of retention policies by their numbers.
-        tiers: where the block is, as a sum of `TIER_BITS`.
-    """
+    """Describe the block of a RECORD; see `TableReader.add`."""
     is_on_disk, copied = tiers & _ON_DISK, {name: row[name].item() for name in _SHOWN}
     return BlockInfo(
         block_hash=digest_in(row, "block_hash").hex(),
@@ -227,10 +221,7 @@ def scan(worker: Worker, *, settled: bool = False) -> Scanned:
 def places_named(keys: NDArray[np.uint64], rests: NDArray[np.uint64], digits: str) -> list[int]:
     """Return the places of the blocks whose names start with hex digits, of which 32 count.
 
-    Args:
-        keys: of the blocks of a table, side by side.
-        rests: their `key_rest`.
-        digits: of the names.
+    The blocks are given by their `key` and `key_rest`, side by side, and in the order of these.
     """
     digits = digits[: 2 * START_BYTES]
     ends = (int(digits.ljust(2 * START_BYTES, end), 16) for end in "0f")
