@@ -66,24 +66,25 @@ class Verbs:
 
         That of `Ls` begins with the time and the model, which the parts of the list follow.
         """
-        if isinstance(call, Inspect):
-            self.prompts.begin(call, {}, lambda body: tell(body, False))
-        else:
-            self.slices.begin(telling(self._answer_alone(call), tell))
+        self._begin(call, {}, self._answer_alone(call), tell)
 
     def answer_control(self) -> None:
         """Begin what the store's worker has passed on, and go on with all work for a while."""
         while self._cache.control_requests:
             event = self._cache.control_requests.popleft()
             assert self._tiers.store is not None
+            call, roots = decoded(event.call), cast(Mapping[BlockHash, bytes], event.roots)
             tell = partial(self._tiers.store.reply, event.id)
-            call = decoded(event.call)
-            if isinstance(call, Inspect):
-                roots = cast(Mapping[BlockHash, bytes], event.roots)
-                self.prompts.begin(call, roots, tell)
-            else:
-                self.slices.begin(telling(self._answer_worker(call), tell))
+            self._begin(call, roots, self._answer_worker(call), tell)
         self.slices.go_on()
+
+    def _begin(
+        self, call: Call, roots: Mapping[BlockHash, bytes], answer: Answer, tell: TellPart
+    ) -> None:
+        if isinstance(call, Inspect):
+            self.prompts.begin(call, roots, lambda body: tell(body, False))
+        else:
+            self.slices.begin(telling(answer, tell))
 
     @property
     def _names(self) -> Names:

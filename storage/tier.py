@@ -101,7 +101,6 @@ class TouchItem(msgspec.Struct, frozen=True, array_like=True):
 class Ended(msgspec.Struct, frozen=True, array_like=True):
     """The end of one loan; `reason` tells why it failed, and is empty if it succeeded."""
 
-    block_hash: bytes
     page_id: int
     reason: str = ""
 

@@ -197,7 +197,7 @@ class FakeStore(FakeTier):
             assert payload == payload_of(block_hash), "a page on loan was reused"
             if not reason:
                 self.blocks[block_hash] = job.page.record, payload
-            self.told.append(Stored(block_hash, page_id, reason, is_held_back, written_at))
+            self.told.append(Stored(page_id, reason, is_held_back, written_at))
             return
         record, payload = self.blocks.get(block_hash, (None, b""))
         if record is None:
@@ -205,7 +205,7 @@ class FakeStore(FakeTier):
         # A failed read may leave any bytes in the page.
         page[:] = POISON if reason else list(payload)
         life = BlockLife.of(record) if record is not None and not reason else None
-        self.told.append(Loaded(block_hash, page_id, reason, life, time.monotonic()))
+        self.told.append(Loaded(page_id, reason, life, time.monotonic()))
 
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""

@@ -421,7 +421,7 @@ class Disk(FakeTier):
         at = self._at + self._device.machine.read_s
         reason = "" if record is not None else "missing"
         life = None if record is None else BlockLife.of(record)
-        event = Loaded(page.block_hash, page.page_id, reason, life, at)
+        event = Loaded(page.page_id, reason, life, at)
         self._add_event(at, event)
 
     def _finish_write(self, page: Lent) -> None:
@@ -429,8 +429,7 @@ class Disk(FakeTier):
             self.records.popitem(last=False)
         self.records[page.block_hash] = page.record
         self.bytes_written += page.size_bytes
-        ids = page.block_hash, page.page_id
-        event = Stored(*ids, "", is_held_back=bool(self._reads.pages), ended_at=self._at)
+        event = Stored(page.page_id, "", is_held_back=bool(self._reads.pages), ended_at=self._at)
         self._add_event(self._at, event)
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
@@ -451,8 +450,7 @@ class Disk(FakeTier):
         at = self._device.time.now + self._device.machine.lookup_s
         for page in pages:
             if page.block_hash not in self.records:  # found out before anything is read
-                block_hash = page.block_hash
-                self._add_event(at, Loaded(block_hash, page.page_id, "missing", None, at))
+                self._add_event(at, Loaded(page.page_id, "missing", None, at))
 
     def store(self, pages: Sequence[Lent]) -> None:
         self._advance()

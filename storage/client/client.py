@@ -78,8 +78,7 @@ class StoreClient(BackingTier):
         self._events: deque[Event] = deque()
         # Jobs that are not answered yet: their blocks, and the answer if the worker dies.
         self._asked: dict[int, tuple[Sequence[bytes], LookupDone | ProbeDone]] = {}
-        # By page: the name of its block, and how the loan ends if the worker dies.
-        self._loans: dict[int, tuple[bytes, Loaded | Stored]] = {}
+        self._loans: dict[int, Loaded | Stored] = {}  # by page: the end if the worker dies
         self._deletions: dict[int, tuple[Sequence[bytes], str]] = {}  # by job: blocks and reason
         self._told_shares: dict[bytes, float] | None = None  # to the worker of now
         self._model: ModelIdentity | None = None  # of the engine, once it is loaded
@@ -128,11 +127,10 @@ class StoreClient(BackingTier):
         with self._lock:
             channel = self._supervisor.channel
             fault = "worker_down" if channel is None else "worker_died"
-            ends = [ending(each.block_hash, each.page_id, fault) for each in lent]
+            ends = [ending(each.page_id, fault) for each in lent]
             if channel is not None:
                 named = self._named(lent)
-                pairs = zip(named, ends, strict=True)
-                self._loans |= {it.page_id: (it.block_hash, end) for it, end in pairs}
+                self._loans |= {end.page_id: end for end in ends}
                 if ending is Loaded:
                     channel.send(messages.LoadCall(named))
                     return
@@ -261,7 +259,7 @@ class StoreClient(BackingTier):
         match message:
             case messages.Completions(ended, stats):
                 self._stats = stats
-                self._events += filter(None, map(self._end_loan, ended))
+                self._events += [each for each in ended if self._end_loan(each)]
             case messages.LookupAnswer(job, records):
                 if (asked := self._asked.pop(job, None)) is not None:
                     pairs = zip(asked[0], records, strict=True)
@@ -276,19 +274,18 @@ class StoreClient(BackingTier):
             case ControlRequest():
                 self._events.append(message)
 
-    def _end_loan(self, ended: Loaded | Stored) -> Loaded | Stored | None:
-        """Take a page back; return the event, or None if the page was not on that loan."""
-        name, loan = self._loans.get(ended.page_id, (b"", None))
-        if loan is None or type(loan) is not type(ended) or name != ended.block_hash:
+    def _end_loan(self, ended: Loaded | Stored) -> bool:
+        """Take a page back; return whether it was on that loan."""
+        if type(self._loans.get(ended.page_id)) is not type(ended):
             text = "the store worker completed a load or store of page %d that nobody asked for"
             logger.error(text, ended.page_id)
-            return None
+            return False
         del self._loans[ended.page_id]
-        return replace(ended, block_hash=loan.block_hash)
+        return True
 
     def hear_end(self) -> None:
         """Answer every job that the worker left open; it is dead and reaped."""
-        self._events += [ending for _, ending in self._loans.values()]
+        self._events += self._loans.values()
         self._events += [answer for _, answer in self._asked.values()]
         self._loans.clear()
         self._asked.clear()

@@ -63,7 +63,6 @@ class Delete(Question, frozen=True, kw_only=True, tag="delete"):
         namespace: hex digits that the namespaces begin with; "" for all.
         unused_since: only blocks whose last use is not after this moment.
         expired: only blocks that have expired.
-        reason: for what the worker counts.
         dry_run: count the blocks only.
     """
 
@@ -71,7 +70,6 @@ class Delete(Question, frozen=True, kw_only=True, tag="delete"):
     namespace: str = ""
     unused_since: float | None = None
     expired: bool = False
-    reason: str = "operator"
     dry_run: bool = False
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -289,15 +290,13 @@ class Operators:
     # --- changing ----------------------------------------------------------------------------
 
     def _delete(self, asked: messages.Delete, caller: Caller) -> messages.Deleted:
-        if not is_of_whole_namespaces(asked):
+        is_whole = is_of_whole_namespaces(asked)
+        with self.doomed.deleting(asked.namespace.lower()) if is_whole else nullcontext():
             if not asked.dry_run:
                 self._settle(caller)
-            return self._finish(deleting(self.store, asked), caller)
-        with self.doomed.deleting(asked.namespace.lower()):
-            self._settle(caller)
             deleted = self._finish(deleting(self.store, asked), caller)
             self._at_once(_nothing, caller)  # stores that were received by now come before it
-            return deleted
+        return deleted
 
     def _rotate(self, asked: messages.Rotate) -> messages.Rotated:
         """Replace the master key.
@@ -324,7 +323,7 @@ class Operators:
         A silent engine is taken to say `NO_ANSWER`.
 
         Raises:
-            EOFError: the engine has ended, or nobody waits any more.
+            EOFError: the engine has ended without a whole answer, or nobody waits any more.
         """
         if self.ask_engine is None:
             return
@@ -334,31 +333,23 @@ class Operators:
         self._asked[id] = answers
         try:
             self.ask_engine(ControlRequest(id, asked.call, asked.roots))
-            answer = EngineAnswer(id, {}, has_more=True)
-            while answer.has_more:
-                answer = self._next(answers, caller) or EngineAnswer(id, messages.NO_ANSWER)
+            heard_at = time.monotonic()
+            while time.monotonic() - heard_at < _ENGINE_TIMEOUT_S:
+                has_engine_ended = self._has_engine_ended  # its last answer is here by now
+                try:
+                    answer = answers.get(timeout=_REPORT_INTERVAL_S)
+                except queue.Empty:
+                    if has_engine_ended:
+                        raise EOFError from None
+                    caller.report()
+                    continue
                 yield answer
+                if not answer.has_more:
+                    return
+                heard_at = time.monotonic()
+            yield EngineAnswer(id, messages.NO_ANSWER)
         finally:
             del self._asked[id]
-
-    def _next(
-        self, answers: "queue.SimpleQueue[EngineAnswer]", caller: Caller
-    ) -> EngineAnswer | None:
-        """Wait for the engine's next answer; None from a silent engine.
-
-        Raises:
-            EOFError: the engine has ended without it, or nobody waits any more.
-        """
-        deadline = time.monotonic() + _ENGINE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            has_engine_ended = self._has_engine_ended  # its last answer is here by now
-            try:
-                return answers.get(timeout=_REPORT_INTERVAL_S)
-            except queue.Empty:
-                if has_engine_ended:
-                    raise EOFError from None
-                caller.report()
-        return None
 
     # --- the index thread --------------------------------------------------------------------
 

@@ -200,4 +200,4 @@ class Reads:
 
     def _answer(self, page: Lent, reason: str, life: BlockLife | None = None) -> None:
         now = time.monotonic()
-        self._ended.append(Loaded(page.block_hash, page.page_id, reason, life, now))
+        self._ended.append(Loaded(page.page_id, reason, life, now))

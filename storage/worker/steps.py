@@ -147,7 +147,7 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
             num_blocks += len(counted)
             if doomed and not asked.dry_run:
                 key_ids |= key_use.ids_of(doomed)
-                store.drop([it.record.block_hash for it in doomed], asked.reason)
+                store.drop([it.record.block_hash for it in doomed], "operator")
             yield
     except DisorderError:
         store.ask_for_rebuild()
@@ -201,21 +201,17 @@ def checking_extents(store: Store, asked: Verify) -> Pieces[Checked]:
             blocks = sum(it.num_blocks for ns, it in totals if ns.hex().startswith(prefix))
         elif (key := key_store.table.of_id(key_id)) is not None:
             keys, blocks = 1, txn.num_encrypted(key.scope)
-
-    def used(segment: int) -> range:
-        """Return the numbers of the extents of a segment that were ever used, as of now."""
-        with parts.index.reading() as txn:
-            state = txn.get_segment(segment)
-        return range(0 if state is None or segment not in parts.files else state.num_used)
-
     for segment in segments:
         for start in count(0, _EXTENTS_A_STEP):
-            if not (some := used(segment)[start : start + _EXTENTS_A_STEP]):
+            with parts.index.reading() as txn:
+                state = txn.get_segment(segment)
+            num_used = 0 if state is None or segment not in parts.files else state.num_used
+            if start >= num_used:
                 break
-            for number in some:
+            for number in range(start, min(start + _EXTENTS_A_STEP, num_used)):
                 located, found_id = parts.payloads.stored_at(Extent(segment, number))
-                checked += 1
                 namespace = "" if located is None else located.record.namespace.hex()
                 extents += namespace.startswith(prefix) if prefix else found_id == key_id
+                checked += 1
             yield
     return Checked(checked, keys=keys, blocks=blocks, extents=extents)

@@ -120,9 +120,9 @@ class Writes:
         """Have the blocks in these pages written, after those that wait already."""
         for page in pages:
             if (record := self.claims.of_block(page.record)) is None:
-                self._ended.append(Stored(page.block_hash, page.page_id, "retention"))
+                self._ended.append(Stored(page.page_id, "retention"))
             elif self.doomed.covers(record.namespace):
-                self._ended.append(Stored(page.block_hash, page.page_id, "evicted"))
+                self._ended.append(Stored(page.page_id, "evicted"))
             else:
                 self._waiting.append(WriteTask(page.page_id, record))
 
@@ -358,7 +358,7 @@ class Writes:
         self, task: WriteTask, reason: str, is_held_back: bool = False, ended_at: float = 0.0
     ) -> None:
         if task.page_id is not None:
-            ended = Stored(task.record.block_hash, task.page_id, reason, is_held_back, ended_at)
+            ended = Stored(task.page_id, reason, is_held_back, ended_at)
             self._ended.append(ended)
 
 

@@ -318,8 +318,8 @@ def test_what_a_dead_worker_left_does_not_make_the_disk_slow(setup: Setup, reaso
     rows: RowStore = engine.tier._rows
     began = time.monotonic() - 10.0
     rows.read_rate.begin(2 * engine.row_bytes, began)
-    rows._measure(Loaded(b"", 0, "", None, began + 0.03))
-    rows._measure(Loaded(b"", 1, reason))  # ten seconds later
+    rows._measure(Loaded(0, "", None, began + 0.03))
+    rows._measure(Loaded(1, reason))  # ten seconds later
     assert not rows.read_rate.is_known
     assert rows.read_rate.num_bytes == 0
 
@@ -329,8 +329,8 @@ def test_writes_that_were_held_back_do_not_make_the_disk_slow(setup: Setup) -> N
     rows: RowStore = engine.tier._rows
     began = time.monotonic() - 10.0
     rows.write_rate.begin(2 * engine.row_bytes, began)
-    rows._measure(Stored(b"", 0, "", False, began + 0.03))
-    rows._measure(Stored(b"", 1, "", True, began + 9.0))
+    rows._measure(Stored(0, "", False, began + 0.03))
+    rows._measure(Stored(1, "", True, began + 9.0))
     assert not rows.write_rate.is_known
 
 

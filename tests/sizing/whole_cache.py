@@ -84,9 +84,8 @@ class _Disk(FakeTier):
         for page in pages:
             record = self._record(page.block_hash)
             reason = "" if record is not None else "missing"
-            ids = page.block_hash, page.page_id
             life = None if record is None else BlockLife.of(record)
-            self._events.append(Loaded(*ids, reason, life))
+            self._events.append(Loaded(page.page_id, reason, life))
 
     def store(self, pages: Sequence[Lent]) -> None:
         for page in pages:
@@ -95,7 +94,7 @@ class _Disk(FakeTier):
             life = Life(BlockHash(record.block_hash), record.position, *times)
             if self.index.store([life], self._clock.moment):
                 self._records[life.block_hash] = record
-            self._events.append(Stored(record.block_hash, page.page_id))
+            self._events.append(Stored(page.page_id))
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         for item in items:

@@ -82,8 +82,9 @@ def survive_kills(harness: Harness, rounds: int, seed: int) -> Counter[str]:
         assert occupied_bytes(harness.folder) <= BUDGET_BYTES
         for stored in stored_before + mail.take(Stored, len(fresh) - len(stored_before)):
             counted["stores cut off"] += not stored.ok
-            if stored.ok and stored.block_hash not in (brief.block_hash, *doomed):
-                acknowledged[stored.block_hash] = tried[stored.block_hash]
+            block_hash = client.block_of(stored)
+            if stored.ok and block_hash not in (brief.block_hash, *doomed):
+                acknowledged[block_hash] = tried[block_hash]
         for loaded in mail.take(Loaded, len(items)):
             if loaded.ok:
                 mail.assert_right(loaded)

@@ -84,7 +84,7 @@ def assert_none_lost(client: StoreClient, mail: Mailbox, records: list[BlockReco
     for done in there:
         mail.assert_right(done)
     assert len(records) - len(there) <= client.stats().num_evicted, "acknowledged blocks are gone"
-    found = {done.block_hash for done in there}
+    found = {mail.client.block_of(done) for done in there}
     return [record for record in records if record.block_hash in found]
 
 
@@ -155,7 +155,7 @@ def test_wherever_the_room_ends_what_was_acknowledged_is_there(
     for number in range(20):
         chain = make_chain(f"{number}", LENGTH)
         done = mail.store(chain)
-        ok = {each.block_hash for each in done if each.ok}
+        ok = {client.block_of(each) for each in done if each.ok}
         stored += [record for record in chain if record.block_hash in ok]
         if len(ok) < LENGTH:
             break

@@ -67,7 +67,7 @@ def test_a_worker_tells_of_what_it_evicts_after_it_told_that_it_was_stored(
             for event in client.poll():
                 if isinstance(event, Stored):
                     num_ended += 1
-                    held |= {event.block_hash} if event.ok else set()
+                    held |= {client.block_of(event)} if event.ok else set()
                 elif isinstance(event, Gone):
                     assert held.issuperset(event.hashes)
                     held.difference_update(event.hashes)

@@ -274,7 +274,7 @@ def serve_damaged(base: Base, harness: Harness) -> None:
             for done in mail.load(records[start : start + NUM_PAGES]):
                 if done.ok:
                     assert done.life is not None
-                    all_known, computed_at = versions[done.block_hash], done.life.computed_at
+                    all_known, computed_at = versions[client.block_of(done)], done.life.computed_at
                     known = [each for each in all_known if each.computed_at == computed_at]
                     data = bytes(mail.page(done.page_id)[: known[0].size_bytes])
                     assert data == payload_of(known[0]), "wrong bytes are served"

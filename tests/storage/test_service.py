@@ -255,7 +255,7 @@ def test_lookups_and_loads_are_answered_in_the_middle_of_a_store(
         engine.gate.opened.set()
         stored = engine.next_page()
         assert isinstance(stored, Stored) and stored.ok
-        assert (stored.block_hash, stored.page_id) == (NEW.block_hash, 1)
+        assert stored.page_id == 1
         assert engine.lookup(NEW.block_hash)
 
 

@@ -168,11 +168,11 @@ class Soak:
             for page_id, record in zip(self.courier.pages_of(user), records, strict=False):
                 self._page(page_id, record.size_bytes)[:] = self._payloads.of(record)
                 pages.append(Lent.of(record, page_id))
-            record_of = {record.block_hash: record for record in records}
+            record_of = {page.page_id: page.record for page in pages}
             done = self.courier.store(user, pages) if pages else []
             for each in done:
-                block = self.promises[each.block_hash]
-                self.promises.stored(block, record_of[each.block_hash], each.reason)
+                record = record_of[each.page_id]
+                self.promises.stored(self.promises[record.block_hash], record, each.reason)
             return all(each.ok for each in done)
         finally:
             self.promises.release(blocks)
@@ -222,9 +222,9 @@ class Soak:
             self._page(page.page_id, page.size_bytes)[:] = 0xA5
         asked_at = time.time()
         done = self.courier.load(user, pages)
-        used = []
+        used, hash_on = [], {page.page_id: page.block_hash for page in pages}
         for each in done:
-            block = self.promises[each.block_hash]
+            block = self.promises[hash_on[each.page_id]]
             is_right = each.ok and np.array_equal(
                 self._page(each.page_id, block.identity.size_bytes),
                 self._payloads.of(block.identity),

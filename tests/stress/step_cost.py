@@ -88,7 +88,7 @@ class _Worker(FakeTier):
 
     def write(self, num_pages: int) -> None:
         done, self.lent = self.lent[:num_pages], self.lent[num_pages:]
-        self._events += [Stored(page.block_hash, page.page_id, "") for page in done]
+        self._events += [Stored(page.page_id, "") for page in done]
 
     def poll(self) -> list[Event]:
         events = list(self._events)

@@ -141,6 +141,7 @@ class DiskLink:
         self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
         self._reads: dict[bytes, Read] = {}
         self._writes: dict[bytes, Write] = {}
+        self._on_loan: dict[int, bytes] = {}  # by page: the hash of the block
         self._to_load: list[Lent] = []
         self._to_store: list[Lent] = []
 
@@ -212,6 +213,7 @@ class DiskLink:
             page: what it is read into.
             now: monotonic time.
         """
+        self._on_loan[page.block_id] = lent.block_hash
         self._reads[lent.block_hash] = Read(lent, known, page, time.perf_counter())
         self.read_rate.begin(self._block_bytes, now)
         self._to_load.append(lent)
@@ -225,6 +227,7 @@ class DiskLink:
             entry: of the block.
             now: monotonic time.
         """
+        self._on_loan[page.block_id] = record.block_hash
         self._writes[record.block_hash] = Write(record, page, time.perf_counter(), entry)
         self.write_rate.begin(self._block_bytes, now)
         self._to_store.append(Lent.of(record, page.block_id))
@@ -253,16 +256,14 @@ class DiskLink:
         counters, size = self._counters, self._block_bytes
         for event in self._store.poll() if self._store is not None else ():
             if isinstance(event, Loaded):
-                read = self._reads.pop(event.block_hash)
+                read = self._reads.pop(self._on_loan.pop(event.page_id))
                 read.found, read.reason = event.life, event.reason
-                assert read.page.block_id == event.page_id, (read.page, event.page_id)
                 counters.note_move("disk,host", read.began_at)
                 self.read_rate.end(size, event.ended_at, teaches=not event.reason)
                 yield read
             elif isinstance(event, Stored):
-                write = self._writes.pop(event.block_hash)
+                write = self._writes.pop(self._on_loan.pop(event.page_id))
                 write.reason = event.reason
-                assert write.page.block_id == event.page_id, (write.page, event.page_id)
                 counters.note_move("host,disk", write.began_at)
                 if event.is_held_back:
                     self.write_rate.skip(size, event.ended_at)
