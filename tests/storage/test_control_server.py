@@ -161,6 +161,14 @@ def test_a_client_that_goes_ends_its_call(tmp_path: Path) -> None:
         assert [type(error) for error in carrier.errors] == [EOFError]
 
 
+def test_a_client_that_goes_is_told_no_further_part(tmp_path: Path) -> None:
+    with serving(tmp_path) as carrier:
+        with closing(_connect(tmp_path)) as channel:
+            _ask(channel, Find(starts=[]))
+        assert carrier.ended.acquire(timeout=HANG_S)
+        assert carrier.num_pages < 999
+
+
 def test_a_client_without_room_is_heard_once_another_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,11 +111,10 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             UnknownIdError: the id names none.
             StoreUnreachableError: the engine did not answer.
         """
-        from tieredkv.operate.ram import RamBlocks, RamRecords, chains_of  # these load NumPy
+        from tieredkv.operate.ram import RamRecords, chains_of  # these load NumPy
         from tieredkv.operate.table import starts_in
 
-        told, known = [*worker.ask_engine(Ls())], Known()
-        in_ram, records = RamBlocks(told), RamRecords(told)
+        in_ram, known = RamRecords([*worker.ask_engine(Ls())]), Known()
         if not in_ram.is_told:
             raise silent_engine()
         first, last = named_blocks(self.id) or ("", "")
@@ -123,13 +122,13 @@ class Inspect(Verb, frozen=True, kw_only=True, tag="inspect"):
             digits = last or first
             start = bytes.fromhex(digits[: len(digits) // 2 * 2])
             found = [bytes.fromhex(info.block_hash) for info in _on_disk([start], worker)]
-            found += records.named(digits)
+            found += in_ram.named(digits)
             named = [name for name in found if name.hex().startswith(digits)]
-            known = _climb(named, worker, records)
+            known = _climb(named, worker, in_ram)
         if not known and (self.following or last):
             chains, _ = chains_of(worker, in_ram)
             following, _ = chains.of_blocks(chains.named([self.id])[0])
-            known = _climb(starts_in(following), worker, records)
+            known = _climb(starts_in(following), worker, in_ram)
         if not known:
             raise UnknownIdError(f"no chain has the id `{self.id}`\nhint: {ID_HINT}")
         return known

@@ -4,7 +4,7 @@ An engine tells of its blocks in parts, since it makes them between its steps: b
 on disk, but without seals. This module knows neither the engine nor the index.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,10 +56,11 @@ class RamBlocks:
         return np.isin(keys, self.table.blocks["key"])
 
 
-class RamRecords:
+class RamRecords(RamBlocks):
     """All that is known of the blocks that VRAM and host memory hold."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__(parts)
         told = [part for part in parts if "records" in part]
         self._rows = np.frombuffer(b"".join(part["records"] for part in told), RECORD)
         self._tiers = b"".join(part["tiers"] for part in told)
