@@ -153,7 +153,8 @@ ENGINE = textwrap.dedent(
         while left:
             for event in client.poll():
                 left -= 1
-                print("ok" if event.ok else "lost", items[event.page_id].block_hash.hex(), flush=True)
+                word, block = "ok" if event.ok else "lost", items[event.page_id]
+                print(word, block.block_hash.hex(), flush=True)
             time.sleep(0.001)
     """
 )

@@ -34,10 +34,6 @@ _ATTEMPTS = 20
 _RETRY_S = 0.25
 
 
-def _tell_nobody(_done: int, _total: int) -> None:
-    """Take a verb's progress."""
-
-
 class StoreControl:
     """The verbs of one store; used by one thread.
 
@@ -84,11 +80,11 @@ class StoreControl:
 
         return {"adopted": starts.adopt(self._options)}
 
-    def answer(self, call: Call, progress: VerbProgress = _tell_nobody) -> dict[str, Any]:
+    def answer(self, call: Call, progress: VerbProgress | None = None) -> dict[str, Any]:
         """Return the answer of a verb without its list, if it has one."""
         return whole(self.pages(call, progress))
 
-    def pages(self, call: Call, progress: VerbProgress = _tell_nobody) -> Asking:
+    def pages(self, call: Call, progress: VerbProgress | None = None) -> Asking:
         """Yield the list that a verb answers with, some items at a time; return the rest of it.
 
         A live worker is asked, or one is started; this is tried again while a worker is starting or
@@ -103,7 +99,7 @@ class StoreControl:
             Worker,
             path=self._path,
             timeout_s=self._answer_timeout_s,
-            progress=progress,
+            progress=progress or (lambda done, total: None),
             earlier=dict[str, Any](),
         )
         connect = partial(_connect, folder_fd)

@@ -33,22 +33,15 @@ class Labels(NamedTuple):
     names: Sequence[Any]
 
 
-class _Sum(NamedTuple):
-    """What is combined over the blocks of a chain: a field of theirs, how, and the sums' type."""
-
-    field: str
-    combine: np.ufunc
-    dtype: type[Any]
-
-
-_SUMS: Mapping[str, _Sum] = {
-    "bytes": _Sum("size_bytes", np.add, np.int64),
-    "stored_bytes": _Sum("payload_bytes", np.add, np.int64),
-    "computed_at_min": _Sum("computed_at", np.minimum, np.float64),
-    "computed_at_max": _Sum("computed_at", np.maximum, np.float64),
-    "expires_at_min": _Sum("expires_at", np.minimum, np.float64),
-    "last_used_max": _Sum("last_used", np.maximum, np.float64),
+_SUMS: Mapping[str, tuple[str, np.ufunc, type[Any]]] = {
+    "bytes": ("size_bytes", np.add, np.int64),
+    "stored_bytes": ("payload_bytes", np.add, np.int64),
+    "computed_at_min": ("computed_at", np.minimum, np.float64),
+    "computed_at_max": ("computed_at", np.maximum, np.float64),
+    "expires_at_min": ("expires_at", np.minimum, np.float64),
+    "last_used_max": ("last_used", np.maximum, np.float64),
 }
+"""What is combined over the blocks of a chain: a field of theirs, how, and the type of the sums."""
 
 
 class ChainColumns:
