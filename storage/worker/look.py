@@ -56,6 +56,24 @@ from tieredkv.wire.process import Refused
 _WISH_POLL_S = 0.1
 _HERE = "/proc/self/cwd/."
 _REBUILDS = "the next start of a server makes it again from the segments"
+_NEEDS: Mapping[str, str] = {
+    "index_damaged": f"the index is damaged; {_REBUILDS}",
+    "index_unflushed": f"the machine stopped before the index was flushed; {_REBUILDS}",
+    "index_replaced": "a new index has not replaced the old one yet; the next start of a server "
+    "does that",
+    "index_draft": "a new index was not finished; the next start of a server removes what there is",
+    "index_lost": f"the index is lost or was never completed; {_REBUILDS}",
+    "index_rebuild": "entries of the index are damaged; the next start of a server makes it again "
+    "from those that are sound",
+    "segments": "the index does not know {num} segment files; the next start of a server removes "
+    "those without blocks, or makes the index again",
+    "keys_damaged": "{why}; the next start of a server empties the store and makes new keys",
+    "copy": "no server starts on it: {why}",
+    "clock": "the clock is {behind_s:.0f} s behind the store's latest time, so its {num} blocks "
+    "count as expired; the next start of a server removes them unless the clock is set right "
+    "before",
+}
+"""What a store may need, by codes for programs; docs/disk.md lists them."""
 
 
 class LookedFolder(StoreFolder):
@@ -124,7 +142,13 @@ def open_to_look(
     Raises:
         CorruptIndexError, StoreFailedError, FormatVersionError, StorageError
     """
-    needs = _needs_of(folder, index)
+    unfinished = {
+        "index_damaged": index == "set_aside",
+        "index_unflushed": index != "set_aside" and folder.lost_unflushed,
+        "index_replaced": os.path.isdir(os.path.join(folder.path, COMPLETE)),
+        "index_draft": os.path.isdir(os.path.join(folder.path, DRAFT)),
+    }
+    needs = [_need(code) for code, is_so in unfinished.items() if is_so]
     with ExitStack() as undo, storage_errors(folder.path):
         undo.callback(folder.release)
         if index == "examined":
@@ -140,14 +164,9 @@ def open_to_look(
         undo.callback(files.close)
         with looked.reading() as txn:
             num_unknown = _open_segments(files, txn.segments())
-            is_lost = is_believed and not txn.meta.format
-            if is_lost and num_unknown:
-                text = f"the index is lost or was never completed; {_REBUILDS}"
-                needs.append(Need("index_lost", text))
-            elif num_unknown and is_believed:
-                text = f"the index does not know {num_unknown} segment files; the next start of a "
-                text += "server removes those without blocks, or makes the index again"
-                needs.append(Need("segments", text))
+            is_lost = not txn.meta.format
+            if num_unknown and is_believed:
+                needs.append(_need("index_lost" if is_lost else "segments", num=num_unknown))
             num_expired = _compare_clocks(txn, clock, needs)
         parts = Parts.join(clock, folder, looked, use, files, folder.budget_bytes)
         parts.room.reload()
@@ -157,21 +176,8 @@ def open_to_look(
     return store, messages.Looking(needs, is_whole)
 
 
-def _needs_of(folder: LookedFolder, index: IndexStart) -> list[Need]:
-    """Say what is unfinished about the index."""
-    needs = list[Need]()
-    if index == "set_aside":
-        needs.append(Need("index_damaged", f"the index is damaged; {_REBUILDS}"))
-    elif folder.lost_unflushed:
-        text = f"the machine stopped before the index was flushed; {_REBUILDS}"
-        needs.append(Need("index_unflushed", text))
-    if os.path.isdir(os.path.join(folder.path, COMPLETE)):
-        text = "a new index has not replaced the old one yet; the next start of a server does that"
-        needs.append(Need("index_replaced", text))
-    if os.path.isdir(os.path.join(folder.path, DRAFT)):
-        text = "a new index was not finished; the next start of a server removes what there is"
-        needs.append(Need("index_draft", text))
-    return needs
+def _need(code: str, **facts: object) -> Need:
+    return Need(code, _NEEDS[code].format(**facts))
 
 
 def _look_for_keys(
@@ -185,12 +191,11 @@ def _look_for_keys(
         table = place.look()
         check_stamp(folder.path, folder.marker, table)
     except DamagedTableError as error:
-        text = f"{error}; the next start of a server empties the store and makes new keys"
-        needs.append(Need("keys_damaged", text))
+        needs.append(_need("keys_damaged", why=error))
         return None, str(error)
     except MissingKeyError as error:
         if error.reason == "copy":
-            needs.append(Need("copy", f"no server starts on it: {error}"))
+            needs.append(_need("copy", why=error))
         return None, str(error)
     except (ConfigError, StorageError) as error:
         return None, str(error)
@@ -214,15 +219,12 @@ def _open_segments(files: SegmentFiles, known: Mapping[int, SegmentState]) -> in
 def _compare_clocks(txn: IndexTxn, clock: Clock, needs: list[Need]) -> int:
     """Compare the clock with the store's latest time; return how many blocks expire by it."""
     if txn.meta.needs_rebuild:
-        text = "entries of the index are damaged; the next start of a server makes it again from "
-        needs.append(Need("index_rebuild", f"{text}those that are sound"))
+        needs.append(_need("index_rebuild"))
     num_blocks, behind_s = txn.meta.totals.num_blocks, txn.meta.clock - clock.now()
     if behind_s <= CLOCK_TOLERANCE_S or not num_blocks:
         clock.advance_to(txn.meta.clock)
         return 0
-    text = f"the clock is {behind_s:.0f} s behind the store's latest time, so its {num_blocks} "
-    text += "blocks count as expired; the next start of a server removes them unless the clock is "
-    needs.append(Need("clock", f"{text}set right before"))
+    needs.append(_need("clock", behind_s=behind_s, num=num_blocks))
     clock.advance_to(txn.latest_expiry())
     return num_blocks
 
