@@ -1,6 +1,6 @@
 """What operators ask is done in slices, between which steps go on and blocks come and go."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +10,7 @@ import pytest
 from tests.fake_store import Rig, chain_of, root_of
 from tieredkv.cache import catalog, departed
 from tieredkv.config import Settings
-from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices
+from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices, verbs
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -39,7 +39,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
     for module in (catalog, prefixes, prompt_inspections):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
-    for module in (departed, prefixes, prompt_inspections):
+    for module in (departed, prefixes, prompt_inspections, verbs):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)
 
 
@@ -247,6 +247,21 @@ def test_an_operator_calls_blocks_by_the_names_that_the_store_has_for_them() -> 
         wanted = EvictFilter(starts=tuple(each[:16] for each in blocks))
         assert Operator(rig).answer(wanted)["evicted_blocks"] == num_blocks
     assert {entry.block_hash for entry in rig.tiers.catalog.entries()} == {*chain_of("b", 2)}
+
+
+def test_no_step_reveals_more_than_a_few_names_whatever_a_question_has() -> None:
+    revealed = list[int]()
+
+    class NotedNames(Names):
+        def reveal(self, names: Sequence[bytes]) -> list[bytes]:
+            revealed.append(len(names))
+            return super().reveal(names)
+
+    rig = Rig()
+    rig.store.names = NotedNames(b"k" * 32)
+    steps = [*Operator(rig).ask(EvictFilter(starts=(b"n" * 16,) * 10 * AT_MOST))]
+    assert revealed == [AT_MOST] * 10
+    assert len(steps) > 10
 
 
 def test_works_that_are_asked_for_together_go_on_by_turns(rig: Rig) -> None:
