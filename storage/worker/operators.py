@@ -57,7 +57,7 @@ from tieredkv.types import TENANT_BYTES
 _ENGINE_TIMEOUT_S = 5.0
 _REPORT_INTERVAL_S = 0.1
 _SLICE_S = 0.02  # of the index thread's time, between which other work goes on
-_TOLD_S = 0.1  # for so long payloads are compared before the operator is told
+_TOLD_S = 0.1  # for so long blocks are checked before the operator is told
 _ROWS_A_STEP = 1024  # of the index
 _STEPS_A_FRAME = 4
 _FOUND = 2048  # records in one frame
@@ -230,6 +230,10 @@ class Operators:
         told_at = time.monotonic()
         while entries := self._entries(last, caller):
             for _, located, is_whole in entries:
+                if time.monotonic() - told_at > _TOLD_S:
+                    yield messages.Checked(checked, dict(by_reason), repaired)
+                    checked, by_reason, repaired = 0, Counter[str](), 0
+                    told_at = time.monotonic()
                 if random.random() >= asked.sample:
                     continue
                 if located is not None and self._parts.clock.now() >= located.record.expires_at:
@@ -243,10 +247,6 @@ class Operators:
                     reason, is_repaired = self._read(located, page, asked, caller)
                 by_reason.update([reason] if reason else [])
                 repaired += is_repaired
-                if time.monotonic() - told_at > _TOLD_S:
-                    yield messages.Checked(checked, dict(by_reason), repaired)
-                    checked, by_reason, repaired = 0, Counter[str](), 0
-                    told_at = time.monotonic()
             last, *_ = entries[-1]
         yield messages.Checked(checked, dict(by_reason), repaired)
         return are_whole, last

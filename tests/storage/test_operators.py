@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from tests.storage.blocks import (
     CheckedStore,
+    ask,
     digest,
     load,
     make_record,
@@ -32,7 +33,7 @@ from tieredkv.pieces import whole
 from tieredkv.storage.extents import room
 from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
-from tieredkv.storage.messages.operator import Delete
+from tieredkv.storage.messages.operator import Delete, Verify
 from tieredkv.storage.store import Store
 from tieredkv.storage.tier import Lent
 from tieredkv.storage.worker import loop, operators
@@ -219,6 +220,16 @@ def test_a_block_that_is_stored_meanwhile_keeps_what_is_left_of_its_segment(
         assert load(store, late) == payload_of(late)
         assert file.stat().st_size == 6 * 8192
         store.check()
+
+
+def test_a_check_of_few_blocks_of_many_tells_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_TOLD_S", 0.0)
+    with open_store(tmp_path / "kv") as store:
+        put(store, *[make_record(f"{n}", size_bytes=4096) for n in range(100)])
+        parts = ask(store, Verify(sample=1e-9))
+    assert (len(parts), sum(part.checked for part in parts)) == (101, 0)
 
 
 def test_the_garbage_collector_has_nothing_to_do_with_blocks_that_were_deleted(
