@@ -313,7 +313,7 @@ def test_a_url_that_tells_nothing_of_its_tiers_is_named(
 def test_an_engine_that_tells_nothing_of_its_tiers_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StoreControl, "df", lambda _: {"disk": {}})
+    monkeypatch.setattr(StoreControl, "answer", lambda *_: {"disk": {}})
     source = top.FolderSource(Settings(disk_dir=str(tmp_path)))
     with refused(ServerUnreachableError):
         source.read()
