@@ -24,7 +24,7 @@ from tests.waiting import HANG_S, wait_until
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError, StoreUnreachableError
 from tieredkv.operate.ask import StoreControl
-from tieredkv.operate.calls import Df, EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter, Ls
 from tieredkv.storage.format.record import decode_record
 from tieredkv.storage.messages.engine import (
     CloseCall,
@@ -45,9 +45,12 @@ from tieredkv.storage.messages.operator import (
     AskEngine,
     Delete,
     Deleted,
+    Done,
     EngineAnswer,
     Figures,
     Reply,
+    Rows,
+    Scan,
     Told,
 )
 from tieredkv.storage.options import StoreOptions
@@ -508,6 +511,21 @@ def asking(path: Path) -> Iterator[FrameChannel[Reply]]:
             channel.close()
     finally:
         os.close(folder_fd)
+
+
+def test_a_list_of_many_frames_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_ROWS_A_STEP", 8)
+    with open_store(path := tmp_path / "store", Clock()) as store:
+        put(store, *(make_record(f"many {i}", 0, now=NOW, size_bytes=1) for i in range(100)))
+    with serving(path, None):
+        with asking(path) as channel:
+            channel.send(Scan())
+            frames = list[Reply]()
+            while not any(isinstance(it, Done) for it in frames):
+                frames += channel.receive(HANG_S)
+        assert sum(isinstance(it, Rows) for it in frames) > 2
+        chains = [it.id for page in StoreControl(path).pages(Ls()) for it in page]
+    assert len({*chains}) == len(chains) == 101
 
 
 def test_clients_that_hang_or_talk_nonsense_hold_nothing_up(
