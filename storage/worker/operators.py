@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 import msgspec
@@ -30,12 +30,12 @@ from tieredkv.errors import (
     StorageError,
     StoreFailedError,
 )
-from tieredkv.pieces import Pieces
+from tieredkv.pieces import Pieces, cut
 from tieredkv.storage.faults import reason_of
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Located, decode_record, is_record_of, padded_bytes
 from tieredkv.storage.index.entries import Totals
-from tieredkv.storage.index.transaction import TXN_BLOCKS
+from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn
 from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.stats import StoreStats
@@ -45,12 +45,11 @@ from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.socket import Caller
 from tieredkv.storage.worker.steps import (
     DisorderError,
-    behind,
     checking_extents,
     checking_index,
     deleting,
-    in_order,
     is_of_whole_namespaces,
+    walking,
 )
 from tieredkv.types import TENANT_BYTES
 
@@ -172,19 +171,13 @@ class Operators:
                 some = []
 
     def _scan(self) -> Iterator[messages.Rows]:
-        last, is_over = b"", False
-        while not is_over:
-            records = list[bytes]()
-            for _ in range(_STEPS_A_FRAME):
-                self.give_way()
-                with self._index.reading() as txn:
-                    some = [*islice(txn.records(behind(last)), _ROWS_A_STEP)]
-                records += records_of(last, some)
-                if is_over := len(some) < _ROWS_A_STEP:
-                    break
-                last, _ = some[-1]
-            now = self._parts.clock.now()
-            yield messages.Rows(b"".join(records), self._index.retentions.names, now)
+        steps = walking(self._index, _some_records, rest=self.give_way)
+        try:
+            for some in chain(cut(steps, _STEPS_A_FRAME), [[]]):  # the last part tells the time
+                data, now = b"".join(map(sound_records, some)), self._parts.clock.now()
+                yield messages.Rows(data, self._index.retentions.names, now)
+        except DisorderError:
+            raise CorruptIndexError("the keys of `blocks` are out of order") from None
 
     def _figures(self, asked: messages.Figures, caller: Caller) -> messages.Told:
         key_use = self._parts.key_use
@@ -228,40 +221,32 @@ class Operators:
         """
         are_whole, page, checked, by_reason, repaired = True, memoryview(b""), 0, Counter[str](), 0
         told_at = time.monotonic()
-        while entries := self._entries(last, caller):
-            for _, located, is_whole in entries:
-                if time.monotonic() - told_at > _TOLD_S:
-                    yield messages.Checked(checked, dict(by_reason), repaired)
-                    checked, by_reason, repaired = 0, Counter[str](), 0
-                    told_at = time.monotonic()
-                if random.random() >= asked.sample:
-                    continue
-                if located is not None and self._parts.clock.now() >= located.record.expires_at:
-                    continue
-                checked += 1
-                are_whole = are_whole and is_whole
-                reason, is_repaired = "record", asked.repair
-                if located is not None:
-                    if len(page) < (size := padded_bytes(located.record.size_bytes)):
-                        page = aligned_buffer(size)
-                    reason, is_repaired = self._read(located, page, asked, caller)
-                by_reason.update([reason] if reason else [])
-                repaired += is_repaired
-            last, *_ = entries[-1]
+        try:
+            for entries in walking(self._index, _whole_blocks, last, self.give_way):
+                for _, (located, is_whole) in entries:
+                    if time.monotonic() - told_at > _TOLD_S:
+                        yield messages.Checked(checked, dict(by_reason), repaired)
+                        checked, by_reason, repaired = 0, Counter[str](), 0
+                        told_at = time.monotonic()
+                    if random.random() >= asked.sample or self._has_expired(located):
+                        continue
+                    checked += 1
+                    are_whole = are_whole and is_whole
+                    reason, is_repaired = "record", asked.repair
+                    if located is not None:
+                        if len(page) < (size := padded_bytes(located.record.size_bytes)):
+                            page = aligned_buffer(size)
+                        reason, is_repaired = self._read(located, page, asked, caller)
+                    by_reason.update([reason] if reason else [])
+                    repaired += is_repaired
+                last, _ = entries[-1]
+        except DisorderError:
+            self._at_once(self.store.ask_for_rebuild, caller)
         yield messages.Checked(checked, dict(by_reason), repaired)
         return are_whole, last
 
-    def _entries(self, last: bytes, caller: Caller) -> list[tuple[bytes, Located | None, bool]]:
-        """Return some entries behind a name, and whether they are whole; none after the last."""
-        self.give_way()
-        try:
-            with self._index.reading() as txn:
-                entries = in_order(last, txn.some_blocks(behind(last)))
-                # In the same state of the index, as blocks may change at any time.
-                return [(name, it, it is not None and txn.is_whole(it)) for name, it in entries]
-        except DisorderError:
-            self._at_once(self.store.ask_for_rebuild, caller)
-            return []
+    def _has_expired(self, located: Located | None) -> bool:
+        return located is not None and self._parts.clock.now() >= located.record.expires_at
 
     def _read(
         self, located: Located, page: memoryview, asked: messages.Verify, caller: Caller
@@ -409,13 +394,16 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def records_of(last: bytes, entries: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the sealed records of entries that follow a key; what is none of its key is left out.
+def _some_records(txn: IndexTxn, start: bytes) -> list[tuple[bytes, bytes]]:
+    return [*islice(txn.records(start), _ROWS_A_STEP)]
 
-    Raises:
-        CorruptIndexError: the entries are not in the order of their keys.
-    """
-    try:
-        return [record for name, record in in_order(last, entries) if is_record_of(name, record)]
-    except DisorderError:
-        raise CorruptIndexError("the keys of `blocks` are out of order") from None
+
+def _whole_blocks(txn: IndexTxn, start: bytes) -> list[tuple[bytes, tuple[Located | None, bool]]]:
+    """Read some blocks and whether they are whole; in one state of the index, as it may change."""
+    entries = txn.some_blocks(start)
+    return [(name, (it, it is not None and txn.is_whole(it))) for name, it in entries]
+
+
+def sound_records(entries: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return sealed records, side by side; what is none of its key is left out."""
+    return b"".join([record for name, record in entries if is_record_of(name, record)])

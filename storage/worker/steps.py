@@ -6,7 +6,7 @@ decides how many at once, and when.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, count, pairwise
 from threading import Event
@@ -17,7 +17,7 @@ from tieredkv.hashing import ModelIdentity
 from tieredkv.pieces import Pieces
 from tieredkv.storage.format.record import Extent, Located
 from tieredkv.storage.index.environment import Index
-from tieredkv.storage.index.transaction import batches
+from tieredkv.storage.index.transaction import IndexTxn, batches
 from tieredkv.storage.messages.operator import Checked, Delete, Deleted, Verify
 from tieredkv.storage.store import Store
 
@@ -26,48 +26,44 @@ _PAUSES = 10  # each pause of `count_others` lasts this many times the step befo
 _MAX_PAUSE_S = 0.5
 
 Entry = TypeVar("Entry")
-Entries = Sequence[tuple[bytes, Located | None]]
-"""Names of blocks and what the index has of them; None for a damaged entry."""
+Entries = Sequence[tuple[bytes, Entry]]
+"""Names of blocks, and what was read of them."""
 
 
 class DisorderError(Exception):
     """Names do not ascend, as on a damaged page, where a walk might never end."""
 
 
-def in_order(last: bytes, entries: Sequence[tuple[bytes, Entry]]) -> Sequence[tuple[bytes, Entry]]:
-    """Return entries that follow a name.
-
-    Raises:
-        DisorderError: they are not in the order of their names.
-    """
-    names = [last, *(name for name, _ in entries)]
-    if any(name >= other for name, other in pairwise(names)):
-        raise DisorderError
-    return entries
-
-
-def behind(name: bytes) -> bytes:
-    """Return where a walk goes on that has come to a name; it begins with the empty one."""
-    return name + b"\0"
-
-
-def _walking(index: Index) -> Iterator[Entries]:
+def walking(
+    index: Index,
+    read: Callable[[IndexTxn, bytes], Entries[Entry]],
+    last: bytes = b"",
+    rest: Callable[[], None] = lambda: None,
+) -> Iterator[Entries[Entry]]:
     """Walk over all entries and yield some of them at a time; others may come and go in between.
+
+    Args:
+        index: of the blocks.
+        read: reads some entries from a name on, in their order.
+        last: the name behind which the walk begins.
+        rest: called before each step.
 
     Raises:
         DisorderError
     """
-    last = b""
     while True:
+        rest()
         with index.reading() as txn:
-            entries = in_order(last, txn.some_blocks(behind(last)))
+            entries = read(txn, last + b"\0")
         if not entries:
             return
+        if any(name >= other for name, other in pairwise([last, *(name for name, _ in entries)])):
+            raise DisorderError
         yield entries
         last, _ = entries[-1]
 
 
-def _named(index: Index, starts: list[bytes]) -> Iterator[Entries]:
+def _named(index: Index, starts: list[bytes]) -> Iterator[Entries[Located | None]]:
     """Yield the entries whose names begin so, some at a time, in the order of `starts`."""
     for some in batches(starts):
         with index.reading() as txn:
@@ -96,7 +92,7 @@ def count_others(index: Index, model: ModelIdentity, now: float, is_over: Event)
     """
     roots, num_others, begin = dict[bytes, bytes](), 0, time.monotonic()
     with suppress(DisorderError):
-        for entries in _walking(index):
+        for entries in walking(index, IndexTxn.some_blocks):
             for record in (located.record for _, located in entries if located is not None):
                 if (root := roots.get(record.namespace)) is None:
                     root = roots[record.namespace] = model.root(record.namespace)
@@ -139,8 +135,9 @@ def deleting(store: Store, asked: Delete) -> Pieces[Deleted]:
             and record.namespace.hex().startswith(prefix)
         )
 
+    walk = walking(index, IndexTxn.some_blocks)
     try:
-        for entries in _walking(index) if asked.starts is None else _named(index, asked.starts):
+        for entries in walk if asked.starts is None else _named(index, asked.starts):
             doomed = [it for _, it in entries if it is not None and is_meant(it)]
             counted = [it for it in doomed if asked.expired or it.record.expires_at > now]
             freed_bytes += sum(it.extent_bytes for it in counted)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.golden import refused
 from tests.storage.blocks import (
     CheckedStore,
     ask,
@@ -27,13 +28,15 @@ from tests.storage.blocks import (
 )
 from tests.storage.test_service import NEW, OLD, OLDER, Engine, serving
 from tests.waiting import HANG_S
+from tieredkv.errors import CorruptIndexError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import EvictFilter, Ls
 from tieredkv.pieces import whole
 from tieredkv.storage.extents import room
+from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
-from tieredkv.storage.messages.operator import Delete, Verify
+from tieredkv.storage.messages.operator import Delete, Scan, Verify
 from tieredkv.storage.store import Store
 from tieredkv.storage.tier import Lent
 from tieredkv.storage.worker import loop, operators
@@ -230,6 +233,24 @@ def test_a_check_of_few_blocks_of_many_tells_that_it_goes_on(
         put(store, *[make_record(f"{n}", size_bytes=4096) for n in range(100)])
         parts = ask(store, Verify(sample=1e-9))
     assert (len(parts), sum(part.checked for part in parts)) == (101, 0)
+
+
+@pytest.mark.parametrize("places", [(1, 0), (0, 0)])
+def test_keys_out_of_order_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[int, ...]
+) -> None:
+    with open_store(tmp_path / "kv") as store:
+        put(store, make_record("a"), make_record("b"))
+        with store.index.reading() as txn:
+            entries = [*txn.records()]
+        found = [entries[place] for place in places]
+        monkeypatch.setattr(IndexTxn, "records", lambda *_: iter(found))
+        with refused(CorruptIndexError):
+            ask(store, Scan())
+        ask(store, Verify(sample=1e-9, repair=False))
+        monkeypatch.undo()
+        with store.index.reading() as txn:
+            assert txn.meta.needs_rebuild
 
 
 def test_the_garbage_collector_has_nothing_to_do_with_blocks_that_were_deleted(
