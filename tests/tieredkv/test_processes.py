@@ -5,48 +5,135 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from tests.serving import heed_ctrl_c
-from tests.waiting import HANG_S, wait_until
+from tests.tieredkv import test_processes as this_module
+from tests.waiting import HANG_S, is_alive, wait_until
+from tieredkv.bench import processes
 from tieredkv.bench.processes import in_new_process
+from tieredkv.errors import ConfigError, TieredKVError
+
+ROOT = Path(__file__).parents[2]
 
 
-def measure(folder: Path) -> None:
+def closing(folder: Path) -> None:
     """Work until it is interrupted, and then leave something, as a store does that is closed."""
     try:
-        (folder / "begun").touch()
+        (folder / "begun").write_text(str(os.getpid()))
         time.sleep(HANG_S)
     finally:
-        time.sleep(0.5)  # while this process is interrupted once more
+        time.sleep(0.2)  # while this process is interrupted once more
         (folder / "closed").touch()
 
 
-def wait_for_measuring(folder: Path) -> None:
-    try:
-        in_new_process(measure, folder)
-    except KeyboardInterrupt:
-        os._exit(130 if (folder / "closed").exists() else 1)
-
-
-def test_an_interruption_lets_the_work_end_what_it_has_started(tmp_path: Path) -> None:
-    for way in ("SIGINT", "SIGTERM", "Ctrl-C"):
-        folder = tmp_path / way
-        folder.mkdir()
-        command = [sys.executable, "-m", "tests.tieredkv.test_processes", str(folder)]
-        process = subprocess.Popen(command, start_new_session=True, preexec_fn=heed_ctrl_c)
+def never_ending(folder: Path) -> None:
+    """Work that an interruption does not end, as where a lock is never released."""
+    while True:
         try:
-            wait_until((folder / "begun").exists, "the work does not begin", process=process)
-            if way == "Ctrl-C":  # reaches all processes of a terminal's session
-                os.killpg(process.pid, signal.SIGINT)
-            else:
-                process.send_signal(getattr(signal, way))
-            assert process.wait(HANG_S) == 130
-        finally:
-            process.kill()
-            process.wait()
+            (folder / "begun").write_text(str(os.getpid()))
+            time.sleep(HANG_S)
+        except KeyboardInterrupt:
+            continue
+
+
+def refusing(text: str) -> NoReturn:
+    raise ConfigError(text)
+
+
+def failing() -> NoReturn:
+    raise ValueError("a bug")
+
+
+def swallow(folder: Path) -> None:
+    """Be a module that takes long to import, and drops what interrupts it, as finalizers do."""
+    never_ending(folder)
+
+
+class SlowToArrive:
+    """An argument that arrives only once a module is imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[Path], object], tuple[Path]]:
+        return this_module.swallow, (self.folder,)
+
+
+def run_here(work: str, folder: Path) -> NoReturn:
+    """Be a bench that measures, in the new process of a test."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
+    processes.GRACE_S = 1.0
+    try:
+        if work == "starting":
+            in_new_process(print, this_module.SlowToArrive(folder))
+        in_new_process(getattr(this_module, work), folder)
+    except KeyboardInterrupt:
+        os._exit(130)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "Ctrl-C", "timeout"])
+@pytest.mark.parametrize("work", ["closing", "never_ending", "starting"])
+def test_an_interruption_ends_the_measuring_process_whatever_it_does(
+    work: str, way: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.tieredkv.test_processes", work, str(tmp_path)]
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        begun = tmp_path / "begun"
+        wait_until(lambda: begun.exists() and begun.read_text() != "", process=process)
+        if way in ("SIGINT", "SIGTERM"):
+            process.send_signal(getattr(signal, way))
+        elif way == "Ctrl-C":  # reaches all processes of a terminal's foreground group
+            os.killpg(process.pid, signal.SIGINT)
+        else:  # the command `timeout` signals the process, and then the group
+            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)
+        _, stderr = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert not is_alive(int(begun.read_text()))
+    assert "Traceback" not in stderr
+    if way != "timeout":
+        assert (tmp_path / "closed").exists() == (work == "closing")
+
+
+def test_the_measuring_process_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.tieredkv.test_processes", "never_ending", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment)
+    begun = tmp_path / "begun"
+    wait_until(lambda: begun.exists() and begun.read_text() != "", process=process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_alive(int(begun.read_text())), "the measuring process goes on")
+
+
+def test_an_error_of_ours_comes_back_and_another_one_is_logged(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(ConfigError, match="too long"):
+        in_new_process(this_module.refusing, "too long")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(TieredKVError, match="see the log"):
+        in_new_process(this_module.failing)
+    assert "ValueError: a bug" in capfd.readouterr().err
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
-    wait_for_measuring(Path(sys.argv[1]))
+    run_here(sys.argv[1], Path(sys.argv[2]))

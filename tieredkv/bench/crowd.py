@@ -26,7 +26,7 @@ import torch
 from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.sources import WorkerReads
-from tieredkv.bench.temporary_keys import temporary_keys
+from tieredkv.bench.temporary_keys import temporary_folder, temporary_keys
 from tieredkv.bench.ttft import look_up
 from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Settings
@@ -440,8 +440,7 @@ def run_arms(
         TieredKVError: a process failed.
     """
     results, problems = dict[str, Result](), list[str]()
-    parent = settings.get("disk_dir")
-    with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as name:
+    with temporary_folder(settings.get("disk_dir")) as name:
         for arm in arms:
             try:
                 results[arm] = in_new_process(measure, settings, arm, Path(name), *arguments)

@@ -16,7 +16,6 @@ import math
 import os
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -30,7 +29,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.bench import raw
-from tieredkv.bench.temporary_keys import make_place, temporary_keys
+from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
 from tieredkv.clock import Clock
 from tieredkv.config import Switch
 from tieredkv.errors import ConfigError
@@ -99,7 +98,7 @@ def run(
         raise ConfigError(f"{what}\nhint: give a smaller `--disk-size` or fewer `--index-blocks`")
     with (
         closing(HostArena(min(max(64, ARENA_BYTES // size), budget // size // 4), size)) as arena,
-        tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=folder) as made,
+        temporary_folder(folder) as made,
     ):
         keys: Row = {"encryption": encryption}
         for name, path in temporary_keys(f"{made}/keys").items():

@@ -4,19 +4,24 @@ Long work that has results on the way uses `noting_interruptions`, and returns w
 """
 
 import contextlib
+import logging
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeVar
 
 from tieredkv.errors import TieredKVError
+from tieredkv.wire.process import Refused, bury, start_process
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
+GRACE_S = 30.0  # for interrupted work, which closes an engine and may have an answer
 
 
 def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
@@ -24,37 +29,80 @@ def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
 
     An interruption is passed on to that process as SIGTERM, which unwinds `work` once, so that it
     ends the processes it has started before a folder they write to is removed. If `work` answers
-    all the same, its answer is returned; a second interruption kills it.
+    all the same, its answer is returned. The process is killed if it takes longer than `GRACE_S`,
+    as where a finalizer swallowed what unwinds it, or at a second interruption; a store's worker
+    that it has started then ends by itself.
+
+    Args:
+        work: a function of a module that can be imported; its result can be pickled.
+        arguments: its arguments, which can be pickled.
 
     Raises:
         KeyboardInterrupt: the call was interrupted before `work` could answer.
-        TieredKVError: the process ended before it answered.
+        TieredKVError: `work` raised it, or the process ended before it answered.
     """
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_unwind_once) as pool:
-        job = pool.submit(work, *arguments)
+    # In a session of its own: an interruption of all processes of this group does not reach it.
+    process, sock = start_process("tieredkv.bench.processes")
+    is_interrupted = False
+    with Connection(sock.detach()) as connection:
         try:
-            return job.result()
-        except KeyboardInterrupt:
-            for process in active_children():
-                process.terminate()
+            connection.send((work, arguments))
             try:
-                return job.result()
-            except BrokenProcessPool:
-                raise KeyboardInterrupt from None
+                connection.poll(None)
             except KeyboardInterrupt:
-                for process in active_children():
-                    process.kill()
-                raise
-        except BrokenProcessPool as error:
+                is_interrupted = True
+                process.terminate()
+                if not connection.poll(GRACE_S):
+                    logger.warning("process %d does not end and is killed", process.pid)
+                    raise
+            with noting_interruptions() as noted:
+                answer = connection.recv()
+                bury(process, grace_s=2.0)
+        except (EOFError, ConnectionError) as error:
+            if is_interrupted:
+                raise KeyboardInterrupt from None
             what = "a measuring process ended before it answered; see the log"
             raise TieredKVError(what) from error
+        finally:
+            with noting_interruptions():
+                process.kill()
+                process.wait()
+    if noted.is_set():
+        raise KeyboardInterrupt
+    if isinstance(answer, Refused):
+        raise answer.error
+    result: Result = answer
+    return result
+
+
+def main(fd: int) -> int:
+    """Do the work that arrives at a socket, and send its result; in the new process."""
+    connection = Connection(fd)
+    try:
+        work, arguments = connection.recv()  # until it is here, SIGTERM ends this process at once
+        _unwind_once()
+        threading.Thread(target=_end_with, args=[connection], daemon=True).start()
+        try:
+            answer = work(*arguments)
+        except TieredKVError as error:
+            answer = Refused.of(error)
+        connection.send(answer)
+    except (KeyboardInterrupt, EOFError, ConnectionError):
+        return 1
+    except Exception:
+        logger.exception("measuring failed")
+        return 1
+    return 0
+
+
+def _end_with(connection: Connection) -> NoReturn:
+    """End this process if the one that waits for its answer ends."""
+    connection.poll(None)
+    os._exit(1)
 
 
 def _unwind_once() -> None:
-    """Have the first Ctrl-C or SIGTERM raise KeyboardInterrupt, and ignore the later ones.
-
-    Ctrl-C in a terminal reaches this process by itself, and once more through the one that waits.
-    """
+    """Have the first Ctrl-C or SIGTERM raise KeyboardInterrupt, and ignore the later ones."""
 
     def unwind(*_: object) -> NoReturn:
         for number in _INTERRUPTIONS:
@@ -75,3 +123,9 @@ def noting_interruptions() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # quicker than taking apart what torch has loaded

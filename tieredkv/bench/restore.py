@@ -29,7 +29,6 @@ import contextlib
 import itertools
 import math
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process, noting_interruptions
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare
-from tieredkv.bench.temporary_keys import temporary_keys
+from tieredkv.bench.temporary_keys import temporary_folder, temporary_keys
 from tieredkv.bench.ttft import (
     SUFFIX_TOKENS,
     Sample,
@@ -201,12 +200,11 @@ def run(
         KeyboardInterrupt: it was interrupted before anything was measured.
         TieredKVError: the process failed.
     """
-    parent = settings.get("disk_dir")
     found, kv_spec = look_up(settings)
     sizes = tier_sizes(
         prefix_tokens, repeats * len(disk_rate), kv_spec.token_bytes, found.max_model_len
     )
-    with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
+    with temporary_folder(settings.get("disk_dir")) as folder:
         places = {"disk_dir": f"{folder}/store", **temporary_keys(f"{folder}/keys")}
         settings = sizes | settings | {"restore": "load"} | places
         runs, learnt = in_new_process(

@@ -32,7 +32,6 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,7 +44,7 @@ from tieredkv.bench import raw, sources
 from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
-from tieredkv.bench.temporary_keys import make_place, temporary_keys
+from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
 from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
@@ -202,7 +201,7 @@ def run(
     """
     found, kv_spec = look_up(settings)
     sizes = tier_sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
-    with TemporaryDirectory(prefix="tieredkv-bench-", dir=settings.get("disk_dir")) as folder:
+    with temporary_folder(settings.get("disk_dir")) as folder:
         path = Path(folder)
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)

@@ -196,6 +196,9 @@ def restore() -> None:
     is not judged where `page_cache` in the JSON report is "warm": there is no block device under
     the folder, or its filesystem has no O_DIRECT.
 
+    Ctrl-C and SIGTERM remove the store; the cases that have ended by then are reported, and the
+    exit code is 1. It is 130 if none has ended.
+
     \b
     Example:
       tieredkv bench restore --model tiny-random --prefix-tokens 512,2048 --disk-rate 1GB,none
@@ -264,7 +267,7 @@ def returns() -> None:
     sizes are given, VRAM holds the two longest prefixes, host memory one, and the disk all.
 
     Ctrl-C and SIGTERM remove the stores; the arms that have ended by then are reported, and the
-    exit code is 1.
+    exit code is 1. It is 130 if none has ended.
 
     \b
     Examples, the first a minute without a GPU:
