@@ -310,11 +310,11 @@ class KeyTable:
             StorageError: the file cannot be written or is no longer in its place.
         """
         new = [scope for scope in scopes if scope not in self._by_scope]
-        if not new:
-            return
         assert all(map(math.isfinite, scopes.values())), scopes
         with storage_errors(self.path):
-            self._check_place()
+            self._check_place()  # for keys that are there too: their blocks would be lost
+            if not new:
+                return
             self._grow(len(new) - len(self._free))
             keys = [
                 PayloadKey(

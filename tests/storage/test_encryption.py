@@ -35,7 +35,7 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tests.storage.conftest import Harness, Mailbox, make_chain
+from tests.storage.conftest import Harness, Mailbox, make_chain, wait_until
 from tests.storage.conftest import payload_of as payload_of_hash
 from tieredkv.errors import MissingKeyError, StorageError
 from tieredkv.operate.ask import StoreControl
@@ -511,6 +511,23 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     (gone,) = box.take(Gone)
     assert gone.hashes == hashes[1:2]
     assert box.lookup(hashes)[1] is None
+
+
+def test_nothing_is_stored_while_the_keys_are_away_and_an_idle_store_resumes_by_itself(
+    harness: Harness, tmp_path: Path
+) -> None:
+    keys, away = tmp_path / "keys", tmp_path / "away"
+    box = Mailbox(harness.open(encryption="on", key_dir=str(keys)))
+    known, new = make_chain("a", 4), make_chain("b", 4)
+    assert all(done.ok for done in box.store(known))
+    keys.rename(away)
+    # Of the same namespace and hour: there is a key for them, which a restart would not find.
+    assert {done.reason for done in box.store(new)} == {"io_error"}
+    assert str(keys) in box.client.stats().store_error
+    assert all(done.ok for done in box.load(known))
+    away.rename(keys)
+    wait_until(lambda: not box.client.stats().store_error)
+    assert all(done.ok for done in box.store(new))
 
 
 def test_no_hash_is_sent_to_the_worker_and_its_names_outlive_it(

@@ -326,6 +326,7 @@ def test_a_table_that_was_removed_while_it_is_open_gets_no_more_keys(
     os.rename(table_path, table_path + ".away")
     changes: list[Callable[[], None]] = [
         lambda: table.add({THREE: DEATH}),
+        lambda: table.add({ONE: DEATH}),  # blocks under a key that is there would be lost as well
         lambda: table.stamp(NEXT, STAMP),
         lambda: table.rotate(OTHER),
     ]
