@@ -35,8 +35,10 @@ from tieredkv.operate.infos import ChainInfo
 from tieredkv.operate.verb import Asking
 from tieredkv.operate.worker import Worker
 from tieredkv.storage.client.client import StoreClient
+from tieredkv.storage.messages.engine import CloseCall, WorkerUp
 from tieredkv.storage.messages.operator import Deleted
 from tieredkv.storage.tier import ControlRequest
+from tieredkv.storage.worker.process import WorkerProcess
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 
@@ -269,16 +271,27 @@ def test_an_eviction_that_the_engine_does_not_answer_is_no_success(harness: Harn
 
 
 def test_nothing_is_evicted_behind_the_back_of_an_engine_whose_worker_is_down(
-    harness: Harness,
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tieredkv.operate.ask._RETRY_S", 0.0)
     client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
     Mailbox(client).store(make_chain("a", 5))
     os.kill(client.pid or 0, signal.SIGKILL)
     wait_until(lambda: client.pid is None)
     control = StoreControl(harness.folder)
+    for call in (EvictFilter(all=True), Prune()):
+        with refused(StoreUnreachableError):
+            control.answer(call)
+    assert control.answer(EvictFilter(all=True, dry_run=True))["evicted_blocks"] == 5
+    assert control.answer(Df())["disk"]["blocks"] == 5
+    # Another verb has started a worker of its own meanwhile, which has no engine to ask.
+    other = WorkerProcess(harness.options(create=False), None)
+    while not isinstance(other.channel.receive(None)[-1], WorkerUp):
+        pass
     with refused(StoreUnreachableError):
         control.answer(EvictFilter(all=True))
-    assert control.answer(EvictFilter(all=True, dry_run=True))["evicted_blocks"] == 5
+    other.channel.send(CloseCall())
+    other.bury()
     assert control.answer(Df())["disk"]["blocks"] == 5
     client.close()
     assert control.answer(EvictFilter(all=True))["evicted_blocks"] == 5

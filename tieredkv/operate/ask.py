@@ -110,9 +110,10 @@ class StoreControl:
                 with contextlib.suppress(*GONE), connect() as connection:
                     channel = channel_over(connection)
                     worker = worker_of(channel=channel, let_go=channel.close)
-                    return (yield from call.carry_out(worker))
-                # VRAM and host memory cannot be asked while an engine's worker is down.
-                if call.changes_engine and has_engine(folder_fd):
+                    # That of another verb has none, as where an engine's worker is down.
+                    if not (call.needs_engine and has_engine(folder_fd)) or worker.has_engine:
+                        return (yield from call.carry_out(worker))
+                if call.needs_engine and has_engine(folder_fd):
                     continue
                 with contextlib.suppress(StoreBusyError):
                     if call.empties and (emptied := self._empty_refused()) is not None:
@@ -120,11 +121,11 @@ class StoreControl:
                     timeout_s = self._answer_timeout_s
                     own = ask_own_worker(call, self._options, worker_of, connect, timeout_s)
                     return (yield from own)
-            if call.changes_engine and has_engine(folder_fd):
+            if call.needs_engine and has_engine(folder_fd):
                 what = f"an engine uses `{self._path}`, but its store worker is down"
                 raise StoreUnreachableError(
-                    f"{what}: what it holds in VRAM and host memory could come back, so nothing "
-                    "was evicted\nhint: try again once the worker is up, or stop the server first"
+                    f"{what}: it cannot be asked what it holds in VRAM and host memory, so nothing "
+                    "was dropped\nhint: try again once the worker is up, or stop the server first"
                 )
         finally:
             os.close(folder_fd)

@@ -73,7 +73,7 @@ class EvictFilter(Verb, frozen=True, kw_only=True, tag="evict"):
         return not self.dry_run
 
     @property
-    def changes_engine(self) -> bool:  # type: ignore[override]
+    def needs_engine(self) -> bool:  # type: ignore[override]
         """Whether what VRAM and host memory hold could bring back what it evicts."""
         return not self.dry_run
 

@@ -32,6 +32,11 @@ class Prune(Verb, frozen=True, kw_only=True, tag="prune"):
         """Whether it is no dry run."""
         return not self.dry_run
 
+    @property
+    def needs_engine(self) -> bool:  # type: ignore[override]
+        """Whether what VRAM and host memory hold decides what it drops."""
+        return not self.dry_run
+
     def answer(self, worker: Worker) -> dict[str, Any]:
         """Return `{"pruned_blocks", "freed_bytes", "by_reason"}`, and why keys were kept.
 

@@ -30,8 +30,8 @@ class Verb(
         is_local: whether only the machine's own user may call it, not `/admin`.
         is_quick: whether it only reads a few figures, so that a server can answer it on a thread.
         changes: whether it may change the store; other verbs leave a stopped store as it is.
-        changes_engine: whether it must not be carried out while an engine that uses the store
-            cannot be asked.
+        needs_engine: whether it must not be carried out while an engine that uses the store cannot
+            be asked.
         mends: whether it makes a damaged index again.
         empties: whether it drops every block on disk, which also works on a store that no server
             would start on.
@@ -42,7 +42,7 @@ class Verb(
     is_local: ClassVar[bool] = False
     is_quick: ClassVar[bool] = False
     changes: ClassVar[bool] = False
-    changes_engine: ClassVar[bool] = False
+    needs_engine: ClassVar[bool] = False
     mends: ClassVar[bool] = False
     empties: ClassVar[bool] = False
 

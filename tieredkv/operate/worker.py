@@ -82,6 +82,11 @@ class Worker:
             done = _added(done, self.one(replace(asked, starts=some), Deleted))
         return done
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether it is the worker of an engine, and not of another verb."""
+        return self.one(messages.Figures(), messages.Told).writer_pid is not None
+
     def models(self) -> KnownModels:
         """Return the models that the folder names."""
         return KnownModels(read_models(self.path))
