@@ -85,7 +85,8 @@ def open_parts(
         use.suspect_all()
         if (failed := use.drop_unused()) is not None:
             logger.warning("%s", failed)
-        use.sweep_others()
+        with suppress(StorageError):  # the first sweep of a server says so
+            use.sweep_others()
         folder.note_budget(budget)  # used when the store is opened without a budget
         undo.pop_all()
     return replace(parts, num_expired=num_expired)

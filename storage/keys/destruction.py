@@ -192,19 +192,18 @@ def _bytes_of(path: str) -> bytes:
 
 
 def sweep_tables(key_dir: str, now: float) -> None:
-    """Sweep each table and each draft in a key folder that no process holds; failures are logged.
+    """Sweep each table and each draft in a key folder that no process holds.
 
     Each table is read wholly, so this is no work for the thread that answers lookups.
 
     Args:
         key_dir: the folder.
         now: seconds since the epoch.
+
+    Raises:
+        StorageError: the folder cannot be read.
     """
-    try:
-        tables, drafts = _tables(key_dir), _tables(key_dir, TABLE_SUFFIX + DRAFT_SUFFIX)
-    except StorageError as error:
-        logger.warning("the folder of keys could not be swept: %s", error)
-        return
+    tables, drafts = _tables(key_dir), _tables(key_dir, TABLE_SUFFIX + DRAFT_SUFFIX)
     for sweep, paths in ((sweep_draft, drafts), (partial(sweep_table, now=now), tables)):
         for path in paths:
             try:

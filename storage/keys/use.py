@@ -178,6 +178,9 @@ class KeyUse:
         """Destroy what is over in the files of other stores that no worker holds.
 
         This reads files as long as there are keys.
+
+        Raises:
+            StorageError: the folder of keys cannot be read.
         """
         if self.keys is not None:
             sweep_tables(self.keys.place.key_dir, self.clock.now())

@@ -360,7 +360,14 @@ class StoreService:
             self._sweep = self._store.sweeping()
         if (steps := self._sweep) is None:
             return
-        if self._log.attempt("sweep", lambda: next(steps, _OVER)) is _OVER:
+
+        def take_step() -> bool:
+            if next(steps, _OVER) is _OVER:
+                self._sweep = None
+                self._log.note_works("sweep")
+            return True
+
+        if not self._log.attempt("sweep", take_step):
             self._sweep = None
 
     def _begin_sweep(self) -> None:
@@ -371,9 +378,14 @@ class StoreService:
         self._warn_of_shortfall()
         told = messages.Completions([], self._stats)  # figures that change while nothing is stored
         self._front.hand(lambda: self._channel.send(told))
-        self._readers.submit(self._log.attempt, "keys", self._parts.key_use.sweep_others)
+        self._readers.submit(self._log.attempt, "keys", self._sweep_others)
         if trial := self._store.compression_trial(self._launch.options.num_readers):
             self._readers.submit(self._log.attempt, "compression", trial)
+
+    def _sweep_others(self) -> None:
+        """Sweep the files of keys of other stores, on a reader thread."""
+        self._parts.key_use.sweep_others()
+        self._log.note_works("keys")
 
     def _warn_of_shortfall(self) -> None:
         """Log that the disk is too small for what retention policies promise, once an hour."""

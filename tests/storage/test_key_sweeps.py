@@ -1,5 +1,6 @@
 """What a sweep does to the files of the key folder that no worker holds."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from tests.storage.key_tables import (
     scopes_of,
 )
 from tests.storage.test_store_keys import Place
+from tieredkv.errors import StorageError
 from tieredkv.storage.folder.marker import new_marker, write_marker
 from tieredkv.storage.keys import gone, table_file
 from tieredkv.storage.keys.destruction import sweep_tables
@@ -94,7 +96,9 @@ def test_a_sweep_leaves_files_that_are_no_tables(key_dir: Path) -> None:
         (key_dir / name).chmod(0o600)
     sweep_tables(str(key_dir), DEATH)
     assert {each.name: each.read_bytes() for each in key_dir.iterdir()} == files
-    sweep_tables(str(key_dir / "gone"), DEATH)
+    with pytest.raises(StorageError) as caught:
+        sweep_tables(str(key_dir / "gone"), DEATH)
+    assert caught.value.errno == errno.ENOENT
 
 
 def test_a_table_of_another_version_can_be_erased(table: KeyTable, key_dir: Path) -> None:
