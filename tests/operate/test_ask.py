@@ -297,6 +297,22 @@ def test_nothing_is_evicted_behind_the_back_of_an_engine_whose_worker_is_down(
     assert control.answer(EvictFilter(all=True))["evicted_blocks"] == 5
 
 
+def test_what_looks_tells_of_an_engine_whose_worker_is_down(harness: Harness) -> None:
+    client, chain = harness.open(backoff_s=60.0, max_backoff_s=60.0), make_chain("a", 3)
+    Mailbox(client).store(chain)
+    os.kill(client.pid or 0, signal.SIGKILL)
+    wait_until(lambda: client.pid is None)
+    control = StoreControl(harness.folder)
+    df, ls = control.answer(Df()), json.loads("".join(document(Ls(), control.pages(Ls()))))
+    assert (df["engine"], df["writer_pid"], df["disk"]["blocks"]) == ("no answer", None, 3)
+    assert (ls["engine"], len(ls["chains"])) == ("no answer", 1)
+    with refused(StoreUnreachableError):
+        control.answer(Inspect(id=ls["chains"][0]["id"]))
+    client.close()
+    assert "engine" not in control.answer(Df())
+    assert sum(map(len, control.pages(Inspect(id=ls["chains"][0]["id"])))) == 3
+
+
 def test_an_eviction_whose_worker_dies_in_between_is_made_by_the_next_one(harness: Harness) -> None:
     client = harness.open()
     mail = Mailbox(client)

@@ -96,7 +96,9 @@ def df(store: Control, verbose: bool) -> Answer:
         lines.append(f"encryption: {disk['encryption']}, {disk['num_keys']} keys")
     writer = answer.get("writer_pid")
     if disk:
-        lines.append(f"writer: pid {writer}" if writer else "writer: none; the server is stopped")
+        is_down = "engine" in answer and not writer
+        why = "the store worker of its server is down" if is_down else "the server is stopped"
+        lines.append(f"writer: pid {writer}" if writer else f"writer: none; {why}")
     if disk.get("store_error"):
         lines.append(f"warning: the last blocks could not be stored: {disk['store_error']}")
     if num_others := disk.get("num_other_model"):

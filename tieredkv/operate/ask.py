@@ -119,7 +119,8 @@ class StoreControl:
                     if call.empties and (emptied := self._empty_refused()) is not None:
                         return emptied
                     timeout_s = self._answer_timeout_s
-                    own = ask_own_worker(call, self._options, worker_of, connect, timeout_s)
+                    own_of = partial(worker_of, lacks_engine=has_engine(folder_fd))
+                    own = ask_own_worker(call, self._options, own_of, connect, timeout_s)
                     return (yield from own)
             if call.needs_engine and has_engine(folder_fd):
                 what = f"an engine uses `{self._path}`, but its store worker is down"

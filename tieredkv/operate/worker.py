@@ -49,6 +49,7 @@ class Worker:
         let_go: ends the connection, and that process if it was started for this verb.
         looking: what a process that was started to look has said; None of another one.
         own_index: of a process that was started for this verb: how it began with the index.
+        lacks_engine: whether an engine uses the store, but this is not its worker, which is down.
 
     Every call raises EOFError if the process has gone, StoreUnreachableError if it says nothing,
     and the error that it refuses with.
@@ -62,6 +63,7 @@ class Worker:
     let_go: Callable[[], object]
     looking: Looking | None = None
     own_index: IndexStart | None = None
+    lacks_engine: bool = False
 
     def find(self, starts: Sequence[bytes], *, climbs: bool = False) -> Iterator[messages.Rows]:
         """Yield the blocks whose names begin so, those that have expired left out.
@@ -96,12 +98,15 @@ class Worker:
     ) -> Iterator[dict[str, Any]]:
         """Ask the engine, if there is one; yield each part of its answer.
 
-        A silent engine is taken to say `NO_ANSWER`.
+        A silent engine is taken to say `NO_ANSWER`, and so is one that cannot be asked.
 
         Args:
             call: of a verb; see `engine.verbs`.
             roots: see `storage.tier.ControlRequest`.
         """
+        if self.lacks_engine:
+            yield {**messages.NO_ANSWER}
+            return
         asked = messages.AskEngine(call=msgspec.msgpack.encode(call), roots={**roots})
         for part in self.parts(asked, messages.EngineAnswer):
             yield part.body
