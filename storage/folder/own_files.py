@@ -160,13 +160,17 @@ def erase_all(folder: str, names: re.Pattern[str]) -> int:
     num_bytes = 0
     with _folder(folder) as folder_fd:
         for name in filter(names.fullmatch, os.listdir(folder_fd)):
-            with (
-                suppress(StorageError),
-                open(open_own(name, os.O_RDWR, dir_fd=folder_fd), "rb+") as file,
-            ):
-                num_bytes += os.fstat(file.fileno()).st_blocks * 512
-                file.truncate(0)
-            remove(name, dir_fd=folder_fd)
+            try:
+                with (
+                    suppress(StorageError),
+                    open(open_own(name, os.O_RDWR, dir_fd=folder_fd), "rb+") as file,
+                ):
+                    num_bytes += os.fstat(file.fileno()).st_blocks * 512
+                    file.truncate(0)
+                remove(name, dir_fd=folder_fd)
+            except OSError as error:
+                error.filename = os.path.join(folder, name)
+                raise
         os.fsync(folder_fd)
     return num_bytes
 

@@ -1,5 +1,6 @@
 """A store of the format version before: destroyed with its keys by the start of a server."""
 
+import errno
 import hashlib
 import os
 import re
@@ -129,6 +130,24 @@ def test_files_that_only_the_folder_names_stay(old: OldPlace, tmp_path: Path) ->
     assert tree(elsewhere) == before
 
 
+@pytest.mark.parametrize("encryption", ["on", "off"])
+def test_a_store_whose_folder_of_keys_is_not_there_is_destroyed_nevertheless(
+    old: OldPlace, encryption: str
+) -> None:
+    """As in a container whose home is not kept, or with a setting that names a new folder."""
+    shutil.rmtree(old.key_dir)
+    old.check_start(encryption=encryption)
+    with old.open(encryption=encryption) as store:
+        assert store.stats().blocks == 0
+    assert segment_files(old.folder) == []
+
+
+def test_emptying_one_whose_folder_of_keys_is_not_there_works_as_well(old: OldPlace) -> None:
+    shutil.rmtree(old.key_dir)
+    control = StoreControl(old.folder, key_dir=str(old.key_dir))
+    assert control.answer(EvictFilter(all=True))["evicted_blocks"] == NUM_BLOCKS
+
+
 @pytest.mark.parametrize("id", ["", "../../etc", "*", OTHER])
 def test_files_of_another_id_or_kind_stay(old: OldPlace, id: str) -> None:
     strangers = [
@@ -225,6 +244,23 @@ def test_keys_that_cannot_be_destroyed_keep_the_store(
         patch.setattr(os, "unlink", unlink)
         old.open()
     assert len(segment_files(old.folder)) == 1
+    assert_is_new(old)
+
+
+def test_a_segment_that_cannot_be_removed_is_named_by_its_path(
+    old: OldPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [segment] = segment_files(old.folder)
+    unlink = os.unlink
+
+    def refusing(path: str, **how: Any) -> None:
+        if path == segment.name:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        unlink(path, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=re.escape(str(segment))):
+        patch.setattr(os, "unlink", refusing)
+        old.open()
     assert_is_new(old)
 
 
