@@ -166,6 +166,20 @@ def test_an_error_has_its_exit_code(
     assert run_main(["doctor"]) == exit_code
 
 
+def test_an_interruption_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may make another error of it, and much of a start is the making of classes."""
+
+    class Interrupting:
+        def __set_name__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    def make_one(**_: object) -> None:
+        type("Made", (), {"field": Interrupting()})
+
+    monkeypatch.setattr(cli.commands["doctor"], "callback", make_one)
+    assert run_main(["doctor"]) == 130
+
+
 def test_config_show_names_the_source_of_every_value_and_no_key(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('[cache]\nhost_size = "2GiB"\n[server]\napi_keys = ["secret"]\n')

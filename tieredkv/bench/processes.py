@@ -89,8 +89,9 @@ def main(fd: int) -> int:
         connection.send(answer)
     except (KeyboardInterrupt, EOFError, ConnectionError):
         return 1
-    except Exception:
-        logger.exception("measuring failed")
+    except Exception as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # while a class was made
+            logger.exception("measuring failed")
         return 1
     return 0
 

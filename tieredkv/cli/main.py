@@ -175,6 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()  # for example of `tieredkv ls > file` and `tieredkv ls >&-`
         _complain(f"the answer cannot be written: {error.strerror}")
         return EXIT_PROBLEM
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # while a class was made
+            raise
+        click.echo(err=True)
+        return EXIT_INTERRUPTED
     return result if isinstance(result, int) else 0
 
 
