@@ -256,6 +256,19 @@ def test_nothing_is_acknowledged_into_a_segment_that_was_removed(harness: Harnes
         mail.assert_right(done)
 
 
+def test_nothing_is_acknowledged_into_a_folder_without_its_marker(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open())
+    mail.store(CHAIN)
+    marker, away = harness.folder / "format.json", harness.folder.parent / "away"
+    marker.rename(away)
+    wait_until(lambda: bool(client.trouble))
+    assert not any(done.ok for done in mail.store(make_chain("later", 2)))
+    away.rename(marker)
+    wait_until(lambda: not client.trouble)
+    for done in mail.load(CHAIN):
+        mail.assert_right(done)
+
+
 def test_two_writers_never_share_a_store_whose_lock_was_removed(harness: Harness) -> None:
     mail = Mailbox(client := harness.open())
     mail.store(CHAIN)
