@@ -41,6 +41,23 @@ def never_ending(folder: Path) -> None:
             continue
 
 
+class InterruptedAtItsEnd:
+    """Something whose finalizer is interrupted; Python drops what is raised there."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)  # the signal is here by then
+
+
+def dropping(folder: Path) -> None:
+    """Work that is interrupted in a finalizer."""
+    try:
+        InterruptedAtItsEnd()
+        time.sleep(HANG_S)
+    finally:
+        (folder / "closed").touch()
+
+
 def refusing(text: str) -> NoReturn:
     raise ConfigError(text)
 
@@ -121,6 +138,33 @@ def test_the_measuring_process_ends_with_the_one_that_waits_for_it(tmp_path: Pat
     process.kill()
     process.wait()
     wait_until(lambda: not is_alive(int(begun.read_text())), "the measuring process goes on")
+
+
+def test_an_interruption_that_a_finalizer_drops_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(TieredKVError, match="see the log"):  # this process was not interrupted
+        in_new_process(this_module.dropping, tmp_path)
+    assert (tmp_path / "closed").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_the_command_line_ends_by_an_interruption_that_a_finalizer_drops(tmp_path: Path) -> None:
+    lines = [
+        "from pathlib import Path",
+        "from tests.tieredkv.test_processes import dropping",
+        "from tieredkv.cli.main import cli, run",
+        "doctor = cli.commands['doctor']",
+        "doctor.callback = lambda **_: dropping(Path.cwd())",
+        "cli.commands = {'doctor': doctor}",
+        "run()",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines), "doctor"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=HANG_S)
+    assert done.returncode == 130
+    assert (tmp_path / "closed").exists()
 
 
 def test_an_error_of_ours_comes_back_and_another_one_is_logged(

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeVar
 
 from tieredkv.errors import TieredKVError
+from tieredkv.interruptions import repeat_dropped_interruptions
 from tieredkv.wire.process import Refused, bury, start_process
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,7 @@ def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
     An interruption is passed on to that process as SIGTERM, which unwinds `work` once, so that it
     ends the processes it has started before a folder they write to is removed. If `work` answers
     all the same, its answer is returned. The process is killed if it takes longer than `GRACE_S`,
-    as where a finalizer swallowed what unwinds it, or at a second interruption; a store's worker
-    that it has started then ends by itself.
+    or at a second interruption; a store's worker that it has started then ends by itself.
 
     Args:
         work: a function of a module that can be imported; its result can be pickled.
@@ -112,6 +112,7 @@ def _unwind_once() -> None:
 
     for number in _INTERRUPTIONS:
         signal.signal(number, unwind)
+    repeat_dropped_interruptions()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import click
 import tieredkv
 from tieredkv import errors
 from tieredkv.errors import TieredKVError
+from tieredkv.interruptions import repeat_dropped_interruptions
 
 EXIT_PROBLEM = 1
 EXIT_USAGE = 2
@@ -117,6 +118,7 @@ def run() -> NoReturn:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # not ignored, as behind `nohup`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    repeat_dropped_interruptions()
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
