@@ -205,11 +205,11 @@ class StoreFolder:
             raise StorageError(errno.ESTALE, what)
 
     def _look(self) -> list[tuple[int, int]]:
-        """Identify the folders and the lock file at the path; empty if part of them is missing."""
+        """Identify the folders, the index and the lock at the path; empty if one is missing."""
         with suppress(OSError):
             os.stat(os.path.join(self.path, MARKER))  # it may be another file, but is always there
-            lock_path = os.path.join(self.path, LOCK)
-            infos = map(os.stat, (self.path, self.index_path, self.segments_path, lock_path))
+            files = os.path.join(self.index_path, INDEX_FILES[0]), os.path.join(self.path, LOCK)
+            infos = map(os.stat, (self.path, self.index_path, self.segments_path, *files))
             return [(info.st_dev, info.st_ino) for info in infos]
         return []
 

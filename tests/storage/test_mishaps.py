@@ -269,6 +269,17 @@ def test_nothing_is_acknowledged_into_a_folder_without_its_marker(harness: Harne
         mail.assert_right(done)
 
 
+def test_an_index_that_was_removed_is_made_again_at_once(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open())
+    mail.store(CHAIN)
+    first, index = client.pid, harness.folder / "index" / "data.mdb"
+    index.unlink()
+    wait_until(lambda: client.pid not in (None, first))
+    assert index.exists()
+    for done in mail.load(CHAIN):
+        mail.assert_right(done)
+
+
 def test_two_writers_never_share_a_store_whose_lock_was_removed(harness: Harness) -> None:
     mail = Mailbox(client := harness.open())
     mail.store(CHAIN)
