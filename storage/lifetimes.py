@@ -9,13 +9,14 @@ This module knows times and sizes; it does not know where blocks lie or which of
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tieredkv.histogram import LogHistogram
 from tieredkv.storage.stats import Lifetimes
-from tieredkv.units import format_bytes, format_duration
+from tieredkv.units import format_bytes, format_duration, printable
 
 RATE_SPAN_S = 3600.0
 """The present write rate is that of the last one to two hours."""
@@ -26,6 +27,11 @@ AGES_SPAN_S = 86_400.0
 LEAST_MEASURED_S = 600.0
 """A write rate that was measured for a shorter time tells nothing."""
 
+# An index with numbers beyond these is forged. Sums of those within can be told in messages.
+Counted = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Sum = Annotated[float, Meta(ge=-1e30, le=1e30)]
+_Time = Annotated[float, Meta(ge=0.0, le=1e18)]
+
 
 class Written(msgspec.Struct, array_like=True):
     """Bytes that were written, and sums of two times over these bytes.
@@ -35,16 +41,16 @@ class Written(msgspec.Struct, array_like=True):
         left_byte_s: from its write to its expiry.
     """
 
-    num_bytes: int = 0
-    promised_byte_s: float = 0.0
-    left_byte_s: float = 0.0
+    num_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 0
+    promised_byte_s: _Sum = 0.0
+    left_byte_s: _Sum = 0.0
 
 
 class Gone(msgspec.Struct, array_like=True):
     """Blocks that have left the disk: the ages of the evicted ones, and how many have expired."""
 
     evicted: LogHistogram = msgspec.field(default_factory=LogHistogram)
-    num_expired: int = 0
+    num_expired: Counted = 0
 
 
 Count = TypeVar("Count", Written, Gone)
@@ -58,8 +64,8 @@ class Recent(msgspec.Struct, Generic[Count], array_like=True):
         span: number of the present span since the epoch.
     """
 
-    began_at: float = 0.0
-    span: int = 0
+    began_at: _Time = 0.0
+    span: Counted = 0
     present: dict[str, Count] = {}
     before: dict[str, Count] = {}
 
@@ -147,7 +153,7 @@ class LifetimeCounts(msgspec.Struct, array_like=True):
             write_bytes_per_s=rates,
             promised_s=promised_s,
             expected_s={it: promised_s[it] - max(0.0, left_s[it] - stay_s) for it in rates},
-            needed_bytes=math.ceil(needed_bytes) if rates else None,
+            needed_bytes=min(math.ceil(needed_bytes), 1 << 62) if rates else None,
             ages_since=ages_since,
             num_evicted={policy: each.num for policy, each in ages.items()},
             num_expired={it: sum(each.num_expired for each in gone.of(it)) for it in ages},
@@ -186,11 +192,12 @@ def _shortfall(told: Lifetimes, budget_bytes: int) -> str:
     """Say that the disk is too small for what the policies promise, and which size would do."""
     promised_s, kept_s = told.promised_s, told.expected_s
     policy = max(kept_s, key=lambda each: promised_s[each] - kept_s[each])
+    name, promised = printable(policy), format_duration(promised_s[policy])
     rate = format_bytes(int(sum(told.write_bytes_per_s.values())))
     measured, kept = format_duration(told.measured_s), format_duration(kept_s[policy])
     return (
-        f"`{policy}` promises {format_duration(promised_s[policy])}, but at the present write rate "
-        f"of {rate}/s (of the last {measured}) blocks are evicted when they are {kept} old on "
+        f"`{name}` promises {promised}, but at the present write rate of "
+        f"{rate}/s (of the last {measured}) blocks are evicted when they are {kept} old on "
         f"average; `disk_size` = `{format_bytes(told.needed_bytes or 0)}` would do, it is "
         f"`{format_bytes(budget_bytes)}`"
     )

@@ -3,12 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 _BUCKETS_PER_OCTAVE = 8  # the middle of a bucket is within 4.5 % of each number in it
 _FIRST, _LAST = -16 * _BUCKETS_PER_OCTAVE, 25 * _BUCKETS_PER_OCTAVE
 """In seconds: 15 µs and a year. Numbers beyond them are counted in the first or last bucket."""
+
+_Bucket = Annotated[int, Meta(ge=_FIRST, le=_LAST)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class LogHistogram(msgspec.Struct, array_like=True):
@@ -18,7 +23,7 @@ class LogHistogram(msgspec.Struct, array_like=True):
         counts: how many numbers there are by bucket, which is 8·log₂ of the number.
     """
 
-    counts: dict[int, int] = {}
+    counts: dict[_Bucket, _Count] = {}
 
     @classmethod
     def sum(cls, histograms: Iterable["LogHistogram"]) -> "LogHistogram":

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: `80GiB`, `24h`."""
+"""Sizes, durations and foreign names as people read them: `80GiB`, `24h`."""
 
 import contextlib
 import math
@@ -71,3 +71,8 @@ def format_duration(seconds: float) -> str:
         if count:
             parts.append(f"{count}{unit}")
     return " ".join(parts[:2])
+
+
+def printable(text: str) -> str:
+    """Return a text from outside, such as a file's name, with escapes for control characters."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -29,12 +29,14 @@ from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Extent
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
+from tieredkv.units import printable
 
 logger = logging.getLogger(__name__)
 
 _ZEROES_BYTES = 1 << 20  # how many zeroes are written at once
 _SEGMENT_NAME = re.compile(r"([0-9]{1,20})-([0-9]{1,20})\.seg")
 _MOST_NUMBER = (1 << 32) - 1  # the next segment has to have a number, too
+_MOST_OFFSET = (1 << 63) - 1  # that the system takes
 
 
 def _segment_name(segment: int, extent_bytes: int) -> str:
@@ -95,7 +97,8 @@ class SegmentFiles:
             is_so = name == _segment_name(segment, extent_bytes) and extent_bytes > 0
             is_so &= max(segment, extent_bytes) < _MOST_NUMBER
             if not is_so or extent_bytes % PAGE_ALIGNMENT_BYTES:
-                raise StorageError(f"`{self.folder}/{name}` is not a segment file; move it away")
+                what = f"`{self.folder}/{printable(name)}` is not a segment file"
+                raise StorageError(f"{what}; move it away")
             found[segment] = extent_bytes
         return found
 
@@ -265,11 +268,13 @@ class SegmentFiles:
     def read(self, extent: Extent, buffers: list[memoryview]) -> int:
         """Fill aligned buffers from the start of an extent; return how many bytes were read.
 
-        What was not filled stays in `buffers`.
+        What was not filled stays in `buffers`. A forged index may name an extent that no file has.
         """
         file = self._file(extent.segment)
+        if (offset := extent.number * file.extent_bytes) > _MOST_OFFSET:
+            return 0
         with storage_errors(file.path):
-            count = _move(os.preadv, file.fd, buffers, extent.number * file.extent_bytes)
+            count = _move(os.preadv, file.fd, buffers, offset)
         with self._lock:
             self.bytes_read += count
         return count

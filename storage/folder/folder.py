@@ -38,6 +38,7 @@ from tieredkv.storage.folder.own_files import (
 )
 from tieredkv.storage.format.record import Retentions
 from tieredkv.storage.index.pages import count_entries
+from tieredkv.units import printable
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +350,8 @@ def check_folder(path: str, *, create: bool, writes: bool = True) -> Marker | No
     if writes and not os.access(path, os.W_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
     if (marker := read_marker(path)) is None:
-        strangers = set(os.listdir(path)) - {LOCK, MARKER + DRAFT_SUFFIX}
+        names = set(os.listdir(path)) - {LOCK, MARKER + DRAFT_SUFFIX}
+        strangers = set(map(printable, names))
         if not create:
             others = f" and contains other files, such as `{min(strangers)}`" if strangers else ""
             raise NoStoreError(f"`{path}` is not a tieredkv store: it has no {MARKER}{others}")

@@ -15,7 +15,7 @@ from msgspec.msgpack import Decoder
 
 from tieredkv.errors import CorruptIndexError
 from tieredkv.storage.format.record import Extent, extent_bytes_for
-from tieredkv.storage.lifetimes import LifetimeCounts
+from tieredkv.storage.lifetimes import Counted, LifetimeCounts
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, TENANT_BYTES, BlockRecord
 
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending", "keys")
@@ -40,8 +40,8 @@ _EXTENT = struct.Struct(">II")
 class Totals(NamedTuple):
     """How many blocks and payload bytes are stored, in all or in one namespace."""
 
-    num_blocks: int
-    payload_bytes: int
+    num_blocks: Counted
+    payload_bytes: Counted
 
     def plus(self, num_blocks: int, payload_bytes: int) -> "Totals":
         """Return the sums; they never fall below zero, even if a damaged record was miscounted."""
@@ -65,9 +65,12 @@ class SegmentState(NamedTuple):
             block, is free or is pending.
     """
 
-    extent_bytes: Annotated[int, Bounds(gt=0, multiple_of=PAGE_ALIGNMENT_BYTES)]
-    num_extents: int
-    num_used: Annotated[int, Bounds(ge=0)]
+    extent_bytes: Annotated[int, Bounds(gt=0, le=_MAX_U32, multiple_of=PAGE_ALIGNMENT_BYTES)]
+    num_extents: Annotated[int, Bounds(ge=0, le=_MAX_U32)]
+    num_used: Annotated[int, Bounds(ge=0, le=_MAX_U32)]
+
+
+_Reason = Annotated[str, Bounds(pattern="^[a-z_]+$", max_length=32)]
 
 
 class Meta(msgspec.Struct):
@@ -88,11 +91,11 @@ class Meta(msgspec.Struct):
     clock: float = 0.0
     next_segment: Annotated[int, Bounds(gt=0, le=_MAX_U32)] = 1
     totals: Totals = Totals(0, 0)
-    bytes_written: int = 0
+    bytes_written: Counted = 0
     needs_rebuild: bool = False
-    faults: dict[str, int] = {}
+    faults: dict[_Reason, Counted] = {}
     lifetimes: LifetimeCounts = msgspec.field(default_factory=LifetimeCounts)
-    num_encrypted: int = 0
+    num_encrypted: Counted = 0
 
 
 Value = TypeVar("Value")
@@ -113,7 +116,7 @@ def _understand(databases: str, decode: Callable[[bytes], Value], data: bytes) -
 encode = msgspec.msgpack.Encoder().encode
 decode_meta = partial(_understand, "`meta`", Decoder(Meta).decode)
 decode_totals = partial(_understand, "`namespaces`", Decoder(Totals).decode)
-decode_count = partial(_understand, "`keys`", Decoder(int).decode)
+decode_count = partial(_understand, "`keys`", Decoder(Counted).decode)
 _decode_segment = partial(_understand, "`segments`", Decoder(SegmentState).decode)
 
 
@@ -177,6 +180,12 @@ ORDERS = {"expiry": expiry_key, "lru": lru_key}
 def segment_key(segment: int) -> bytes:
     """Return a segment's key in `segments`."""
     return _SEGMENT.pack(segment)
+
+
+def split_segment_key(key: bytes) -> int:
+    """Undo `segment_key`."""
+    (segment,) = _understand("`segments`", _SEGMENT.unpack, key)
+    return int(segment)
 
 
 def extent_key(extent: Extent) -> bytes:

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import lmdb
 import numpy as np
 
-from tieredkv.errors import StorageError
+from tieredkv.errors import CorruptIndexError, StorageError
 from tieredkv.storage.folder.own_files import check_owner, open_own, remove
 from tieredkv.storage.format.record import NO_RETENTIONS, Retentions
-from tieredkv.storage.index.entries import NAMES, ORDERS
-from tieredkv.storage.index.pages import DATA_FILE, check_pages, read_meta
+from tieredkv.storage.index.entries import META_KEY, NAMES, ORDERS, decode_meta
+from tieredkv.storage.index.pages import DATA_FILE, MAP_BYTES, check_pages, read_meta
 from tieredkv.storage.index.transaction import IndexTxn
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.ownership import OwningThread, owned_by
@@ -35,7 +35,7 @@ from tieredkv.wire.limits import check_address_space
 PAGE_BYTES = 4096
 _OPTIONS: dict[str, Any] = {
     "max_dbs": len(NAMES),
-    "map_size": 64 << 30,
+    "map_size": MAP_BYTES,
     "readahead": False,
     "lib_version": 0,  # selects the version of LMDB that writes `pages.DATA_VERSION`
 }
@@ -177,7 +177,10 @@ class Index:
             # empty, and cutting them off saves room in a copied file.
             os.ftruncate(self._data_fd, end := _end_bytes(env))
             os.ftruncate(self._data_fd, end + 2 * _AHEAD_BYTES)  # as `keep_ahead` would
-            self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+            num_there = env.stat()["entries"]
+            dbs = {name: env.open_db(name.encode()) for name in NAMES}
+            self._is_complete(env, dbs, num_there)
+            self._opened = env, dbs
             undo.pop_all()
 
     def _open_through_links(self, store: str, store_fd: int, index_fd: int) -> Any:
@@ -220,13 +223,24 @@ class Index:
             undo.callback(env.close)
             if _end_bytes(env) > os.fstat(fd).st_size:
                 check_pages(self.path)
-            dbs = {name: env.open_db(name.encode(), create=False) for name in NAMES}
-            with env.begin() as txn:
-                is_complete = bool(IndexTxn(txn, dbs, self.retentions).meta.format)
-            if is_complete:
-                self._data_fd, self._opened = fd, (env, dbs)
-                undo.pop_all()
-            return is_complete
+            dbs = dict[str, Any]()
+            for name in NAMES:
+                with suppress(lmdb.NotFoundError):
+                    dbs[name] = env.open_db(name.encode(), create=False)
+            if not self._is_complete(env, dbs, len(dbs)):
+                return False
+            self._data_fd, self._opened = fd, (env, dbs)
+            undo.pop_all()
+            return True
+
+    def _is_complete(self, env: Any, dbs: dict[str, Any], num_there: int) -> bool:
+        """Return whether the index was ever completed, and refuse one that has lost a database."""
+        with env.begin() as txn:
+            data = txn.get(META_KEY, db=dbs["meta"]) if "meta" in dbs else None
+        is_complete = data is not None and bool(decode_meta(data).format)
+        if is_complete and num_there < len(NAMES):
+            raise CorruptIndexError(f"the index at `{self.path}` has lost a database")
+        return is_complete
 
     @contextmanager
     def reading(self) -> Iterator[IndexTxn]:

@@ -19,6 +19,9 @@ DATA_VERSION = 1
 """The data version that LMDB 0.9 writes."""
 
 DATA_FILE = "data.mdb"
+MAP_BYTES = 64 << 30
+"""The size of LMDB's map, which no index outgrows."""
+
 _MAGIC = 0xBEEFC0DE
 _NO_ROOT = (1 << 64) - 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
@@ -81,8 +84,9 @@ def read_meta(folder: str) -> MetaPage | None:
         first = _parse_meta(path, os.pread(fd, _META_END, 0))
         other = _parse_meta(path, os.pread(fd, _META_END, first.free.page_bytes))
     newest = max(first, other, key=lambda meta: meta.transaction)
-    claimed_bytes = newest.last_page * first.free.page_bytes
-    if claimed_bytes > size_bytes + _MOST_UNWRITTEN_BYTES:  # LMDB would map them all
+    claimed_bytes = newest.last_page * newest.free.page_bytes
+    # LMDB would map them all.
+    if claimed_bytes > min(size_bytes + _MOST_UNWRITTEN_BYTES, MAP_BYTES):
         what = f"the meta page of `{path}` claims {newest.last_page} pages"
         raise CorruptIndexError(f"{what}, more than fit into the file")
     return newest
@@ -118,7 +122,7 @@ def _parse_meta(path: str, page: bytes) -> MetaPage:
         raise CorruptIndexError(f"a meta page of `{path}` is damaged")
     free, main = map(Tree._make, _TREE.iter_unpack(page[_TREES_AT:_TAIL_AT]))
     size = free.page_bytes
-    if not 256 <= size <= 1 << 16 or size & (size - 1):
+    if not 4096 <= size <= 1 << 16 or size & (size - 1):
         raise CorruptIndexError(f"a meta page of `{path}` says that pages have {size} bytes")
     return MetaPage(free, main, *_META_TAIL.unpack_from(page, _TAIL_AT))
 

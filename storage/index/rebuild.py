@@ -115,7 +115,7 @@ def _fill(
         return now < record.expires_at and record.block_hash not in without
 
     with parts.index.reading() as old:
-        segments = (known := old.segments()) | unknown
+        segments = (known := _known_segments(parts, old)) | unknown
         with draft.writing() as txn:
             txn.meta = replace(old.meta, format=FORMAT_VERSION, totals=Totals(0, 0))
             txn.meta.num_encrypted, txn.meta.needs_rebuild = 0, False
@@ -184,7 +184,9 @@ def _from_records(parts: Parts, txn: IndexTxn, known: Segments) -> Iterator[Foun
     """
     lent = parts.allocator.lent
     claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
-    blocks = (each for _, each in txn.blocks() if each and each.extent.segment in known)
+    ends = {segment: state.num_used for segment, state in known.items()}
+    found = (each for _, each in txn.blocks() if each)
+    blocks = (each for each in found if each.extent.number < ends.get(each.extent.segment, 0))
     for some in cut(blocks, _BATCH_EXTENTS):
         yield [each for each in some if claims[each.extent] == 1], [each.extent for each in some]
     rest = ({*_extents_of(known)} - claims.keys()) | lent.keys()
@@ -207,7 +209,28 @@ def _from_headers(
             yield _stored_in(parts, txn, pool, extents), extents
 
 
-# --- segments that the index does not know --------------------------------------------------------
+# --- segments -------------------------------------------------------------------------------------
+
+
+def _known_segments(parts: Parts, txn: IndexTxn) -> dict[int, SegmentState]:
+    """Return the segments that the index knows and that have files, as far as the files go.
+
+    What an index says of their lengths is not believed: a forged one may name billions of extents.
+    """
+    files, found = parts.files, dict[int, SegmentState]()
+    most_bytes = _most_file_bytes(parts)
+    for segment, state in txn.segments().items():
+        if segment in files:
+            extent_bytes = files.extent_bytes(segment)
+            size_bytes = min(files.size_bytes(segment), max(most_bytes, extent_bytes))
+            ends = (min(each, size_bytes // extent_bytes) for each in state[1:])
+            found[segment] = SegmentState(extent_bytes, *ends)
+    return found
+
+
+def _most_file_bytes(parts: Parts) -> int:
+    """Return the size that no segment file exceeds under this budget or an earlier one."""
+    return largest_file_bytes(max(parts.space.budget_bytes, parts.files.all_bytes()))
 
 
 def unknown_segments(parts: Parts) -> dict[int, SegmentState]:
@@ -217,7 +240,7 @@ def unknown_segments(parts: Parts) -> dict[int, SegmentState]:
     than segments become. Holes take no time, however long they are.
     """
     files, found = parts.files, dict[int, SegmentState]()
-    most_bytes = largest_file_bytes(max(parts.space.budget_bytes, files.all_bytes()))
+    most_bytes = _most_file_bytes(parts)
     with parts.index.reading() as txn, ThreadPoolExecutor(_HEADER_THREADS) as pool:
         known = txn.segments()
         for segment, extent_bytes in files.found().items():

@@ -42,6 +42,7 @@ from tieredkv.storage.index.entries import (
     segment_key,
     split_expiry_key,
     split_extent_key,
+    split_segment_key,
     tenant_of,
     to_us,
 )
@@ -264,7 +265,7 @@ class IndexTxn:
     def segments(self) -> dict[int, SegmentState]:
         """Return every segment that the index knows."""
         walk = self._walk("segments")
-        return {int.from_bytes(key, "big"): decode_segment(data) for key, data in walk}
+        return {split_segment_key(key): decode_segment(data) for key, data in walk}
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
         """Add or change a segment."""

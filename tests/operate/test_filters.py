@@ -190,7 +190,8 @@ def test_models_are_noted_once_and_a_damaged_file_is_none(tmp_path: Path) -> Non
         note_model(tmp_path, each)
     assert read_models(tmp_path) == [other, model]
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
-    (tmp_path / NAME).write_text("{")
-    assert read_models(tmp_path) == []
+    for damaged in (b"{", b'[{"name": "\xff"}]', b'[{"x": ' + b"[" * 100_000):
+        (tmp_path / NAME).write_bytes(damaged)
+        assert read_models(tmp_path) == []
     note_model(tmp_path, model)
     assert read_models(tmp_path) == [model]

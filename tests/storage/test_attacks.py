@@ -3,6 +3,7 @@
 import math
 import os
 import stat
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from tests.fakes import FakeClock
 from tests.golden import refused
 from tests.storage.blocks import (
     RETENTIONS,
@@ -26,16 +28,18 @@ from tests.storage.blocks import (
 )
 from tests.storage.test_store_keys import DAY_S, Place
 from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
-from tieredkv.operate.calls import EvictFilter
+from tieredkv.operate.calls import Df, EvictFilter
 from tieredkv.storage.folder.folder import INDEX
 from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
-from tieredkv.storage.format.record import Located, encode_record, scope_of
-from tieredkv.storage.index.entries import encode
+from tieredkv.storage.format.record import Extent, Located, encode_record, scope_of
+from tieredkv.storage.index.entries import META_KEY, encode
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
 from tieredkv.types import BlockRecord
+
+LAST_PAGE_AT = 136  # in a meta page of LMDB
 
 
 @pytest.fixture
@@ -184,14 +188,124 @@ def test_a_name_that_no_segment_has_is_refused_and_said(
         assert load(store, record) == payload_of(record)
 
 
-@pytest.mark.parametrize("number", [-1, 0, 1 << 32, (1 << 64) - 1])
-def test_an_index_that_names_an_impossible_segment_is_damaged(place: Place, number: int) -> None:
+def forge_value(store: CheckedStore, name: str, key: bytes, value: object) -> None:
+    """Put an entry into a database of the index."""
+    with store.index.writing() as txn:
+        txn._txn.put(key, encode(value), db=txn._dbs[name])
+
+
+def lifetimes(
+    *, num_bytes: int = 1, byte_s: float = 1.0, ages: dict[int, int] | None = None
+) -> list[Any]:
+    """Return what the index could say of the blocks that were written and evicted in this span."""
+    now = FakeClock().now()
+    written = {"24h": [num_bytes, byte_s, byte_s]}
+    gone = {"24h": [[ages or {}], 0]}
+    return [[now - 3000, int(now // 3600), written, {}], [now - 3000, int(now // 86_400), gone, {}]]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *({"next_segment": number} for number in (-1, 0, 1 << 32, (1 << 64) - 1)),
+        *({"totals": totals} for totals in ([-1, 0], [0, (1 << 64) - 1])),
+        *({name: (1 << 64) - 1} for name in ("bytes_written", "num_encrypted")),
+        *({"faults": faults} for faults in ({"\x1b[31m": 1}, {"io_error": -1})),
+        {"lifetimes": lifetimes(num_bytes=0)},
+        *({"lifetimes": lifetimes(byte_s=number)} for number in (math.nan, math.inf, 1e300)),
+        *({"lifetimes": lifetimes(ages=ages)} for ages in ({9: 1 << 63}, {1 << 20: 1})),
+    ],
+)
+def test_an_index_that_tells_impossible_figures_is_damaged(
+    place: Place, told: dict[str, object]
+) -> None:
     place.stores()
     with place.open() as store:
-        with store.index.writing() as txn:
-            txn.meta.next_segment = number
+        with store.index.reading() as txn:
+            meta = msgspec.to_builtins(txn.meta)
+        forge_value(store, "meta", META_KEY, meta | told)
+        with pytest.raises(CorruptIndexError):
+            store.stats()
+        forge_value(store, "meta", META_KEY, meta | {"lifetimes": lifetimes()})
+        assert store.stats().lifetimes.num_evicted == {"24h": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("segments", b"\0", [12_288, 1, 1]),
+        ("segments", bytes(8), [12_288, 1, 1]),
+        ("segments", bytes(4), [1 << 32, 1, 1]),
+        ("segments", bytes(4), [12_288, 1 << 32, 1]),
+        ("segments", bytes(4), [12_288, 1, 2]),
+        ("keys", bytes(36), (1 << 64) - 1),
+        ("namespaces", bytes(32), [0, (1 << 64) - 1]),
+    ],
+)
+def test_an_index_with_an_impossible_entry_is_damaged(
+    place: Place, name: str, key: bytes, value: object
+) -> None:
+    place.stores()
+    with place.open() as store:
+        forge_value(store, name, key, value)
         with pytest.raises(CorruptIndexError), store.index.reading() as txn:
-            assert txn.meta
+            assert txn.contradictions()
+
+
+@pytest.mark.parametrize("name", ["blocks", "expiry", "segments"])
+def test_an_index_that_has_lost_a_database_is_damaged_for_a_start_and_for_a_look(
+    place: Place, name: str
+) -> None:
+    place.stores()
+    with place.open() as store, store.index.writing() as txn:
+        txn._txn.drop(txn._dbs[name])
+    needs = place.control().answer(Df())["needs"]
+    assert [need["code"] for need in needs if need["code"] != "clock"] == ["index_damaged"]
+    with pytest.raises(CorruptIndexError):
+        place.open()
+
+
+@pytest.mark.parametrize("size_bytes", [None, 0, 1 << 43])
+def test_a_forged_segment_of_billions_of_extents_costs_no_time(
+    place: Place, size_bytes: int | None
+) -> None:
+    record, most = place.stores(), (1 << 32) - 1
+    with place.open() as store:
+        forge_value(store, "segments", bytes([0, 0, 0, 9]), [1 << 20, most, most])
+    if size_bytes is not None:
+        file = place.folder / "segments" / f"00000009-{1 << 20}.seg"
+        file.touch(0o600)
+        os.truncate(file, size_bytes)
+    with place.open() as store:
+        store.rebuild()
+        assert load(store, record) == payload_of(record)
+        store.check()
+
+
+def test_a_record_of_an_extent_that_no_file_can_have_is_a_miss(place: Place) -> None:
+    record, largest = place.stores(), (1 << 32) - 4096
+    with place.open() as store:
+        forge_value(store, "segments", bytes([0, 0, 0, 9]), [largest, 9, 9])
+        found = store.locate(record.block_hash)
+        assert found is not None
+        forge_entry(store, found._replace(extent=Extent(9, (1 << 32) - 1)))
+    file = place.folder / "segments" / f"00000009-{largest}.seg"
+    file.touch(0o600)
+    with place.open() as store:
+        assert load(store, record) == "truncated"
+
+
+@pytest.mark.parametrize("last_page", [1 << 26, 1 << 40, 1 << 60])
+def test_an_index_that_claims_more_pages_than_any_has_is_damaged(
+    place: Place, last_page: int
+) -> None:
+    place.stores()
+    data = place.folder / INDEX / "data.mdb"
+    os.truncate(data, 1 << 43)
+    for page in (0, 4096):
+        change_bytes(data, page + LAST_PAGE_AT, lambda _: struct.pack("<Q", last_page), 8)
+    with pytest.raises(CorruptIndexError):
+        place.open()
 
 
 # --- the folder of keys ---------------------------------------------------------------------------

@@ -464,6 +464,17 @@ def test_a_row_becomes_a_paragraph_where_the_table_is_too_wide(
     assert capsys.readouterr().out == "1f9c\n  last hit 1h 2m,\n  hits 3\n"
 
 
+def test_a_name_from_a_store_neither_formats_a_table_nor_moves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"retention": "[/x]\x1b[2J", "by_reason": {"\rx": 1}}]
+    output.print_table(rows)
+    assert r"[/x]\x1b[2J   \rx 1" in capsys.readouterr().out
+    monkeypatch.setattr(output, "PIPE_COLUMNS", 18)
+    output.print_table(rows)
+    assert capsys.readouterr().out == "[/x]\\x1b[2J\n  by reason \\rx 1\n"
+
+
 def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     now, path = time.time(), tmp_path / "store"
     records = [make_record(f"{i}", now=now, size_bytes=1) for i in range(1200)]

@@ -15,9 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from tieredkv.bench.progress import ending_progress, is_quiet
-from tieredkv.units import format_bytes
+from tieredkv.units import format_bytes, printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, object]]
@@ -165,7 +166,7 @@ def print_table(rows: Rows, *, texts: int = 99) -> None:
         else:  # a title of several words may have several lines
             table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(*(_cell(name, row.get(name)) for name in names))
+        table.add_row(*(Text(_cell(name, row.get(name))) for name in names))
     console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     unbounded = console.options.update_width(MOST_COLUMNS)
     if Measurement.get(console, unbounded, table).maximum <= console.width:
@@ -188,13 +189,15 @@ def _cell(name: str, value: object) -> str:
 def as_text(value: object) -> str:
     """Format a value for people: floats with four digits, names without underscores."""
     if isinstance(value, dict):
-        parts = (f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
+        parts = (f"{printable(key).replace('_', ' ')} {as_text(value[key])}" for key in value)
         return ", ".join(parts) or "none"
     if isinstance(value, list):
         return " to ".join(map(as_text, value))
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "NO"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "\n".join(map(printable, str(value).split("\n")))
 
 
 def set_up_logging(level: str) -> None:

@@ -71,7 +71,7 @@ def read_models(folder: str | Path) -> list[KnownModel]:
         return msgspec.json.decode(data, type=list[KnownModel])
     except FileNotFoundError:
         pass
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         logger.warning("`%s` in `%s` cannot be read: %s", NAME, folder, error)
     return []
 
