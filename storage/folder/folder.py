@@ -49,6 +49,7 @@ SET_ASIDE = "index.bad"
 DRAFT, COMPLETE = "index.new", "index.next"
 INDEX_FILES = ("data.mdb", "lock.mdb")
 _INDEXES = (INDEX, SET_ASIDE, DRAFT, COMPLETE)
+_MOST_BUDGET_BYTES = 1 << 62  # of what the lock file says
 _SEGMENT = re.compile(r"[0-9]+-[0-9]+\.seg")
 
 
@@ -84,7 +85,9 @@ class StoreFolder:
         self._lock_fd = lock_fd
         self._writer = read_writer(lock_fd)
         budget = self._writer.get("budget_bytes")
-        self.budget_bytes = budget if isinstance(budget, int) else 0
+        self.budget_bytes = 0
+        if isinstance(budget, int) and 0 < budget <= _MOST_BUDGET_BYTES:
+            self.budget_bytes = budget
         self._identity = self._look()
 
     @classmethod

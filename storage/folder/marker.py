@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from tieredkv.errors import FormatVersionError, StorageError
 from tieredkv.storage.folder.own_files import read_own, replace_own
-from tieredkv.storage.format.record import FORMAT_VERSION
+from tieredkv.storage.format.record import FORMAT_VERSION, MOST_NAME_BYTES, MOST_NAMES
+from tieredkv.units import printable
 
 MARKER = "format.json"
 FORMAT_NAME = "tieredkv-store"
@@ -22,6 +23,7 @@ REPLACED_VERSION = 2
 ID_BYTES = 16
 _MOST_BYTES = 64 << 10
 Id = Annotated[str, Meta(pattern=f"^([0-9a-f]{{{2 * ID_BYTES}}})?$")]
+_Name = Annotated[str, Meta(max_length=MOST_NAME_BYTES)]
 
 
 class _Head(msgspec.Struct):
@@ -44,7 +46,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     version: int = FORMAT_VERSION
     id: Id
     stamp: Id
-    retentions: list[str]
+    retentions: Annotated[list[_Name], Meta(max_length=MOST_NAMES)]
 
     @property
     def is_replaced(self) -> bool:
@@ -87,7 +89,7 @@ def read_marker(folder: str) -> Marker | None:
         what = f"`{path}` is damaged, so the store's version is unknown; {cure}"
         raise StorageError(f"{what}: {error}") from None  # the index is not to blame
     if head.format != FORMAT_NAME:
-        what = f"`{path}` says that the folder belongs to `{head.format}`"
+        what = f"`{path}` says that the folder belongs to `{printable(head.format)}`"
         raise StorageError(f"{what}; choose another folder")
     if head.version == REPLACED_VERSION:
         return Marker(version=head.version, id="", stamp="", retentions=[])

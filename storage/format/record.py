@@ -36,8 +36,8 @@ _TIMES = struct.Struct("<8xd160x3d")  # expires_at, computed_at, last_used, pinn
 _IDENTITY = struct.Struct("<32s32s32s32s4I3BdBH")
 _SCOPE = struct.Struct(">32sI")
 _MAX_U32 = 0xFFFF_FFFF
-_NO_NAME = 0xFF  # the number of a retention whose name is not in the list
-_MOST_NAME_BYTES = 32
+MOST_NAMES, MOST_NAME_BYTES = 255, 32  # of retention policies
+_NO_NAME = MOST_NAMES  # the number of a retention whose name is not in the list
 
 
 class Extent(NamedTuple):
@@ -84,12 +84,12 @@ class Retentions:
         self.names = tuple(names)
         self._numbers = {name: number for number, name in reversed([*enumerate(self.names)])}
         self._numbers[""] = _NO_NAME
-        if len(self.names) > _NO_NAME:
-            what = f"a store knows at most {_NO_NAME} names of retention policies"
+        if len(self.names) > MOST_NAMES:
+            what = f"a store knows at most {MOST_NAMES} names of retention policies"
             raise StorageError(f"{what}, but {len(self.names)} are wanted; choose another folder")
         for name in self.names:
-            if len(name.encode(errors="surrogatepass")) > _MOST_NAME_BYTES:
-                what = f"retention name `{name}` is longer than {_MOST_NAME_BYTES} bytes"
+            if len(name.encode(errors="surrogatepass")) > MOST_NAME_BYTES:
+                what = f"retention name `{name}` is longer than {MOST_NAME_BYTES} bytes"
                 raise StorageError(f"{what}; choose a shorter one")
 
     def with_new(self, names: Iterable[str]) -> "Retentions":

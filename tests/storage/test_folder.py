@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.golden import refused
@@ -18,8 +19,10 @@ from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, Stor
 from tieredkv.storage.folder.folder import StoreFolder
 from tieredkv.storage.folder.lock import check_unused, has_engine, hold_for_engine
 from tieredkv.storage.folder.marker import MARKER
+from tieredkv.storage.worker.look import LookedFolder
 
 RECORD = make_record()
+MARKED = {"format": "tieredkv-store", "version": 3, "id": "", "stamp": ""}
 
 
 def tree(path: Path) -> dict[str, tuple[int, int, bytes | str]]:
@@ -99,6 +102,10 @@ def test_another_format_version_is_left_untouched_byte_for_byte(stored: Path, ve
         b'{"format": "tieredkv-store", "version": 1.5}',
         b'{"format": "tieredkv-store", "version": true}',
         b"[" * 4096,
+        *(
+            msgspec.json.encode(MARKED | {"retentions": names})
+            for names in (["a"] * 256, ["a" * 33])
+        ),
     ],
 )
 def test_a_damaged_marker_is_refused_with_a_way_out(stored: Path, text: bytes) -> None:
@@ -298,6 +305,16 @@ def test_an_index_that_nobody_flushed_does_not_outlive_the_machines_start(
         assert (stored / "index.bad").exists() == (sync == "none")
         assert store.lookup([each.block_hash for each in records]) == records
         store.check()
+
+
+@pytest.mark.parametrize("budget", [-1, 0, 1 << 70, 1.5, "1", None])
+def test_a_lock_whose_text_tells_no_budget_leaves_a_store_without_one(
+    stored: Path, budget: object
+) -> None:
+    (stored / "lock").write_bytes(msgspec.json.encode({"budget_bytes": budget}))
+    folder = LookedFolder.look(str(stored))
+    folder.release()
+    assert folder.budget_bytes == 0
 
 
 @pytest.mark.usefixtures("umask")
