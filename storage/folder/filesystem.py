@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.folder.own_files import flush_folder as flush_folder
-from tieredkv.storage.folder.own_files import open_own
+from tieredkv.storage.folder.own_files import open_own, remove
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
@@ -116,8 +116,9 @@ class Filesystem:
         """
         path, calls = os.path.join(folder, _TRIAL_NAME), []
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(path)  # one that a crash has left, or a name that somebody has put there
+            for left in (path, path + _RENAMED):
+                with suppress(FileNotFoundError):
+                    remove(left)  # that a crash has left, or that somebody has put there
             fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             if error.errno not in NO_SPACE:

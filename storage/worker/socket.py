@@ -18,6 +18,7 @@ import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.folder.folder import SOCKET
+from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.messages.operator import Asked, Done, StillBusy
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.wire.limits import described
@@ -128,7 +129,7 @@ class ControlServer:
 
     def _remove(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(SOCKET, dir_fd=self._folder_fd)
+            remove(SOCKET, dir_fd=self._folder_fd)
 
     def _accept(self) -> None:
         told = set[int | None]()

@@ -122,6 +122,8 @@ def folder_with_a_link(path: Path) -> None:
         ("index.bad", folder_with_a_link),
         ("index.new", deep_folder),
         ("index.open/x", folder_with_a_link),
+        ("trial", folder_with_a_link),
+        ("trial.renamed", deep_folder),
         ("other", deep_folder),
     ],
 )

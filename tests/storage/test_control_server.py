@@ -143,6 +143,12 @@ def test_a_server_that_never_starts_closes_and_takes_its_socket_with_it(tmp_path
     assert not (tmp_path / "sock").exists()
 
 
+def test_a_folder_in_the_place_of_the_socket_gives_way(tmp_path: Path) -> None:
+    (tmp_path / "sock" / "inner").mkdir(parents=True)
+    ControlServer(str(tmp_path), Carrier()).close()
+    assert not (tmp_path / "sock").exists()
+
+
 def test_a_call_of_another_version_is_refused_with_the_reason(tmp_path: Path) -> None:
     with serving(tmp_path), closing(_connect(tmp_path)) as channel:
         channel.send(msgspec.defstruct("Figures", [("sorted", bool)], tag="figures")(sorted=True))
