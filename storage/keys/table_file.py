@@ -128,13 +128,15 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
 def read_all(fd: int, path: str) -> bytes:
     """Read a whole table; a page that the device cannot read counts as damaged.
 
+    What a page lacks at the end of the file reads as zeroes.
+
     Raises:
         MissingKeyError: it cannot be read for another reason.
     """
     pages = list[bytes]()
     for at in range(0, os.fstat(fd).st_size, _PAGE_BYTES):
         try:
-            pages.append(os.pread(fd, _PAGE_BYTES, at))
+            pages.append(os.pread(fd, _PAGE_BYTES, at).ljust(_PAGE_BYTES, b"\0"))
         except OSError as error:
             if error.errno != errno.EIO:
                 text = f"{WHAT} `{path}` cannot be read: {described(error)}"

@@ -414,12 +414,14 @@ def test_a_table_that_was_cut_keeps_the_keys_that_are_left(
 ) -> None:
     table.add(numbered(range(40)))
     table.close()
-    os.truncate(table_path, FIRST_SLOT + PAGE + 100)
+    os.truncate(table_path, FIRST_SLOT + PAGE + SLOT + 100)
     again = KeyTable.open(table_path, FOLDER_ID, MASTER)
-    assert (len(again), again.num_lost) == (32, 0)
+    assert (len(again), again.num_lost) == (33, 1)
+    assert not any(Path(table_path).read_bytes()[FIRST_SLOT + PAGE + SLOT :])  # the torn slot
+    again.add(numbered(range(100, 132)))
     again.add({THREE: DEATH})
     again.close()
-    assert os.path.getsize(table_path) == FIRST_SLOT + 2 * PAGE
+    assert os.path.getsize(table_path) == FIRST_SLOT + 3 * PAGE
     assert THREE in scopes_of(opened(table_path))
 
 
