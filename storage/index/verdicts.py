@@ -82,7 +82,8 @@ def storage_errors(path: str) -> Iterator[None]:
     except OSError as error:
         code = error.errno or errno.EIO
         kind = StoreFullError if code in NO_SPACE else StorageError
-        raise kind(code, f"`{error.filename or path}`: {described(error)}") from error
+        way_out = "; make room there" if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise kind(code, f"`{error.filename or path}`: {described(error)}{way_out}") from error
 
 
 def is_of_memory(error: StorageError) -> bool:

@@ -27,6 +27,7 @@ from tieredkv.storage.keys.place import KeyPlace, check_outside, check_writable,
 from tieredkv.storage.keys.rotation import open_table, rotate_in_place
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.options import StoreOptions
+from tieredkv.wire.limits import described
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,15 @@ class StoreKeys:
             MissingKeyError: there is no such key, or none to replace.
             StorageError: a file cannot be written; either key may apply.
         """
+        try:
+            return self._rotate(path, command)
+        except MissingKeyError:
+            raise
+        except StorageError as error:
+            hint = "hint: once this is put right, run it again; until then keep both master keys"
+            raise type(error)(error.errno, f"{described(error)}\n{hint}") from error
+
+    def _rotate(self, path: str | None, command: str | None) -> str:
         place = self.place
         if command is not None:
             self.table.rotate(master.ask_command(command))

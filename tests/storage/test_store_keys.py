@@ -26,10 +26,17 @@ from tests.storage.blocks import (
     stored_hashes,
     sweep,
 )
+from tests.storage.cuts import failing
 from tests.storage.test_encryption import HOUR_S, Encrypted
 from tests.storage.test_folder import tree
 from tieredkv.cache.rate_file import read_rates
-from tieredkv.errors import ConfigError, MissingKeyError, StorageError, StoreBusyError
+from tieredkv.errors import (
+    ConfigError,
+    MissingKeyError,
+    StorageError,
+    StoreBusyError,
+    StoreFullError,
+)
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Df, EvictFilter
 from tieredkv.operate.models import KnownModel, note_model, read_models
@@ -145,6 +152,27 @@ def test_a_first_start_that_fails_leaves_no_file_of_keys(
     assert place.files() == {}
     assert (place.marker["id"], place.marker["stamp"]) == ("", "")
     place.open().close()
+
+
+@pytest.mark.parametrize("to", [None, "new"])
+def test_a_rotation_without_room_says_what_to_do_and_may_be_made_again(
+    place: Place, to: str | None
+) -> None:
+    new = to and str(place.folder.with_name(to))
+    record = place.record()
+    with place.open() as store:
+        assert store.keys is not None
+        put(store, record)
+        hide = {place.marker["id"]: "ID"}
+        with (
+            failing("pwrite", errno.ENOSPC),
+            refused(StoreFullError, hide=hide, errno=errno.ENOSPC),
+        ):
+            store.keys.rotate(new, None)
+        assert load(store, record) == payload_of(record)
+        store.keys.rotate(new, None)
+    with place.open(master_key=new) as store:
+        assert load(store, record) == payload_of(record)
 
 
 def test_a_store_that_is_not_encrypted_has_no_keys_and_makes_no_folder_of_keys(
