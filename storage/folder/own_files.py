@@ -73,7 +73,7 @@ def check_owner(path: str, info: os.stat_result, owner: int | None = None) -> No
     if info.st_uid != (os.geteuid() if owner is None else owner):
         raise StorageError(
             f"`{path}` belongs to uid {info.st_uid}, but this process runs as {os.geteuid()}; "
-            "`chown` it or choose another folder"
+            "run as that user, `chown` it or choose another folder"
         )
     if info.st_mode & 0o022:
         mode = f"{stat.S_IMODE(info.st_mode):04o}"

@@ -38,8 +38,9 @@ def read_file(path: str) -> bytes:
     except MissingKeyError as error:
         if error.reason != "absent":
             raise
-        hint = "hint: restore it from a copy, without which nothing in the store can be read, or "
-        raise MissingKeyError(f"{error}\n{hint}give another `disk_dir`", reason="absent") from None
+        hint = "hint: say where it is with `disk_key_dir` or `disk_master_key`, restore it from a "
+        hint += "copy, without which nothing in the store can be read, or give another `disk_dir`"
+        raise MissingKeyError(f"{error}\n{hint}", reason="absent") from None
     try:
         data = os.read(fd, _MOST_BYTES)
     except OSError as error:

@@ -88,6 +88,9 @@ def _told(shown: str, way_out: str = "", *, writes: bool = False) -> Iterator[No
         if writes:
             text += "\nhint: let the account of the store write to the file and to its folder, or "
             text += "mount their filesystem writable"
+        elif error.errno == errno.EACCES:
+            text += "\nhint: run as the account of the store, or say where its keys are with "
+            text += "`disk_key_dir` and `disk_master_key`"
         raise MissingKeyError(text, reason="unreadable") from error
 
 

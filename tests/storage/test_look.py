@@ -458,6 +458,23 @@ def test_doctor_tries_the_filesystem_beside_the_store(
     assert (stopped.seen(), sorted(stopped.base.iterdir())) == (before, beside)
 
 
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_doctor_makes_no_file_in_a_folder_of_keys_or_of_another_user(
+    has_keys: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, key_dir = tmp_path / "above" / "kv", tmp_path / ("above" if has_keys else "keys")
+    open_store(folder, Clock(), encryption="on", key_dir=str(key_dir)).close()
+    if not has_keys:
+        os.chown(folder.parent, 12345, -1)
+    before = folder.parent.stat().st_mtime_ns
+    main(["doctor", "--disk-dir", str(folder), "--disk-key-dir", str(key_dir), "--json"])
+    checks = {
+        check["name"]: check["status"] for check in json.loads(capsys.readouterr().out)["checks"]
+    }
+    assert (checks["store"], checks["filesystem"]) == ("ok", "warn")
+    assert folder.parent.stat().st_mtime_ns == before
+
+
 def test_doctor_does_not_try_a_filesystem_that_the_store_fills(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -132,7 +132,11 @@ def _disk(settings: Settings, needs: list[Any]) -> Iterator[Finding]:
         pass  # what lies above the folder may belong to others
     elif info.st_uid != os.getuid():
         what = f"`{folder}` belongs to uid {info.st_uid}, but this process runs as {os.getuid()}"
-        yield "permissions", "fail", f"{what}; `chown` it or choose another folder"
+        yield (
+            "permissions",
+            "fail",
+            f"{what}; run as that user, `chown` it or choose another folder",
+        )
     elif mode & 0o022:
         what = f"{mode:04o}: `{folder}` is writable by others"
         yield "permissions", "fail", f"{what}; run `chmod go-w {folder}`"
