@@ -161,7 +161,7 @@ def read_writer(lock_fd: int) -> dict[str, Any]:
 def in_use(path: str, lock_fd: int) -> StoreBusyError:
     """Return the error that another process has the lock."""
     pid = read_writer(lock_fd).get("pid")
-    who = "another process" if pid is None else f"process {pid}"
+    who = f"process {pid}" if isinstance(pid, int) else "another process"
     return StoreBusyError(
         f"the store at `{path}` is in use by {who}; stop it or choose another folder"
     )

@@ -17,7 +17,7 @@ from tests.golden import refused
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, NoStoreError, StorageError, StoreBusyError
 from tieredkv.storage.folder.folder import StoreFolder
-from tieredkv.storage.folder.lock import check_unused, has_engine, hold_for_engine
+from tieredkv.storage.folder.lock import check_unused, has_engine, hold_for_engine, in_use
 from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.worker.look import LookedFolder
 
@@ -305,6 +305,15 @@ def test_an_index_that_nobody_flushed_does_not_outlive_the_machines_start(
         assert (stored / "index.bad").exists() == (sync == "none")
         assert store.lookup([each.block_hash for each in records]) == records
         store.check()
+
+
+@pytest.mark.parametrize(("pid", "named"), [(12, True), ("\x1b[2J", False), (None, False)])
+def test_a_process_that_is_no_number_is_not_named(stored: Path, pid: object, named: bool) -> None:
+    with (stored / "lock").open("r+b") as lock:
+        lock.write(msgspec.json.encode({"pid": pid}).ljust(100))
+        lock.flush()
+        assert ("by process 12;" in str(in_use("kv", lock.fileno()))) == named
+        assert "by another process;" in str(in_use("kv", lock.fileno())) or named
 
 
 @pytest.mark.parametrize("budget", [-1, 0, 1 << 70, 1.5, "1", None])
