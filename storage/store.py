@@ -497,7 +497,8 @@ class Store:
         if self._room.gone is not None:
             with self._index.reading() as txn:
                 # Not all of them may come back.
-                self._room.gone += (name for name, _ in txn.records())
+                most = self._index.most_records()
+                self._room.gone += (name for name, _ in islice(txn.records(), most))
         rebuild(self.parts, fault)
         self._key_use.suspect_all()
         self._faults.add({"index": 1})

@@ -24,7 +24,7 @@ import numpy as np
 
 from tieredkv.errors import CorruptIndexError, StorageError
 from tieredkv.storage.folder.own_files import check_owner, open_own, remove
-from tieredkv.storage.format.record import NO_RETENTIONS, Retentions
+from tieredkv.storage.format.record import NO_RETENTIONS, RECORD_BYTES, Retentions
 from tieredkv.storage.index.entries import META_KEY, NAMES, ORDERS, decode_meta
 from tieredkv.storage.index.pages import DATA_FILE, MAP_BYTES, check_pages, read_meta
 from tieredkv.storage.index.transaction import IndexTxn
@@ -361,6 +361,10 @@ class Index:
     def file_bytes(self) -> int:
         """Return how many bytes the index file occupies on disk."""
         return os.fstat(self._data_fd).st_blocks * 512
+
+    def most_records(self) -> int:
+        """Return how many records the file has room for, however many a forged tree leads to."""
+        return os.fstat(self._data_fd).st_size // RECORD_BYTES
 
     def used_bytes(self) -> int:
         """Return the bytes of all pages in use, without the free list."""

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 
 from msgspec.structs import replace
 
@@ -182,10 +182,10 @@ def _from_records(parts: Parts, txn: IndexTxn, known: Segments) -> Iterator[Foun
     If several records claim the same extent, all are left out, as at most one can be right. Extents
     that are lent belong to no block.
     """
-    lent = parts.allocator.lent
-    claims = Counter(chain(lent, (each.extent for _, each in txn.blocks() if each)))
+    lent, most = parts.allocator.lent, parts.index.most_records()
+    claims = Counter(chain(lent, (it.extent for _, it in islice(txn.blocks(), most) if it)))
     ends = {segment: state.num_used for segment, state in known.items()}
-    found = (each for _, each in txn.blocks() if each)
+    found = (each for _, each in islice(txn.blocks(), most) if each)
     blocks = (each for each in found if each.extent.number < ends.get(each.extent.segment, 0))
     for some in cut(blocks, _BATCH_EXTENTS):
         yield [each for each in some if claims[each.extent] == 1], [each.extent for each in some]

@@ -12,7 +12,7 @@ from heapq import merge
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from tieredkv.errors import CorruptBlockError
+from tieredkv.errors import CorruptBlockError, CorruptIndexError
 from tieredkv.storage.format.record import (
     Extent,
     Located,
@@ -167,7 +167,7 @@ class IndexTxn:
 
     def entries_of(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Walk over the keys that begin so, with their sealed records, which are sound."""
-        for key, data in self.records(start):
+        for key, data in self._whole("blocks", start):
             if not key.startswith(start):
                 return
             if expiry_of(key, data) is not None:
@@ -226,13 +226,17 @@ class IndexTxn:
                 key = cursor.key()
                 yield (tenant := key[:TENANT_BYTES]), lru_order(key)
                 is_there = cursor.set_range(tenant + b"\xff" * (MAX_KEY_BYTES - TENANT_BYTES))
+                if is_there and cursor.key() <= key:
+                    raise _out_of_order("lru")
 
     def next_unused(self, tenant: bytes, order: bytes) -> bytes | None:
         """Return the first `lru` key of a tenant from one on, both without the tenant."""
         with self._txn.cursor(db=self._dbs["lru"]) as cursor:
-            if cursor.set_range(tenant + order) and (key := cursor.key()).startswith(tenant):
-                return lru_order(key)
-        return None
+            if not cursor.set_range(start := tenant + order):
+                return None
+            if (key := cursor.key()) < start:
+                raise _out_of_order("lru")
+            return lru_order(key) if key.startswith(tenant) else None
 
     def unused_block(self, order: bytes) -> Located | None:
         """Return the block of an `lru` key without its tenant; None if its entry is damaged."""
@@ -255,7 +259,7 @@ class IndexTxn:
 
     def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
         """Walk over listed extents in order from a key on; nothing may change during the walk."""
-        return (split_extent_key(key) for key, _ in self._walk(name, start))
+        return (split_extent_key(key) for key, _ in self._whole(name, start))
 
     def free(self, segment: int) -> Iterator[Extent]:
         """Walk over the free extents of one segment; nothing may change during the walk."""
@@ -264,7 +268,7 @@ class IndexTxn:
 
     def segments(self) -> dict[int, SegmentState]:
         """Return every segment that the index knows."""
-        walk = self._walk("segments")
+        walk = self._whole("segments")
         return {split_segment_key(key): decode_segment(data) for key, data in walk}
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
@@ -338,7 +342,7 @@ class IndexTxn:
 
     def namespaces(self) -> dict[bytes, Totals]:
         """Return the blocks and payload bytes of each namespace that has any."""
-        walk = self._walk("namespaces")
+        walk = self._whole("namespaces")
         return {key: decode_totals(data) for key, data in walk}
 
     def tenant_bytes(self) -> Counter[bytes]:
@@ -393,7 +397,7 @@ class IndexTxn:
         num_used = sum(each.num_used for each in self.segments().values())
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_extents = num_blocks + num["free"] + num["pending"]
-        num_encrypted = sum(decode_count(data) for _, data in self._walk("keys"))
+        num_encrypted = sum(decode_count(data) for _, data in self._whole("keys"))
         wrong = {
             "keys": any(num[name] != num_blocks for name in ORDERS),
             "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
@@ -417,7 +421,7 @@ class IndexTxn:
         self.meta.needs_rebuild = False
 
     def _orders_of(self, tenant: bytes) -> Iterator[bytes]:
-        keys = (key for key, _ in self._walk("lru", tenant))
+        keys = (key for key, _ in self._whole("lru", tenant))
         return map(lru_order, takewhile(lambda key: key.startswith(tenant), keys))
 
     def _get(self, name: str, key: bytes) -> bytes | None:
@@ -430,8 +434,23 @@ class IndexTxn:
     def _delete(self, name: str, key: bytes) -> None:
         self._txn.delete(key, db=self._dbs[name])
 
+    def _whole(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Walk over a database as `_walk` does, where nothing else ends the walk.
+
+        A forged tree whose branches all lead to one page would never end.
+        """
+        last = b""
+        for key, data in self._walk(name, start):
+            if key <= last:
+                raise _out_of_order(name)
+            yield (last := key), data
+
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk over a database's entries from a key on; nothing may change during the walk."""
         with self._txn.cursor(db=self._dbs[name]) as cursor:
             if cursor.set_range(start) if start else cursor.first():
                 yield from cursor.iternext(keys=True, values=True)
+
+
+def _out_of_order(name: str) -> CorruptIndexError:
+    return CorruptIndexError(f"keys of `{name}` are out of order")

@@ -7,7 +7,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -37,6 +37,9 @@ from tieredkv.storage.format.record import Extent, Located, encode_record, scope
 from tieredkv.storage.index.entries import META_KEY, encode
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
+from tieredkv.storage.messages.operator import Scan
+from tieredkv.storage.worker.operators import Operators
+from tieredkv.storage.worker.socket import Caller
 from tieredkv.types import BlockRecord
 
 LAST_PAGE_AT = 136  # in a meta page of LMDB
@@ -308,6 +311,68 @@ def test_an_index_that_claims_more_pages_than_any_has_is_damaged(
         change_bytes(data, page + LAST_PAGE_AT, lambda _: struct.pack("<Q", last_page), 8)
     with pytest.raises(CorruptIndexError):
         place.open()
+
+
+PAGE_HEADER, NODE = struct.Struct("<QHHHH"), struct.Struct("<HHHH")  # of LMDB
+TREE = struct.Struct(
+    "<IHHQQQQQ"
+)  # page size, flags, depth; branches, leaves, others, entries; root
+
+
+def make_endless(data_file: Path, name: str) -> None:
+    """Put levels of branches above a database, each of whose entries leads to the level below."""
+    data = bytearray(data_file.read_bytes())
+    tail = struct.Struct("<QQ")  # of a meta page: last page, transaction
+    meta = max((0, 4096), key=lambda at: tail.unpack_from(data, at + LAST_PAGE_AT)[1])
+    last, transaction = tail.unpack_from(data, meta + LAST_PAGE_AT)
+    main = TREE.unpack_from(data, meta + LAST_PAGE_AT - TREE.size)[-1] * 4096
+    tree_at = data.index(name.encode(), main, main + 4096) + len(name)
+    tree = list(TREE.unpack_from(data, tree_at))
+    del data[(last + 1) * 4096 :]
+    for _ in range(5):
+        page, last, end, entries = bytearray(4096), last + 1, 4096, range(80)
+        for number in entries:
+            key = b"%08d" % number if number else b""
+            end -= NODE.size + len(key)
+            page[end : end + NODE.size + len(key)] = NODE.pack(tree[-1], 0, 0, len(key)) + key
+            struct.pack_into("<H", page, PAGE_HEADER.size + 2 * number, end)
+        PAGE_HEADER.pack_into(page, 0, last, 0, 1, PAGE_HEADER.size + 2 * len(entries), end)
+        tree[2], tree[-1] = tree[2] + 1, last
+        data += page
+    TREE.pack_into(data, tree_at, *tree)
+    tail.pack_into(data, meta + LAST_PAGE_AT, last, transaction)
+    data_file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["pending", "segments"])
+def test_an_index_whose_pages_lead_to_each_other_for_ever_is_damaged(
+    place: Place, name: str
+) -> None:
+    record, gone = place.record("a"), place.record("b")
+    with place.open() as store:
+        put(store, record, gone)
+        store.drop([gone.block_hash], "test")
+    make_endless(place.folder / INDEX / "data.mdb", name)
+    with pytest.raises(CorruptIndexError):
+        place.open()
+
+
+def test_blocks_in_pages_that_lead_to_each_other_for_ever_are_listed_and_made_again_in_time(
+    place: Place,
+) -> None:
+    records = [place.record("a", position) for position in range(4)]
+    with place.open() as store:
+        put(store, *records)
+    make_endless(place.folder / INDEX / "data.mdb", "blocks")
+    with place.open() as store:
+        with pytest.raises(CorruptIndexError):
+            list(Operators(store, store.stats).answer(Scan(), cast(Caller, None)))
+        with store.index.reading() as txn, pytest.raises(CorruptIndexError):
+            assert [*txn.entries_of(b"")]
+        assert load(store, records[0]) == payload_of(records[0])
+        store.rebuild()
+        store.check()
+        assert put(store, *records) == [True] * 4
 
 
 # --- the folder of keys ---------------------------------------------------------------------------
