@@ -60,6 +60,11 @@ def make_file(path: str) -> bytes:
     """
     key = secrets.token_bytes(KEY_BYTES)
     folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        text = (
+            f"{WHAT} `{path}` cannot be made: there is no folder `{folder}`; choose another place"
+        )
+        raise MissingKeyError(text, reason="absent")
     trust.check_folder(folder)
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -86,6 +91,8 @@ def ask_command(command: str) -> bytes:
         MissingKeyError: the command fails, takes longer than half a minute or prints no key.
     """
     what = f"the command of the master key, `{command}`,"
+    if not command.strip():
+        raise MissingKeyError(f"{what} is empty; name a program", reason="unreadable")
     try:
         words = shlex.split(command)
         done = subprocess.run(
@@ -94,7 +101,7 @@ def ask_command(command: str) -> bytes:
     except subprocess.TimeoutExpired:
         text = f"{what} did not end within {_COMMAND_TIMEOUT_S:.0f} s"
         raise MissingKeyError(text, reason="unreadable") from None
-    except (OSError, ValueError, IndexError) as error:  # no program, no closing quote, no word
+    except (OSError, ValueError) as error:  # no program, no closing quote
         raise MissingKeyError(f"{what} cannot be run: {error}", reason="unreadable") from error
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip()[-300:]

@@ -157,7 +157,7 @@ def _check_file(info: os.stat_result, path: str, what: str) -> None:
     if stat.S_ISLNK(info.st_mode):
         _refuse(what, "is a link", "put the file itself there")
     if not stat.S_ISREG(info.st_mode):
-        _refuse(what, "is no plain file", "remove it")
+        _refuse(what, "is no plain file", "put one there")
     if not info.st_nlink:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if info.st_nlink > 1:

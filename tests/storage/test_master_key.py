@@ -164,6 +164,18 @@ def test_a_key_in_a_folder_that_others_can_write_to_is_refused(file: Path, mode:
     assert reason_of(master.make_file, str(file) + ".new") == "unsafe"
 
 
+def test_a_new_key_without_a_place_and_an_empty_command_are_told_with_the_way_out(
+    file: Path,
+) -> None:
+    with refused(MissingKeyError, reason="absent"):
+        master.make_file(str(file.parent / "gone" / "key"))
+    for command in ("", "  "):
+        with refused(MissingKeyError, reason="unreadable"):
+            master.ask_command(command)
+    with refused(MissingKeyError, reason="unsafe"):
+        master.read_file(str(file.parent))
+
+
 def test_what_is_not_there_or_cannot_be_read_is_told_apart(file: Path) -> None:
     assert reason(file.with_name("gone")) == "absent"
     assert reason(file / "beneath") == "absent"
