@@ -133,7 +133,7 @@ def decode_segment(data: bytes) -> SegmentState:
 
 def to_us(time_s: float) -> int:
     """Convert a time to whole microseconds, by which the secondary keys are sorted."""
-    return min(max(int(time_s * 1e6), 0), (1 << 64) - 1)
+    return min(int(min(max(time_s * 1e6, 0.0), 1e20)), (1 << 64) - 1)
 
 
 def expiry_key(record: BlockRecord) -> bytes:

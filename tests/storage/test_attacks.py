@@ -98,6 +98,27 @@ def test_a_forged_record_whose_time_is_no_time_costs_its_block_only(
         assert len(store.keys.table if store.keys else [0]) == 0
 
 
+@pytest.mark.parametrize("time", [sys.float_info.max, -sys.float_info.max])
+@pytest.mark.parametrize("field", ["expires_at", "last_used", "pinned_until"])
+def test_a_forged_record_of_another_age_of_the_world_is_touched_and_goes_in_time(
+    place: Place, field: str, time: float
+) -> None:
+    record = place.record("a")
+    with place.open() as store:
+        put(store, record)
+        found = store.locate(record.block_hash)
+        assert found is not None
+        changes: dict[str, Any] = {field: time}
+        forge_entry(store, found._replace(record=replace(found.record, **changes)))
+        is_over = (field, time < 0) == ("expires_at", True)
+        assert load(store, record) == (None if is_over else payload_of(record))
+        store.touch([record])
+        evict(store, EvictFilter(namespace_prefix=record.namespace.hex()))
+        assert load(store, record) is None
+        store.rebuild()
+        store.check()
+
+
 # --- in the places of files ----------------------------------------------------------------------
 
 
