@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.folder.filesystem import (
@@ -24,7 +25,7 @@ from tieredkv.storage.folder.filesystem import (
     punch_hole,
     set_aside,
 )
-from tieredkv.storage.folder.own_files import flush_folder, open_own
+from tieredkv.storage.folder.own_files import open_own
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Extent
 from tieredkv.storage.index.verdicts import storage_errors
@@ -62,6 +63,7 @@ class SegmentFiles:
     Invariants:
       - a descriptor is closed only when no thread uses it;
       - a file is truncated before it is removed, so that its bytes are gone at once;
+      - names are those in the folder that was opened first, whatever takes its place;
       - `occupied_bytes` is the sum of `st_blocks`, in bytes.
 
     Args:
@@ -81,6 +83,10 @@ class SegmentFiles:
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
 
+    @cached_property
+    def _folder_fd(self) -> int:
+        return os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     # --- life of a file ---------------------------------------------------------------------
 
     def found(self) -> dict[int, int]:
@@ -90,7 +96,7 @@ class SegmentFiles:
             StorageError: the folder holds a file that is no segment.
         """
         found = {}
-        for name in os.listdir(self.folder):
+        for name in os.listdir(self._folder_fd):
             match = _SEGMENT_NAME.fullmatch(name)
             segment, extent_bytes = map(int, match.groups()) if match else (0, 0)
             # There is one way to write a name, and the numbers are u32 in the records.
@@ -107,11 +113,11 @@ class SegmentFiles:
 
         The file's name holds the segment number and the extent size.
         """
-        path = os.path.join(self.folder, _segment_name(segment, extent_bytes))
+        name = _segment_name(segment, extent_bytes)
         flags = os.O_RDWR if self._writes else os.O_RDONLY
         flags |= (os.O_DIRECT if self.direct_io else 0) | (os.O_CREAT if create else 0)
-        fd = open_own(path, flags)
-        file = _File(path, fd, extent_bytes)
+        fd = open_own(name, flags, dir_fd=self._folder_fd)
+        file = _File(os.path.join(self.folder, name), fd, extent_bytes)
         if self._writes:
             os.fchmod(fd, 0o600)
         self._files[segment] = file
@@ -131,7 +137,7 @@ class SegmentFiles:
         if file is not None:
             os.ftruncate(file.fd, 0)
             with suppress(FileNotFoundError):  # somebody was faster
-                os.unlink(file.path)
+                os.unlink(os.path.basename(file.path), dir_fd=self._folder_fd)
 
     def remove_all(self) -> None:
         """Erase and unlink every segment file; they stay gone after a power loss."""
@@ -139,11 +145,13 @@ class SegmentFiles:
             if segment not in self._files:
                 self.open(segment, extent_bytes)
             self.remove(segment)
-        flush_folder(self.folder)
+        os.fsync(self._folder_fd)
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""
         self._files.clear()
+        if (fd := self.__dict__.pop("_folder_fd", None)) is not None:
+            os.close(fd)
 
     def __contains__(self, segment: int) -> bool:
         return segment in self._files

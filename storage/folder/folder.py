@@ -34,6 +34,7 @@ from tieredkv.storage.folder.own_files import (
     erase_all,
     flush_folder,
     open_own,
+    opened_folder,
     remove,
 )
 from tieredkv.storage.format.record import Retentions
@@ -127,7 +128,8 @@ class StoreFolder:
             make_folder(path)
         lock_fd = take_lock(path)
         try:
-            os.chmod(path, 0o700)
+            with opened_folder(path) as fd:
+                os.fchmod(fd, 0o700)
             found = read_marker(path)
             folder = cls(path, lock_fd, found or new_marker())
             if folder.marker.is_replaced:
@@ -385,7 +387,8 @@ def make_folder(path: str) -> None:
         make_folder(parent)
     try:
         os.makedirs(path, 0o700, exist_ok=True)
-        os.chmod(path, 0o700)
+        with opened_folder(path) as fd:
+            os.fchmod(fd, 0o700)
     except OSError as error:
         why = f"cannot be created: {error.strerror}; choose another folder"
         raise StorageError(f"`{path}` {why}") from error
@@ -399,8 +402,9 @@ def make_missing(path: str | None) -> None:
 
 def _make_index(path: str) -> None:
     make_folder(path)
-    for name in INDEX_FILES:
-        os.close(open_own(os.path.join(path, name), os.O_RDWR | os.O_CREAT))
+    with opened_folder(path) as fd:
+        for name in INDEX_FILES:
+            os.close(open_own(name, os.O_RDWR | os.O_CREAT, dir_fd=fd))
 
 
 def _boot_id() -> str:

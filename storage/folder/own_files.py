@@ -34,14 +34,20 @@ def open_own(
         OSError: it cannot be opened.
     """
     assert not flags & os.O_TRUNC, "a file is truncated after it was looked at"
-    found = None
+    found, shown = None, path
+    if dir_fd is not None:
+        shown = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
     with suppress(FileNotFoundError):
         found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
     if found is not None:
-        check_own(path, found, owner)
-    fd = os.open(path, flags | _SAFELY, 0o600, dir_fd=dir_fd)
+        check_own(shown, found, owner)
     try:
-        check_own(path, os.fstat(fd), owner)  # it may have been replaced meanwhile
+        fd = os.open(path, flags | _SAFELY, 0o600, dir_fd=dir_fd)
+    except OSError as error:
+        error.filename = shown
+        raise
+    try:
+        check_own(shown, os.fstat(fd), owner)  # it may have been replaced meanwhile
         if flags & os.O_CREAT:
             os.fchmod(fd, 0o600)  # the umask may have taken more
     except BaseException:
@@ -122,13 +128,13 @@ def remove(path: str, *, dir_fd: int | None = None) -> None:
     """
     if not _is_folder(path, dir_fd):
         return os.unlink(path, dir_fd=dir_fd)
-    with _folder(path, dir_fd) as fd:
+    with opened_folder(path, dir_fd) as fd:
         while names := os.listdir(fd):
             for name in names:
                 if not _is_folder(name, fd):
                     os.unlink(name, dir_fd=fd)
                     continue
-                with _folder(name, fd) as inner_fd:
+                with opened_folder(name, fd) as inner_fd:
                     for inner in os.listdir(inner_fd):
                         os.rename(inner, secrets.token_hex(16), src_dir_fd=inner_fd, dst_dir_fd=fd)
                 os.rmdir(name, dir_fd=fd)
@@ -140,7 +146,12 @@ def _is_folder(path: str, dir_fd: int | None) -> bool:
 
 
 @contextmanager
-def _folder(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def opened_folder(path: str, dir_fd: int | None = None) -> Iterator[int]:
+    """Open a folder; a link in its place is an error.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags, dir_fd=dir_fd)
     try:
@@ -158,7 +169,7 @@ def erase_all(folder: str, names: re.Pattern[str]) -> int:
         OSError: the folder cannot be opened, or a file cannot be removed.
     """
     num_bytes = 0
-    with _folder(folder) as folder_fd:
+    with opened_folder(folder) as folder_fd:
         for name in filter(names.fullmatch, os.listdir(folder_fd)):
             try:
                 with (

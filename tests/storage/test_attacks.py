@@ -29,7 +29,7 @@ from tests.storage.blocks import (
 from tests.storage.test_store_keys import DAY_S, Place
 from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import Df, EvictFilter
-from tieredkv.storage.folder.folder import INDEX
+from tieredkv.storage.folder.folder import INDEX, make_folder
 from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
@@ -394,6 +394,37 @@ def test_blocks_in_pages_that_lead_to_each_other_for_ever_are_listed_and_made_ag
         store.rebuild()
         store.check()
         assert put(store, *records) == [True] * 4
+
+
+def test_nothing_behind_a_link_that_takes_the_place_of_the_segments_is_changed(
+    place: Place, victim: tuple[Place, BlockRecord]
+) -> None:
+    place.stores()
+    segments, others = place.folder / "segments", victim[0].folder / "segments"
+    before = {each.name: each.read_bytes() for each in others.iterdir()}
+    with place.open() as store:
+        [segment] = store.files.found()
+        assert f"{segment:08d}" in "".join(before)
+        segments.rename(segments.with_name("moved"))
+        segments.symlink_to(others)
+        store.files.open(segment + 1, 8192, create=True)
+        store.files.remove(segment)
+        store.files.remove_all()
+        segments.unlink()
+        segments.with_name("moved").rename(segments)
+    assert {each.name: each.read_bytes() for each in others.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["index", "segments"])
+def test_a_folder_is_not_made_through_a_link(place: Place, name: str) -> None:
+    elsewhere = place.folder.with_name("elsewhere")
+    elsewhere.mkdir()
+    elsewhere.chmod(0o755)
+    place.folder.mkdir()
+    (place.folder / name).symlink_to(elsewhere)
+    with pytest.raises(StorageError):
+        make_folder(str(place.folder / name))
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
 
 
 # --- the folder of keys ---------------------------------------------------------------------------
