@@ -270,7 +270,8 @@ class ExtentAllocator:
     def from_ends(self, txn: IndexTxn) -> Iterator[Extent]:
         """Walk over extents from the ends of the segment files on, as far as those can be cut."""
         for segment, state in reversed(txn.segments().items()):
-            for number in reversed(range(state.num_used if segment in self.files else 0)):
+            num_used = min(state.num_used, self.files.num_extents(segment))
+            for number in reversed(range(num_used)):
                 if (extent := Extent(segment, number)) in self.lent:
                     break
                 yield extent

@@ -127,6 +127,12 @@ class SegmentFiles:
         """Return the length of a segment file."""
         return os.fstat(self._files[segment].fd).st_size
 
+    def num_extents(self, segment: int) -> int:
+        """Return how many extents begin in a segment file; 0 if it is missing."""
+        if segment not in self._files:
+            return 0
+        return -(-self.size_bytes(segment) // self.extent_bytes(segment))
+
     def extent_bytes(self, segment: int) -> int:
         """Return the size of a segment's extents; 0 if its file is missing."""
         return self._files[segment].extent_bytes if segment in self._files else 0

@@ -202,7 +202,7 @@ def checking_extents(store: Store, asked: Verify) -> Pieces[Checked]:
         for start in count(0, _EXTENTS_A_STEP):
             with parts.index.reading() as txn:
                 state = txn.get_segment(segment)
-            num_used = 0 if state is None or segment not in parts.files else state.num_used
+            num_used = 0 if state is None else min(state.num_used, parts.files.num_extents(segment))
             if start >= num_used:
                 break
             for number in range(start, min(start + _EXTENTS_A_STEP, num_used)):

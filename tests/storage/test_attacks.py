@@ -29,6 +29,7 @@ from tests.storage.blocks import (
 from tests.storage.test_store_keys import DAY_S, Place
 from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import Df, EvictFilter
+from tieredkv.pieces import whole
 from tieredkv.storage.folder.folder import INDEX, make_folder
 from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.folder.own_files import remove
@@ -37,9 +38,10 @@ from tieredkv.storage.format.record import Extent, Located, encode_record, scope
 from tieredkv.storage.index.entries import META_KEY, encode
 from tieredkv.storage.keys.layout import HEADERS_AT, PAGE_BYTES
 from tieredkv.storage.keys.place import NOTE
-from tieredkv.storage.messages.operator import Scan
+from tieredkv.storage.messages.operator import Scan, Verify
 from tieredkv.storage.worker.operators import Operators
 from tieredkv.storage.worker.socket import Caller
+from tieredkv.storage.worker.steps import checking_extents
 from tieredkv.types import BlockRecord
 
 LAST_PAGE_AT = 136  # in a meta page of LMDB
@@ -303,6 +305,11 @@ def test_a_forged_segment_of_billions_of_extents_costs_no_time(
         file.touch(0o600)
         os.truncate(file, size_bytes)
     with place.open() as store:
+        if size_bytes != 1 << 43:
+            with store.index.reading() as txn:
+                assert len([*store.parts.allocator.from_ends(txn)]) == 1
+            asked = Verify(erased_key="00" * 8)
+            assert whole(checking_extents(store, asked)).checked == 1
         store.rebuild()
         assert load(store, record) == payload_of(record)
         store.check()
