@@ -22,7 +22,7 @@ from tieredkv.storage.worker.writes import Writes
 FOR_ANY_THREAD: dict[type, set[str]] = {
     Store: {"find", "read", "write", "flush", "note_damaged", "close"},
     Room: set(),
-    Index: {"reading", "keep_ahead", "reading_ahead", "looking_over", "is_sound"}
+    Index: {"reading", "keep_ahead", "most_records", "reading_ahead", "looking_over", "is_sound"}
     | {"file_bytes", "used_bytes", "close"},
     Writes: set(),
     Reads: set(),
