@@ -49,7 +49,7 @@ def test_a_fault_is_told_again_without_asking(checker: GrammarChecker) -> None:
 
 
 def test_what_no_answer_can_follow_is_refused(checker: GrammarChecker) -> None:
-    endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    endless = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
     form = {"type": "json_schema", "json_schema": endless}
     with refused(RequestError, code="invalid_grammar"):
         checker.check(json.dumps({"type": "structural_tag", "format": form}))
