@@ -81,14 +81,19 @@ class Doomed:
         finally:
             self._prefixes.remove(prefix)
 
+    @property
+    def has_namespaces(self) -> bool:
+        """Whether any namespace is being deleted."""
+        return bool(self._prefixes)
+
     def covers(self, namespace: bytes) -> bool:
         """Return whether a namespace is being deleted."""
-        return bool(self._prefixes) and namespace.hex().startswith(tuple(self._prefixes))
+        return self.has_namespaces and namespace.hex().startswith(tuple(self._prefixes))
 
     def without(self, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """Return sealed records by name without those of blocks that are being deleted."""
         for name in self.names.keys() & found.keys():
             del found[name]
-        if not self._prefixes:
+        if not self.has_namespaces:
             return found
         return {name: it for name, it in found.items() if not self.covers(namespace_in(it))}

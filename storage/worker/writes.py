@@ -9,11 +9,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -33,6 +34,9 @@ from tieredkv.types import BlockRecord
 _WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed
 _MAX_GROUP_AGE_S = 0.005  # how long written blocks wait for others to share a transaction
 _POLL_S = 0.002  # how often writes look whether reads have earned them a share
+
+
+Task = TypeVar("Task")
 
 
 class _GivesWayError(Exception):
@@ -132,14 +136,21 @@ class Writes:
 
         Those of namespaces that are being deleted end before it, and are not written any more.
         """
-        for tasks in (self._packed, self._reserved, self._waiting):
-            for task in [each for each in tasks if isinstance(each, WriteTask)]:
-                if self.doomed.covers(task.record.namespace):
-                    tasks.remove(task)
-                    if task.extent is not None:
-                        self.store.give_back(task.extent)
-                    self._end(task, "evicted")
+        if self.doomed.has_namespaces:
+            self._packed = deque(self._ending_doomed(self._packed))
+            self._reserved = deque(self._ending_doomed(self._reserved))
+            self._waiting = deque(self._ending_doomed(self._waiting))
         self._waiting.append(call)
+
+    def _ending_doomed(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        """End the stores of namespaces that are being deleted, and yield what is left."""
+        for task in tasks:
+            if not isinstance(task, WriteTask) or not self.doomed.covers(task.record.namespace):
+                yield task
+                continue
+            if task.extent is not None:
+                self.store.give_back(task.extent)
+            self._end(task, "evicted")
 
     @owned_by("loop")
     def try_again(self) -> None:
