@@ -110,7 +110,8 @@ class Tenants:
                 del self._bounds[tenant]  # it has no block any more
                 continue
             self._bounds[tenant] = order
-            if order != bound:  # another tenant's block may come first
+            is_first = not self._evictable or (order, tenant) < self._evictable[0]
+            if order != bound and (was_kept or not is_first):  # another's block may come first
                 self._put_back(tenant, self._bytes[tenant] - lost[tenant], was_kept=was_kept)
                 continue
             if (located := txn.unused_block(order)) is None:

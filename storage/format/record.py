@@ -127,15 +127,16 @@ def check_record(record: BlockRecord, retentions: Retentions) -> None:
         StorageError: a digest has another length, a size, a number or a time is out of range, or
             the store has no number for the retention.
     """
-    digests = (record.block_hash, record.parent_hash, record.root)
-    if len({*map(len, digests)}) > 1 or len(record.block_hash) not in HASH_SIZES:
+    size = len(record.block_hash)
+    if size not in HASH_SIZES or not size == len(record.parent_hash) == len(record.root):
+        digests = (record.block_hash, record.parent_hash, record.root)
         what = "the hashes of a block, its parent and its root must all have 16 or all 32 bytes"
         raise StorageError(f"{what}, but are {digests}")
     if len(record.namespace) != NAMESPACE_BYTES:
         what = f"a namespace must have {NAMESPACE_BYTES} bytes"
         raise StorageError(f"{what}, but is {record.namespace!r}")
     times = (record.computed_at, record.expires_at, record.pinned_until, record.last_used)
-    if not all(math.isfinite(time) for time in times):
+    if not math.isfinite(sum(times)):
         raise StorageError(f"times must be finite, but are {times}")
     if not 0 < record.size_bytes <= _MAX_U32 - 2 * PAGE_ALIGNMENT_BYTES or record.num_parts < 1:
         what = f"a block of {record.size_bytes} bytes in {record.num_parts} parts"
