@@ -4,7 +4,7 @@ Every change to a block changes its secondary keys and the counters in the same 
 module knows databases and their entries, not segment files: extents are numbers here.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -76,15 +76,16 @@ class IndexTxn:
     def __init__(self, txn: Any, dbs: dict[str, Any], retentions: Retentions) -> None:
         self.gone: list[bytes] = []
         self.emptied: set[bytes] = set()
-        self.growth = Counter[bytes]()
+        self.growth = defaultdict[bytes, int](int)  # not a `Counter`, which takes longer to make
         self.first_orders: dict[bytes, bytes] = {}
         self._txn = txn
         self._dbs = dbs
         self._retentions = retentions
         self._blocks = dbs["blocks"]
         # What the blocks that came and went change of the counters, which `keep` writes.
-        self._new_blocks, self._new_bytes = Counter[bytes](), Counter[bytes]()
-        self._new_encrypted = Counter[bytes]()
+        self._new_blocks = defaultdict[bytes, int](int)
+        self._new_bytes = defaultdict[bytes, int](int)
+        self._new_encrypted = defaultdict[bytes, int](int)
 
     # --- blocks -----------------------------------------------------------------------------
 

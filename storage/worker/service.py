@@ -101,6 +101,7 @@ class StoreService:
         )
         self._sweep: Iterator[None] | None = None  # the steps of the sweep under way
         self._sweep_at = 0.0  # at once: blocks may have expired while no worker ran
+        self._look_at = 0.0
         self._is_over = Event()
         self._has_all = Event()  # set when the front thread hands over nothing more
         self._stats = store.stats()  # as of the last turn; the front thread reads them too
@@ -305,7 +306,9 @@ class StoreService:
         sweep_in_s = max(0.0, self._sweep_at - time.monotonic())
         is_due = self._touches.are_due or self._sweep is not None
         self._changes.wait(0.0 if is_due else min(_TICK_S, sweep_in_s, self._writes.wait_s))
-        self._parts.folder.check_place()
+        if (now := time.monotonic()) >= self._look_at:  # each transaction looks as well
+            self._look_at = now + _TICK_S
+            self._parts.folder.check_place()
         self._writes.step()
         self._refresh_stats(self._stats.lifetimes)  # these are found out at each sweep
         stored = self._writes.take_ended()
