@@ -2,6 +2,7 @@
 
     python -m tests.stress.modelled_crowd sessions --sessions 4,8,16
     python -m tests.stress.modelled_crowd returns --rates 0.4,0.6,0.9,1.2
+    python -m tests.stress.modelled_crowd compare OLD.json NEW.json
 
 The requests are those of `bench sessions` and `bench returns`. The engine's scheduler, planner,
 pools and queues serve them on the machine of `tests.modelled`, where only time is computed.
@@ -14,6 +15,9 @@ nothing back for running requests or for copies, and have no disk:
     inclusive   VRAM and host memory are two LRU pools, and a block that returns to VRAM stays below
     one_pool    one LRU pool as large as both
     unbounded   nothing is ever evicted
+
+Each row lists its seeds as well, so that reports of two commits can be compared seed by seed. Runs
+with the same digest have the same plans and the same times, to the last digit.
 """
 
 import functools
@@ -26,12 +30,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import click
 import numpy as np
 import torch
+import xxhash
 
 from tests.modelled import H200_8B, Machine, ModelledCore, VirtualTime
 from tieredkv.bench import crowd, crowd_figures, raw, returns
@@ -39,6 +46,7 @@ from tieredkv.bench.crowd import Answer, Ask, Outcome
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sessions import ANSWER_TOKENS, Shape, make_scripts, serve
 from tieredkv.bench.ttft import SUFFIX_TOKENS, look_up, make_prompt
+from tieredkv.cache.plan import Demand, Planner, Split
 from tieredkv.cli.bench_options import (
     COUNT,
     CROWD_ARMS,
@@ -80,6 +88,12 @@ RATES = {
 COMPARED = {"ttft_ms": (50, 90, 99), "hit_ttft_ms": (50, 90), "itl_ms": (50, 90, 99)}
 NUM_DRAWN = 200
 
+LEAST_ANSWERS = 0.99
+"""The least ratio of answers per second with which `compare` is content."""
+
+MOST_TTFT = 1.03
+"""The greatest ratio of TTFT p50 and p90 with which it is, unless the interval contains 1."""
+
 Row = dict[str, Any]
 Chains = Sequence[tuple[Sequence[BlockHash], int]]
 """The hashes of each request's prompt and answer, and the number of tokens of the prompt."""
@@ -109,6 +123,7 @@ class Run(NamedTuple):
         busy_s, prefill_s: for which the device computed steps, and steps that have prompt tokens.
         prompt_tokens: of the requests whose prefill ended.
         found: the tokens of these that the engine and ideal pools found.
+        plans: digest of how all plans divided requests.
     """
 
     outcome: Outcome
@@ -116,6 +131,16 @@ class Run(NamedTuple):
     prefill_s: float
     prompt_tokens: int
     found: Counter[str]
+    plans: str
+
+    @property
+    def digest(self) -> str:
+        """What runs have in common that have the same plans and the same times."""
+        times = [
+            (it.client, it.turn, it.ended_s, it.ttft_ms, it.gaps_ms, sorted(it.by_tier.items()))
+            for it in self.outcome.answers
+        ]
+        return xxhash.xxh3_64_hexdigest(repr((self.plans, self.outcome.wall_s, times)).encode())
 
 
 class ModelledCrowd(crowd.Crowd):
@@ -138,7 +163,8 @@ class ModelledCrowd(crowd.Crowd):
         device, tiers = self.modelled.device, self.modelled.tiers
         busy_s, prefill_s = device.busy_s, device.prefill_s
         self._order.clear()
-        outcome = serve()
+        with digest_of_plans() as plans:
+            outcome = serve()
         chains, found = [], Counter[str]()
         for request in self._order:
             if request.usage is not None:
@@ -149,7 +175,22 @@ class ModelledCrowd(crowd.Crowd):
         found["one_pool"] = one_pool(chains, sum(sizes), block_size)
         found["unbounded"] = one_pool(chains, sum(len(some) for some, _ in chains), block_size)
         times = device.busy_s - busy_s, device.prefill_s - prefill_s
-        return Run(outcome, *times, sum(count for _, count in chains), found)
+        num_tokens = sum(count for _, count in chains)
+        return Run(outcome, *times, num_tokens, found, plans.hexdigest())
+
+
+@contextmanager
+def digest_of_plans() -> Iterator[xxhash.xxh3_64]:
+    """Digest how each plan divides a request."""
+    digest, split = xxhash.xxh3_64(), Planner.split
+
+    def noted(planner: Planner, demand: Demand) -> Split:
+        found = split(planner, demand)
+        digest.update(repr(found).encode())
+        return found
+
+    with mock.patch.object(Planner, "split", noted):
+        yield digest
 
 
 def one_pool(chains: Chains, num_blocks: int, block_size: int) -> int:
@@ -266,6 +307,16 @@ def figures(runs: Sequence[Run], spec: KVSpec, machine: Machine) -> Row:
     return row
 
 
+def by_seed(runs: Sequence[Run], seeds: Sequence[int]) -> list[Row]:
+    """Return the figures of each run that `compare` compares, and its digest."""
+    rows = list[Row]()
+    for seed, run in zip(seeds, runs, strict=True):
+        found = {name: round(value, 6) for name, value in _pooled([_seen(run.outcome)]).items()}
+        hit_rate = round(run.found["measured"] / run.prompt_tokens, 6)
+        rows.append({"seed": seed, "digest": run.digest, **found, "hit_rate": hit_rate})
+    return rows
+
+
 def compared(outcomes: Mapping[str, Sequence[Outcome]]) -> Row:
     """Compare the planned arm with the better of the others, figure by figure.
 
@@ -301,6 +352,42 @@ def compared(outcomes: Mapping[str, Sequence[Outcome]]) -> Row:
         }
         for name, ratio in ratios(range(num_seeds)).items()
     }
+
+
+def paired(old: Sequence[Row], new: Sequence[Row]) -> Row:
+    """Compare the runs of two commits by the same seeds.
+
+    Args:
+        old: the figures of one commit, see `by_seed`.
+        new: the figures of the other one.
+
+    Returns:
+        How many runs are the same, and for each figure the geometric mean of its ratios (new to
+        old) and the range in which 95 % of such means lie if other seeds had been drawn.
+
+    Raises:
+        ValueError: they have other seeds.
+    """
+    if [row["seed"] for row in old] != [row["seed"] for row in new]:
+        raise ValueError("the reports have other seeds")
+    generator = np.random.default_rng(0)
+    found: Row = {"same": sum(a["digest"] == b["digest"] for a, b in zip(old, new, strict=True))}
+    for name in old[0].keys() - {"seed", "digest"}:
+        values = np.array([[row[name] for row in rows] for rows in (old, new)], float)
+        if not (values > 0).all():
+            continue  # nothing was found on disk, for example
+        logs = np.log(values[1] / values[0])
+        drawn = generator.choice(logs, (10 * NUM_DRAWN, len(logs))).mean(axis=1)
+        low, high = np.exp(np.percentile(drawn, (2.5, 97.5))).round(4).tolist()
+        found[name] = {"ratio": round(float(np.exp(logs.mean())), 4), "p2_p97": [low, high]}
+    return found
+
+
+def is_worse(row: Row) -> bool:
+    """Return whether what `paired` tells misses a bar."""
+    late = [row[name] for name in ("ttft_ms.p50", "ttft_ms.p90")]
+    is_late = any(it["ratio"] > MOST_TTFT and it["p2_p97"][0] > 1 for it in late)
+    return is_late or row["answers_per_s"]["ratio"] < LEAST_ANSWERS
 
 
 class _Seen(NamedTuple):
@@ -442,6 +529,7 @@ def sessions(
         for arm in arms:
             row = figures(runs[arm, count], made.kv_spec, machine)
             row |= crowd_figures.common_figures(common[arm])
+            row["by_seed"] = by_seed(runs[arm, count], seeds)
             rows.append({"arm": arm, "sessions": count, **row})
         comparisons.append({"sessions": count, **compared(outcomes)})
     found = {"planned_over_better": comparisons, "rows": rows}
@@ -460,7 +548,13 @@ def sessions(
 @click.option(
     "--answer-tokens", type=click.IntRange(min=2), default=120, help="Tokens of each answer."
 )
-@click.option("--seed", "shape_seed", type=int, default=0, help="Of arrivals, lengths and tokens.")
+@several(
+    "--seed",
+    int,
+    name="seeds",
+    default="0",
+    help="Seeds of arrivals, lengths and tokens; their runs are pooled.",
+)
 @crowd_options
 def returns_command(
     *,
@@ -470,7 +564,7 @@ def returns_command(
     ttft_limit: float,
     sessions: int,
     prefix_tokens: tuple[int, int],
-    shape_seed: int,
+    seeds: list[int],
     arms: list[str],
     jobs: int,
     commit: str | None,
@@ -483,15 +577,23 @@ def returns_command(
     the bench does.
     """
     made = plan(loaded, RETURNS_SIZES)
-    shape = returns.Shape(sessions, *prefix_tokens, seed=shape_seed, **options)
-    returns.check(made, shape)
+    shapes = {seed: returns.Shape(sessions, *prefix_tokens, seed=seed, **options) for seed in seeds}
+    for shape in shapes.values():
+        returns.check(made, shape)
     rates, limit_ms = sorted(rates), 1e3 * ttft_limit
-    cases = [Case(arm, rate, 0, made.settings, machine, shape) for rate in rates for arm in arms]
+    cases = [
+        Case(arm, rate, seed, made.settings, machine, shape)
+        for rate in rates
+        for seed, shape in shapes.items()
+        for arm in arms
+    ]
     runs = run_all(run_returns, cases, jobs)
     rows, capacities = list[Row](), dict[str, returns.Capacity]()
     for arm in arms:
         of_arm: list[Row] = [
-            {"arm": arm, "rate": rate} | figures(runs[arm, rate], made.kv_spec, machine)
+            {"arm": arm, "rate": rate}
+            | figures(runs[arm, rate], made.kv_spec, machine)
+            | {"by_seed": by_seed(runs[arm, rate], seeds)}
             for rate in rates
         ]
         is_held = [row["ttft_ms"]["p90"] <= limit_ms for row in of_arm]
@@ -499,8 +601,41 @@ def returns_command(
         capacities[arm] = returns.capacity(of_arm[: num_held + 1], limit_ms)
         rows += of_arm
     compared = returns.compared(rows, capacities)
-    workload = shape._asdict() | {"ttft_limit_s": ttft_limit}
+    workload = next(iter(shapes.values()))._asdict() | {"ttft_limit_s": ttft_limit}
+    workload |= {"seed": seeds}
     tell(made, machine, commit, {"workload": workload, **compared, "rows": rows})
+
+
+@main.command()
+@click.argument("old", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("new", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def compare(old: Path, new: Path) -> None:
+    """Compare the reports OLD and NEW of two commits, seed by seed.
+
+    Each line tells how many of the seeds have the same plans and times, and for each figure the
+    mean of the ratios (NEW to OLD) with its 95 % interval. The exit code is 1 if answers per second
+    fall below 0.99, or if TTFT p50 or p90 rises above 1.03 and the interval does not contain 1.
+    """
+    reports = [json.loads(path.read_text()) for path in (old, new)]
+    rows = [{(row["arm"], *_case_of(row)): row["by_seed"] for row in it["rows"]} for it in reports]
+    if rows[0].keys() != rows[1].keys():
+        raise click.ClickException("the reports have other arms, sessions or rates")
+    has_failed = False
+    for case, of_case in rows[0].items():
+        try:
+            found = paired(of_case, rows[1][case])
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+        has_failed |= is_worse(found)
+        arm, name, number = case
+        told = {"arm": arm, name: number, "seeds": len(of_case), "worse": is_worse(found)}
+        click.echo(json.dumps(told | found))
+    raise SystemExit(has_failed)
+
+
+def _case_of(row: Row) -> tuple[str, float]:
+    name = "sessions" if "sessions" in row else "rate"
+    return name, row[name]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.golden import told
-from tests.stress.modelled_crowd import compared, inclusive, main, one_pool
+from tests.stress.modelled_crowd import compared, inclusive, is_worse, main, one_pool, paired
 from tieredkv.bench.crowd import Answer, Outcome
 from tieredkv.types import BlockHash, Tier
 
@@ -85,3 +85,46 @@ def test_prefixes_that_ram_keeps_are_refused() -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     told(result.output)
+
+
+def of_seeds(**figures: float) -> list[Row]:
+    """Return the figures of three seeds, which grow from one to the next."""
+    found = {"answers_per_s": 2.0, "ttft_ms.p50": 300.0, "ttft_ms.p90": 900.0} | figures
+    return [
+        {"seed": seed, "digest": f"{seed}"} | {name: it * (1 + seed) for name, it in found.items()}
+        for seed in range(3)
+    ]
+
+
+def test_two_commits_are_compared_seed_by_seed() -> None:
+    old = of_seeds()
+    found = paired(old, old)
+    assert found["same"] == 3
+    assert found["ttft_ms.p50"] == {"ratio": 1.0, "p2_p97": [1.0, 1.0]}
+    assert not is_worse(found)
+    slower = [row | {"digest": "another"} for row in of_seeds(answers_per_s=1.97)]
+    assert paired(old, slower)["same"] == 0
+    assert is_worse(paired(old, slower))
+    assert not is_worse(paired(old, of_seeds(answers_per_s=1.985)))
+    with pytest.raises(ValueError):
+        paired(old, slower[1:])
+
+
+def test_a_later_first_token_is_worse_only_if_other_seeds_would_say_so_too() -> None:
+    old, late = of_seeds(), of_seeds(**{"ttft_ms.p90": 945.0})
+    assert is_worse(paired(old, late))
+    late[0]["ttft_ms.p90"] *= 0.95  # the ratios are now 1, 1.05 and 1.05
+    mixed = paired(old, late)
+    assert mixed["ttft_ms.p90"]["ratio"] > 1.03 and mixed["ttft_ms.p90"]["p2_p97"][0] <= 1
+    assert not is_worse(mixed)
+
+
+def test_reports_of_other_cases_are_not_compared(tmp_path: Path) -> None:
+    for name, arm in (("old", "load"), ("new", "planned")):
+        rows = [{"arm": arm, "sessions": 4, "by_seed": of_seeds()}]
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+    both = str(tmp_path / "old"), str(tmp_path / "new")
+    assert CliRunner().invoke(main, ["compare", *both]).exit_code == 1
+    same = CliRunner().invoke(main, ["compare", both[0], both[0]])
+    assert same.exit_code == 0
+    assert json.loads(same.output)["same"] == 3
