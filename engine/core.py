@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from tieredkv.cache.lookups import ANSWER_S
 from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, failed
 from tieredkv.engine.grammars import Compiled, Compiler, Grammars, Matcher
@@ -74,6 +73,9 @@ class EngineCore:
         build: makes the parts that the engine drives.
 
     Attributes:
+        parts: what it is made of, for benches and tests that look inside.
+        cache: the tiers, as requests use them.
+        operations: the tiers, as operators use them.
         verbs: carries out what an operator asks.
         tier_stats: reads what the engine reports.
         kv_digests: reads what VRAM holds of a prompt.
@@ -104,21 +106,22 @@ class EngineCore:
         self._spare_s = 0.0  # for so long there is no need to issue the next step
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
         with contextlib.ExitStack() as stack:
-            parts = build(settings, stack, progress=progress, wake=self.wake)
-            self.model, self.kv_spec, self.tiers = parts.model, parts.spec, parts.tiers
-            self.scheduler, self.cache = parts.scheduler, parts.scheduler.cache
+            self.parts = parts = build(settings, stack, progress=progress, wake=self.wake)
+            self.model, self.kv_spec = parts.model, parts.spec
+            self.scheduler, self.cache = parts.scheduler, parts.cache
             self._runner, self._timer, self._rate_file = parts.runner, parts.timer, parts.rate_file
             self._choice, self._max_model_len = parts.choice, parts.max_model_len
-            fingerprint, clock = parts.model.fingerprint, parts.tiers.clock
-            self._prefixes = Prefixes(settings, parts.spec, fingerprint, clock)
-            self.kv_digests = KVDigests(self._prefixes, self.tiers.device, parts.device_blocks)
+            fingerprint = parts.model.fingerprint
+            self._prefixes = Prefixes(settings, parts.spec, fingerprint, parts.tiers.clock)
+            self.operations = parts.operations
+            self.kv_digests = KVDigests(self._prefixes, self.operations, parts.device_blocks)
             self.tier_stats = TierStats(
-                self.tiers, self.scheduler, self._timer, self._max_model_len
+                self.operations, self.scheduler, self._timer, self._max_model_len
             )
             slices = Slices()
-            prompts = PromptInspections(self.cache, self._prefixes, slices)
+            prompts = PromptInspections(self.operations, self._prefixes, slices)
             known = known_model(settings, parts.model, parts.spec)
-            self.verbs = Verbs(self.cache, self.tier_stats, prompts, known, slices)
+            self.verbs = Verbs(self.operations, self.tier_stats, prompts, known, slices)
             self.verbs.give_shares(settings.tenant_shares)
             self._grammars = Grammars(self._make_compiler, self.wake)
             stack.callback(self._grammars.close)
@@ -127,14 +130,14 @@ class EngineCore:
     @property
     def info(self) -> EngineInfo:
         """What senders of requests are told; it changes when the store's worker does."""
-        store = self.tiers.store
+        disk = self.operations.disk
         return EngineInfo(
             model=next(iter(self.settings.served_names), self.model.name),
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
             eos_token_ids=sorted(self.model.eos_token_ids),
-            worker_pid=store.pid if store else None,
-            disk_trouble=(store.trouble or None) if store else None,
+            worker_pid=disk.worker_pid if disk else None,
+            disk_trouble=(disk.trouble or None) if disk else None,
         )
 
     def add_request(self, asked: EngineRequest) -> None:
@@ -203,11 +206,11 @@ class EngineCore:
         self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
         if self._spare_s > 0:
             self.scheduler.prepare()
-            self.cache.touches.go_on()
+            self.cache.refresh()
             self.cache.pump()
             return self._take_outputs()
-        lookups, waiting = self.cache.lookups, self.scheduler.waiting
-        self._await_answers(lambda: lookups.answers_until(len(waiting)))
+        waiting = self.scheduler.waiting
+        self._await_answers(lambda: self.cache.answers_until(len(waiting)))
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
         if must_see or self.scheduler.is_short:  # else it runs ahead
@@ -215,7 +218,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
         has_room = self.scheduler.make_room()  # this can take longer than a step
-        self.cache.touches.go_on()
+        self.cache.refresh()
         self._collect()
         self._launched = launched
         self.cache.pump()
@@ -248,8 +251,8 @@ class EngineCore:
             return
         if self._spare_s > 0:
             # What the disk has done wakes the thread; only copies do not.
-            cache, has_copies = self.cache, self.tiers.device_link.has_pending
-            polls = cache.is_restoring or cache.has_more or has_copies
+            cache = self.cache
+            polls = cache.is_restoring or cache.has_more or cache.is_copying
             poll_s = LINK_POLL_S if polls else min(self._spare_s, PLAN_AGAIN_S)
             self._wake.wait(min(timeout_s, poll_s))
             self._wake.clear()
@@ -257,14 +260,14 @@ class EngineCore:
         is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
         if is_stepping or self.cache.has_more:
             return
-        link, give_up_at = self.tiers.device_link, time.monotonic() + timeout_s
+        give_up_at = time.monotonic() + timeout_s
         give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)
         if self.cache.is_restoring:  # a link that stalls sends no event
             give_up_at = min(give_up_at, time.monotonic() + PLAN_AGAIN_S)
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
-            if link.has_completed:
+            if self.cache.has_copied:
                 break
-            self._wake.wait(min(left, TRANSFER_POLL_S) if link.has_pending else left)
+            self._wake.wait(min(left, TRANSFER_POLL_S) if self.cache.is_copying else left)
         self._wake.clear()
 
     def wake(self) -> None:
@@ -285,44 +288,32 @@ class EngineCore:
             return
         self._is_closed = True
         self.abort_all()
-        deadline = time.monotonic() + self.settings.drain_timeout
-        # What an operator evicts now is not written any more.
-        left = self.cache.drainer.drain(
-            deadline=deadline, progress=progress, meanwhile=self.verbs.answer_control
-        )
-        refusals = self.cache.drainer.refusals()
-        num_lost = refusals.total()
-        self.tiers.counters.lost_blocks.update(refusals)
-        if (num_late := left - num_lost) > 0:
-            self.tiers.counters.lost_blocks["drain_timeout"] += num_late
+        with self._stack:
+            # What an operator evicts now is not written any more.
+            lost = self.cache.drain(
+                self.settings.drain_timeout, progress=progress, meanwhile=self.verbs.answer_control
+            )
+        if lost.num_late:
             text = "%d blocks were not written to disk within `drain_timeout` (%g s) and are lost"
-            logger.warning(text, num_late, self.settings.drain_timeout)
-        lost = None
-        if num_lost and (store := self.tiers.store) is not None:
-            why = store.trouble or store.stats().store_error or ", ".join(refusals)
-            what = f"{num_lost} blocks that were promised to the disk are lost"
-            lost = BlocksLostError(f"{what}, because storing failed: {why}")
-        self.tiers.device_link.synchronize()
-        self.tiers.events.flush()
-        self._stack.close()
-        if lost is not None:
-            raise lost
+            logger.warning(text, lost.num_late, self.settings.drain_timeout)
+        if lost.num_refused:
+            what = f"{lost.num_refused} blocks that were promised to the disk are lost"
+            raise BlocksLostError(f"{what}, because storing failed: {lost.why}")
 
     # Inside
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
-        late_event, batch = self.tiers.device_link.late_event, [row.row for row in scheduled]
-        lookups, issue_s = self.cache.lookups, self._timer.issue_s(batch)
-        if issue_s > ANSWER_S:  # the answer comes meanwhile
-            lookups.ask_deferred()
-        if self.cache.is_restoring:
-            self.cache.read_ahead(issue_s)
+        batch = [row.row for row in scheduled]
         ending = (row.request.prefix for row in scheduled if row.row.needs_logits)
-        self.cache.note_issue(ending, lambda: self._timer.busy_s() + self._timer.predict_s(batch))
+        late_event = self.cache.begin_step(
+            self._timer.issue_s(batch),
+            ending,
+            lambda: self._timer.busy_s() + self._timer.predict_s(batch),
+        )
         self._timer.begin()
         output = self._runner.execute(batch, late_event)
-        self.cache.note_step()
+        self.cache.end_step()
         self._timer.end(batch, teaches=late_event is None)
         rows = [row for row in scheduled if row.row.needs_logits]
         if any(row.row.all_logits for row in scheduled):
@@ -350,9 +341,7 @@ class EngineCore:
 
     def _complete(self, scheduled: list[ScheduledRow]) -> None:
         """Do the work on a step that needs none of its tokens."""
-        lookups = self.cache.lookups
-        lookups.ask_deferred()
-        self._await_answers(lookups.running_until)
+        self._await_answers(self.cache.late_answers_until)
         for row in scheduled:
             self.scheduler.complete(row)
         self.scheduler.predict(self._timer.busy_s)
@@ -408,13 +397,13 @@ class EngineCore:
 
     def _take_outputs(self) -> list[TokenOutput]:
         """Return the outputs of a step, and publish what it has changed in the tiers."""
-        self.tiers.events.flush()
+        self.cache.publish()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _touch(self, request: Request) -> None:
         request.touched_at = time.monotonic()
-        self.cache.touches.begin(request.prefix)
+        self.cache.touch(request.prefix)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         state, num_tokens = request.sampler, request.num_output_tokens

@@ -3,7 +3,7 @@
 import xxhash
 from torch import Tensor
 
-from tieredkv.cache.pool import BlockPool
+from tieredkv.cache.operations import Operations
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.types import BlockHash
@@ -14,12 +14,12 @@ class KVDigests:
 
     Args:
         prefixes: hashes the prompts.
-        device: which blocks are in VRAM.
+        operations: knows which blocks are in VRAM.
         device_blocks: uint8 [num_blocks, block_bytes], their contents.
     """
 
-    def __init__(self, prefixes: Prefixes, device: BlockPool, device_blocks: Tensor) -> None:
-        self._prefixes, self._device, self._device_blocks = prefixes, device, device_blocks
+    def __init__(self, prefixes: Prefixes, operations: Operations, device_blocks: Tensor) -> None:
+        self._prefixes, self._operations, self._device_blocks = prefixes, operations, device_blocks
 
     def by_block(self, request: EngineRequest) -> dict[BlockHash, str]:
         """Return the xxh3_128 digests of a prompt's full blocks that are in VRAM, head to tail.
@@ -28,9 +28,6 @@ class KVDigests:
         """
         hashes = self._prefixes.make(request, request.prompt_token_ids).hashes
         return {
-            block_hash: xxhash.xxh3_128_hexdigest(
-                self._device_blocks[block.block_id].cpu().numpy().data
-            )
-            for block_hash, block in zip(hashes, self._device.find(hashes), strict=True)
-            if block is not None and block.is_whole
+            block_hash: xxhash.xxh3_128_hexdigest(self._device_blocks[block_id].cpu().numpy().data)
+            for block_hash, block_id in self._operations.vram_blocks(hashes).items()
         }

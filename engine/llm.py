@@ -141,9 +141,9 @@ class LLM:
         core = self.core
         if to not in (Tier.HOST, Tier.DISK):
             raise RequestError("`to` must be `host` or `disk`.", param="to")
-        if to == Tier.DISK and core.tiers.store is None:
+        if to == Tier.DISK and core.operations.disk is None:
             raise RequestError("There is no disk tier, since `disk_dir` is not set.", param="to")
-        return core.cache.drainer.flush(Tier(to), deadline=time.monotonic() + timeout_s)
+        return core.cache.flush(Tier(to), deadline=time.monotonic() + timeout_s)
 
     def tier_stats(self) -> dict[str, object]:
         """Return the blocks and bytes of each tier, and the counters of the cache."""

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 
 from tieredkv.cache.catalog import Catalog
-from tieredkv.cache.device_link import DeviceLink
+from tieredkv.cache.device_link import DeviceLink, time_link
+from tieredkv.cache.operations import Operations
 from tieredkv.cache.pool import BlockPool
-from tieredkv.cache.rate_file import RateFile
+from tieredkv.cache.rate_file import Machine, RateFile, disk_name
 from tieredkv.cache.rates import ComputeRate
-from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
 from tieredkv.engine.event_publisher import EventPublisher
-from tieredkv.engine.first_rates import open_rate_file, time_link, time_steps
+from tieredkv.engine.first_rates import time_steps
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner
 from tieredkv.engine.sampling_params import TokenChoice
@@ -61,7 +62,9 @@ class Parts:
         runner: computes steps.
         timer: learns how long steps take.
         tiers: where blocks lie.
-        scheduler: decides on each step; it has the cache over the tiers.
+        cache: the tiers, as requests use them.
+        operations: the tiers, as operators use them.
+        scheduler: decides on each step.
         rate_file: keeps what is learnt for the next start; None without a disk tier.
     """
 
@@ -73,6 +76,8 @@ class Parts:
     runner: ModelRunner
     timer: StepTimer
     tiers: Tiers
+    cache: TieredCache
+    operations: Operations
     scheduler: Scheduler
     rate_file: RateFile | None
 
@@ -141,7 +146,8 @@ def build_parts(
         publisher = EventPublisher(settings)
         stack.callback(publisher.close)
         tiers.events.publish_to(publisher.publish)
-    scheduler = make_scheduler(settings, tiers, device.type)
+    cache = TieredCache(tiers)
+    scheduler = make_scheduler(settings, cache, spec.block_size, device.type)
     timer = StepTimer(tiers.compute_rate, device)
     runner.warm_up(progress)
     time_steps(
@@ -151,10 +157,10 @@ def build_parts(
         max_model_len=max_model_len,
         is_cpu=device.type == "cpu",
     )
-    time_link(tiers)
+    time_link(link, min(num_blocks, num_pages), spec.block_bytes)
     rate_file = None
     if settings.disk_dir is not None:
-        rate_file = open_rate_file(settings.disk_dir, tiers, model)
+        rate_file = _open_rate_file(settings.disk_dir, tiers, model)
         known = known_model(settings, model, spec)
         note_model(settings.disk_dir, known)
         if store is not None:
@@ -170,6 +176,8 @@ def build_parts(
         runner=runner,
         timer=timer,
         tiers=tiers,
+        cache=cache,
+        operations=cache.operations,
         scheduler=scheduler,
         rate_file=rate_file,
     )
@@ -219,15 +227,44 @@ def make_tiers(
     return tiers
 
 
-def make_scheduler(settings: Settings, tiers: Tiers, device_type: str) -> Scheduler:
-    """Make the cache over these tiers, and the scheduler over the cache."""
+def make_scheduler(
+    settings: Settings, cache: TieredCache, block_size: int, device_type: str
+) -> Scheduler:
+    """Make the scheduler over this cache."""
     return Scheduler(
-        cache=TieredCache(tiers),
-        block_size=tiers.block_size,
+        cache=cache,
+        block_size=block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.resolve_max_num_batched_tokens(device_type),
         max_num_alone_tokens=settings.resolve_max_num_alone_tokens(device_type),
         hash_algo=settings.hash_algo,
+    )
+
+
+def _open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile | None:
+    """Take the rates of an earlier run from the store's folder; they will be kept there.
+
+    Returns:
+        None if the store is gone already, which `disk_trouble` tells.
+    """
+    try:
+        disk = disk_name(folder)
+    except OSError:
+        return None
+    machine = Machine(
+        device=model.device_name,
+        disk=disk,
+        model=model.name,
+        fingerprint=model.fingerprint.hex(),
+        block_bytes=tiers.block_bytes,
+    )
+    return RateFile(
+        folder,
+        machine,
+        read=tiers.disk_link.read_rate,
+        write=tiers.disk_link.write_rate,
+        up=tiers.device_link.up_rate,
+        compute=tiers.compute_rate,
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampler import SamplerState, Scores
@@ -149,11 +148,7 @@ class Request:
             if index < len(sources) and (source := sources[index]) is not None:
                 counts[source] -= num_tokens
         missed = [index for index, source in enumerate(sources) if source is None]
-        overtaken = [
-            index
-            for index in missed
-            if prefix.overtaken.get(prefix.hashes[index]) == COMPUTED_SOONER
-        ]
+        overtaken = [*filter(prefix.was_computed_sooner, missed)]
         loaded = [it for it, source in enumerate(sources) if source in (Tier.HOST, Tier.DISK)]
         split = overtaken[-1] + 1 if overtaken else loaded[0] if loaded else None
         first = min(set(missed).difference(overtaken) or missed, default=None)

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tieredkv.cache.restores import Progress
-from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.requests import Admission, RequestProgress, TieredCache
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
@@ -240,8 +239,9 @@ class Scheduler:
             is_preempted = not request.is_running  # by an earlier one of this loop
             if is_preempted or request.is_long_enough:
                 continue
-            if not self._has_room(request, scheduled, may_preempt):
-                has_room = has_room and self.cache.room.is_kept_from(request.prefix)  # for others
+            refusal = self._extend(request, scheduled, may_preempt)
+            if refusal is not None:
+                has_room = has_room and refusal.is_kept  # for others
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:
@@ -264,13 +264,13 @@ class Scheduler:
         if request is None:
             return False
         num_blocks, is_alone = self._num_blocks(request), not self.running
-        return self.cache.room.make_ahead(request.prefix, num_blocks, is_alone=is_alone)
+        return self.cache.make_room(request.prefix, num_blocks, is_alone=is_alone)
 
     def prepare(self) -> None:
         """Make room for the next request, if its turn may come in the next step."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
-        state = (len(self.waiting), *self.cache.room.state)
+        state = (len(self.waiting), *self.cache.room_state)
         if state == self._prepared_at:
             return  # nothing has changed
         self._prepared_at = state
@@ -278,8 +278,8 @@ class Scheduler:
         if left >= self.max_num_batched_tokens:
             return
         request = self.waiting.upcoming()[0]
-        if self.cache.lookups.is_settled(request.prefix):
-            self.cache.room.make_ahead(request.prefix, self._num_blocks(request))
+        if self.cache.is_settled(request.prefix):
+            self.cache.make_room(request.prefix, self._num_blocks(request))
 
     def predict(self, busy_s: Callable[[], float]) -> None:
         """Plan what was admitted without anything to load, so that its receipt has a forecast.
@@ -353,23 +353,30 @@ class Scheduler:
         held_until = max((it.ended_at + RETURN_S for it in returning), default=0.0)
         self.held_until = held_until if held_until > now else 0.0
 
-    def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
-        """Extend a request's table to its tokens; preempt other requests if no block is free."""
+    def _extend(
+        self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool
+    ) -> Admission | None:
+        """Extend a request's table to its tokens; preempt other requests if no block is free.
+
+        Returns:
+            None if it has room, else why it has none.
+        """
         num_blocks = -(-request.num_tokens // self.block_size)
         while len(request.prefix.blocks) < num_blocks:
-            if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
+            found = self.cache.extend(request.prefix, is_alone=len(self.running) == 1)
+            if found:
                 continue
-            if self.cache.room.is_coming(request.prefix):
-                return False
+            if found.is_coming:
+                return found
             if not may_preempt:
                 self.is_short = True
-                return False
+                return found
             in_step = {id(row.request) for row in scheduled}
             victim = self._victim()
             if victim is request or id(victim) in in_step:
-                return False
+                return found
             self._preempt(victim)
-        return True
+        return None
 
     @property
     def _is_plan_due(self) -> bool:
@@ -380,12 +387,12 @@ class Scheduler:
         """Have the cache plan what to load for the requests that have prompts to compute."""
         self._planned_at = time.monotonic()
         running = (
-            Progress(request.prefix, request.num_computed_tokens, request.num_tokens)
+            RequestProgress(request.prefix, request.num_computed_tokens, request.num_tokens)
             for request in sorted(self.running, key=self._rank)
             if request.is_prefilling
         )
         upcoming = self.waiting.upcoming()[:MAX_PLANNED]
-        queued = (Progress(each.prefix, 0, each.num_tokens) for each in upcoming)
+        queued = (RequestProgress(each.prefix, 0, each.num_tokens) for each in upcoming)
         num_read = sum(each.num_tokens for each in self.running if not each.is_prefilling)
         self.cache.plan([*running, *queued], busy_s=self.busy_s, num_read_beside=num_read)
 
@@ -460,14 +467,15 @@ class Scheduler:
                 break
             request, *others = self.waiting.upcoming()
             num_free = self.cache.num_free
-            if request.asked.tenant in busy or not self.cache.lookups.is_settled(request.prefix):
+            if request.asked.tenant in busy or not self.cache.is_settled(request.prefix):
                 break
             if is_ahead and self._num_blocks(request) > num_free - len(self.running):
                 break
             if only_brief and self.waiting.num_to_compute(request) > self._most_brief:
                 break
-            if not self._try(request, is_alone=not self.running):
-                if only_brief or not self.running or self.cache.room.is_coming(request.prefix):
+            found = self._try(request, is_alone=not self.running)
+            if not found:
+                if only_brief or not self.running or found.is_coming:
                     break
                 passing = next((r for r in others if self._num_blocks(r) <= num_free), None)
                 if passing is None or not self._try(passing):
@@ -493,14 +501,13 @@ class Scheduler:
                 scheduled.append(row)
                 budget -= row.end - row.start
 
-    def _try(self, request: Request, *, is_alone: bool = False) -> bool:
-        """Admit a request with blocks for its next token too; False if there is no room yet."""
+    def _try(self, request: Request, *, is_alone: bool = False) -> Admission:
+        """Admit a request, with blocks for its next token too, if there is room."""
         prefix, num_blocks, makes_room = request.prefix, self._num_blocks(request), self._makes_room
-        if self.cache.admit(prefix, num_blocks, is_alone=is_alone, makes_room=makes_room):
-            return True
-        if not makes_room and self.cache.room.is_coming(prefix):
+        found = self.cache.admit(prefix, num_blocks, is_alone=is_alone, makes_room=makes_room)
+        if found.is_coming and not makes_room:
             self._refused = request
-        return False
+        return found
 
     def _rank(self, request: Request) -> tuple[bool, float]:
         """Sort running requests in the order of service; of others the first one comes first.
@@ -517,7 +524,7 @@ class Scheduler:
     def _comes_soon(self, request: Request) -> bool:
         """Whether a running request is brief and can soon be computed; see `BESIDE_BRIEF`."""
         is_brief = request.is_prefilling and self._is_brief(request)
-        return is_brief and self.cache.restores.is_due(request.prefix, SOON_S)
+        return is_brief and self.cache.is_due(request.prefix, SOON_S)
 
     def _num_left(self, request: Request) -> int:
         """Return how many tokens a running request has to compute, at most."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tieredkv.cache.rates import pairs
 from tieredkv.kernels import launch, partition, small_copies
 from tieredkv.kernels.partition import Heads, Span
+from tieredkv.steps import pairs
 
 CELLS_PER_ROW = 2
 """Cells of a row's block table that one more token can change: its block, and the one before,

@@ -9,19 +9,19 @@ Called by the engine's thread only.
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tieredkv.cache.rates import ComputeRate, pairs, smoothed
 from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.steps import pairs, smoothed
 
 MIN_LONG_STEP = 256
 """Issuing a step of fewer tokens of prompts takes no time that matters."""
 
 
 class Work(NamedTuple):
-    """What a step computes, as `ComputeRate.learn` takes it."""
+    """What a step computes, as `StepRate.learn` takes it."""
 
     num_tokens: int
     num_pairs: float
@@ -36,6 +36,19 @@ class Work(NamedTuple):
             sum(pairs(row.start, row.start + len(row.token_ids)) for row in prompts),
             float(sum(row.start for row in rows) - sum(row.start for row in prompts)),
         )
+
+
+class StepRate(Protocol):
+    """Learns how long the device takes for steps, and predicts it; see `cache.rates`."""
+
+    def learn(self, num_tokens: int, num_pairs: float, seconds: float, *, num_read: float) -> None:
+        """Take in a measured step."""
+
+    def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float) -> float:
+        """Return how long a step should take."""
+
+    def doubt(self) -> None:
+        """Let the next steps correct quickly what is known."""
 
 
 class _Step(NamedTuple):
@@ -62,7 +75,7 @@ class StepTimer:
         error_seconds: the sum of what they took more or less than was predicted.
     """
 
-    def __init__(self, rate: ComputeRate, device: torch.device) -> None:
+    def __init__(self, rate: StepRate, device: torch.device) -> None:
         self.rate = rate
         self.step_seconds: dict[str, tuple[int, float]] = {}
         self.error_seconds: defaultdict[str, float] = defaultdict(float)

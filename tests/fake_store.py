@@ -20,13 +20,14 @@ from tests.fakes import FakeClock
 from tests.waiting import wait_until
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.disk_link import EARLY_SHARE
+from tieredkv.cache.operations import ChooseBlock
 from tieredkv.cache.pool import Block, BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.cache.restores import Progress
-from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.requests import RequestProgress, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
+from tieredkv.pieces import whole
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.tier import (
@@ -322,7 +323,7 @@ class Rig:
         for _ in range(count):
             self.cache.poll()
             self.plan()
-            self.cache.touches.go_on()
+            self.cache.refresh()
             self.cache.pump()
             self.check()
 
@@ -330,9 +331,9 @@ class Rig:
         """Plan for the running requests, and for the queued ones that prefetch something."""
         self.admitted = [prefix for prefix in self.admitted if prefix.blocks]
         size = self.tiers.block_size
-        queued = [each for each in self.cache.restores.prefixes if each not in self.admitted]
+        queued = [each for each in self.cache._restores.prefixes if each not in self.admitted]
         requests = [
-            Progress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
+            RequestProgress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
             for prefix in [*self.admitted, *queued]
         ]
         still = [each for each in requests if each.num_computed_tokens < each.num_tokens]
@@ -353,10 +354,10 @@ class Rig:
         self, prefix: Prefix, num_blocks: int | None = None, *, is_alone: bool = False
     ) -> bool:
         """Try to give a request the blocks of its table; return whether it was admitted."""
-        if not self.cache.lookups.is_settled(prefix):
+        if not self.cache.is_settled(prefix):
             return False
         num_blocks = num_blocks or len(prefix.hashes)
-        is_admitted = self.cache.admit(prefix, num_blocks, is_alone=is_alone)
+        is_admitted = bool(self.cache.admit(prefix, num_blocks, is_alone=is_alone))
         if is_admitted:
             self.admitted.append(prefix)
             blocks = enumerate(prefix.blocks[: len(prefix.hashes)])
@@ -452,7 +453,7 @@ class Rig:
             else:
                 computed = None if filler is prefix else Tier.DEVICE
                 assert origin is computed, "a block that was computed counts as another"
-        self.cache.touches.begin(prefix)
+        self.cache.touch(prefix)
         self.cache.release(prefix)
         self.check()
 
@@ -513,6 +514,10 @@ class Rig:
 
         wait_until(is_admitted, "never admitted")
         return self.finish(prefix)
+
+    def evict(self, is_wanted: ChooseBlock) -> int:
+        """Evict blocks from VRAM and host memory; return how many copies."""
+        return whole(self.cache.operations.evict(is_wanted))
 
     def entry(self, name: str, position: int) -> Entry:
         """Return the catalog's entry of a block."""

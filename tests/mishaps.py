@@ -30,6 +30,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.table import START_BYTES
+from tieredkv.pieces import whole
 from tieredkv.storage.client import supervisor
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.client.names import NO_NAMES
@@ -132,7 +133,7 @@ class FlakyDisk:
     REASONS = "checksum", "identity", "io", "missing", "evicted", "expired"
 
     def __init__(self, llm: LLM) -> None:
-        store = llm.core.tiers.store
+        store = llm.core.parts.tiers.store
         assert isinstance(store, StoreClient)
         self.fail_share = self.delay_share = 0.0
         self.generator = random.Random()
@@ -208,9 +209,13 @@ class UnluckyEngine:
 
         def poisoned(pool: BlockPool, *args: Any, **options: Any) -> list[Block] | None:
             blocks = allocate(pool, *args, **options)
-            if blocks and self._llm is not None and pool in self.llm.core.tiers.pools.values():
+            if (
+                blocks
+                and self._llm is not None
+                and pool in self.llm.core.parts.tiers.pools.values()
+            ):
                 ids = [block.block_id for block in blocks]
-                if pool is self.llm.core.tiers.device:
+                if pool is self.llm.core.parts.tiers.device:
                     self._device_blocks.view(torch.uint8)[ids] = POISON
                 else:
                     self._disk.fill(ids)
@@ -257,8 +262,8 @@ class UnluckyEngine:
             self.serve([ask])
             self.llm.demote("disk")
             self.evict()
-            self.llm.core.tiers.disk_link.read_rate = LinkRate(1e12)
-            self.llm.core.tiers.device_link.up_rate = LinkRate(1e12)
+            self.llm.core.parts.tiers.disk_link.read_rate = LinkRate(1e12)
+            self.llm.core.parts.tiers.device_link.up_rate = LinkRate(1e12)
             [usage] = [answer.usage for answer in self.serve([ask])]
             return usage.cached_tokens_by_tier[Tier.DISK] > 0
 
@@ -266,7 +271,7 @@ class UnluckyEngine:
         self.settle()
         self.evict()
         self.check()
-        assert not self.llm.core.tiers.catalog.entries()
+        assert not self.llm.core.parts.tiers.catalog.entries()
         self._is_spoilt = False
 
     def close(self) -> None:
@@ -285,7 +290,7 @@ class UnluckyEngine:
         self._disk.fail_share = conditions.fail_share
         self._disk.delay_share = conditions.delay_share
         self._disk.generator.seed(conditions.seed)
-        tiers = self.llm.core.tiers
+        tiers = self.llm.core.parts.tiers
         tiers.load_timeout_s = conditions.load_timeout_s
         self._patch.setattr(lookups, "LOOKUP_TIMEOUT_S", conditions.lookup_timeout_s)
         self._patch.setattr(room, "PATIENCE_S", conditions.room_patience_s)
@@ -299,7 +304,7 @@ class UnluckyEngine:
 
     @property
     def _worker(self) -> int | None:
-        store = self.llm.core.tiers.store
+        store = self.llm.core.parts.tiers.store
         return store.pid if store is not None else None
 
     def _signal(self, number: signal.Signals) -> None:
@@ -324,7 +329,7 @@ class UnluckyEngine:
 
     def evict_chains(self, number: int) -> None:
         """Evict two blocks and all that follow them."""
-        tiers = self.llm.core.tiers
+        tiers = self.llm.core.parts.tiers
         entries = sorted(tiers.catalog.entries(), key=lambda it: (it.position, it.block_hash))
         hashes = sorted(it.block_hash for it in entries)
         doomed = {*random.Random(number).sample(hashes, min(2, len(hashes)))}
@@ -336,7 +341,7 @@ class UnluckyEngine:
     def evict_here_and_there(self, number: int) -> None:
         """Evict single blocks, so that chains have holes."""
         generator = random.Random(number)
-        self.llm.core.cache.evict(lambda _: generator.random() < 0.3)
+        whole(self.llm.core.operations.evict(lambda _: generator.random() < 0.3))
 
     def jump(self, number: int) -> None:
         """Move the clock forward."""
@@ -465,7 +470,7 @@ class UnluckyEngine:
 
     def settle(self) -> None:
         """Wait until all moves have ended, and check that no block and no page is held."""
-        core, tiers = self.llm.core, self.llm.core.tiers
+        core, tiers = self.llm.core, self.llm.core.parts.tiers
         give_up_at = time.monotonic() + PATIENCE_S
         while core.has_work:
             self.turn()

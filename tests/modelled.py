@@ -24,14 +24,15 @@ from unittest import mock
 import torch
 
 from tests.fake_tier import FakeTier
-from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending
+from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink, _Pending, time_link
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.requests import Admission, TieredCache
 from tieredkv.config import Settings
 from tieredkv.engine import core
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
-from tieredkv.engine.first_rates import time_link, time_steps
+from tieredkv.engine.first_rates import time_steps
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import MIXED_SIZES, ModelRunner, StepOutput, late_layer
 from tieredkv.engine.parts import Parts, make_scheduler, make_tiers
@@ -40,6 +41,7 @@ from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
+from tieredkv.steps import pairs
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
@@ -506,7 +508,7 @@ class ModelledCore(EngineCore):
         self.machine, self.time = machine, time_
         self._ends: deque[float] = deque()  # of the steps whose tokens were not taken in
         super().__init__(settings, build=self._model_parts)
-        waited_for: list[_Link | Disk] = [cast(_Link, self.tiers.device_link)]
+        waited_for: list[_Link | Disk] = [cast(_Link, self.parts.tiers.device_link)]
         waited_for += [self.disk] if self.disk is not None else []
         self._wake = _Wake(self.time, lambda: min(it.next_due for it in waited_for))
 
@@ -533,15 +535,15 @@ class ModelledCore(EngineCore):
         num_pages = settings.host_size // spec.page_bytes
         device_type = self.machine.device_type
         tiers = make_tiers(settings, spec, link, self.disk, num_blocks, num_pages, device_type)
-        scheduler = make_scheduler(settings, tiers, device_type)
-        admit = scheduler.cache.admit
+        cache = TieredCache(tiers)
+        admit = cache.admit
 
-        def admit_timed(prefix: Prefix, num_blocks: int, **options: bool) -> bool:
-            is_admitted = admit(prefix, num_blocks, **options)
-            self.time.sleep(is_admitted * num_blocks * self.machine.block_s)
-            return is_admitted
+        def admit_timed(prefix: Prefix, num_blocks: int, **options: bool) -> Admission:
+            found = admit(prefix, num_blocks, **options)
+            self.time.sleep(bool(found) * num_blocks * self.machine.block_s)
+            return found
 
-        scheduler.cache.admit = admit_timed  # type: ignore[method-assign]
+        cache.admit = admit_timed  # type: ignore[method-assign]
         runner = cast(ModelRunner, _Runner(self.device, spec.block_size))
         timer = _Timer(tiers.compute_rate, self.device)
         time_steps(
@@ -551,7 +553,7 @@ class ModelledCore(EngineCore):
             max_model_len=max_model_len,
             is_cpu=self.machine.is_cpu,
         )
-        time_link(tiers)
+        time_link(link, min(num_blocks, num_pages), spec.block_bytes)
         return Parts(
             model=cast(LoadedModel, model),
             spec=spec,
@@ -561,7 +563,9 @@ class ModelledCore(EngineCore):
             runner=runner,
             timer=timer,
             tiers=tiers,
-            scheduler=scheduler,
+            cache=cache,
+            operations=cache.operations,
+            scheduler=make_scheduler(settings, cache, spec.block_size, device_type),
             rate_file=None,
         )
 

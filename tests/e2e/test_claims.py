@@ -85,11 +85,11 @@ def shared_llm() -> Iterator[LLM]:
 @pytest.fixture
 def pass_time(shared_llm: LLM) -> Callable[[float], None]:
     """Return a function that sets the shared model's clock to seconds from the test's start."""
-    clock = shared_llm.core.tiers.clock
+    clock = shared_llm.core.parts.tiers.clock
     start = clock.now() + 48 * HOUR_S
     clock.advance_to(start)
     shared_llm.core.cache.expire_due()
-    assert shared_llm.core.tiers.catalog.entries() == []
+    assert shared_llm.core.parts.tiers.catalog.entries() == []
     return lambda moment: clock.advance_to(start + moment)
 
 
@@ -169,7 +169,7 @@ def test_pin_is_kept_over_a_restart(tmp_path: Path, set_clock: Callable[[float],
         serve(llm, tokens, claims=ends_at(999, "24h", HOUR_S))
     with LLM("tiny-random", disk_dir=folder, retention="24h", **SIZES) as llm:
         assert cached(llm, tokens) == 160
-        catalog = llm.core.tiers.catalog
+        catalog = llm.core.parts.tiers.catalog
         assert len(catalog.pinned) == 10
         set_clock(HOUR_S + 60)
         assert cached(llm, tokens) == 160
@@ -202,10 +202,10 @@ def test_nothing_is_read_or_written_beyond_the_cacheable_tokens(
     for _ in range(2):
         usage = serve(shared_llm, tokens, cacheable_tokens=0, params=params).usage
         assert (usage.cached_tokens, usage.written_tokens) == (0, 0)
-    assert shared_llm.core.tiers.catalog.entries() == []
+    assert shared_llm.core.parts.tiers.catalog.entries() == []
     cold = serve(shared_llm, tokens, cacheable_tokens=5 * SIZE + 7, params=params)
     assert cold.usage.written_tokens == 5 * SIZE
-    assert len(shared_llm.core.tiers.catalog.entries()) == 5, "nor is the answer"
+    assert len(shared_llm.core.parts.tiers.catalog.entries()) == 5, "nor is the answer"
     warm = serve(shared_llm, tokens, params=GREEDY)
     assert (warm.usage.cached_tokens, warm.usage.written_tokens) == (5 * SIZE, 5 * SIZE)
     assert warm.token_ids == cold.token_ids[:6]
@@ -217,7 +217,7 @@ def test_nothing_is_read_or_written_beyond_the_cacheable_tokens(
 def test_the_answer_may_be_cached_in_part(shared_llm: LLM, pass_time: object) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     serve(shared_llm, prompt(1, 2 * SIZE), cacheable_tokens=4 * SIZE, params=params)
-    assert len(shared_llm.core.tiers.catalog.entries()) == 4
+    assert len(shared_llm.core.parts.tiers.catalog.entries()) == 4
 
 
 def test_a_cache_key_is_a_namespace_where_the_operator_says_so() -> None:
@@ -242,8 +242,8 @@ def test_a_hit_ends_at_an_allowed_place(llm: LLM, tier: str) -> None:
         assert warm.usage.cached_tokens_by_tier[Tier(tier)] == found * SIZE
         assert warm.usage.written_tokens == (10 - found) * SIZE
         assert warm.token_ids == cold.token_ids
-    assert len(llm.core.tiers.catalog.entries()) == 10
-    assert llm.core.tiers.device.num_used == 0
+    assert len(llm.core.parts.tiers.catalog.entries()) == 10
+    assert llm.core.parts.tiers.device.num_used == 0
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))

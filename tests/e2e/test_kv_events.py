@@ -53,7 +53,7 @@ class Followed:
     def picture(self) -> Picture:
         """What the events tell from the first one on."""
         self.settle()
-        num_batches, batches = self.core.tiers.counters.event_batches, list[Any]()
+        num_batches, batches = self.core.parts.tiers.counters.event_batches, list[Any]()
 
         def has_all() -> bool:
             batches[:] = self.subscriber.replay(0)
@@ -68,7 +68,7 @@ class Followed:
 
     def check(self) -> Picture:
         """Compare what the events tell with the pools and with what was served."""
-        picture, tiers = self.picture, self.core.tiers
+        picture, tiers = self.picture, self.core.parts.tiers
         for tier, pool in tiers.pools.items():
             entries = tiers.catalog.entries()
             found = {entry.block_hash: pool.lookup(entry.block_hash) for entry in entries}
@@ -82,8 +82,8 @@ class Followed:
     @property
     def num_on_disk(self) -> int:
         """How many blocks the store has."""
-        assert self.core.tiers.store is not None
-        return self.core.tiers.store.stats().blocks
+        assert self.core.parts.tiers.store is not None
+        return self.core.parts.tiers.store.stats().blocks
 
     def check_disk(self) -> None:
         """Wait until the events tell of as many blocks on disk as there are."""
@@ -110,11 +110,11 @@ def test_the_events_tell_what_each_tier_holds(tmp_path: Path) -> None:
             engine.serve(prompt(seed, length))
             engine.check()
         engine.check_disk()
-        counters = engine.core.tiers.counters
+        counters = engine.core.parts.tiers.counters
         assert counters.evictions["device,capacity"]
         assert counters.evictions["host,capacity"]
         assert counters.promoted_host_blocks
-        assert engine.core.tiers.store.stats().num_evicted  # type: ignore[union-attr]
+        assert engine.core.parts.tiers.store.stats().num_evicted  # type: ignore[union-attr]
 
 
 def test_a_whole_prompt_is_one_event_and_its_answer_follows(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_only_the_disk_has_is_announced_when_it_is_used(tmp_path: Path) -> 
     with followed(tmp_path, **store) as engine:
         assert engine.num_on_disk
         engine.settle()
-        assert engine.core.tiers.counters.event_batches == 0
+        assert engine.core.parts.tiers.counters.event_batches == 0
         engine.serve(prompt(1, 200))
         picture = engine.check()
         on_disk = picture.media["STORAGE"]
@@ -159,7 +159,7 @@ def test_a_worker_that_starts_again_has_nothing_until_it_is_used(tmp_path: Path)
         engine.check_disk()
         assert engine.llm.demote("disk")
         assert len(engine.check().media["STORAGE"]) == engine.num_on_disk > 0
-        pid = engine.core.tiers.store.pid  # type: ignore[union-attr]
+        pid = engine.core.parts.tiers.store.pid  # type: ignore[union-attr]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not engine.check().media["STORAGE"], "the disk is not forgotten")
@@ -212,7 +212,7 @@ def test_nothing_is_told_of_a_salt_or_a_key(
         assert engine.llm.demote("disk")
         engine.serve(prompt(1, 100), retention="24h", **asked)
         engine.settle()
-        assert engine.core.tiers.counters.event_batches == 0
+        assert engine.core.parts.tiers.counters.event_batches == 0
         engine.serve(prompt(1, 100), prompt_cache_key="routing only")
         assert len(engine.picture.media["GPU"]) == 8
 
@@ -221,7 +221,7 @@ def test_a_cache_key_that_isolates_is_silent(tmp_path: Path) -> None:
     with followed(tmp_path, isolate_by="prompt_cache_key") as engine:
         engine.serve(prompt(1, 100), prompt_cache_key="k")
         engine.settle()
-        assert engine.core.tiers.counters.event_batches == 0
+        assert engine.core.parts.tiers.counters.event_batches == 0
 
 
 def test_all_namespaces_are_told_if_the_operator_says_so(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_no_socket_is_opened_by_default(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(zmq, "Context", refuse)
     with LLM("tiny-random", **SIZES) as llm:
         llm.generate(prompt(1, 100), GREEDY)
-        assert llm.core.tiers.counters.event_batches == 0
+        assert llm.core.parts.tiers.counters.event_batches == 0
         assert not any(thread.name == "kv-events" for thread in threading.enumerate())
 
 

@@ -49,7 +49,7 @@ def test_the_lookback_is_the_reason_only_where_it_prevents_a_hit() -> None:
 def test_a_prompt_past_its_life_in_memory_has_expired() -> None:
     with LLM("tiny-random", **SMALL) as llm:
         serve(llm, prompt(1, 100))
-        llm.core.tiers.clock.advance_to(llm.core.tiers.clock.now() + 601)
+        llm.core.parts.tiers.clock.advance_to(llm.core.parts.tiers.clock.now() + 601)
         assert missed(serve(llm, prompt(1, 100))) == ("expired", 0)
         assert missed(serve(llm, prompt(1, 100))) == (None, 96)
 

@@ -15,8 +15,9 @@ from tests.prompts import prompt
 from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
-from tieredkv.cache import rates, tiered
+from tieredkv.cache import rates
 from tieredkv.cache.rates import LinkRate
+from tieredkv.cache.requests import TieredCache
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.storage.tier import Lent
@@ -71,13 +72,13 @@ def serve(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
 @pytest.fixture(autouse=True)
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check every invariant of the cache after each step."""
-    pump = tiered.TieredCache.pump
+    pump = TieredCache.pump
 
-    def checked(cache: tiered.TieredCache) -> None:
+    def checked(cache: TieredCache) -> None:
         pump(cache)
         cache.check()
 
-    monkeypatch.setattr(tiered.TieredCache, "pump", checked)
+    monkeypatch.setattr(TieredCache, "pump", checked)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_any_splits_that_change_with_each_plan_give_the_cold_tokens(
                 answers = serve(llm, prompts)
                 assert tokens_of(answers) == cold
                 found, computed = found + sums(answers)[0], computed + sums(answers)[1]
-        assert llm.core.tiers.counters.load_failures.total() == 0
+        assert llm.core.parts.tiers.counters.load_failures.total() == 0
     assert found > 0 and computed > 0
 
 
@@ -168,7 +169,7 @@ def test_cancelled_requests_leave_the_others_their_tokens_and_hold_nothing(
                 name = request.request_id
                 assert got[name] == expected[: len(got[name])]
                 assert name in cancelled or got[name] == expected
-            assert (core.tiers.device.num_used, core.tiers.host.num_used) == (0, 0)
+            assert (core.parts.tiers.device.num_used, core.parts.tiers.host.num_used) == (0, 0)
 
 
 def test_a_clock_that_jumps_in_the_middle_changes_no_token(
@@ -207,10 +208,10 @@ class SlowDisk:
     """
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
-        store, self.bytes_per_s, self.num_passed = llm.core.tiers.store, bytes_per_s, 0
+        store, self.bytes_per_s, self.num_passed = llm.core.parts.tiers.store, bytes_per_s, 0
         assert store is not None
         self._load, self._poll, self._pages = store.load, store.poll, list[Lent]()
-        self._block_bytes, self._passed_at = llm.core.tiers.block_bytes, time.monotonic()
+        self._block_bytes, self._passed_at = llm.core.parts.tiers.block_bytes, time.monotonic()
         monkeypatch.setattr(store, "load", self.load)
         monkeypatch.setattr(store, "poll", self.poll)
 
@@ -248,7 +249,7 @@ def test_a_disk_that_becomes_tenfold_slower_in_the_middle_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
-        tokens, tiers = prompt(1, 3000), llm.core.tiers
+        tokens, tiers = prompt(1, 3000), llm.core.parts.tiers
         [cold] = serve(llm, [tokens])
         move_to_disk(llm)
         disk = SlowDisk(llm, monkeypatch, 40e6)
@@ -275,7 +276,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
 ) -> None:
     monkeypatch.setattr(rates, "PROBE_S", 0.3)
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
-        tokens, store, tiers = prompt(1, 3000), llm.core.tiers.store, llm.core.tiers
+        tokens, store, tiers = prompt(1, 3000), llm.core.parts.tiers.store, llm.core.parts.tiers
         assert store is not None
         [cold] = serve(llm, [tokens])
         move_to_disk(llm)
@@ -318,7 +319,7 @@ def test_a_rate_learnt_wrong_is_corrected_by_traffic(
 ) -> None:
     monkeypatch.setattr(rates, "PROBE_S", 0.3)
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **SIZES) as llm:
-        tokens, tiers = prompt(1, 3000), llm.core.tiers
+        tokens, tiers = prompt(1, 3000), llm.core.parts.tiers
         [cold] = serve(llm, [tokens])
         for wrong in (1.0, 1e15):
             tiers.disk_link.read_rate = LinkRate(wrong, learnt_at=time.monotonic(), _learnt_s=1e3)

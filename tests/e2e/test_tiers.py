@@ -91,7 +91,7 @@ def test_a_graceful_stop_writes_what_24h_promised(disk_dir: str) -> None:
     tokens = prompt(2)
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
         cold = one(llm, tokens)
-        assert llm.core.tiers.counters.demoted_disk_blocks == 0
+        assert llm.core.parts.tiers.counters.demoted_disk_blocks == 0
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
         again = one(llm, tokens)
     assert by_tier(again) == {"disk": 496}
@@ -112,7 +112,7 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
     sizes = {**SIZES, "host_size": "512KiB"}
     tokens = prompt(4, 1600)
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
-        assert llm.core.tiers.host.num_blocks == 16
+        assert llm.core.parts.tiers.host.num_blocks == 16
         cold = one(llm, tokens)
         assert llm.demote("disk")
         hit = one(llm, tokens)
@@ -125,9 +125,9 @@ def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(disk_dir
     prompts = [prompt(100 + i, 1000) for i in range(8)]
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
         cold = [one(llm, tokens) for tokens in prompts]
-        assert llm.core.tiers.counters.demoted_disk_blocks > 0
+        assert llm.core.parts.tiers.counters.demoted_disk_blocks > 0
         again = [one(llm, tokens) for tokens in prompts]
-        assert llm.core.tiers.counters.demotions_dropped == 0
+        assert llm.core.parts.tiers.counters.demotions_dropped == 0
     assert [output.token_ids for output in again] == [output.token_ids for output in cold]
     assert by_tier(again[0]) == {"disk": 992}
 
@@ -147,9 +147,9 @@ def test_two_requests_with_the_same_prefix_on_disk_load_it_once(llm: LLM) -> Non
     tokens = prompt(6)
     one(llm, tokens)
     llm.demote("disk")
-    before = llm.core.tiers.counters.promoted_disk_blocks
+    before = llm.core.parts.tiers.counters.promoted_disk_blocks
     outputs = llm.generate([tokens, tokens], GREEDY)
-    assert llm.core.tiers.counters.promoted_disk_blocks - before == 31
+    assert llm.core.parts.tiers.counters.promoted_disk_blocks - before == 31
     assert outputs[0].token_ids == outputs[1].token_ids
 
 
@@ -160,7 +160,7 @@ def test_all_that_the_store_has_read_is_counted_as_moved_to_host_memory(disk_dir
         llm.generate(prompts, GREEDY)
         assert llm.demote("disk")
         llm.generate(prompts, GREEDY)
-        counters, block_bytes = llm.core.tiers.counters, llm.core.kv_spec.block_bytes
+        counters, block_bytes = llm.core.parts.tiers.counters, llm.core.kv_spec.block_bytes
         num_bytes = counters.promoted_disk_blocks * (HEADER_BYTES + block_bytes)
         assert num_bytes >= 6 * 19 * block_bytes
 
@@ -193,7 +193,7 @@ def test_preemption_recomputes_and_changes_nothing(disk_dir: str) -> None:
 def test_in_memory_prompts_leave_nothing_on_disk(llm: LLM) -> None:
     one(llm, prompt(7), retention="in_memory")
     llm.demote("disk")
-    assert llm.core.tiers.counters.demoted_disk_blocks == 0
+    assert llm.core.parts.tiers.counters.demoted_disk_blocks == 0
     stats = llm.tier_stats()["disk"]
     assert isinstance(stats, dict)
     assert stats["blocks"] == 0
@@ -228,7 +228,7 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(
         assert pid is not None
         request = llm.make_request(tokens, GREEDY)
         llm.core.add_request(request)
-        while not llm.core.tiers.host.num_used:  # until a page is being read
+        while not llm.core.parts.tiers.host.num_used:  # until a page is being read
             llm.core.step()
         monkeypatch.setattr(lookups, "LOOKUP_TIMEOUT_S", 0.3)
         os.kill(pid, signal.SIGSTOP)
@@ -278,7 +278,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(llm: LLM) -> None:
     tokens = prompt(13, 1000)
     one(llm, tokens)
     llm.demote("disk")
-    device, host = llm.core.tiers.device, llm.core.tiers.host
+    device, host = llm.core.parts.tiers.device, llm.core.parts.tiers.host
     for num_steps in range(6):
         llm.core.add_request(llm.make_request(tokens, GREEDY))
         for _ in range(num_steps):
@@ -325,10 +325,10 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(
         "tiny-random", retention="24h", disk_dir=disk_dir, disk_write_limit="1KiB", **sizes
     ) as llm:
         cold = [one(llm, prompt(seed)).token_ids for seed in range(12)]
-        counters = llm.core.tiers.counters
+        counters = llm.core.parts.tiers.counters
         assert counters.demotions_dropped > 0
         assert counters.lost_blocks.keys() == {"too_slow"}
-        assert llm.core.tiers.disk_link.write_rate.steady == 1024, "a stop keeps the limit"
+        assert llm.core.parts.tiers.disk_link.write_rate.steady == 1024, "a stop keeps the limit"
         owed: Any = llm.tier_stats()["owed"]
         assert owed["drain_s"] == owed["bytes"] / 1024 > 0.1
         disk: Any = llm.tier_stats()["disk"]
@@ -347,7 +347,7 @@ def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_t
 ) -> None:
     settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
     with LLM("tiny-random", **settings, drain_timeout=0) as llm:
-        write_rate, seeds = llm.core.tiers.disk_link.write_rate, itertools.count(1)
+        write_rate, seeds = llm.core.parts.tiers.disk_link.write_rate, itertools.count(1)
 
         def is_learnt() -> bool:
             one(llm, prompt(next(seeds)))
@@ -357,10 +357,10 @@ def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_t
 
         def is_all_written() -> bool:
             one(llm, prompt(1))
-            return not llm.core.tiers.owed_bytes
+            return not llm.core.parts.tiers.owed_bytes
 
         wait_until(is_all_written, "some are still owed")
-        assert not llm.core.tiers.counters.lost_blocks
+        assert not llm.core.parts.tiers.counters.lost_blocks
 
     def is_kept() -> bool:
         saved = read_rates(disk_dir)
@@ -369,7 +369,7 @@ def test_blocks_that_a_stop_leaves_no_time_for_are_written_before_it_and_teach_t
     wait_until(is_kept, "the learnt rate is not kept")  # a stop waits for the file only so long
     with LLM("tiny-random", **settings) as llm:
         assert by_tier(one(llm, prompt(1))) == {"disk": 496}
-        assert llm.core.tiers.disk_link.write_rate.bytes_per_s == write_rate.bytes_per_s
+        assert llm.core.parts.tiers.disk_link.write_rate.bytes_per_s == write_rate.bytes_per_s
 
 
 @pytest.mark.parametrize("restore", ["auto", "load"])
@@ -405,7 +405,7 @@ def test_rates_are_learnt_once_and_known_after_a_restart(
     monkeypatch.setattr(rates, "_FAR", math.inf)  # the speed of a busy machine varies
     settings: dict[str, Any] = {"retention": "24h", "disk_dir": disk_dir, **SIZES}
     with LLM("tiny-random", **settings) as llm:
-        read_rate = llm.core.tiers.disk_link.read_rate
+        read_rate = llm.core.parts.tiers.disk_link.read_rate
         one(llm, prompt(1))
 
         def is_learnt() -> bool:
@@ -415,17 +415,19 @@ def test_rates_are_learnt_once_and_known_after_a_restart(
 
         wait_until(is_learnt, "the disk's rate is not learnt")
     with LLM("tiny-random", **settings) as llm:
-        assert llm.core.tiers.disk_link.read_rate.bytes_per_s == read_rate.bytes_per_s
-        assert not llm.core.tiers.disk_link.read_rate.is_learnt
+        assert llm.core.parts.tiers.disk_link.read_rate.bytes_per_s == read_rate.bytes_per_s
+        assert not llm.core.parts.tiers.disk_link.read_rate.is_learnt
     with LLM("tiny-random", **settings, block_size=32) as llm:
-        assert llm.core.tiers.disk_link.read_rate.bytes_per_s == 2e9, "other blocks are other reads"
+        assert llm.core.parts.tiers.disk_link.read_rate.bytes_per_s == 2e9, (
+            "other blocks are other reads"
+        )
 
 
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
     assert llm.demote(Tier.DISK)
-    assert llm.core.tiers.device.num_cached == 0
-    assert llm.core.tiers.host.num_cached == 0
+    assert llm.core.parts.tiers.device.num_cached == 0
+    assert llm.core.parts.tiers.host.num_cached == 0
 
 
 def test_what_is_evicted_while_an_engine_closes_is_not_written_any_more(disk_dir: str) -> None:

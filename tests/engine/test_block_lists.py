@@ -5,12 +5,17 @@ from typing import Any
 import pytest
 
 from tests.fake_store import Rig, chain_of
-from tieredkv.engine import block_lists
-from tieredkv.engine.block_lists import list_blocks
-from tieredkv.engine.slices import Slices, telling
+from tieredkv.cache import block_lists
+from tieredkv.engine.slices import Answer, Slices, telling
 from tieredkv.operate.ram import RamBlocks
 from tieredkv.operate.table import START_BYTES, TIER_BITS, starts_in
 from tieredkv.types import NAMESPACE_BYTES, Tier
+
+
+def listed(rig: Rig) -> Answer:
+    """Return the answer to `ls`."""
+    yield from rig.cache.operations.list_blocks()
+    return {}
 
 
 def told(rig: Rig) -> list[dict[str, Any]]:
@@ -21,7 +26,7 @@ def told(rig: Rig) -> list[dict[str, Any]]:
         parts.append(part)
         ends.append(not has_more)
 
-    slices.begin(telling(list_blocks(rig.tiers), take))
+    slices.begin(telling(listed(rig), take))
     while slices.has_more:
         slices.go_on()
     assert ends == [False] * (len(ends) - 1) + [True]
@@ -35,7 +40,7 @@ def test_all_blocks_are_told_with_their_tiers_and_deadlines(
     rig = Rig()
     rig.run("a", 3)
     rig.run("b", 2, "in_memory")
-    rig.cache.departures.send(chain_of("a", 3), Tier.HOST)
+    rig.cache._departures.send(chain_of("a", 3), Tier.HOST)
     rig.turn(5)
     parts = told(rig)
     assert [len(part.get("tiers", b"")) for part in parts] == [2, 2, 1, 0]

@@ -86,7 +86,7 @@ class Busy:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.core, self.busy_s, self.issued = llm, llm.core, 0.0, list[int]()
         self.held: list[Lent] = []
-        execute, store = self.core._runner.execute, self.core.tiers.store
+        execute, store = self.core._runner.execute, self.core.parts.tiers.store
         assert store is not None
         self.load = store.load
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -221,7 +221,7 @@ def test_the_disk_is_asked_before_a_step_only_if_issuing_that_takes_long(
     sizes: dict[str, Any] = {"device_size": "32MiB", "host_size": "8MiB", "disk_size": "64MiB"}
     with LLM("tiny-random", disk_dir=str(tmp_path / "store"), **sizes) as llm:
         engine, order = llm.core, list[str]()
-        tiers, runner, ask = engine.tiers, engine._runner, engine.cache.lookups.ask
+        tiers, runner, ask = engine.parts.tiers, engine._runner, engine.cache._lookups.ask
         tiers.disk_link.read_rate = LinkRate(1e-3, learnt_at=time.monotonic())  # nothing is loaded
         execute = runner.execute
 
@@ -233,7 +233,7 @@ def test_the_disk_is_asked_before_a_step_only_if_issuing_that_takes_long(
             order.append("issued")
             return execute(*args)
 
-        monkeypatch.setattr(engine.cache.lookups, "ask", note_ask)
+        monkeypatch.setattr(engine.cache._lookups, "ask", note_ask)
         monkeypatch.setattr(runner, "execute", note_issue)
         monkeypatch.setattr(engine._timer, "issue_s", lambda _: issue_s)
         llm.serve([llm.make_request(list(range(40)), SamplingParams(max_tokens=1))])

@@ -17,12 +17,12 @@ from tests.levels import few
 from tests.modelled import H200_8B, TWO_CORES, Machine, ModelledCore, VirtualTime
 from tieredkv.bench import crowd, sessions
 from tieredkv.cache.plan_log import replay
-from tieredkv.cache.rates import pairs
 from tieredkv.config import load_settings
 from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenOutput
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import BESIDE_BRIEF
+from tieredkv.steps import pairs
 from tieredkv.types import Tier, ignore_progress
 
 Restore = Literal["auto", "load", "compute"]
@@ -65,7 +65,10 @@ class Rig:
         self.core = ModelledCore(
             load_settings(arguments={**known, **settings}).settings, machine, self.time
         )
-        self.tiers, self.tokens = self.core.tiers, range(min(128_000, self.core.info.vocab_size))
+        self.tiers, self.tokens = (
+            self.core.parts.tiers,
+            range(min(128_000, self.core.info.vocab_size)),
+        )
         self.random, self.in_vram_s = random.Random(0), 0.0
 
     @property
@@ -88,7 +91,7 @@ class Rig:
         assert disk is not None
         rate, disk.GBps = disk.GBps, 100.0
         self._come_to_rest()  # the late layers of some blocks may still be on their way to VRAM
-        assert self.core.cache.drainer.flush(tier, deadline=self.time.now + 60)
+        assert self.core.cache.flush(tier, deadline=self.time.now + 60)
         self._come_to_rest()
         disk.GBps = rate
         assert not self.tiers.device.num_cached

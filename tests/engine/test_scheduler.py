@@ -89,7 +89,7 @@ class Loop:
                 self.measure_usage(row)
         scheduler.make_room()
         self.rig.check()
-        cache.touches.go_on()
+        cache.refresh()
         self.collect()
         self.pending = [row.request for row in rows if row.row.needs_logits]
         cache.pump()
@@ -133,7 +133,7 @@ class Loop:
         """Give a request its next token."""
         if not request.touched_at:
             request.touched_at = 1.0
-            self.rig.cache.touches.begin(request.prefix)
+            self.rig.cache.touch(request.prefix)
         request.append(7)
         num_full = request.num_computed_tokens // SIZE
         if len(request.prefix.hashes) < num_full:
@@ -485,7 +485,7 @@ def test_a_queued_request_is_admitted_though_what_it_wanted_is_evicted_or_expire
     assert rig.tiers.device.num_free and rig.tiers.device.num_cached
     rig.clock.moment += seconds
     if not seconds:
-        rig.cache.evict(lambda _entry: True)
+        rig.evict(lambda _entry: True)
     loop.run(steps=40)
     rig.check_nothing_is_held()
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.cache.rates import ComputeRate
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer
+from tieredkv.steps import pairs
 
 
 class Rate(ComputeRate):

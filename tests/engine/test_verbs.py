@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from tests.fake_store import Rig, chain_of, root_of
-from tieredkv.cache import catalog, departed
+from tieredkv.cache import block_lists, catalog, departed, inspections, operations
 from tieredkv.config import Settings
-from tieredkv.engine import block_lists, prefixes, prompt_inspections, slices, verbs
+from tieredkv.engine import prefixes, slices, verbs
 from tieredkv.engine.engine_messages import EngineRequest, Tokenize, Tokenized
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt_inspections import PromptInspections
@@ -37,9 +37,9 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have one piece of few blocks be done at once."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(block_lists, "PART_BLOCKS", AT_MOST)
-    for module in (catalog, prefixes, prompt_inspections):
+    for module in (catalog, inspections, prefixes):
         monkeypatch.setattr(module, "PIECE_BLOCKS", AT_MOST)
-    for module in (departed, prefixes, prompt_inspections, verbs):
+    for module in (departed, operations, prefixes, verbs):
         monkeypatch.setattr(module, "SCANNED_BLOCKS", AT_MOST)
 
 
@@ -55,8 +55,8 @@ class Operator:
         stats = cast(TierStats, SimpleNamespace(read=lambda: {"block_bytes": 64}))
         spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", block_size=1)
         work, made = Slices(), Prefixes(Settings(), spec, b"\0", rig.clock)
-        prompts = PromptInspections(rig.cache, made, work)
-        self.verbs, self._rig = Verbs(rig.cache, stats, prompts, MODEL, work), rig
+        prompts = PromptInspections(rig.cache.operations, made, work)
+        self.verbs, self._rig = Verbs(rig.cache.operations, stats, prompts, MODEL, work), rig
         self.parts = list[dict[str, Any]]()
         self.is_answered = False
 
@@ -128,7 +128,7 @@ def test_a_dry_run_counts_few_blocks_at_once_and_evicts_none(rig: Rig, name: str
 def test_no_step_sends_more_than_a_few_blocks_down(rig: Rig) -> None:
     operator, counts = Operator(rig), [0]
     for _ in operator.ask(EvictFilter(all=True, to="host")):
-        counts.append(len(rig.cache.departures))
+        counts.append(len(rig.cache._departures))
     sent = [after - before for before, after in pairwise(counts)]
     assert max(sent) == AT_MOST and sum(sent) == NUM_BLOCKS
     assert operator.parts[-1]["evicted_blocks"] == NUM_BLOCKS

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.fakes import FakeClock
-from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.cache.rates import ComputeRate
 from tieredkv.integrations.prefill_meter import LEAST_MEASURED, PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
+from tieredkv.steps import pairs
 
 CHUNK = 64
 STEP_S, TOKEN_S, PAIR_S = 5e-3, 25e-6, 0.8e-9

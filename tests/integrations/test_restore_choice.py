@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredkv.cache.plan import MIN_GAIN
-from tieredkv.cache.rates import StepTimes, pairs
+from tieredkv.cache.rates import StepTimes
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose, replay
+from tieredkv.steps import pairs
 
 MiB = 1 << 20
 TOKEN_BYTES = 128 << 10  # Llama-3.1-8B

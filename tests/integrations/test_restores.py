@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes import FakeClock
 from tests.golden import refused
-from tieredkv.cache.rates import ComputeRate, LinkRate, Step, pairs
+from tieredkv.cache.rates import ComputeRate, LinkRate, Step
 from tieredkv.errors import ConfigError
 from tieredkv.integrations import restores
 from tieredkv.integrations.prefill_meter import PrefillMeter
@@ -22,6 +22,7 @@ from tieredkv.integrations.restores import (
     given_times,
 )
 from tieredkv.integrations.row_store import RowStore
+from tieredkv.steps import pairs
 
 CHUNK, ROW_BYTES = 64, 8 << 20
 Make = Callable[..., Restores]

@@ -17,9 +17,9 @@ from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.cache.restores import Progress
+from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.stretches import stretches
-from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
@@ -151,13 +151,13 @@ class WholeCache:
             self._step()
         for _ in range(MANY_STEPS):
             if cache.is_restoring:
-                cache.plan([Progress(prefix, 0, len(hashes))])
+                cache.plan([RequestProgress(prefix, 0, len(hashes))])
             self._compute(prefix)
             if all(prefix.blocks[each].is_ready for each in prefix.awaited):
                 break
             self._step()
         sources: list[Source] = list(prefix.origins())
-        cache.touches.begin(prefix)
+        cache.touch(prefix)
         cache.release(prefix)
         self._step()
         while cache.has_more or not cache.is_idle:

@@ -37,7 +37,7 @@ from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -60,6 +60,7 @@ from tieredkv.operate.calls import Call, Df, EvictFilter, Inspect, Ls
 from tieredkv.operate.evict import ASKED_BLOCKS
 from tieredkv.operate.models import KnownModel
 from tieredkv.operate.table import START_BYTES
+from tieredkv.pieces import whole
 from tieredkv.retention import RetentionPolicies
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, tracked
 
@@ -151,14 +152,14 @@ class _Host:
             num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", block_size=block_size
         )
         stats = TierStats(
-            self.tiers,
+            self.cache.operations,
             self.scheduler,
             StepTimer(self.tiers.compute_rate, torch.device("cpu")),
             VOCAB_SIZE,
         )
         slices, prefixes = Slices(), Prefixes(Settings(), spec, b"", self.tiers.clock)
-        prompts = PromptInspections(self.cache, prefixes, slices)
-        self.verbs = Verbs(self.cache, stats, prompts, known, slices)
+        prompts = PromptInspections(self.cache.operations, prefixes, slices)
+        self.verbs = Verbs(self.cache.operations, stats, prompts, known, slices)
         prompts.on_prompt = self._tokenize
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -213,7 +214,7 @@ class _Host:
         for row in rows:
             self.scheduler.complete(row)
         usage = request.measure_usage(self.block_size, 0, self.cache.why_missed)
-        self.cache.touches.begin(request.prefix)
+        self.cache.touch(request.prefix)
         marks.append(time.perf_counter())
         self.scheduler.remove(request)
         self.cache.pump()
@@ -234,10 +235,10 @@ def _measure_states(num_tokens: int, block_size: int, repeats: int) -> list[Row]
         longer = [*prompt, *host.prompt(block_size - 1)]  # its last token is never cached
         runs["none"].append(host.serve(prompt))
         runs["device"].append(host.serve(longer))
-        if not host.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 60):
+        if not host.cache.flush(Tier.HOST, deadline=time.monotonic() + 60):
             raise TieredKVError("The prompt did not reach host memory")
         runs["host"].append(host.serve(longer))
-        host.cache.evict(lambda _: True)
+        whole(host.cache.operations.evict(lambda _: True))
     return [_row(state, num_full, block_size, several) for state, several in runs.items()]
 
 

@@ -96,7 +96,7 @@ def _ms(seconds: float) -> float:
 
 def believed(llm: LLM, num_tokens: int) -> Row:
     """Return what the engine believes of copies, and of computing so many tokens."""
-    tiers, now = llm.core.tiers, time.monotonic()
+    tiers, now = llm.core.parts.tiers, time.monotonic()
     compute, up = tiers.compute_rate, tiers.device_link.up_rate
     return {
         "h2d_GBps": round(up.effective(now) / 1e9, 2),

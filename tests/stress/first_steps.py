@@ -44,19 +44,19 @@ class Took(NamedTuple):
 def take(llm: LLM, row: BatchRow, num_copied: int) -> Took:
     """Start copies into the last blocks of VRAM, issue a step, and wait for both."""
     core, stats = llm.core, torch.cuda.memory_stats
-    first = core.tiers.device.num_blocks - num_copied
+    first = core.parts.tiers.device.num_blocks - num_copied
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     num_before = stats()["num_device_alloc"]
     copies = [(PageId(index), BlockId(first + index)) for index in range(num_copied)]
-    core.tiers.device_link.promote(copies, (0.0, ()))
+    core.parts.tiers.device_link.promote(copies, (0.0, ()))
     began.record()
     began_at = time.perf_counter()
     core._runner.execute([row])
     issue_ms = 1e3 * (time.perf_counter() - began_at)
     ended.record()
     torch.cuda.synchronize()
-    core.tiers.device_link.poll()
+    core.parts.tiers.device_link.poll()
     return Took(began.elapsed_time(ended), issue_ms, stats()["num_device_alloc"] - num_before)
 
 

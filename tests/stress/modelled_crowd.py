@@ -160,7 +160,7 @@ class ModelledCrowd(crowd.Crowd):
 
     def run(self, serve: Callable[[], Outcome]) -> Run:
         """Serve requests, and return what became of them."""
-        device, tiers = self.modelled.device, self.modelled.tiers
+        device, tiers = self.modelled.device, self.modelled.parts.tiers
         busy_s, prefill_s = device.busy_s, device.prefill_s
         self._order.clear()
         with digest_of_plans() as plans:
@@ -272,7 +272,7 @@ def run_returns(case: Case) -> Run:
 
 def demote_all(core: EngineCore) -> None:
     """Move all blocks to disk."""
-    if not core.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + DEMOTE_TIMEOUT_S):
+    if not core.cache.flush(Tier.DISK, deadline=time.monotonic() + DEMOTE_TIMEOUT_S):
         raise TieredKVError("not every block could be demoted to disk")
 
 

@@ -172,7 +172,7 @@ class Moving(Bench):
     def to_host(self) -> None:
         """Cancel all requests and demote all blocks of the device tier."""
         self.settle()
-        if not self.core.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 60):
+        if not self.core.cache.flush(Tier.HOST, deadline=time.monotonic() + 60):
             raise TieredKVError("not every block could be demoted to host memory; see the log")
 
     def have(self, ids: Sequence[str], count: int) -> bool:
@@ -182,7 +182,7 @@ class Moving(Bench):
     def has_loaded(self, before: Row) -> bool:
         """Return whether blocks were promoted and no copy is pending any more."""
         has_begun = self.since(before, "promoted_host_blocks") > 0
-        return has_begun and not self.core.tiers.device_link.has_pending
+        return has_begun and not self.core.parts.tiers.device_link.has_pending
 
     def counts(self) -> Row:
         """Return the cache's counters, and as `held` the blocks in use in each RAM tier."""

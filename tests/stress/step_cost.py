@@ -35,7 +35,7 @@ from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
@@ -213,7 +213,7 @@ def _noted(entries: int) -> Steps:
     while True:
         claims = frozenset({"24h"})
         made = [Entry(each, ROOT, ROOT, b"", 0, now, now, claims) for each in engine.chain(8192)]
-        yield lambda made=made: engine.cache.demoter.note_computed(made)  # type: ignore[misc]
+        yield lambda made=made: engine.cache._demoter.note_computed(made)  # type: ignore[misc]
         while not engine.cache.is_idle:
             engine.worker.write(len(engine.worker.lent))
             engine.step()
@@ -241,16 +241,16 @@ def _nothing_can_go(entries: int) -> Steps:
     engine = _Engine(2 * entries, num_pages=entries)
     engine.fill(entries)
     for _ in range(64):
-        engine.cache.demoter.demote(entries)
+        engine.cache._demoter.demote(entries)
         engine.step()
     engine.fill(entries // 2)
 
     def step() -> None:
-        engine.cache.demoter.demote(32)
+        engine.cache._demoter.demote(32)
         engine.step()
 
     while True:
-        engine.cache.demoter.note_change()
+        engine.cache._demoter.note_change()
         yield step
 
 
@@ -264,7 +264,7 @@ def _late_pages(entries: int) -> Steps:
         engine.fill(PROMPT_BLOCKS)
         engine.fill(PROMPT_BLOCKS, "in_memory")
     while True:
-        engine.cache.demoter.note_change()
+        engine.cache._demoter.note_change()
         yield engine.step
 
 

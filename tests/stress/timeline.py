@@ -57,10 +57,10 @@ class Timeline:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record from now on until the end of the context."""
-        core, tiers, timer = self._core, self._core.tiers, self._core._timer
+        core, tiers, timer = self._core, self._core.parts.tiers, self._core._timer
         store, link, rate = tiers.store, tiers.device_link, tiers.disk_link.read_rate
         assert store is not None
-        divide, launch, load = core.cache.restores.divide, core._launch, store.load
+        divide, launch, load = core.cache._restores.divide, core._launch, store.load
         promote, end, timed = link.promote, LinkRate.end, list[Any]()
 
         def note_divide(demands: Any, planner: Any) -> Any:
@@ -92,7 +92,7 @@ class Timeline:
 
         with contextlib.ExitStack() as stack:
             for where, name, function in (
-                (core.cache.restores, "divide", note_divide),
+                (core.cache._restores, "divide", note_divide),
                 (core, "_launch", note_launch),
                 (LinkRate, "end", note_end),
                 (store, "load", counted("read", load)),
@@ -137,17 +137,17 @@ def measure(settings: Row, lengths: list[int], repeats: int, restore: Restore) -
     rows = list[Row]()
     with LLM(**settings, retention="24h", progress=bench_progress()) as llm:
         for index in range(2):  # rates are learnt
-            llm.core.tiers.restore = ("compute", "load")[index]
+            llm.core.parts.tiers.restore = ("compute", "load")[index]
             serve_once(llm, make_prompt(llm, max(lengths), -1))
             demote_all(llm, "disk")
         timeline = Timeline(llm)
         for repeat in range(repeats):
             for length in lengths:
                 prompt = make_prompt(llm, length, repeat)
-                llm.core.tiers.restore = "compute"
+                llm.core.parts.tiers.restore = "compute"
                 cold_ms = serve_once(llm, prompt).ttft_ms
                 demote_all(llm, "disk")
-                llm.core.tiers.restore = restore
+                llm.core.parts.tiers.restore = restore
                 with timeline.recording():
                     sample = serve_once(llm, prompt)
                 row: Row = {"prefix_tokens": length, "cold_ms": round(cold_ms, 1)}

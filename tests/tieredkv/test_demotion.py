@@ -55,7 +55,7 @@ def test_touching_blocks_often_keeps_no_others_from_being_copied_ahead() -> None
     second = rig.start("b", 6)
     rig.compute(second)
     for _ in range(4):
-        rig.cache.touches.begin(second)
+        rig.cache.touch(second)
     rig.turn(8)
     assert rig.on_host("a", 8) == list(range(8))
     assert rig.on_host("b", 6) == list(range(6))
@@ -64,11 +64,11 @@ def test_touching_blocks_often_keeps_no_others_from_being_copied_ahead() -> None
 def test_demoting_what_the_tier_below_has_writes_nothing() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     assert rig.run("a", 4) == 0
     demoted, stored = rig.tiers.counters.demoted_host_blocks, list(rig.store.stored)
     assert rig.on_host("a", 4) == [0, 1, 2, 3], "promotion keeps the lower copy"
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     assert rig.tiers.counters.demoted_host_blocks == demoted
     assert rig.store.stored == stored
 
@@ -77,8 +77,8 @@ def test_copies_of_blocks_that_are_evicted_meanwhile_count_as_moved() -> None:
     rig = Rig()
     rig.run("a", 4)
     rig.transfer.is_held = True
-    assert rig.cache.demoter.demote(4) == 4
-    rig.cache.evict(lambda entry: True)
+    assert rig.cache._demoter.demote(4) == 4
+    rig.evict(lambda entry: True)
     rig.transfer.is_held = False
     rig.turn()
     assert rig.on_host("a", 4) == []
@@ -193,16 +193,16 @@ def test_what_is_owed_to_the_disk_is_known_however_it_changes() -> None:
     assert rig.tiers.drain_s == pytest.approx(400 * BLOCK_BYTES / rate), "a stop keeps the limit"
     rig.run("ram", 4, "24h")
     assert rig.tiers.owed_bytes == 8 * BLOCK_BYTES, "another request claims them"
-    rig.cache.evict(lambda entry: entry.block_hash in chain_of("ram", 2))
+    rig.evict(lambda entry: entry.block_hash in chain_of("ram", 2))
     assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES
     rig.store.reason = "io_error"
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
-    rig.cache.demoter.write(16)
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
+    rig.cache._demoter.write(16)
     rig.turn(3)
     assert rig.tiers.counters.store_failures["io_error"] > 0
     assert rig.tiers.owed_bytes == 6 * BLOCK_BYTES, "a stop tries them again"
     rig.store.reason = ""
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert rig.tiers.owed_bytes == 0
     rig.store.restart_empty()
     rig.turn()
@@ -272,19 +272,19 @@ def test_a_page_being_written_is_not_reused_though_its_block_was_evicted_and_exp
     for end in ("evict", "expire"):
         rig = Rig(num_blocks=8, num_pages=4)
         rig.run("a", 2)
-        assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+        assert rig.cache.flush(Tier.HOST, deadline=deadline())
         rig.store.is_held = True
-        rig.cache.demoter.write(4)
+        rig.cache._demoter.write(4)
         on_loan = rig.store.pending_pages
         assert on_loan
         if end == "evict":
-            rig.cache.evict(lambda entry: True)
+            rig.evict(lambda entry: True)
         else:
             rig.clock.moment += 90_000.0
         rig.turn()
         for name in "bcd":
             rig.run_without_disk(name, 4, "in_memory")
-            rig.cache.demoter.demote(8)
+            rig.cache._demoter.demote(8)
             rig.turn()
         assert rig.store.pending_pages == on_loan
         rig.check_nothing_is_held()
@@ -295,8 +295,8 @@ def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> Non
     rig = Rig(num_blocks=4, num_pages=8)
     rig.run("a", 4)
     rig.transfer.is_held = True
-    rig.cache.demoter.demote(4)
-    rig.cache.evict(lambda entry: True)
+    rig.cache._demoter.demote(4)
+    rig.evict(lambda entry: True)
     rig.check()
     other = rig.prefix("b", 4)
     other.records.update(dict.fromkeys(other.hashes))
@@ -344,7 +344,7 @@ def test_a_block_that_no_write_was_waited_for_is_counted_as_lost_when_it_leaves_
     rig = Rig(num_blocks=4, num_pages=4)
     rig.store.is_held = True
     rig.run_without_disk("a", 4)
-    rig.cache.demoter.drop_oldest(4)
+    rig.cache._demoter.drop_oldest(4)
     assert rig.tiers.counters.demotions_dropped == 4
     assert rig.tiers.counters.lost_blocks == {}, "all of them are still in VRAM"
     rig.run_without_disk("b", 2)
@@ -411,7 +411,7 @@ def test_nothing_is_given_up_for_pages_that_a_flush_has_evicted() -> None:
     for number in range(6):
         rig.run_without_disk(f"promised {number}", 4)
         rig.run_without_disk(f"other {number}", 4, "in_memory")
-    assert not rig.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
+    assert not rig.cache.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
     rig.check_nothing_is_held()
     assert rig.tiers.counters.demotions_dropped == 0
     assert [len(rig.on_disk(f"promised {number}", 4)) for number in range(6)] == [4] * 6
@@ -423,7 +423,7 @@ def test_late_pages_of_blocks_that_requests_use_again_are_not_given_up() -> None
     names = [f"promised {number}" for number in range(12)]
     for name in names:
         rig.run_without_disk(name, 2)
-    rig.cache.demoter.demote(24)
+    rig.cache._demoter.demote(24)
     rig.turn(6)
     running = [rig.prefix(name, 2) for name in names[4:8]]
     for prefix in running:
@@ -484,14 +484,14 @@ def test_a_new_worker_is_given_all_of_host_memory_though_no_request_comes() -> N
 def test_blocks_that_left_ram_for_another_reason_are_not_counted_as_lost() -> None:
     rig = Rig(num_blocks=4, num_pages=4)
     rig.run("evicted", 2)
-    rig.cache.evict(lambda entry: True)
+    rig.evict(lambda entry: True)
     rig.run("expired", 2)
     rig.clock.moment += 90_000.0
     rig.turn()
     for name in "abc":
         rig.run(name, 4, "in_memory")
     rig.run("kept", 4)
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     assert rig.tiers.catalog.entries() == []
     assert rig.tiers.counters.lost_blocks == {}
     without_disk = Rig(num_blocks=4, num_pages=4, has_store=False)
@@ -504,11 +504,11 @@ def test_a_failed_write_is_tried_again_at_the_end() -> None:
     rig = Rig()
     rig.store.reason = "io_error"
     rig.run("a", 2)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
-    rig.cache.demoter.write(16)
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
+    rig.cache._demoter.write(16)
     rig.turn(3)
     rig.store.reason = ""
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert rig.on_disk("a", 2) == [0, 1]
 
 
@@ -521,7 +521,7 @@ def test_a_drain_writes_newest_chains_first_and_their_heads_first() -> None:
         rig.run(name, 3)
         rig.clock.moment += 1
     rig.run("ram", 2, "in_memory")
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert rig.store.stored == chain_of("new", 3) + chain_of("old", 3)
 
 
@@ -529,7 +529,7 @@ def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it(
     rig = Rig(num_blocks=16, num_pages=16)
     prefix = rig.start("a", 2)
     rig.compute(prefix)
-    rig.cache.touches.begin(prefix)
+    rig.cache.touch(prefix)
     rig.clock.moment += 1
     rig.run("between", 1)
     rig.clock.moment += 1
@@ -538,7 +538,7 @@ def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it(
     rig.write(prefix.blocks[2], sealed)
     rig.cache.seal(prefix, sealed)
     rig.cache.release(prefix)
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert rig.store.stored == [*chain_of("a", 3), *chain_of("between", 1)]
 
 
@@ -546,7 +546,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig = Rig(num_blocks=8, num_pages=4)
     rig.store.reason = "io_error"
     rig.run("old", 4)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.store.reason = ""
     rig.tiers.catalog.try_again()
     rig.clock.moment += 1
@@ -556,7 +556,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.compute(prefix)
     rig.cache.release(prefix)
     assert not rig.store.jobs
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert rig.on_disk("old", 4) == [0, 1, 2, 3]
     assert rig.on_disk("new", 8) == list(range(8))
 
@@ -565,7 +565,7 @@ def test_a_drain_stops_at_its_deadline_and_counts_what_is_left() -> None:
     rig = Rig()
     rig.run("a", 3)
     rig.store.is_held = True
-    assert rig.cache.drainer.drain(deadline=time.monotonic() + 0.05) == 3
+    assert rig.cache._drainer.drain(deadline=time.monotonic() + 0.05) == 3
     rig.check_nothing_is_held()
 
 
@@ -576,11 +576,11 @@ def test_flush_to_host_empties_vram_and_flush_to_disk_empties_both() -> None:
     rig = Rig(num_blocks=16, num_pages=16)
     rig.run("a", 6)
     rig.run("ram", 4, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     assert rig.tiers.device.num_cached == 0
     assert rig.on_host("a", 6) == list(range(6))
     assert rig.on_host("ram", 4) == list(range(4))
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     assert rig.tiers.host.num_cached == 0
     assert rig.on_disk("a", 6) == list(range(6))
     assert rig.on_disk("ram", 4) == []
@@ -592,7 +592,7 @@ def test_flush_to_host_empties_vram_and_flush_to_disk_empties_both() -> None:
 def test_flush_works_through_an_arena_smaller_than_vram(to: Tier) -> None:
     rig = Rig(num_blocks=16, num_pages=4)
     rig.run("a", 16)
-    assert rig.cache.drainer.flush(to, deadline=deadline())
+    assert rig.cache.flush(to, deadline=deadline())
     assert rig.tiers.device.num_cached == 0
     assert rig.on_disk("a", 16) or to is Tier.HOST
     if to is Tier.DISK:
@@ -605,7 +605,7 @@ def test_flush_leaves_the_blocks_that_a_request_uses() -> None:
     user = rig.start("a", 2)
     rig.compute(user)
     rig.run("b", 2)
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     assert rig.on_device("a", 2) == [0, 1]
     rig.verify(user)
     rig.finish(user)
@@ -616,7 +616,7 @@ def test_flush_gives_up_at_its_deadline_when_the_store_hangs() -> None:
     rig = Rig()
     rig.run("a", 2)
     rig.store.is_held = True
-    assert not rig.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
+    assert not rig.cache.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
     rig.check_nothing_is_held()
 
 

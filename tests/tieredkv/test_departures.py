@@ -13,16 +13,16 @@ def test_blocks_go_to_host_and_from_there_to_disk_and_come_back() -> None:
     rig = Rig()
     assert rig.run("a", 4) == 4
     assert rig.run("b", 2) == 2
-    rig.cache.departures.send(chain_of("a", 4), Tier.HOST)
+    rig.cache._departures.send(chain_of("a", 4), Tier.HOST)
     rig.turn(5)
     assert (rig.on_device("a", 4), rig.on_host("a", 4)) == ([], [0, 1, 2, 3])
     assert rig.on_device("b", 2) == [0, 1]
-    rig.cache.departures.send([*chain_of("a", 4), *chain_of("b", 2)], Tier.DISK)
+    rig.cache._departures.send([*chain_of("a", 4), *chain_of("b", 2)], Tier.DISK)
     rig.turn(20)
     for name, length in (("a", 4), ("b", 2)):
         assert rig.on_disk(name, length) == [*range(length)]
         assert (rig.on_device(name, length), rig.on_host(name, length)) == ([], [])
-    assert not rig.cache.departures
+    assert not rig.cache._departures
     assert rig.tiers.counters.lost_blocks == {}
     assert rig.run("a", 4) == 0
     rig.check_nothing_is_held()
@@ -32,7 +32,7 @@ def test_a_block_in_use_goes_down_and_its_request_ends_as_before() -> None:
     rig = Rig()
     first = rig.start("a", 4)
     rig.compute(first)
-    rig.cache.departures.send(chain_of("a", 4), Tier.HOST)
+    rig.cache._departures.send(chain_of("a", 4), Tier.HOST)
     rig.turn(5)
     assert rig.on_device("a", 4) == []
     rig.finish(first)
@@ -44,26 +44,26 @@ def test_a_block_whose_write_fails_stays_where_it_is() -> None:
     rig = Rig()
     rig.run("a", 2)
     rig.store.is_held = True
-    rig.cache.departures.send(chain_of("a", 2), Tier.DISK)
+    rig.cache._departures.send(chain_of("a", 2), Tier.DISK)
     rig.turn(5)
     while rig.store.jobs:
         rig.store.complete(0, reason="full")
         rig.turn()
     rig.turn(5)
-    assert not rig.cache.departures
+    assert not rig.cache._departures
     assert rig.on_disk("a", 2) == [] and rig.on_host("a", 2) == [0, 1]
 
 
 def test_a_block_that_cannot_go_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.run("a", 2, "in_memory")
-    rig.cache.departures.send(chain_of("a", 2), Tier.DISK)
+    rig.cache._departures.send(chain_of("a", 2), Tier.DISK)
     rig.turn(5)
-    assert len(rig.cache.departures) == 2
+    assert len(rig.cache._departures) == 2
     monkeypatch.setattr(departures, "PATIENCE_S", -1.0)
-    rig.cache.departures.send(chain_of("a", 2), Tier.DISK)
+    rig.cache._departures.send(chain_of("a", 2), Tier.DISK)
     rig.turn()
-    assert not rig.cache.departures
+    assert not rig.cache._departures
     assert rig.on_disk("a", 2) == []
     assert rig.run("a", 2, "in_memory") == 0
 
@@ -81,10 +81,10 @@ def test_copies_dropped_at_random_leave_every_invariant(seed: int) -> None:
             case 1:
                 rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
             case 2:
-                rig.cache.departures.send([block_hash], Tier.HOST)
+                rig.cache._departures.send([block_hash], Tier.HOST)
             case _:
-                rig.cache.departures.send([block_hash], Tier.DISK)
-        rig.cache.demoter.note_change()
+                rig.cache._departures.send([block_hash], Tier.DISK)
+        rig.cache._demoter.note_change()
         rig.turn()
         rig.check()
     rig.check_nothing_is_held()

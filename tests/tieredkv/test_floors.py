@@ -31,7 +31,7 @@ def test_blocks_within_a_tenants_floor_outlive_a_flood_in_vram(length: int) -> N
 def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
     rig.run("quiet/a", 8)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     flood(rig, num_blocks=160)
     assert (rig.on_host("quiet/a", 8), rig.on_device("quiet/a", 8)) == (list(range(8)), [])
     prefix = rig.start("quiet/a", 8)
@@ -42,7 +42,7 @@ def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
 def test_a_page_of_a_block_that_its_tenants_floor_keeps_in_vram_stays_a_duplicate() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("quiet/a", 2, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.run("quiet/a", 2, "in_memory")
     assert rig.tiers.host.num_duplicates == 2
     flood(rig, num_blocks=16, retention="in_memory")
@@ -93,7 +93,7 @@ def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
     prefix = rig.prefix("flood/large", 11, "in_memory")
     rig.cache.arrive(prefix)
     assert not rig.cache.admit(prefix, 11)
-    assert not rig.cache.room.is_coming(prefix)
+    assert not rig.cache._room.is_coming(prefix)
 
     def is_admitted() -> bool:
         rig.turn()
@@ -171,9 +171,9 @@ def test_a_request_that_waits_for_room_is_tried_again_though_another_tenant_foun
     rig.compute(bob)
     rig.transfer.is_held = True
     alice = rig.queue("alice/b", 6)
-    assert not rig.admit(alice) and rig.cache.room.is_coming(alice)
+    assert not rig.admit(alice) and rig.cache._room.is_coming(alice)
     assert not rig.cache.extend(bob), "the rest is within the floor of another tenant"
-    assert not rig.admit(alice) and rig.cache.room.is_coming(alice)
+    assert not rig.admit(alice) and rig.cache._room.is_coming(alice)
     rig.transfer.is_held = False
     rig.turn()
     assert rig.admit(alice), "the copies have ended"
@@ -197,7 +197,7 @@ def test_a_running_request_that_waits_for_copies_is_preempted_by_no_other_tenant
     for _ in range(10):
         loop.step()
     running = loop.scheduler.running
-    assert all(rig.cache.room.is_coming(request.prefix) for request in running)
+    assert all(rig.cache._room.is_coming(request.prefix) for request in running)
     assert (len(running), loop.scheduler.num_preemptions) == (2, 0)
     rig.transfer.is_held = False
     loop.run()
@@ -210,11 +210,11 @@ def test_a_refused_request_is_tried_again_once_another_tenants_floor_is_lower() 
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
     rig.tiers.give_shares({b"alice": 0.5, b"bob": 0.5})
     rig.run("alice/a", 8, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.run("alice/a", 8, "in_memory")
     other = rig.start("bob/a", 4)
     bob = rig.queue("bob/b", 6)
-    assert not rig.admit(bob) and not rig.cache.room.is_coming(bob)
+    assert not rig.admit(bob) and not rig.cache._room.is_coming(bob)
     rig.tiers.give_shares({b"alice": 0.25, b"bob": 0.75})
     assert rig.admit(bob)
     rig.finish(bob)

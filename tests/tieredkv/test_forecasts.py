@@ -50,12 +50,12 @@ def test_the_step_that_gives_a_request_its_first_token_says_when_that_comes() ->
     rig.plan()
     planned = [prefix.forecast for prefix in (first, second)]
     assert [forecast and forecast.kind for forecast in planned] == ["computed", "computed"]
-    rig.cache.note_issue([first], lambda: 7.0)
+    rig.cache.begin_step(0.0, [first], lambda: 7.0)
     assert first.forecast is not None
     assert first.forecast.kind == "issued"
     assert first.forecast.planned_s == pytest.approx(7.0, abs=1.0)
     known = first.forecast
-    rig.cache.note_issue([first, second], lambda: 9.0)
+    rig.cache.begin_step(0.0, [first, second], lambda: 9.0)
     assert first.forecast is known, "the step with its next token says nothing new"
     assert second.forecast is planned[1], "it is told as it was expected at first"
     for prefix in (first, second):
@@ -71,7 +71,7 @@ def test_a_request_without_a_plan_is_told_by_the_step_that_gives_its_first_token
     rig = Rig(restore=restore, has_store=False)
     prefix = rig.queue("a", 4)
     assert rig.cache.admit(prefix, 4)
-    rig.cache.note_issue([prefix], lambda: 7.0)
+    rig.cache.begin_step(0.0, [prefix], lambda: 7.0)
     told = prefix.forecast and (prefix.forecast.kind, prefix.forecast.planned_s)
     assert told == (("issued", 7.0) if restore == "auto" else None)
     rig.cache.release(prefix)
@@ -81,7 +81,7 @@ def test_a_request_without_a_plan_is_told_by_the_step_that_gives_its_first_token
 def test_copies_that_are_under_way_are_waited_for() -> None:
     rig = Rig(restore="auto")
     rig.run("a", 4)
-    assert rig.cache.demoter.demote(4) == 4
+    assert rig.cache._demoter.demote(4) == 4
     rig.turn()
     for block_hash in chain_of("a", 4):
         rig.tiers.device.drop(block_hash)

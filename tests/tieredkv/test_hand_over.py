@@ -123,7 +123,7 @@ def test_blocks_that_nobody_wants_any_more_are_not_overtaken() -> None:
 def in_host_memory(rig: Rig, length: int) -> Prefix:
     """Return an admitted request whose blocks host memory has; one of them is being copied."""
     rig.run("a", length)
-    assert rig.cache.demoter.demote(length) == length
+    assert rig.cache._demoter.demote(length) == length
     rig.turn()
     for block_hash in chain_of("a", length):
         rig.tiers.device.drop(block_hash)
@@ -135,7 +135,7 @@ def in_host_memory(rig: Rig, length: int) -> Prefix:
 def test_an_evicted_page_fills_no_block_of_a_later_request() -> None:
     rig = Rig()
     first = in_host_memory(rig, 4)
-    rig.cache.evict(lambda entry: True)
+    rig.evict(lambda entry: True)
     later = rig.start("a", 4)
     rig.transfer.is_held = False
     assert rig.finish(later) == 4, "evicted blocks are not served"
@@ -146,7 +146,7 @@ def test_an_evicted_page_fills_no_block_of_a_later_request() -> None:
 def test_an_evicted_page_is_handed_over_to_nobody() -> None:
     rig = Rig()
     first = in_host_memory(rig, 4)
-    rig.cache.evict(lambda entry: True)
+    rig.evict(lambda entry: True)
     later = rig.start("a", 4)
     rig.cache.release(first)
     rig.transfer.is_held = False
@@ -190,12 +190,12 @@ def test_a_copy_waits_for_the_last_step_that_may_use_its_block_and_for_no_other(
     monkeypatch.setattr(rig.transfer, "promote", up)
     monkeypatch.setattr(rig.transfer, "demote", down)
     prefix = rig.start("a", 4)
-    rig.cache.note_step()
+    rig.cache.end_step()
     rig.compute(prefix)  # in step 1
-    rig.cache.note_step()
+    rig.cache.end_step()
     rig.finish(prefix)  # it ends while step 2 may still read its blocks
-    rig.cache.note_step()
-    assert rig.cache.demoter.demote(4)
+    rig.cache.end_step()
+    assert rig.cache._demoter.demote(4)
     assert steps == {"down": 2}
     rig.store.put("b", 4)
     assert rig.run("b", 4) == 0
@@ -208,9 +208,9 @@ def test_a_copy_does_not_wait_for_steps_that_were_issued_while_its_request_waite
     rig, steps = Rig(num_blocks=4, has_store=False), list[int]()
     rig.run("b", 4, "in_memory")
     prefix = rig.start("a", 4, "in_memory")  # evicts those of "b"
-    rig.cache.note_step()
+    rig.cache.end_step()
     rig.finish(prefix)
-    assert rig.cache.demoter.demote(2)
+    assert rig.cache._demoter.demote(2)
     rig.turn()
     rig.transfer.is_held = True
     promote = rig.transfer.promote
@@ -222,7 +222,7 @@ def test_a_copy_does_not_wait_for_steps_that_were_issued_while_its_request_waite
     monkeypatch.setattr(rig.transfer, "promote", up)
     queued = rig.queue("b", 4, "in_memory")
     for _ in range(3):
-        rig.cache.note_step()
+        rig.cache.end_step()
         assert not rig.admit(queued)
     rig.transfer.is_held = False
     while not rig.admit(queued):

@@ -15,8 +15,8 @@ from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.device_link import MIN_SPLIT_BYTES, DeviceLink
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.restores import Progress
-from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.requests import TieredCache
+from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.tiers import Tiers
 from tieredkv.engine.kv_digests import KVDigests
 from tieredkv.kernels.copies import BlockCopier
@@ -29,7 +29,7 @@ HASHES = chain_of("a", 4)
 def begin_hit(rig: Rig) -> Prefix:
     """Have a request find a chain in host memory, of which the first layers have come to VRAM."""
     rig.run("a", 4, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=1e12)
+    assert rig.cache.flush(Tier.HOST, deadline=1e12)
     rig.transfer.is_held = True
     prefix = rig.start("a", 4)
     rig.turn()
@@ -46,24 +46,24 @@ def fill_vram(rig: Rig, _prefix: Prefix) -> None:
 
 def claim_disk(rig: Rig, prefix: Prefix) -> None:
     """Have the disk be owed the blocks."""
-    rig.cache.touches.begin(prefix)
+    rig.cache.touch(prefix)
 
 
 def drain(rig: Rig, prefix: Prefix) -> None:
     claim_disk(rig, prefix)
     rig.turn()
-    rig.cache.demoter.queue_writes(HASHES)
-    rig.cache.demoter.write_queued()
+    rig.cache._demoter.queue_writes(HASHES)
+    rig.cache._demoter.write_queued()
 
 
 def send_to_disk(rig: Rig, prefix: Prefix) -> None:
     claim_disk(rig, prefix)
     rig.turn()
-    rig.cache.departures.send(HASHES, Tier.DISK)
+    rig.cache._departures.send(HASHES, Tier.DISK)
 
 
 def send_to_host(rig: Rig, _prefix: Prefix) -> None:
-    rig.cache.departures.send(HASHES, Tier.HOST)
+    rig.cache._departures.send(HASHES, Tier.HOST)
 
 
 @pytest.mark.parametrize("road", [fill_vram, claim_disk, drain, send_to_disk, send_to_host])
@@ -74,7 +74,7 @@ def test_a_block_is_copied_down_and_written_only_once_its_late_layers_have_come(
     prefix = begin_hit(rig)
     for block_hash in HASHES:  # as an operator's eviction from host memory does
         rig.tiers.drop_copy(Tier.HOST, block_hash, "admin")
-    rig.cache.demoter.note_change()
+    rig.cache._demoter.note_change()
     road(rig, prefix)
     for _ in range(4):
         rig.turn()
@@ -97,7 +97,7 @@ def test_a_page_that_is_dropped_while_it_is_copied_to_vram_leaves_the_block_ther
 ) -> None:
     rig = Rig(has_store=False)
     rig.run("a", 4)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=1e12)
+    assert rig.cache.flush(Tier.HOST, deadline=1e12)
     rig.transfer.is_held = True
     prefix = rig.start("a", 4)
     rig.turn()
@@ -118,7 +118,7 @@ def test_a_digest_of_vram_leaves_out_blocks_whose_late_layers_are_still_coming()
     rig = Rig(num_blocks=8)
     prefix = begin_hit(rig)
     prefixes: Any = SimpleNamespace(make=lambda _request, _token_ids: prefix)
-    digests = KVDigests(prefixes, rig.tiers.device, rig.device_bytes)
+    digests = KVDigests(prefixes, rig.cache.operations, rig.device_bytes)
     request: Any = SimpleNamespace(prompt_token_ids=[])
     assert digests.by_block(request) == {}
     rig.transfer.is_held = False
@@ -169,7 +169,7 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
         """Do what a step does; return whether everything has moved."""
         cache.poll()
         cache.pump()
-        return cache.is_idle and not cache.departures
+        return cache.is_idle and not cache._departures
 
     def page_values() -> dict[int, list[int]]:
         """Return the bytes of each block that host memory holds, by its place in the chain."""
@@ -183,17 +183,17 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
     first = start()
     for number, block in enumerate(first.blocks, start=1):
         blocks[block.block_id] = number
-    cache.note_step()
+    cache.end_step()
     cache.complete(first, 0, len(HASHES))
     cache.release(first)
-    assert cache.drainer.flush(Tier.HOST, deadline=1e12)
+    assert cache.flush(Tier.HOST, deadline=1e12)
     right = {index: [index + 1] for index in range(len(HASHES))}
     assert page_values() == right
     blocks.fill_(99)
     torch.cuda.synchronize()
 
     second = start()
-    cache.plan([Progress(second, 0, len(HASHES))])
+    cache.plan([RequestProgress(second, 0, len(HASHES))])
     cache.pump()
 
     def has_begun() -> bool:
@@ -204,7 +204,7 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
     assert any(block.is_loading for block in second.blocks), "the late layers were too fast"
     for block_hash in HASHES:
         tiers.drop_copy(Tier.HOST, block_hash, "admin")
-    cache.departures.send(HASHES, Tier.HOST)
+    cache._departures.send(HASHES, Tier.HOST)
     wait_until(turn, "copies go on for ever")
     assert page_values() == right
     in_vram = blocks[[block.block_id for block in second.blocks]].cpu().numpy()

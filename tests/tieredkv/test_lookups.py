@@ -30,11 +30,11 @@ def asked(rig: Rig, bytes_per_s: float, *, learnt_at: float | None = None) -> Pr
 def run_on(rig: Rig, prefix: Prefix) -> None:
     """Admit a request and issue its first step, with which the disk is asked."""
     assert not rig.store.lookups
-    assert rig.cache.lookups.answers_until(1) == rig.cache.lookups.running_until() == 0.0
+    assert rig.cache.answers_until(1) == rig.cache._lookups.running_until() == 0.0
     assert rig.admit(prefix)
-    rig.cache.lookups.ask_deferred()
+    rig.cache._lookups.ask_deferred()
     assert len(rig.store.lookups) == 1
-    assert rig.cache.lookups.running_until() > 0.0
+    assert rig.cache._lookups.running_until() > 0.0
 
 
 def test_what_would_be_computed_anyway_is_computed_before_the_disk_answers() -> None:
@@ -43,12 +43,12 @@ def test_what_would_be_computed_anyway_is_computed_before_the_disk_answers() -> 
     run_on(rig, prefix)
     rig.store.answer(0)
     rig.cache.poll()
-    assert rig.cache.lookups.running_until() == 0.0
+    assert rig.cache._lookups.running_until() == 0.0
     assert rig.compute(prefix) == 4
     assert {rig.cache.why_missed(prefix, index) for index in range(4)} == {"computed_sooner"}
     rig.store.is_held = False
     assert rig.finish(prefix) == 0
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=time.monotonic() + 30.0)
+    assert rig.cache.flush(Tier.DISK, deadline=time.monotonic() + 30.0)
     assert rig.store.loaded == rig.store.stored == [], "the disk has these blocks already"
     rig.check_nothing_is_held()
 
@@ -70,7 +70,7 @@ def test_a_request_that_ends_before_the_disk_answers_leaves_nothing_behind() -> 
     prefix = asked(rig, SLOW)
     run_on(rig, prefix)
     rig.cache.release(prefix)
-    assert rig.cache.lookups.running_until() == 0.0
+    assert rig.cache._lookups.running_until() == 0.0
     rig.store.answer(0)
     rig.turn()
     rig.check_nothing_is_held()
@@ -107,7 +107,7 @@ def test_what_might_be_loaded_waits_for_the_disk(
     rig = Rig(restore=restore, block_size=4096)  # computing a block takes longer than a step
     prefix = asked(rig, bytes_per_s, learnt_at=learnt_at)
     assert not rig.admit(prefix)
-    assert rig.cache.lookups.answers_until(1) == prefix.asked_at + ANSWER_S
+    assert rig.cache.answers_until(1) == prefix.asked_at + ANSWER_S
     rig.store.is_held = False
     rig.store.answer(0)
     rig.turn()
@@ -119,7 +119,7 @@ def test_what_might_be_loaded_waits_for_the_disk(
 def test_what_host_memory_has_is_no_reason_to_wait() -> None:
     rig = Rig(restore="auto")
     rig.run("a", 3, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
     prefix = asked(rig, SLOW)
     run_on(rig, prefix)
     assert prefix.sources[:3] == [Tier.HOST] * 3
@@ -151,7 +151,7 @@ def test_what_a_second_answer_tells_is_prefetched_beside_what_the_first_one_told
     # then, `num_first` of the others are being read.
     rig = Rig(num_blocks=32, num_pages=64)
     rig.run("a", 2, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
+    assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
     rig.store.put("a", 12)
     rig.store.is_held = True
     prefix = rig.queue("a", 12)

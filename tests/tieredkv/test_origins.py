@@ -51,7 +51,7 @@ def test_each_request_that_waited_for_a_read_counts_the_block_as_one_from_disk()
 def test_each_request_that_waited_for_a_copy_counts_the_block_as_one_from_host_memory() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache.demoter.demote(4) == 4
+    assert rig.cache._demoter.demote(4) == 4
     rig.turn()
     for block in list(rig.tiers.device.evictable()):
         assert block.block_hash is not None

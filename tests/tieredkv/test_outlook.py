@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.cache.rates import ComputeRate
 from tieredkv.cli import outlook
 from tieredkv.cli.outlook import Rates, plans
 from tieredkv.config import load_settings
 from tieredkv.engine.loader import find_model
+from tieredkv.steps import pairs
 
 
 def compute_rate(*_: object) -> ComputeRate:

@@ -155,7 +155,7 @@ def test_a_flood_takes_what_is_not_pinned_from_host_memory(retention: str) -> No
     rig = Rig(num_blocks=16, num_pages=16, has_store=retention == "24h")
     pinned_run(rig, "kept", 4, retention=retention)
     rig.run("plain", 4, retention)
-    assert rig.cache.drainer.flush(to=Tier.HOST, deadline=1e12)
+    assert rig.cache.flush(to=Tier.HOST, deadline=1e12)
     assert rig.on_host("kept", 4) == rig.on_host("plain", 4) == [0, 1, 2, 3]
     for number in range(20):
         rig.run(f"flood{number}", 4, retention)
@@ -239,7 +239,7 @@ def test_hits_without_end_do_not_fill_the_queue_of_deadlines() -> None:
 def test_pin_travels_to_the_disk_and_back() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
     pinned_run(rig, "kept", 2)
-    assert rig.cache.drainer.flush(to=Tier.DISK, deadline=1e12)
+    assert rig.cache.flush(to=Tier.DISK, deadline=1e12)
     records = [record for record, _ in rig.store.blocks.values()]
     assert [record.pinned_until for record in records] == [START + 1800] * 2
     assert rig.tiers.catalog.entries() == []
@@ -299,7 +299,7 @@ def test_each_block_lives_by_the_claims_that_cover_it() -> None:
         rig.clock.moment = START + moment
         rig.turn()
         assert rig.on_device("mixed", 4) == left, moment
-    assert rig.cache.drainer.flush(to=Tier.DISK, deadline=1e12)
+    assert rig.cache.flush(to=Tier.DISK, deadline=1e12)
     assert rig.on_disk("mixed", 4) == [0]
 
 
@@ -323,7 +323,7 @@ def test_a_hit_ends_at_the_last_end_that_is_there(
     rig = Rig()
     rig.run("chain", 6)
     if tier != "device":
-        assert rig.cache.drainer.flush(to=Tier(tier), deadline=1e12)
+        assert rig.cache.flush(to=Tier(tier), deadline=1e12)
     counters = rig.tiers.counters
     before = counters.promoted_host_blocks
     assert read(rig, "chain", 6, ends)[0] == computed

@@ -34,7 +34,7 @@ def admitted(rig: Rig, name: str, length: int) -> Prefix:
     prefix = rig.queue(name, length)
     answer(rig)
     assert rig.admit(prefix)
-    rig.cache.lookups.ask_deferred()
+    rig.cache._lookups.ask_deferred()
     answer(rig)
     return prefix
 
@@ -117,7 +117,7 @@ def test_pcie_that_is_thought_to_be_slow_is_measured_with_blocks_that_nobody_use
         prefix = rig.queue("a", 4)
         assert rig.admit(prefix)
         assert rig.finish(prefix) == 4, "what is thought to be slow is computed"
-        assert rig.cache.drainer.flush(Tier.HOST, deadline=time.monotonic() + 10)
+        assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 10)
         rig.tiers.device.evict_clean()
     assert copied == [8]
     assert rig.tiers.device.num_empty == 64, "nobody uses the blocks afterwards"

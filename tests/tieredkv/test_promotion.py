@@ -37,7 +37,7 @@ def test_promotion_keeps_the_copies_below() -> None:
 def test_copies_between_tiers_are_timed() -> None:
     rig = Rig()
     rig.run("a", 3)
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     assert rig.run("a", 3) == 0
     moves = rig.tiers.counters.move_seconds
     assert {between: count for between, (count, _) in moves.items()} == {
@@ -70,7 +70,7 @@ def test_a_page_on_loan_is_never_reused_though_its_request_was_cancelled() -> No
     assert rig.tiers.device.num_used == 0
     assert rig.tiers.host.num_used == len(on_loan) > 0
     rig.run_without_disk("b", 8, "in_memory")
-    assert rig.cache.demoter.demote(8) > 0
+    assert rig.cache._demoter.demote(8) > 0
     rig.turn()
     assert rig.store.pending_pages == on_loan
     rig.check_nothing_is_held()
@@ -79,13 +79,13 @@ def test_a_page_on_loan_is_never_reused_though_its_request_was_cancelled() -> No
 def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
     rig = Rig(num_blocks=4, num_pages=8)
     rig.run("a", 4)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.transfer.is_held = True
     prefix = rig.start("a", 4)
     rig.turn()
     assert rig.transfer.has_pending
     rig.cache.release(prefix)
-    rig.cache.evict(lambda entry: True)
+    rig.evict(lambda entry: True)
     other = rig.prefix("b", 4)
     other.records.update(dict.fromkeys(other.hashes))
     assert not rig.admit(other)
@@ -168,7 +168,7 @@ def test_a_failed_prefetch_leaves_no_page_behind_that_stands_for_its_block() -> 
 def test_reads_that_wait_for_pages_have_older_blocks_written_out() -> None:
     rig = Rig(num_blocks=16, num_pages=4)
     rig.run_without_disk("dirty", 4)
-    rig.cache.demoter.demote(16)
+    rig.cache._demoter.demote(16)
     rig.turn()
     assert rig.on_host("dirty", 4)
     rig.store.put("a", 8)
@@ -247,7 +247,7 @@ def test_a_block_that_the_disk_turns_out_to_have_lost_is_written_again(
     rig.turn()
     rig.store.is_held = False
     rig.finish(prefix)
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert rig.on_disk("a", 2) == [0, 1]
     rig.check_nothing_is_held()
 
@@ -260,7 +260,7 @@ def test_a_block_that_goes_during_its_load_was_evicted_by_an_operator_or_has_exp
     rig = Rig()
     prefix = admitted_from_disk(rig, "a", 2)
     if told == "admin":
-        rig.cache.evict(lambda entry: True)
+        rig.evict(lambda entry: True)
     else:
         rig.clock.moment += DAY_S
     if is_gone:
@@ -294,11 +294,11 @@ def test_a_page_that_goes_before_it_is_copied_up_was_evicted_by_an_operator_or_h
 ) -> None:
     rig = Rig()
     rig.run("a", 2)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     prefix = rig.queue("a", 2)
     assert rig.cache.admit(prefix, 2)
     if told == "admin":
-        rig.cache.evict(lambda entry: True)
+        rig.evict(lambda entry: True)
     else:
         rig.clock.moment += DAY_S
         rig.cache.expire_due()
@@ -338,9 +338,9 @@ def test_more_is_read_ahead_before_the_thread_is_away(monkeypatch: pytest.Monkey
     rig.store.is_held = True
     assert rig.admit(prefix)
     assert len(rig.store.jobs) == 1000 * MAX_READ_S
-    rig.cache.read_ahead(0.0)
+    rig.cache.begin_step(0.0, [], float)
     assert len(rig.store.jobs) == 1000 * MAX_READ_S
-    rig.cache.read_ahead(0.1)
+    rig.cache.begin_step(0.1, [], float)
     assert len(rig.store.jobs) == pytest.approx(1000 * (MAX_READ_S + 0.1))
     rig.store.is_held = False
     rig.finish(prefix)
@@ -351,7 +351,7 @@ def test_nothing_is_copied_into_a_block_that_a_step_will_compute() -> None:
     rig = Rig(restore="auto")
     prefix = rig.start("a", 3)
     rig.cache.claim(prefix, 0, 1)
-    assert [rig.cache.restores.is_open(each) for each in prefix.hashes] == [False, True, True]
+    assert [rig.cache._restores.is_open(each) for each in prefix.hashes] == [False, True, True]
     rig.finish(prefix)
 
 

@@ -14,8 +14,8 @@ from tieredkv.cache.rates import (
     LinkRate,
     Probes,
     Step,
-    pairs,
 )
+from tieredkv.steps import pairs
 
 MIB = 1 << 20
 

@@ -57,7 +57,7 @@ def test_sources_name_the_tier_that_each_block_came_from() -> None:
     device = rig.start("a", 3)
     assert device.sources == [Tier.DEVICE] * 3
     rig.finish(device)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     host = rig.start("a", 3)
     assert host.sources == [Tier.HOST] * 3
     assert rig.finish(host) == 0
@@ -188,14 +188,14 @@ def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
 def test_pages_written_to_disk_are_still_evicted_tail_first() -> None:
     rig = Rig(num_blocks=8, num_pages=8, reserve=8)
     rig.run("a", 8)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
-    rig.cache.demoter.write(8)
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
+    rig.cache._demoter.write(8)
     rig.turn(10)
-    rig.cache.demoter.write(8)
+    rig.cache._demoter.write(8)
     rig.turn(10)
     assert len(rig.on_disk("a", 8)) >= 4
     rig.run("b", 4, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     assert rig.on_host("a", 8) == [0, 1, 2, 3]
 
 
@@ -203,14 +203,14 @@ def test_a_hit_refreshes_the_whole_chain_in_every_tier() -> None:
     rig = Rig(num_blocks=16, num_pages=16)
     for name in "ab":
         rig.run(name, 4)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
-    rig.cache.demoter.write(16)
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
+    rig.cache._demoter.write(16)
     rig.turn(8)
     rig.clock.moment += 5
     rig.run("a", 4)
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 4) + chain_of("b", 4)[::-1], "VRAM has the one, not the other"
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("b", 4)[::-1] + chain_of("a", 4)[::-1]
     on_disk = [h for h in chain_of("a", 4) if h in rig.store.blocks]
@@ -248,9 +248,9 @@ def test_pages_owed_to_the_disk_make_room_while_vram_keeps_their_blocks(
 def test_the_page_of_a_block_that_vram_evicts_next_is_the_youngest_page() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False, reserve=2)
     rig.run("a", 6, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.run("a", 6, "in_memory")
-    rig.cache.demoter.demote(4)
+    rig.cache._demoter.demote(4)
     seen = chain_of("a", 6)[:1:-1]
     pages = [page.block_hash for page in rig.tiers.host.evictable()]
     assert pages == [*chain_of("a", 6)[:2], *seen]
@@ -295,15 +295,15 @@ def test_pages_of_what_is_being_copied_up_make_room_before_others() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     for name in "ab":
         rig.run(name, 4, "in_memory")
-        assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+        assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.run("c", 4, "in_memory")
     rig.transfer.is_held = True
     prefix = rig.start("a", 4, "in_memory")
     rig.turn()
-    assert rig.cache.demoter.demote(4) == 0
+    assert rig.cache._demoter.demote(4) == 0
     rig.transfer.is_held = False
     rig.turn()
-    rig.cache.demoter.demote(4)
+    rig.cache._demoter.demote(4)
     rig.turn()
     assert rig.on_host("c", 4) == rig.on_host("b", 4) == list(range(4))
     assert rig.on_host("a", 4) == [], "it made the room"
@@ -314,13 +314,13 @@ def test_pages_of_what_is_being_copied_up_make_room_before_others() -> None:
 def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("a", 6)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 6)
     rig.turn()
     rig.cache.release(prefix)
     duplicates = [page.block_hash for page in rig.tiers.host.duplicates]
     assert duplicates == chain_of("a", 6), "the last to leave VRAM goes first"
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 6)[::-1]
 
@@ -337,7 +337,7 @@ def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request
         rig.store.complete(0)
         rig.turn(2)
     rig.cache.release(prefix)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     oldest = [page.block_hash for page in rig.tiers.host.evictable()]
     assert oldest == chain_of("a", 4)[::-1]
 
@@ -462,7 +462,7 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     def is_admitted() -> bool:
         if rig.admit(prefix):
             return True
-        assert rig.cache.room.is_coming(prefix)
+        assert rig.cache._room.is_coming(prefix)
         rig.turn()
         return False
 
@@ -477,7 +477,7 @@ def test_what_the_disk_cannot_take_is_lost_from_the_oldest_on(
     monkeypatch.setattr(room, "PATIENCE_S", 0.02)
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("old", 8)
-    assert rig.cache.demoter.demote(8) == 8
+    assert rig.cache._demoter.demote(8) == 8
     rig.turn()
     rig.store.is_held = True
     rig.run_without_disk("young", 8)
@@ -515,10 +515,10 @@ def test_a_refused_request_finds_the_room_that_was_made_later(
         rig.turn()
     assert rig.on_device("a", 8) == [*range(8)] and rig.on_host("a", 8) == [7], "but the reserve"
     rig.transfer.is_held = True
-    assert not rig.cache.room.make_ahead(many, 6), "its copies are under way"
+    assert not rig.cache.make_room(many, 6), "its copies are under way"
     rig.transfer.is_held = False
     rig.turn()
-    assert rig.cache.room.make_ahead(many, 6) and not many.blocks
+    assert rig.cache.make_room(many, 6) and not many.blocks
     assert rig.cache.admit(many, 6, makes_room=False)
     rig.check()
     rig.cache.release(many)
@@ -535,7 +535,7 @@ def test_room_beside_others_is_made_a_little_at_a_time(monkeypatch: pytest.Monke
     prefix, device = rig.queue("b", 10, "in_memory"), rig.tiers.device
     num_empty, num_turns = device.num_empty, 0
     while not rig.cache.admit(prefix, 10, makes_room=False):
-        rig.cache.room.make_ahead(prefix, 10)
+        rig.cache.make_room(prefix, 10)
         num_new, num_empty = device.num_empty - num_empty, device.num_empty
         assert num_new <= 3
         rig.turn()
@@ -545,9 +545,9 @@ def test_room_beside_others_is_made_a_little_at_a_time(monkeypatch: pytest.Monke
     rig.cache.release(prefix)
     alone = rig.queue("c", 12, "in_memory")
     rig.turn()
-    rig.cache.room.make_ahead(alone, 12, is_alone=True)
+    rig.cache.make_room(alone, 12, is_alone=True)
     rig.turn()
-    assert rig.cache.room.make_ahead(alone, 12, is_alone=True), "nobody else waits for a step"
+    assert rig.cache.make_room(alone, 12, is_alone=True), "nobody else waits for a step"
     assert rig.cache.admit(alone, 12)
 
 
@@ -557,7 +557,7 @@ def test_room_that_is_made_ahead_keeps_what_the_request_will_find() -> None:
     rig.run("b", 5, "in_memory")
     again = rig.queue("a", 6, "in_memory")
     for _ in range(2):
-        rig.cache.room.make_ahead(again, 6)
+        rig.cache.make_room(again, 6)
         rig.turn()
     assert rig.on_device("a", 3) == [0, 1, 2] and rig.tiers.device.num_empty == 3
     assert rig.admit(again)
@@ -631,7 +631,7 @@ def test_an_idle_block_expires_to_the_second_in_both_ram_tiers() -> None:
         rig = Rig(has_store=False)
         rig.run("a", 2, "in_memory")
         if tier is Tier.HOST:
-            assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+            assert rig.cache.flush(Tier.HOST, deadline=deadline())
         rig.clock.moment += 599.0
         assert rig.run("a", 2, "in_memory") == 0
         rig.clock.moment += 600.0
@@ -696,7 +696,7 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
 def test_a_block_computed_while_its_old_copy_expires_expires_with_it() -> None:
     rig = Rig(restore="compute", has_store=False)
     rig.run("a", 1, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 1, "in_memory")
     rig.clock.moment += 3600.0
     rig.finish(prefix)
@@ -711,9 +711,9 @@ def test_in_memory_blocks_are_never_offered_to_the_store() -> None:
     for round_ in range(6):
         rig.run(f"a{round_}", 4, "in_memory")
         rig.turn(3)
-    assert rig.cache.drainer.flush(Tier.DISK, deadline=deadline())
+    assert rig.cache.flush(Tier.DISK, deadline=deadline())
     rig.run("b", 4, "in_memory")
-    rig.cache.drainer.drain(deadline=deadline())
+    rig.cache._drainer.drain(deadline=deadline())
     assert rig.store.stored == []
 
 
@@ -722,7 +722,7 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
     rig.run("a", 2, "in_memory")
     rig.clock.moment += 500.0
     rig.run("a", 2, "24h")
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     records = [record for record, _ in rig.store.blocks.values()]
     assert [record.expires_at for record in records] == [rig.clock.moment - 500.0 + DAY_S] * 2
     assert [record.retention for record in records] == ["24h"] * 2
@@ -731,11 +731,11 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
 def test_an_evicted_block_is_gone_from_ram_and_a_write_in_flight_is_deleted_on_disk() -> None:
     rig = Rig()
     rig.run("a", 2)
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.store.is_held = True
-    rig.cache.demoter.write(16)
+    rig.cache._demoter.write(16)
     assert len(rig.store.jobs) == 2
-    assert rig.cache.evict(lambda entry: True) == 2
+    assert rig.evict(lambda entry: True) == 2
     rig.check()
     again = rig.prefix("a", 2, "in_memory")
     again.records.update(dict.fromkeys(again.hashes))
@@ -757,7 +757,7 @@ def test_an_evicted_block_does_not_come_back_by_a_read_in_flight() -> None:
     rig.store.answer(0)
     rig.turn()
     assert rig.admit(prefix)
-    rig.cache.evict(lambda entry: True)
+    rig.evict(lambda entry: True)
     rig.store.is_held = False
     assert rig.finish(prefix) == 2
     assert rig.tiers.counters.load_failures["evicted"] == 2
@@ -768,7 +768,7 @@ def test_a_block_in_use_that_an_operator_evicts_serves_its_user_and_nobody_else(
     rig = Rig(has_store=False)
     user = rig.start("a", 2)
     rig.compute(user)
-    rig.cache.evict(lambda entry: True)
+    rig.evict(lambda entry: True)
     rig.check()
     rig.verify(user)
     other = rig.start("a", 2)
@@ -817,10 +817,10 @@ def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
 def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotten() -> None:
     rig = Rig(num_blocks=8, num_pages=2, restore="compute", has_store=False)
     rig.run("a", 2, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 2, "in_memory")
     rig.run("b", 2, "in_memory")
-    assert rig.cache.drainer.flush(Tier.HOST, deadline=deadline())
+    assert rig.cache.flush(Tier.HOST, deadline=deadline())
     rig.cache.release(prefix)
     rig.check()
     assert len(rig.tiers.catalog.entries()) == 2
@@ -829,11 +829,11 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
 def test_blocks_that_a_new_worker_may_have_lost_are_written_again() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.store.restart_empty()
     rig.cache.poll()
-    assert rig.cache.drainer.drain(deadline=deadline()) == 0
+    assert rig.cache._drainer.drain(deadline=deadline()) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.check_nothing_is_held()
 

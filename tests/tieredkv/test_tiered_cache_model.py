@@ -1,6 +1,7 @@
 """Random sequences of requests over tiny tiers: nothing leaks or hangs, no byte is wrong."""
 
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fake_store import BLOCK_BYTES, Rig
 from tieredkv.cache import room
-from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import ComputeRate
@@ -143,7 +143,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        self.rig.cache.touches.begin(data.draw(st.sampled_from(self.running)))
+        self.rig.cache.touch(data.draw(st.sampled_from(self.running)))
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
@@ -187,10 +187,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
     def evict(self, name: str) -> None:
         root = self.rig.prefix(name, 0).root
 
-        def is_wanted(block: Entry | Read) -> bool:
+        def is_wanted(block: Any) -> bool:
             return (block.lent if isinstance(block, Read) else block).root == root
 
-        self.rig.cache.evict(is_wanted)
+        self.rig.evict(is_wanted)
 
     @rule(is_down=st.booleans())
     def worker(self, is_down: bool) -> None:

@@ -14,7 +14,7 @@ def test_long_chains_are_refreshed_some_blocks_a_step_and_the_rest_at_the_releas
         rig.run(name, 6, "in_memory")
     prefixes = [rig.start(name, 6) for name in "ab"]
     for prefix in prefixes:
-        rig.cache.touches.begin(prefix)
+        rig.cache.touch(prefix)
     entries = {name: [rig.entry(name, position) for position in range(6)] for name in "ab"}
 
     def num_claimed(name: str) -> int:
@@ -26,7 +26,7 @@ def test_long_chains_are_refreshed_some_blocks_a_step_and_the_rest_at_the_releas
     monkeypatch.setattr("tieredkv.cache.touches.MAX_TOUCHED", 4)
     seen = []
     for _ in range(2):
-        rig.cache.touches.go_on()
+        rig.cache.refresh()
         seen.append((num_claimed("a"), num_claimed("b")))
     assert seen == [(4, 0), (6, 2)]
     rig.end(prefixes[0])

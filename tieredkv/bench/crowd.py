@@ -77,7 +77,7 @@ class Answer(NamedTuple):
         recomputed_tokens: prompt tokens that were found and computed nevertheless.
         prediction_error: by which part of the actual time the first token's time was mispredicted;
             None if it was not predicted.
-        forecast_kind: what it was expected to wait for, see `cache.forecasts`.
+        forecast_kind: what it was expected to wait for, see `cache._forecasts`.
     """
 
     client: int
@@ -167,7 +167,7 @@ class Crowd:
         self.llm, self.core = llm, llm.core
         self._store_dir, self._measure_raw, self._raw_GBps = store_dir, measure_raw, measure_raw()
         self._page_cache = sources.page_cache(Path(store_dir)) if store_dir else None
-        link = self.core.tiers.disk_link
+        link = self.core.parts.tiers.disk_link
         known = link.read_rate
         self._reads = WatchedReads(known.bytes_per_s, known.limit, known.learnt_at)
         link.read_rate = self._reads
@@ -311,7 +311,7 @@ class Crowd:
         return (before + self._raw_GBps) / 2
 
     def _num_ahead(self) -> int:
-        tiers = self.core.tiers
+        tiers = self.core.parts.tiers
         pages = tiers.host.find(tiers.prefetched)
         return sum(1 for page in pages if page and page.is_ready and page.source is Tier.DISK)
 

@@ -142,7 +142,7 @@ def measure(
 
 def _learnt(llm: LLM, lengths: list[int]) -> Row:
     """Return the rates that the engine has learnt."""
-    tiers, now = llm.core.tiers, time.monotonic()
+    tiers, now = llm.core.parts.tiers, time.monotonic()
     return {
         "read_GBps": round(tiers.disk_link.read_rate.effective(now) / 1e9, 3),
         "h2d_GBps": round(tiers.device_link.up_rate.effective(now) / 1e9, 3),
@@ -161,10 +161,10 @@ def _serve(llm: LLM, prompt: list[int], arm: str, limit: int, disk: raw.RawDisk)
     num_bytes = max(num_bytes, RAW_BYTES[raw.device()])
     raw_GBps = [] if is_in_vram else disk.read_GBps(num_bytes)
     mode: Any = MODES[arm]
-    core.tiers.restore = mode
-    core.tiers.disk_link.read_rate.limit = limit or math.inf
+    core.parts.tiers.restore = mode
+    core.parts.tiers.disk_link.read_rate.limit = limit or math.inf
     times: list[float] = []
-    store = core.tiers.store
+    store = core.parts.tiers.store
     assert store is not None
     load = store.load
 

@@ -47,7 +47,7 @@ class WorkerReads:
 
         It is None if the kernel does not count them or the worker is another one by now.
         """
-        if self._core.tiers.store is None:
+        if self._core.operations.disk is None:
             return 0
         now = self._count()
         if self._before is None or now is None or self._core.info.worker_pid != self._pid:

@@ -45,7 +45,6 @@ from tieredkv.bench.processes import in_new_process
 from tieredkv.bench.progress import bench_progress
 from tieredkv.bench.sources import DiskShare, WorkerReads
 from tieredkv.bench.temporary_keys import make_place, temporary_folder, temporary_keys
-from tieredkv.cache.promotion import Copies
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.engine.sampling_params import SamplingParams
@@ -116,7 +115,7 @@ def measure(
             prompt = make_prompt(llm, length, repeat)
             for arm in arms:
                 demote_all(llm, TIER_OF_ARM[arm])
-                llm.core.tiers.restore = "auto" if arm == "planned" else "load"
+                llm.core.parts.tiers.restore = "auto" if arm == "planned" else "load"
                 sample = serve_once(llm, prompt, digested=True)
                 if arm == "cold" and len(sample.digests) < length // llm.core.kv_spec.block_size:
                     what = f"a prefix of {length} tokens does not stay in VRAM"
@@ -142,19 +141,17 @@ def demote_all(llm: LLM, tier: str | None) -> None:
 def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample:
     """Serve a prompt; keep the logits of its output tokens and, if asked, its blocks' digests."""
     core, logits = llm.core, list[torch.Tensor]()
-    promoter, loaded = core.cache.promoter, set[BlockHash | None]()
-    on_copied, copied_at = promoter.on_copied, 0.0
+    loaded, copied_at = set[BlockHash](), 0.0
 
-    def note_copied(began_at: float, copies: Copies) -> None:
+    def note_loaded(hashes: Iterable[BlockHash]) -> None:
         nonlocal copied_at
         copied_at = time.perf_counter()
-        loaded.update(block.block_hash for _, block in copies)
-        on_copied(began_at, copies)
+        loaded.update(hashes)
 
     reads = WorkerReads(core)
     core.on_logits = lambda _id, row: logits.append(row)
     length = len(prompt) - SUFFIX_TOKENS
-    with mock.patch.object(promoter, "on_copied", note_copied):
+    with mock.patch.object(core.parts.tiers, "on_loaded", note_loaded):
         [output] = llm.serve([llm.make_request(prompt, PARAMS, cacheable_tokens=length)])
     predicted_s = output.usage.predicted_s
     prefix = llm.make_request(prompt[:length], PARAMS)
@@ -165,7 +162,7 @@ def serve_once(llm: LLM, prompt: list[int], *, digested: bool = False) -> Sample
         token_ids=output.token_ids,
         logits=torch.stack(logits).float().cpu().numpy(),
         bytes_from_disk=reads.num_bytes(),
-        loaded=frozenset(filter(None, loaded)),
+        loaded=frozenset(loaded),
         copied_at=copied_at,
         digests=core.kv_digests.by_block(prefix) if digested else {},
     )

@@ -1,6 +1,6 @@
 """The tiered cache: what is where, what moves, what stays.
 
-The engine uses only `tiered.TieredCache`. It admits requests, each with its `prefix`, takes in
+The engine uses only `requests.TieredCache`. It admits requests, each with its `prefix`, takes in
 moves that have ended and starts the next ones: `promotion` copies blocks to faster tiers,
 `demotion` copies them to slower tiers. `restores` records what requests want from slower tiers, and
 `plan` decides which part of it is computed instead, by the measured `rates`. `tiers` has the pools

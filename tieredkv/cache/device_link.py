@@ -44,6 +44,10 @@ MIN_MEASURED_BYTES = 8 << 20
 """Promotions smaller than this teach nothing: that would be a measurement of latency."""
 
 
+MEASURED_BYTES = 256 << 20
+"""So much is copied at the start to time the link."""
+
+
 class _Pending(NamedTuple, Generic[Tag]):
     """A copy under way.
 
@@ -245,3 +249,21 @@ def _completed(pending: deque[_Pending[Tag]]) -> list[_Pending[Tag]]:
     while pending and (pending[0].event is None or pending[0].event.query()):
         completed.append(pending.popleft())
     return completed
+
+
+def time_link(
+    link: DeviceLink[tuple[float, tuple[()]]], most_blocks: int, block_bytes: int
+) -> None:
+    """Copy pages that hold nothing yet into blocks that hold nothing yet, to time the link.
+
+    Args:
+        link: between the two.
+        most_blocks: how many blocks both have.
+        block_bytes: bytes of a block.
+    """
+    count = min(most_blocks, MEASURED_BYTES // block_bytes)
+    for _ in range(2):
+        link.up_rate.doubt()  # the first copy also loads what copies need: only the second counts
+        link.promote([(PageId(i), BlockId(i)) for i in range(count)], (0.0, ()))
+        link.synchronize()
+        link.poll()

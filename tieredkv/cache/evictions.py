@@ -50,6 +50,15 @@ class Evictions:
             self._promoter.evict(is_wanted)
         return num_copies
 
+    def count(self, is_wanted: IsWanted, only: Collection[Tier] | None = None) -> Pieces[int]:
+        """Count the copies that `evict` would drop."""
+        num_copies, pools = 0, [self._tiers.pools[it] for it in only or self._tiers.pools]
+        for entries in self._tiers.catalog.sweep():
+            for entry in filter(is_wanted, entries):
+                num_copies += sum(pool.lookup(entry.block_hash) is not None for pool in pools)
+            yield
+        return num_copies
+
     def _drop(self, entry: Entry, only: Collection[Tier] | None) -> int:
         if only is None:
             return self._tiers.drop(entry.block_hash, "admin")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.forecasts import Forecast
 from tieredkv.cache.pool import Block
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
@@ -98,6 +99,10 @@ class Prefix:
             if (block := self.blocks[index]).is_ready:
                 origins[index] = block.source or Tier.DEVICE
         return origins
+
+    def was_computed_sooner(self, index: int) -> bool:
+        """Return whether a block was computed though a slower tier had it, to have it sooner."""
+        return self.overtaken.get(self.hashes[index]) == COMPUTED_SOONER
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield each claim with the indices that it covers; `indices` must be ascending."""

@@ -29,7 +29,7 @@ from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import Probes
-from tieredkv.cache.restores import DISK, HOST, Progress, Restore, Restores
+from tieredkv.cache.restores import DISK, HOST, RequestProgress, Restore, Restores
 from tieredkv.cache.stretches import joined, stretches
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
@@ -119,7 +119,7 @@ class Promoter:
 
     # Plan
 
-    def plan(self, requests: Sequence[Progress], busy_s: float) -> list[Planned]:
+    def plan(self, requests: Sequence[RequestProgress], busy_s: float) -> list[Planned]:
         """Divide the restores between computing and loading, and start what is to be loaded.
 
         Args:
@@ -377,6 +377,7 @@ class Promoter:
             self._end_probe()
             return
         tiers.counters.note_move("host,device", began_at)
+        tiers.on_loaded(block.block_hash for _, block in copies if block.block_hash is not None)
         for _, block in copies:
             block.is_loading = False
             tiers.device.fill(block)

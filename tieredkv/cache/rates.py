@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tieredkv.steps import NEW_SHARE, pairs
+
 MIN_WINDOW_S = 0.02
 """A shorter busy time is no measurement: it would be one of latency."""
 
@@ -279,15 +281,6 @@ _TRUST = 1e-3 * np.array([1.0, 1.0, 1.0, 1.0, 0.0])
 tokens.
 """
 
-_NEW_SHARE = 0.25
-"""Share of the last step in the mean of its kind."""
-
-
-def smoothed(mean: float, new: float) -> float:
-    """Return the mean of steps with one more; it follows the last ones, and 0.0 is none."""
-    return mean + _NEW_SHARE * (new - mean) if mean else new
-
-
 _HALF_LIFE = 200
 """Steps after which a kind that was not seen again has half of its weight."""
 
@@ -455,7 +448,7 @@ class ComputeRate:
         if known is not None and not new.has_few:
             self._note_change(new)
         before = new if known is None or known.last < 0 else known.mean
-        mean = Step(*(was + _NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
+        mean = Step(*(was + NEW_SHARE * (it - was) for was, it in zip(before, new, strict=True)))
         self._kinds[new.kind] = _Kind(mean, self._num_learnt)
         self._num_few += new.has_few
         if known is None or not new.has_few or self._num_few % _FEW_STEPS == 0:
@@ -575,11 +568,6 @@ def _weights(kinds: Sequence[_Kind]) -> list[float]:
     """Return the weight of each kind: the longer ago it was seen, the less it counts."""
     newest = max((it.last for it in kinds), default=0)
     return [0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds]
-
-
-def pairs(begin: int, end: int) -> float:
-    """Return how many pairs of a token in `[begin, end)` and a token before it there are."""
-    return (end * end - begin * begin) / 2
 
 
 ComputeSeconds = Callable[[int, int], float]

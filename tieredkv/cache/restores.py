@@ -104,7 +104,7 @@ class Restore:
         return bool(self.on_disk) and self.on_disk[-1] >= self.split
 
 
-class Progress(NamedTuple):
+class RequestProgress(NamedTuple):
     """A request's tokens, and how many of them are computed."""
 
     prefix: Prefix
@@ -222,7 +222,7 @@ class Restores:
 
     # Plan
 
-    def demands(self, requests: Sequence[Progress]) -> list[tuple[Demand, Restore | None]]:
+    def demands(self, requests: Sequence[RequestProgress]) -> list[tuple[Demand, Restore | None]]:
         """Return what requests need, each with its restore if it has one.
 
         Restores of admitted requests that are not among them have ended.

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -71,6 +71,7 @@ class Tiers:
         events: what appears in the tiers and leaves them, for followers outside.
         prefetched: blocks that were prefetched, and for how many queued requests; evicted last.
         to_write: blocks whose pages are written to disk next.
+        on_loaded: called with the hashes of blocks that were copied to VRAM.
         num_promoting: blocks that are being copied to VRAM, or are next; their pages are duplicates
             soon.
     """
@@ -99,6 +100,7 @@ class Tiers:
     prefetched: Counter[BlockHash] = field(default_factory=Counter)
     to_write: Waiting = field(default_factory=OrderedDict)
     num_promoting: int = 0
+    on_loaded: Callable[[Iterable[BlockHash]], object] = lambda hashes: None
     _seen: dict[bytes, float] = field(default_factory=dict)  # in the order of the last requests
 
     def __post_init__(self) -> None:

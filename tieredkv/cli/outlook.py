@@ -156,7 +156,7 @@ def _compute_rate(
         return rate
     core = EngineCore(dataclasses.replace(settings, disk_dir=None, host_size=8 * spec.page_bytes))
     try:
-        return core.tiers.compute_rate
+        return core.parts.tiers.compute_rate
     finally:
         core.close()
 

@@ -30,8 +30,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tieredkv.cache.rates import FEW_TOKENS, ComputeRate, Step, StepTimes, pairs
+from tieredkv.cache.rates import FEW_TOKENS, ComputeRate, Step, StepTimes
 from tieredkv.integrations.restore_choice import ANY_LENGTH
+from tieredkv.steps import pairs
 
 LEAST_MEASURED = 3
 """So many measurements are taken before any of them counts."""

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.cache.rate_file import Machine, RateFile, disk_name
-from tieredkv.cache.rates import ComputeRate, LinkRate, Probes, Step, StepTimes, pairs
+from tieredkv.cache.rates import ComputeRate, LinkRate, Probes, Step, StepTimes
 from tieredkv.config import Restore
 from tieredkv.errors import ConfigError
 from tieredkv.integrations.prefill_meter import PrefillMeter, fitted
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose
 from tieredkv.integrations.row_store import RowStore
+from tieredkv.steps import pairs
 
 logger = logging.getLogger(__name__)
 

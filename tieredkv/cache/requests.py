@@ -1,4 +1,4 @@
-"""The engine's interface to the tiers: look up, admit, extend, complete, release.
+"""The engine's interface to the tiers: all that it asks of them for requests and for operators.
 
 A request's prompt is a chain of full blocks. `arrive` asks every tier for the whole chain and
 starts disk reads; `admit` gives the request a block table in which each full block is either ready,
@@ -15,11 +15,11 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
+import time
 from array import array
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import COMPUTED_SOONER
@@ -27,22 +27,23 @@ from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
-from tieredkv.cache.evictions import Evictions, IsWanted
 from tieredkv.cache.forecasts import Forecasts
-from tieredkv.cache.lookups import Lookups
+from tieredkv.cache.lookups import ANSWER_S, Lookups
+from tieredkv.cache.operations import Operations
 from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
-from tieredkv.cache.restores import Progress
+from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
 from tieredkv.cache.stretches import stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.pieces import whole
 from tieredkv.storage.format.record import times_of
 from tieredkv.storage.tier import ControlRequest, Gone, LookupDone, Restarted
-from tieredkv.types import BlockHash, Tier
+from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
+
+__all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
 
 MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
@@ -54,6 +55,41 @@ STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
 """Reasons of `Prefix.overtaken` for which the copy on disk is good; None of other blocks."""
 
 
+class Admission(NamedTuple):
+    """Whether a request holds the blocks that it wants, and if not, what it waits for.
+
+    Attributes:
+        is_granted: whether it holds them.
+        is_coming: whether the room becomes free soon without a preemption.
+        is_kept: whether the floors of other tenants keep free blocks from it.
+    """
+
+    is_granted: bool
+    is_coming: bool = False
+    is_kept: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether the request holds the blocks."""
+        return self.is_granted
+
+
+GRANTED = Admission(True)
+
+
+class Drained(NamedTuple):
+    """What a drain has left in memory of what the disk should keep.
+
+    Attributes:
+        num_late: blocks that there was no time for.
+        num_refused: blocks that the store refused.
+        why: why it did.
+    """
+
+    num_late: int
+    num_refused: int
+    why: str
+
+
 class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
@@ -61,55 +97,51 @@ class TieredCache:
     every ready hashed block of a pool has an entry in the catalog, and every entry is in a pool;
     VRAM keeps the block of every page that counts as a duplicate.
 
+    It takes and returns values and prefixes. What it is made of is its own business.
+
     Attributes:
-        lookups: asks the disk which blocks it has.
-        departures: blocks that an operator sends to a slower tier.
-        evictions: drops the blocks that an operator evicts.
-        drainer: empties VRAM and host memory.
-        forecasts: tells when requests are expected to get their first token.
-        touches: refreshes the chains that requests have used.
-        room: finds device blocks for requests.
-        on_other_lookup: called with the answers to lookups that no request waits for.
-        control_requests: an operator's requests that the store's worker has passed on.
+        operations: what operators ask of the same tiers; see there.
     """
 
     def __init__(self, tiers: Tiers) -> None:
-        self.tiers = tiers
-        self.promoter = Promoter(tiers)
-        self.restores = self.promoter.restores
-        self.demoter = Demoter(tiers)
-        self.forecasts = Forecasts()
-        self.departures = Departures(tiers, self.demoter)
-        self.evictions = Evictions(tiers, self.promoter, self.demoter)
-        self.touches = Touches(tiers, self.demoter)
-        self.drainer = Drainer(tiers, self.demoter, self.poll)
-        self.control_requests: deque[ControlRequest] = deque()
-        self.lookups = Lookups(tiers)
-        self.on_other_lookup: Callable[[LookupDone], None] = lambda _: None
-        self.room = Room(tiers, self.promoter, self.demoter, self._readable, self.poll)
+        self._tiers = tiers
+        self._promoter = Promoter(tiers)
+        self._restores = self._promoter.restores
+        self._demoter = Demoter(tiers)
+        self._forecasts = Forecasts()
+        self._departures = Departures(tiers, self._demoter)
+        self._touches = Touches(tiers, self._demoter)
+        self._drainer = Drainer(tiers, self._demoter, self.poll)
+        self._lookups = Lookups(tiers)
+        self._room = Room(tiers, self._promoter, self._demoter, self._readable, self.poll)
+        self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
-            Read: self.promoter.on_read,
-            Write: self.demoter.on_written,
+            Read: self._promoter.on_read,
+            Write: self._demoter.on_written,
             Gone: lambda gone: tiers.events.note_gone(gone.hashes),
             Restarted: lambda _: self._forget_disk(),
-            ControlRequest: self.control_requests.append,
+            ControlRequest: self.operations.note_asked,
         }
 
     # Arrival
 
     def arrive(self, prefix: Prefix) -> None:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
-        self.tiers.note_tenant(prefix.tenant)
+        self._tiers.note_tenant(prefix.tenant)
         self._ask_disk(prefix)
 
     def _ask_disk(self, prefix: Prefix) -> None:
         """Ask the disk what it has of a chain, at once if the answer can matter."""
-        if unasked := self.lookups.unasked(prefix):
+        if unasked := self._lookups.unasked(prefix):
             is_split = prefix.read_ends is not None  # what may be a hit depends on the answer
-            prefix.awaits_answer = is_split or self.promoter.would_load(prefix)
-            ask = self.lookups.ask if prefix.awaits_answer else self.lookups.defer
+            prefix.awaits_answer = is_split or self._promoter.would_load(prefix)
+            ask = self._lookups.ask if prefix.awaits_answer else self._lookups.defer
             ask(prefix, unasked)
+
+    def is_settled(self, prefix: Prefix) -> bool:
+        """Return whether the disk has told what it has of a chain, or need not be waited for."""
+        return self._lookups.is_settled(prefix)
 
     def num_held(self, prefix: Prefix) -> int:
         """Return how many blocks at the head of a chain need no computing, by and large.
@@ -119,7 +151,7 @@ class TieredCache:
         others have. A chain is evicted from its tail, so that the end of its head is found by
         bisection; which part of that RAM holds is told by a sample.
         """
-        device, host, records = self.tiers.device.lookup, self.tiers.host.lookup, prefix.records
+        device, host, records = self._tiers.device.lookup, self._tiers.host.lookup, prefix.records
 
         def is_missing(block_hash: BlockHash) -> bool:
             return not (device(block_hash) or host(block_hash) or records.get(block_hash))
@@ -134,20 +166,25 @@ class TieredCache:
     # Room for requests
 
     @property
+    def room_state(self) -> tuple[int, ...]:
+        """Numbers that change whenever there may be more room, or more can be done for it."""
+        return self._room.state
+
+    @property
     def num_free(self) -> int:
         """Blocks that no request uses."""
-        return self.tiers.device.num_free
+        return self._tiers.device.num_free
 
     @property
     def floors(self) -> Mapping[bytes, int]:
         """Number of blocks that each tenant keeps, even if others want them."""
-        return self.tiers.device.floors
+        return self._tiers.device.floors
 
     # Admission
 
     def admit(
         self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False, makes_room: bool = True
-    ) -> bool:
+    ) -> Admission:
         """Give a request its block table, and start the promotions that it needs.
 
         Args:
@@ -157,25 +194,25 @@ class TieredCache:
             makes_room: whether room is made if there is none yet, see `Room.allocate`.
 
         Returns:
-            False, with nothing held, if there is no room yet or the disk has to be asked first.
+            Whether it holds the blocks now. If not, it holds nothing.
         """
-        device = self.tiers.device
-        if prefix.refused_at == self.room.found_by(prefix, num_blocks, is_alone):
-            return False
+        device = self._tiers.device
+        if prefix.refused_at == self._room.found_by(prefix, num_blocks, is_alone):
+            return self._refusal(prefix)
         self._ask_disk(prefix)
-        if not self.lookups.is_settled(prefix):
-            return False
+        if not self._lookups.is_settled(prefix):
+            return self._refusal(prefix)
         self._expire(prefix.hashes)
         chain = device.find(self._readable(prefix))
         found = [block for block in chain if block is not None]
         device.acquire(found)
         num_fresh = num_blocks - len(found)
-        fresh = self.room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
+        fresh = self._room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
             device.release(found[::-1])
-            refused_at = self.room.found_by(prefix, num_blocks, is_alone)
-            prefix.refused_at = None if self.room.is_coming(prefix) else refused_at
-            return False
+            refused_at = self._room.found_by(prefix, num_blocks, is_alone)
+            prefix.refused_at = None if self._room.is_coming(prefix) else refused_at
+            return self._refusal(prefix)
         prefix.refused_at, rest = None, iter(fresh)
         is_whole = len(found) == len(prefix.hashes) and not prefix.brought
         if is_whole and all(block.is_ready for block in found):
@@ -186,22 +223,39 @@ class TieredCache:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
-        self.promoter.end_prefetch(prefix)
-        self.tiers.events.learn(prefix, 0, len(prefix.hashes))
-        return True
+        self._promoter.end_prefetch(prefix)
+        self._tiers.events.learn(prefix, 0, len(prefix.hashes))
+        return GRANTED
 
-    def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
-        """Add one private block to an admitted request's table; False if there is no room yet."""
-        fresh = self.room.allocate(prefix, 1, is_alone)
+    def extend(self, prefix: Prefix, *, is_alone: bool = False) -> Admission:
+        """Add one private block to an admitted request's table, if there is room."""
+        fresh = self._room.allocate(prefix, 1, is_alone)
         if fresh is None:
-            return False
+            return self._refusal(prefix)
         prefix.blocks.extend(fresh)
         prefix.block_ids.append(fresh[0].block_id)
-        return True
+        return GRANTED
+
+    def _refusal(self, prefix: Prefix) -> Admission:
+        return Admission(False, self._room.is_coming(prefix), self._room.is_kept_from(prefix))
+
+    def make_room(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
+        """Make room for a queued request that was refused, or that will soon ask.
+
+        Args:
+            prefix: the request's chain.
+            num_blocks: length of its table.
+            is_alone: see `admit`. Beside others, no more is done at once than keeps the engine's
+                thread for some milliseconds.
+
+        Returns:
+            Whether there is room now, or more of it as soon as this is called again.
+        """
+        return self._room.make_ahead(prefix, num_blocks, is_alone=is_alone)
 
     def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
-        tiers, block_hash = self.tiers, prefix.hashes[index]
+        tiers, block_hash = self._tiers, prefix.hashes[index]
         if block_hash in prefix.overtaken:
             return prefix.overtaken[block_hash]
         if index < prefix.num_present:
@@ -212,6 +266,22 @@ class TieredCache:
         if not tiers.can_load and (prefix.records.get(block_hash) or tiers.host.lookup(block_hash)):
             return "loads_off"
         return tiers.catalog.departed.why(block_hash, tiers.clock.now())
+
+    def answers_until(self, num_waiting: int) -> float:
+        """Return until when (monotonic) what the disk answers is worth waiting for; 0.0 if not.
+
+        Args:
+            num_waiting: how many requests are queued; if others could take their turn, none waits.
+        """
+        return self._lookups.answers_until(num_waiting)
+
+    def late_answers_until(self) -> float:
+        """Ask the disk what was put off for a step; return the same as `answers_until`.
+
+        These are answers about running requests.
+        """
+        self._lookups.ask_deferred()
+        return self._lookups.running_until()
 
     # Completion
 
@@ -232,17 +302,17 @@ class TieredCache:
         if not computed:
             return
         prefix.awaited.difference_update(computed)
-        num_steps = self.tiers.device_link.num_steps
+        num_steps = self._tiers.device_link.num_steps
         for index in computed:
             block = blocks[index]
             block.last_step = num_steps
             if block.source is not None:
                 prefix.overtaken[hashes[index]] = block.miss_reason or COMPUTED_SOONER
-            self.tiers.device.fill(block)
+            self._tiers.device.fill(block)
             block.source = None
             prefix.sources[index] = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
-        now = self.tiers.clock.now()
+        now = self._tiers.clock.now()
         entries = [
             Entry(
                 block_hash=hashes[index],
@@ -261,7 +331,7 @@ class TieredCache:
         for entry in entries if prefix.records else ():
             if prefix.overtaken.get(entry.block_hash) in STILL_ON_DISK:
                 self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash), now)
-        self.demoter.note_computed(self.tiers.catalog.add_all(entries))
+        self._demoter.note_computed(self._tiers.catalog.add_all(entries))
 
     def _note_copy_on_disk(self, entry: Entry, record: bytes | None, now: float) -> None:
         """Count a block that was computed, though the disk has it, as the copy on disk.
@@ -279,7 +349,7 @@ class TieredCache:
         If another request has computed the same block already, that block is shared and the
         private block is released.
         """
-        device, index = self.tiers.device, len(prefix.hashes)
+        device, index = self._tiers.device, len(prefix.hashes)
         block = prefix.blocks[index]
         self._expire([block_hash])
         prefix.hashes.append(block_hash)
@@ -289,21 +359,25 @@ class TieredCache:
             self.complete(prefix, index, index + 1)
         elif known.is_ready:
             device.acquire([known])
-            device.release([block], after=self.tiers.device_link.num_steps)
+            device.release([block], after=self._tiers.device_link.num_steps)
             prefix.blocks[index] = known
             prefix.block_ids[index] = known.block_id
-        self.tiers.events.learn(prefix, index, index + 1)
+        self._tiers.events.learn(prefix, index, index + 1)
+
+    def touch(self, prefix: Prefix) -> None:
+        """Have the whole chain of a request refreshed in every tier, some blocks at a time."""
+        self._touches.begin(prefix)
 
     def release(self, prefix: Prefix) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
-        self.lookups.forget(prefix)
-        self.room.forget(prefix)
-        self.promoter.end_prefetch(prefix)
-        self.touches.finish(prefix)
-        self.tiers.host.touch(prefix.hashes)
-        after = self.tiers.device_link.num_steps
-        self.tiers.device.release(prefix.blocks[::-1], after=after)
-        self.restores.forget(prefix)
+        self._lookups.forget(prefix)
+        self._room.forget(prefix)
+        self._promoter.end_prefetch(prefix)
+        self._touches.finish(prefix)
+        self._tiers.host.touch(prefix.hashes)
+        after = self._tiers.device_link.num_steps
+        self._tiers.device.release(prefix.blocks[::-1], after=after)
+        self._restores.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
@@ -311,26 +385,52 @@ class TieredCache:
         prefix.ready = []
         prefix.brought = set()
         prefix.forecast = None
-        self.demoter.note_change()
+        self._demoter.note_change()
 
-    # Moves
+    # Steps
 
-    def note_step(self) -> None:
-        """Note that a step was issued, before its rows are completed."""
-        self.tiers.device_link.note_step()
+    def begin_step(
+        self, issue_s: float, ending: Iterable[Prefix], done_s: Callable[[], float]
+    ) -> Any | None:
+        """Prepare for a step that is issued now.
+
+        Args:
+            issue_s: for how long issuing it keeps the engine's thread. The disk is given enough to
+                read for that time.
+            ending: prefixes of the requests that get a token with it.
+            done_s: returns for how long the device is busy with this step and those before it.
+                Most steps are given no request whose forecast this improves, and need not know.
+
+        Returns:
+            The CUDA event that the late layers of the step have to wait for; None if there is none.
+        """
+        late_event = self._tiers.device_link.late_event
+        if issue_s > ANSWER_S:  # the answer comes meanwhile
+            self._lookups.ask_deferred()
+        if self._restores and issue_s:
+            self._promoter.pump(issue_s)
+        for prefix in ending if self._tiers.restore == "auto" else ():
+            if prefix.forecast is None or self._forecasts.is_new(prefix.forecast):
+                prefix.forecast = self._forecasts.with_step(prefix.forecast, done_s())
+        self._forecasts.note_issue()
+        return late_event
+
+    def end_step(self) -> None:
+        """Note that the step was issued, before its rows are completed."""
+        self._tiers.device_link.note_step()
 
     @property
     def is_restoring(self) -> bool:
         """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
-        return bool(self.restores)
+        return bool(self._restores)
 
     @property
     def only_prefetches(self) -> bool:
         """Whether no admitted request has blocks to load or waits for some."""
-        return not any(restore.is_admitted for restore in self.restores.order)
+        return not any(restore.is_admitted for restore in self._restores.order)
 
     def plan(
-        self, requests: Sequence[Progress], *, busy_s: float = 0.0, num_read_beside: int = 0
+        self, requests: Sequence[RequestProgress], *, busy_s: float = 0.0, num_read_beside: int = 0
     ) -> None:
         """Decide which blocks of these requests are computed and which are loaded.
 
@@ -340,35 +440,26 @@ class TieredCache:
             busy_s: for how long the device is busy with the steps that it was given.
             num_read_beside: see `ComputeRate`.
         """
-        self.tiers.compute_rate.num_read_beside = num_read_beside
-        planned = self.promoter.plan(requests, busy_s)
-        if self.tiers.restore != "auto":
+        self._tiers.compute_rate.num_read_beside = num_read_beside
+        planned = self._promoter.plan(requests, busy_s)
+        if self._tiers.restore != "auto":
             return
         for (prefix, _, _), (is_restored, done_s) in zip(requests, planned, strict=True):
             if prefix.blocks and prefix.forecast is None:
-                prefix.forecast = self.forecasts.make(done_s, is_restored=is_restored)
-
-    def note_issue(self, ending: Iterable[Prefix], done_s: Callable[[], float]) -> None:
-        """Say better when requests get their first token if that comes with the step issued now.
-
-        Args:
-            ending: prefixes of the requests that get a token with it.
-            done_s: returns for how long the device is busy with this step and those before it.
-                Most steps are given no such request, and need not know.
-        """
-        for prefix in ending if self.tiers.restore == "auto" else ():
-            if prefix.forecast is None or self.forecasts.is_new(prefix.forecast):
-                prefix.forecast = self.forecasts.with_step(prefix.forecast, done_s())
-        self.forecasts.note_issue()
+                prefix.forecast = self._forecasts.make(done_s, is_restored=is_restored)
 
     def note_first_token(self, prefix: Prefix) -> None:
         """Learn from a request's forecast, since its time has come."""
         if prefix.forecast is not None:
-            self.forecasts.learn(prefix.forecast)
+            self._forecasts.learn(prefix.forecast)
+
+    def is_due(self, prefix: Prefix, seconds: float) -> bool:
+        """Return whether what is loaded for a request arrives within this time, by the plan."""
+        return self._restores.is_due(prefix, seconds)
 
     def stop(self, prefix: Prefix, first: int, end: int) -> int:
         """Return the first of the blocks `[first, end)` that is left to the links, or `end`."""
-        return self.restores.stop(prefix, first, end)
+        return self._restores.stop(prefix, first, end)
 
     def poll(self, *, may_start_early: bool = False) -> None:
         """Take in the copies, reads and writes that have ended since the last call.
@@ -378,40 +469,38 @@ class TieredCache:
                 then waits for the other layers and delays all its requests, so set this only while
                 the device is idle.
         """
-        tiers = self.tiers
+        tiers = self._tiers
         for _, copies in tiers.device_link.poll_usable() if may_start_early else ():
             for _, block in copies:
                 tiers.device.fill(block)
         promoted, demoted = tiers.device_link.poll()
         for began_at, copies in promoted:
-            self.promoter.on_copied(began_at, copies)
-            self.demoter.note_change()
+            self._promoter.on_copied(began_at, copies)
+            self._demoter.note_change()
         for began_at, pairs in demoted:
-            self.demoter.on_copied(began_at, pairs)
+            self._demoter.on_copied(began_at, pairs)
         for told in tiers.disk_link.poll():
             self._handlers[type(told)](told)
 
-    def read_ahead(self, seconds: float) -> None:
-        """Give the disk enough to read for the time that the engine's thread is about to be away.
+    def refresh(self) -> None:
+        """Refresh some blocks of the chains that requests have used.
 
-        Args:
-            seconds: for how long issuing the next step keeps the thread.
+        This is work for a moment in which the device computes and no token waits to be sent.
         """
-        if seconds:
-            self.promoter.pump(seconds)
+        self._touches.go_on()
 
     def pump(self) -> None:
         """Expire blocks, ask the disk, load and demote ahead of need; called once a step."""
-        self.lookups.ask_deferred()
+        self._lookups.ask_deferred()
         self.expire_due()
-        self.departures.pump()
-        if self.promoter.pump():
-            self.demoter.note_change()
-        self.demoter.pump()
+        self._departures.pump()
+        if self._promoter.pump():
+            self._demoter.note_change()
+        self._demoter.pump()
 
     def expire_due(self) -> None:
         """Drop expired blocks, a bounded number per call, and end pins whose time is over."""
-        tiers, now = self.tiers, self.tiers.clock.now()
+        tiers, now = self._tiers, self._tiers.clock.now()
         aged: list[BlockHash] = []
         for entry in tiers.catalog.due(now, MAX_EXPIRED):
             if tiers.catalog.is_expired(entry, now):
@@ -423,7 +512,7 @@ class TieredCache:
 
     def _expire(self, hashes: Sequence[BlockHash]) -> None:
         """Drop expired blocks among `hashes`, even if the sweep has not reached them yet."""
-        catalog, now = self.tiers.catalog, self.tiers.clock.now()
+        catalog, now = self._tiers.catalog, self._tiers.clock.now()
         self.expire_due()
         if catalog.is_behind:
             for entry in filter(None, map(catalog.get, hashes)):
@@ -431,33 +520,79 @@ class TieredCache:
                     self._drop_expired(entry)
 
     def _drop_expired(self, entry: Entry) -> None:
-        self.tiers.drop(entry.block_hash, "ttl")
-        self.tiers.counters.expired_blocks += 1
-
-    def evict(self, is_wanted: IsWanted) -> int:
-        """Evict blocks from VRAM and host memory at once; return how many copies."""
-        return whole(self.evictions.evict(is_wanted))
+        self._tiers.drop(entry.block_hash, "ttl")
+        self._tiers.counters.expired_blocks += 1
 
     @property
     def has_more(self) -> bool:
         """Whether only the bound of one step has kept the last `pump` from starting more."""
-        is_behind = self.tiers.catalog.is_behind
-        return is_behind or self.promoter.has_more or self.demoter.has_more
+        is_behind = self._tiers.catalog.is_behind
+        return is_behind or self._promoter.has_more or self._demoter.has_more
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies between VRAM and host memory are under way, which wake nobody."""
+        return self._tiers.device_link.has_pending
+
+    @property
+    def has_copied(self) -> bool:
+        """Whether the next `poll` takes in such a copy."""
+        return self._tiers.device_link.has_completed
 
     @property
     def is_idle(self) -> bool:
         """Whether no block is being promoted or demoted."""
-        return self.promoter.is_idle and self.demoter.is_idle
+        return self._promoter.is_idle and self._demoter.is_idle
+
+    def publish(self) -> None:
+        """Tell those who follow the tiers what has changed since the last call."""
+        self._tiers.events.flush()
+
+    def flush(self, to: Tier, *, deadline: float) -> bool:
+        """Move all blocks that no request uses out of the tiers above `to`; see `Drainer`."""
+        return self._drainer.flush(to, deadline=deadline)
+
+    def drain(
+        self,
+        timeout_s: float,
+        *,
+        progress: Progress = ignore_progress,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Drained:
+        """Write all blocks that are owed to the disk, and wait for the copies under way.
+
+        Args:
+            timeout_s: for how long to write at most.
+            progress: told how many blocks are written or given up.
+            meanwhile: called again and again, and may drop blocks.
+
+        Returns:
+            What is lost of it; the counters have noted that.
+        """
+        tiers, deadline = self._tiers, time.monotonic() + timeout_s
+        left = self._drainer.drain(deadline=deadline, progress=progress, meanwhile=meanwhile)
+        refusals = self._drainer.refusals()
+        num_refused, lost = refusals.total(), tiers.counters.lost_blocks
+        num_late = max(0, left - num_refused)
+        lost.update(refusals)
+        if num_late:
+            lost["drain_timeout"] += num_late
+        why = ""
+        if num_refused and tiers.store is not None:
+            why = tiers.store.trouble or tiers.store.stats().store_error or ", ".join(refusals)
+        tiers.device_link.synchronize()
+        tiers.events.flush()
+        return Drained(num_late, num_refused, why)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        tiers = self.tiers
+        tiers = self._tiers
         tiers.device.check()
         tiers.host.check()
         tiers.catalog.check()
         tiers.disk_link.check()
-        self.promoter.check()
-        self.demoter.check()
+        self._promoter.check()
+        self._demoter.check()
         tiers.events.check()
         for entry in tiers.catalog.entries():
             if not tiers.is_in_ram(entry.block_hash):
@@ -480,38 +615,38 @@ class TieredCache:
     # Inside
 
     def _on_lookup_done(self, event: LookupDone) -> None:
-        prefix = self.lookups.take(event)
+        prefix = self._lookups.take(event)
         if prefix is None:
-            self.on_other_lookup(event)
+            self.operations.note_found(event)
         if prefix is None or not event.found:
             return
-        self.tiers.events.note_found(prefix, event.found.keys())
+        self._tiers.events.note_found(prefix, event.found.keys())
         if prefix.blocks:  # it did not wait for the answer
             on_disk = [it for it, each in enumerate(prefix.hashes) if each in event.found]
             for block in map(prefix.blocks.__getitem__, on_disk):
                 if not block.is_ready:
                     block.source = block.source or Tier.DISK
-            self.promoter.probe(prefix, on_disk)
+            self._promoter.probe(prefix, on_disk)
         else:
             if self.num_free < len(prefix.hashes):
-                self.touches.keep_on_disk(event.found)
+                self._touches.keep_on_disk(event.found)
             self._prefetch(prefix)
 
     def _prefetch(self, prefix: Prefix) -> None:
         """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
-        tiers, records, hashes = self.tiers, prefix.records, self._readable(prefix)
+        tiers, records, hashes = self._tiers, prefix.records, self._readable(prefix)
         lacking = [i for i, h in enumerate(hashes) if records.get(h) and not tiers.is_in_ram(h)]
         reading = [it for it in lacking if tiers.disk_link.is_coming(hashes[it])]
         on_disk = sorted({*lacking}.difference(reading))
-        self.restores.want(prefix, in_host=[], on_disk=on_disk, reading=reading, end=len(hashes))
+        self._restores.want(prefix, in_host=[], on_disk=on_disk, reading=reading, end=len(hashes))
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
-        self.tiers.catalog.forget_disk()
-        self.tiers.events.forget_disk()
-        for pool in self.tiers.pools.values():
+        self._tiers.catalog.forget_disk()
+        self._tiers.events.forget_disk()
+        for pool in self._tiers.pools.values():
             pool.forget_looks()
-        self.demoter.note_change()
+        self._demoter.note_change()
 
     def _take_chain(
         self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]
@@ -521,7 +656,7 @@ class TieredCache:
         Fresh blocks are filled from the fastest tier that has their bytes, if any has. Blocks
         behind `chain`, which may not be hits, are computed.
         """
-        tiers, tenant = self.tiers, prefix.tenant
+        tiers, tenant = self._tiers, prefix.tenant
         in_host, on_disk, reading, end = list[int](), list[int](), list[int](), 0
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
         last_copied, now = None, tiers.clock.now()
@@ -564,7 +699,7 @@ class TieredCache:
             blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self.restores.want(
+        self._restores.want(
             prefix,
             in_host=in_host,
             on_disk=on_disk,
@@ -581,7 +716,7 @@ class TieredCache:
         """
         if prefix.read_ends is None:
             return prefix.hashes
-        tiers, hashes = self.tiers, prefix.hashes
+        tiers, hashes = self._tiers, prefix.hashes
         missing = tiers.device.missing(hashes)
         if tiers.can_load:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]

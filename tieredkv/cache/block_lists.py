@@ -3,7 +3,7 @@
 Blocks that come or go meanwhile may be told of or not. Called by the engine's thread only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,10 +11,9 @@ import numpy as np
 
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiers import Tiers
-from tieredkv.engine.slices import Answer
 from tieredkv.operate.table import RECORD, TIER_BITS
 from tieredkv.pieces import cut
-from tieredkv.storage.client.names import NO_NAMES, Names
+from tieredkv.storage.client.names import Names
 
 PART_BLOCKS = 512
 """Told of in one message."""
@@ -22,12 +21,11 @@ PART_BLOCKS = 512
 _COPIED = ("position", "hits", "computed_at", "last_used", "pinned_until")
 
 
-def list_blocks(tiers: Tiers, names: Names = NO_NAMES) -> Answer:
+def list_blocks(tiers: Tiers, names: Names) -> Generator[dict[str, Any], None, None]:
     """Make the parts of a list of all blocks by their names; see `operate.ram`."""
     retentions = dict[str, int]()
     for entries in cut(tiers.catalog.entries(), PART_BLOCKS):
         yield _part(tiers, entries, names, retentions)
-    return {}
 
 
 def _part(

@@ -1,0 +1,198 @@
+"""What operators ask of VRAM and host memory, and what is reported of them.
+
+Long answers are made in pieces, between which other work goes on. Called by the engine's thread
+only.
+"""
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tieredkv.cache.block_lists import list_blocks
+from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.departures import Departures
+from tieredkv.cache.evictions import Evictions
+from tieredkv.cache.inspections import inspected
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.prompt_report import PromptReport
+from tieredkv.cache.stats import cache_stats
+from tieredkv.cache.tiers import Tiers
+from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
+from tieredkv.storage.client.names import NO_NAMES, Names
+from tieredkv.storage.tier import ControlRequest, LookupDone
+from tieredkv.types import BlockHash, Tier
+
+
+class KeptBlock(Protocol):
+    """A block of VRAM or host memory, or one that is being read, as operators choose it."""
+
+    @property
+    def block_hash(self) -> BlockHash: ...
+
+    @property
+    def namespace(self) -> bytes: ...
+
+    @property
+    def last_used(self) -> float: ...
+
+
+ChooseBlock = Callable[[KeptBlock], bool]
+"""Chooses blocks."""
+
+
+class DiskState(NamedTuple):
+    """The state of the disk tier: the pid of its worker, if it is up, and why it is off."""
+
+    worker_pid: int | None
+    trouble: str
+
+
+class Operations:
+    """Carries out what operators ask of the tiers of one engine.
+
+    Args:
+        tiers: the tiers.
+        promoter: reads blocks from disk.
+        demoter: copies and writes blocks.
+        departures: moves chosen blocks down.
+    """
+
+    def __init__(
+        self, tiers: Tiers, promoter: Promoter, demoter: Demoter, departures: Departures
+    ) -> None:
+        self._tiers, self._promoter, self._departures = tiers, promoter, departures
+        self._evictions = Evictions(tiers, promoter, demoter)
+        self._asked = list[ControlRequest]()
+        self._awaited: dict[int, Callable[[Mapping[bytes, bytes]], object]] = {}
+
+    def set_shares(self, shares: Mapping[bytes, float]) -> None:
+        """Set the part of every tier that each tenant keeps, by the operator's wish."""
+        self._tiers.give_shares(shares)
+
+    def evict(
+        self, is_wanted: ChooseBlock, only: Collection[Tier] | None = None, *, is_dry: bool = False
+    ) -> Pieces[int]:
+        """Make copies unreachable in VRAM and host memory; return how many.
+
+        Args:
+            is_wanted: which blocks to evict.
+            only: tiers whose copies are evicted; None for both.
+            is_dry: whether copies are only counted.
+        """
+        if is_dry:
+            return self._evictions.count(is_wanted, only)
+        return self._evictions.evict(is_wanted, only)
+
+    def send_down(
+        self, is_wanted: ChooseBlock, to: Tier, *, is_dry: bool = False
+    ) -> Pieces[tuple[int, int]]:
+        """Begin to move blocks to a slower tier.
+
+        Args:
+            is_wanted: which blocks to move.
+            to: the slower tier.
+            is_dry: whether they are only counted.
+
+        Returns:
+            How many are moved, and how many are not, as no claim on them allows the disk.
+        """
+        return self._departures.send_all(is_wanted, to, is_dry=is_dry)
+
+    def now(self) -> float:
+        """Return the time by which blocks expire."""
+        return self._tiers.clock.now()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._tiers.block_bytes
+
+    def stats(self, max_model_len: int) -> dict[str, Any]:
+        """Return what the engine reports of the tiers: sizes, counters, and what it has learnt.
+
+        Args:
+            max_model_len: tokens of the longest context.
+        """
+        return cache_stats(self._tiers, max_model_len)
+
+    @property
+    def disk(self) -> DiskState | None:
+        """The state of the disk tier; None without one."""
+        store = self._tiers.store
+        return None if store is None else DiskState(store.pid, store.trouble)
+
+    def reveal(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the hashes, or their first bytes, of which names in the store were made."""
+        return self._names.reveal(names)
+
+    @property
+    def _names(self) -> Names:
+        """What the store calls blocks; without a store, or before it was ever up, their hashes."""
+        store = self._tiers.store
+        return NO_NAMES if store is None else store.names
+
+    def note_asked(self, asked: ControlRequest) -> None:
+        """Note what an operator has asked the store's worker."""
+        self._asked.append(asked)
+
+    def take_asked(self) -> list[ControlRequest]:
+        """Return what operators have asked the store's worker since the last call."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def answer(self, asked: ControlRequest, body: dict[str, Any], has_more: bool) -> None:
+        """Answer an operator through the store's worker, whole or in part."""
+        assert self._tiers.store is not None
+        self._tiers.store.reply(asked.id, body, has_more)
+
+    def note_empty_disk(self) -> Pieces[None]:
+        """Note that an operator has emptied the disk, for the reasons of later misses."""
+        return self._tiers.catalog.departed.noting_empty_disk()
+
+    def list_blocks(self) -> Generator[dict[str, Any], None, None]:
+        """Make the parts of a list of all blocks by their names; see `operate.ram`."""
+        return list_blocks(self._tiers, self._names)
+
+    def roots(self) -> Pieces[dict[BlockHash, bytes]]:
+        """Return the roots of all chains in VRAM and host memory, each with its namespace."""
+        roots = dict[BlockHash, bytes]()
+        for entries in cut(self._tiers.catalog.entries(), SCANNED_BLOCKS):
+            roots.update((entry.root, entry.namespace) for entry in entries)
+            yield
+        return roots
+
+    def look_up(
+        self, hashes: Sequence[BlockHash], then: Callable[[Mapping[bytes, bytes]], object]
+    ) -> None:
+        """Call `then` with the records of the blocks that the disk has, once it has answered."""
+        if self._tiers.store is None or not hashes:
+            then({})
+        else:
+            self._awaited[self._tiers.store.lookup(hashes)] = then
+
+    def note_found(self, event: LookupDone) -> None:
+        """Note an answer of the disk that no request waits for."""
+        if (then := self._awaited.pop(event.job, None)) is not None:
+            then(event.found)
+
+    def inspect(
+        self,
+        prefix: Prefix,
+        num_tokens: int,
+        others: Mapping[BlockHash, str],
+        on_disk: Mapping[bytes, bytes],
+    ) -> Pieces[PromptReport]:
+        """Report what the tiers have of a prompt, while nothing is held or loaded for it.
+
+        Args:
+            prefix: of the prompt.
+            num_tokens: of the prompt.
+            others: what its first block is called below other roots, and how these differ.
+            on_disk: the blocks of both that the disk has.
+        """
+        return inspected(self._tiers, self._promoter, prefix, num_tokens, others, on_disk)
+
+    def vram_blocks(self, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
+        """Return the ids of the blocks that lie in VRAM with all their layers."""
+        found = zip(hashes, self._tiers.device.find(hashes), strict=True)
+        return {each: it.block_id for each, it in found if it is not None and it.is_whole}
