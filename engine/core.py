@@ -6,6 +6,7 @@ runs on the thread that calls `step`; only `wake` may be called from others.
 
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -197,18 +198,27 @@ class EngineCore:
             self._is_issued = False
             self._runner.synchronize()
             self._collect()
-            return self._take_outputs()
+        else:
+            self._take_in()
+            if self._spare_s > 0:
+                self.scheduler.prepare()
+                self.cache.refresh()
+                self.cache.pump()
+            else:
+                self._issue()
+        return self._take_outputs()
+
+    def _take_in(self) -> None:
+        """Take in what has ended, and find out how soon the next step has to be issued."""
         self.cache.poll(may_start_early=self._launched is None)
         self.verbs.answer_control()
         if self._rate_file is not None:
             self._rate_file.keep()
         busy_s = self.scheduler.busy_s = self._timer.busy_s()
         self._spare_s = busy_s - ISSUE_AHEAD_S - ISSUE_AHEAD_SHARE * self._timer.issued_s
-        if self._spare_s > 0:
-            self.scheduler.prepare()
-            self.cache.refresh()
-            self.cache.pump()
-            return self._take_outputs()
+
+    def _issue(self) -> None:
+        """Issue the next step; while the device computes it, take in the tokens of the last one."""
         waiting = self.scheduler.waiting
         self._await_answers(lambda: self.cache.answers_until(len(waiting)))
         rows = self._launched.rows if self._launched is not None else ()
@@ -224,7 +234,6 @@ class EngineCore:
         self.cache.pump()
         self._is_issued = bool(scheduled)
         self._is_stalled = not (scheduled or has_room or self.scheduler.is_short)
-        return self._take_outputs()
 
     def _await_answers(self, until: Callable[[], float]) -> None:
         """Take in what the disk has of requests, and wait a moment for it.
@@ -247,28 +256,28 @@ class EngineCore:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
-        if self.verbs.slices.has_more:
-            return
-        if self._spare_s > 0:
-            # What the disk has done wakes the thread; only copies do not.
-            cache = self.cache
-            polls = cache.is_restoring or cache.has_more or cache.is_copying
-            poll_s = LINK_POLL_S if polls else min(self._spare_s, PLAN_AGAIN_S)
-            self._wake.wait(min(timeout_s, poll_s))
-            self._wake.clear()
-            return
-        is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
-        if is_stepping or self.cache.has_more:
-            return
-        give_up_at = time.monotonic() + timeout_s
-        give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)
-        if self.cache.is_restoring:  # a link that stalls sends no event
-            give_up_at = min(give_up_at, time.monotonic() + PLAN_AGAIN_S)
-        while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
+        wakeup_at = time.monotonic() + min(timeout_s, self._wakeup_s())
+        poll_s = LINK_POLL_S if self._spare_s > 0 else TRANSFER_POLL_S
+        while not self._wake.is_set() and (left_s := wakeup_at - time.monotonic()) > 0:
             if self.cache.has_copied:
                 break
-            self._wake.wait(min(left, TRANSFER_POLL_S) if self.cache.is_copying else left)
+            self._wake.wait(min(left_s, poll_s) if self.cache.is_copying else left_s)
         self._wake.clear()
+
+    def _wakeup_s(self) -> float:
+        """Return in how many seconds there is something to do, if nothing wakes the thread."""
+        cache = self.cache
+        is_early, is_restoring = self._spare_s > 0, cache.is_restoring
+        is_stepping = self._launched is not None or (not self._is_stalled and bool(self._requests))
+        if self.verbs.slices.has_more or (not is_early and (is_stepping or cache.has_more)):
+            return 0.0
+        if is_early:
+            polls = is_restoring or cache.has_more or cache.is_copying
+            return LINK_POLL_S if polls else min(self._spare_s, PLAN_AGAIN_S)
+        held_until = self.scheduler.held_until
+        held_s = held_until - time.monotonic() if held_until else math.inf
+        # A link that stalls sends no event.
+        return min(held_s, PLAN_AGAIN_S if is_restoring else math.inf)
 
     def wake(self) -> None:
         """End a `wait`; any thread may call it."""
