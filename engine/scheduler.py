@@ -426,7 +426,7 @@ class Scheduler:
             block = prefix.blocks[index]
             if write_from > start:
                 break
-            if block.is_ready or block.is_loading or block.block_id in claimed:
+            if block.is_ready or block.is_copying or block.block_id in claimed:
                 end = min(end, index * size)
                 break
         if end <= start:

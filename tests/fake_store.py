@@ -18,10 +18,11 @@ from tests.fake_link import FakeDeviceLink
 from tests.fake_tier import FakeTier
 from tests.fakes import FakeClock
 from tests.waiting import wait_until
+from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.disk_link import EARLY_SHARE
 from tieredkv.cache.operations import ChooseBlock
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.requests import RequestProgress, TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -407,14 +408,14 @@ class Rig:
     def may_compute(self, prefix: Prefix, index: int) -> bool:
         """Return whether a step may compute a block that is not ready."""
         is_left = self.cache.stop(prefix, index, index + 1) == index
-        return not (prefix.blocks[index].is_loading or is_left)
+        return not (prefix.blocks[index].is_copying or is_left)
 
     def can_go_on(self, prefix: Prefix) -> bool:
         """Return whether a request is ready, may compute, or waits for what is under way."""
         index = self._num_ready(prefix)
         if index == len(prefix.hashes) or self.may_compute(prefix, index):
             return True
-        is_copied_next = prefix.blocks[index].is_loading  # with the next `pump`
+        is_copied_next = prefix.blocks[index].is_copying  # with the next `pump`
         return bool(is_copied_next or self.store.jobs or self.transfer.has_pending)
 
     def write(self, block: Block, block_hash: BlockHash) -> None:
@@ -532,9 +533,8 @@ class Rig:
 
     def _is_unwritten(self, block_id: int) -> bool:
         held = (block for prefix in self.admitted for block in prefix.blocks)
-        return not any(
-            block.block_id == block_id and (block.is_ready or block.is_begun) for block in held
-        )
+        written = (block for block in held if block.is_ready or block.content is Content.COMPUTING)
+        return not any(block.block_id == block_id for block in written)
 
     def _poisoned(self, memory: torch.Tensor, then: OnEvict) -> OnEvict:
         def on_evict(block: Block, block_hash: BlockHash) -> None:

@@ -23,7 +23,8 @@ from tests.splits import choose_any_splits
 from tests.waiting import HANG_S, wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import lookups, promotion, rates, room
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.block import Block
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rates import LinkRate
 from tieredkv.engine import model_runner
 from tieredkv.engine.answer import Answer

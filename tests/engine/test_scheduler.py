@@ -107,7 +107,7 @@ class Loop:
                 assert block.is_ready, f"{row.request.request_id} attends to what is not there"
             elif (index + 1) * SIZE <= row.end and row.row.write_from <= row.start:
                 assert not block.is_ready, "a shared block is written"
-                assert not block.is_loading, "two writers of one block"
+                assert not block.is_copying, "two writers of one block"
                 self.rig.write(block, prefix.hashes[index])
                 self.computed[row.request.request_id].add(prefix.hashes[index])
 

@@ -174,7 +174,7 @@ class WholeCache:
         for first, last in stretches(sorted(prefix.awaited)):
             while first < last:
                 end = first
-                if not (blocks[first].is_ready or blocks[first].is_loading):
+                if not (blocks[first].is_ready or blocks[first].is_copying):
                     end = self.cache.stop(prefix, first, last)
                 if end > first:
                     self.cache.complete(prefix, first, end)

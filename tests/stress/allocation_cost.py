@@ -20,7 +20,8 @@ from typing import Any
 import click
 
 from tieredkv.bench import raw
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.block import Block
+from tieredkv.cache.pool import BlockPool
 from tieredkv.types import BlockHash
 
 NUM_BLOCKS = 8192

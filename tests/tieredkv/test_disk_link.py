@@ -9,6 +9,7 @@ import torch
 from tests.fake_store import BLOCK_BYTES, FakeStore, chain_of, payload_of
 from tests.fakes import FakeClock
 from tests.golden import refused
+from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.disk_link import (
@@ -20,7 +21,7 @@ from tieredkv.cache.disk_link import (
     Read,
     Write,
 )
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.format.record import Times
 from tieredkv.storage.tier import BlockLife, Lent, LookupDone, Restarted

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.block import Block
+from tieredkv.cache.pool import BlockPool
 from tieredkv.types import BlockHash
 
 

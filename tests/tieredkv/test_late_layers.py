@@ -201,7 +201,7 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
         return all(block.is_ready for block in second.blocks)
 
     wait_until(has_begun, "the first layers have not come")
-    assert any(block.is_loading for block in second.blocks), "the late layers were too fast"
+    assert any(block.is_copying for block in second.blocks), "the late layers were too fast"
     for block_hash in HASHES:
         tiers.drop_copy(Tier.HOST, block_hash, "admin")
     cache._departures.send(HASHES, Tier.HOST)

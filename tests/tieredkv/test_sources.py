@@ -18,8 +18,8 @@ NOTHING = dict.fromkeys(Tier, 0)
 
 
 def core_of(info: SimpleNamespace, *, has_store: bool = True) -> EngineCore:
-    tiers = SimpleNamespace(store=object() if has_store else None)
-    return cast(EngineCore, SimpleNamespace(info=info, tiers=tiers))
+    operations = SimpleNamespace(disk=object() if has_store else None)
+    return cast(EngineCore, SimpleNamespace(info=info, operations=operations))
 
 
 def test_the_bytes_read_for_a_worker_are_unknown_once_another_one_has_taken_over(

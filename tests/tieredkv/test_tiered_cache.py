@@ -5,7 +5,7 @@ import pytest
 from tests.fake_store import DAY_S, Rig, chain_of
 from tests.waiting import deadline, wait_until
 from tieredkv.cache import lookups, room
-from tieredkv.cache.pool import Block
+from tieredkv.cache.block import Block
 from tieredkv.types import BlockHash, Tier
 
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from itertools import groupby, islice
 from operator import attrgetter
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.disk_link import EARLY_SHARE, Write
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.tiers import Tiers, Waiting, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash, BlockId, PageId

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.evictions import IsWanted
-from tieredkv.cache.pool import Block
 from tieredkv.cache.tiers import Tiers
 from tieredkv.pieces import Pieces
 from tieredkv.types import BlockHash, Tier

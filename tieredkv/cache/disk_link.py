@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.plan import LinkState
-from tieredkv.cache.pool import Block
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.format.record import Times

@@ -11,57 +11,14 @@ import heapq
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
+from tieredkv.cache.block import Block
 from tieredkv.errors import IntegrityError
-from tieredkv.types import BlockHash, Tier
 
 _SLACK = 64
-Item = TypeVar("Item", bytes, "Block")
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block of a pool.
-
-    Attributes:
-        block_id: index in the pool's memory.
-        ref_count: number of users; 0 means that it is in the free list.
-        pin_count: number of copies that read the content; above 0 its memory is not reused.
-        block_hash: identity of the content, None for a private or an empty block.
-        is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
-        is_begun: whether some of its tokens are computed, so that it is not loaded any more.
-        is_loading: whether it is filled from a slower tier, and held until that has ended. It may
-            be ready before: a step can begin once the first layers have arrived; see `is_whole`.
-        last_step: the last step that may use its memory, but for those of its present users.
-        source: the slower tier that its content came from, or may come from; None if a request
-            computed it, or has to, and of a page whose content was copied to VRAM.
-        miss_reason: why its content could not be loaded from there; empty unless that has failed.
-        tenant: the tenant that the content belongs to.
-        part: the part of the eviction order that it is in, None while it is in use or empty.
-        rank: its place among the blocks that an eviction order has looked at.
-    """
-
-    block_id: int
-    ref_count: int = 0
-    pin_count: int = 0
-    block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
-    is_ready: bool = False
-    is_begun: bool = False
-    is_loading: bool = False
-    last_step: int = 0
-    source: Tier | None = None
-    miss_reason: str = ""
-    tenant: bytes = b""
-    part: "Part | None" = field(default=None, repr=False)
-    rank: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the bytes of all layers have arrived, so that the content may be copied."""
-        return self.is_ready and not self.is_loading
+Item = TypeVar("Item", bytes, Block)
 
 
 class Part(OrderedDict[Block, None]):

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tieredkv.cache.eviction import Block, EvictionOrder
+from tieredkv.cache.block import Block
+from tieredkv.cache.eviction import EvictionOrder
 from tieredkv.errors import IntegrityError
 
 

@@ -12,12 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from tieredkv.cache.eviction import Block, EvictionOrder, Spare
+from tieredkv.cache.block import Block, Content
+from tieredkv.cache.eviction import EvictionOrder, Spare
 from tieredkv.cache.floors import Floors
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
-
-__all__ = ["Block", "BlockPool"]
 
 PARTIAL_LOOKS = 256
 """Most blocks that an allocation looks at in vain if fewer blocks than wanted are acceptable."""
@@ -226,8 +225,7 @@ class BlockPool:
         taken.extend(victims)
         for block in taken:
             block.ref_count = 1
-            block.is_ready = block.is_begun = False
-            block.source, block.miss_reason = None, ""
+            block.clear()
         return taken
 
     def evict_clean(self) -> int:
@@ -263,19 +261,24 @@ class BlockPool:
             index[block_hash] = block
             block.block_hash = block_hash
             block.tenant = tenant
-            block.is_ready = True
+            block.content = Content.READY
         if self._floors:
             self._floors.note_hashed(tenant, len(blocks))
         if self.on_filled is not None:
             for block_hash in hashes:
                 self.on_filled(block_hash)
 
-    def fill(self, block: Block) -> None:
-        """Note that a block's content is complete, so that hits may use it."""
-        if not block.is_ready:
-            block.is_ready = True
-            if self.on_filled is not None and block.block_hash is not None:
-                self.on_filled(block.block_hash)
+    def fill(self, block: Block, *, is_whole: bool = True) -> None:
+        """Note that a block's content is there, so that hits may use it.
+
+        Args:
+            block: that was filled.
+            is_whole: whether all layers are there, or only the first ones.
+        """
+        was_ready = block.is_ready
+        block.content = Content.READY if is_whole else Content.EARLY
+        if not was_ready and self.on_filled is not None and block.block_hash is not None:
+            self.on_filled(block.block_hash)
 
     def acquire(self, blocks: Iterable[Block]) -> None:
         """Add a user to blocks that are in the index or in use."""
@@ -415,7 +418,7 @@ class BlockPool:
                 raise IntegrityError(f"{block} has {counts}, in {places[block]} free lists")
             if is_free and (block in empty) == is_hashed:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
-            if block.is_loading and not block.ref_count:
+            if block.is_copying and not block.ref_count:
                 raise IntegrityError(f"{block} is being loaded, but no request uses it")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} can be evicted, but was never filled")
@@ -496,7 +499,7 @@ class BlockPool:
         """Put a free block at the young end of its part of the list."""
         if (block_hash := block.block_hash) is None:
             if not block.pin_count:  # else `unpin` puts it there
-                block.is_ready = False
+                block.content = Content.EMPTY
                 self._empty.append(block)
             return
         is_duplicate = self.is_duplicate is not None and self.is_duplicate(block_hash)

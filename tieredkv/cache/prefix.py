@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.forecasts import Forecast
-from tieredkv.cache.pool import Block
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 

@@ -22,11 +22,11 @@ from typing import NamedTuple, cast
 import msgspec
 
 from tieredkv.cache import plan_log
+from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.device_link import MIN_MEASURED_BYTES
 from tieredkv.cache.disk_link import Read
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
-from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import Probes
 from tieredkv.cache.restores import DISK, HOST, RequestProgress, Restore, Restores
@@ -329,7 +329,8 @@ class Promoter:
             source: the tier that the content came from.
         """
         self._tiers.host.acquire([page])
-        block.is_loading, block.source = True, source
+        block.begin_copy()
+        block.source = source
         self._tiers.num_promoting += 1
         self._to_copy.append((page, block))
 
@@ -350,7 +351,11 @@ class Promoter:
             tiers.device.look_again(block_hash)
             block = tiers.device.lookup(block_hash)
             is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
-            if not is_wanted and block is not None and (block.is_ready or block.is_begun):
+            if (
+                not is_wanted
+                and block is not None
+                and (block.is_ready or block.content is Content.COMPUTING)
+            ):
                 tiers.counters.overtaken_blocks += 1
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
@@ -379,7 +384,6 @@ class Promoter:
         tiers.counters.note_move("host,device", began_at)
         tiers.on_loaded(block.block_hash for _, block in copies if block.block_hash is not None)
         for _, block in copies:
-            block.is_loading = False
             tiers.device.fill(block)
         tiers.num_promoting -= len(copies)
         tiers.device.release(block for _, block in reversed(copies))
@@ -397,7 +401,7 @@ class Promoter:
         if (num_reading := self._disk_link.num_reading) > self._inbound_cap:
             raise IntegrityError(f"{num_reading} pages read, cap {self._inbound_cap}")
         targets = [block for _, block in self._to_copy]
-        if len(set(targets)) < len(targets) or not all(each.is_loading for each in targets):
+        if len(set(targets)) < len(targets) or not all(each.is_copying for each in targets):
             raise IntegrityError("a block is queued for two copies, or for none")
 
     # Inside
@@ -419,8 +423,8 @@ class Promoter:
             if not is_sound:  # expired, or evicted by an operator
                 why = catalog.departed.why(prefix.hashes[index], now)
                 block.miss_reason = "expired" if why == "expired" else "admin"
-            if is_sound and not (block.is_ready or block.is_loading or block.is_begun):
-                block.is_loading = True
+            if is_sound and block.is_open:
+                block.begin_copy()
                 restore.last_copied = block
                 copies.append((page, block))
             else:

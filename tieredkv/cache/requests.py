@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
@@ -30,7 +31,6 @@ from tieredkv.cache.draining import Drainer
 from tieredkv.cache.forecasts import Forecasts
 from tieredkv.cache.lookups import ANSWER_S, Lookups
 from tieredkv.cache.operations import Operations
-from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
@@ -288,7 +288,7 @@ class TieredCache:
     def claim(self, prefix: Prefix, first: int, last: int) -> None:
         """Note that a step will compute the blocks `[first, last)`, so that they are not loaded."""
         for block in prefix.blocks[first:last]:
-            block.is_begun = True
+            block.begin_compute()
 
     def complete(self, prefix: Prefix, first: int, last: int, *, has_rest: bool = False) -> None:
         """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed.
@@ -297,7 +297,7 @@ class TieredCache:
         """
         blocks, hashes = prefix.blocks, prefix.hashes
         if has_rest and last < len(hashes):
-            blocks[last].is_begun = True
+            blocks[last].begin_compute()
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
@@ -472,7 +472,7 @@ class TieredCache:
         tiers = self._tiers
         for _, copies in tiers.device_link.poll_usable() if may_start_early else ():
             for _, block in copies:
-                tiers.device.fill(block)
+                tiers.device.fill(block, is_whole=False)
         promoted, demoted = tiers.device_link.poll()
         for began_at, copies in promoted:
             self._promoter.on_copied(began_at, copies)
@@ -686,7 +686,7 @@ class TieredCache:
                 source = block.source
             if not block.is_ready:
                 prefix.awaited.add(index)
-                if block.is_loading:
+                if block.is_copying:
                     last_copied = block
                 else:
                     missing.append(index)

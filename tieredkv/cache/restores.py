@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tieredkv.cache.block import Block, Content
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
-from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
@@ -87,7 +87,7 @@ class Restore:
     @property
     def loads(self) -> tuple[LinkLoad, LinkLoad]:
         """What each link may load, or was given to load."""
-        is_copying = self.last_copied is not None and self.last_copied.is_loading
+        is_copying = self.last_copied is not None and self.last_copied.is_copying
         return (
             LinkLoad(HOST, self.in_host, is_bringing=is_copying),
             LinkLoad(DISK, self.on_disk, self.reading),
@@ -140,7 +140,7 @@ class Restores:
         block = self._tiers.device.lookup(block_hash)
         if block is None or not block.ref_count:
             return False
-        return not (block.is_ready or block.is_loading or block.is_begun)
+        return block.is_open
 
     # Requests
 
@@ -315,8 +315,8 @@ class Restores:
 
     def _is_awaited(self, block_hash: BlockHash) -> bool:
         tiers, block = self._tiers, self._tiers.device.lookup(block_hash)
-        is_begun = block is not None and block.is_begun
-        return tiers.disk_link.is_coming(block_hash) and not is_begun
+        is_computed = block is not None and block.content in (Content.COMPUTING, Content.READY)
+        return tiers.disk_link.is_coming(block_hash) and not is_computed
 
     def give_up_late(self) -> list[BlockHash]:
         """Have blocks computed that have not come from disk in time; return their hashes."""

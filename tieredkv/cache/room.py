@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.demotion import Demoter
-from tieredkv.cache.pool import Block
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers

@@ -8,12 +8,13 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from tieredkv.cache.block import Block, Content
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.device_link import DeviceLink
 from tieredkv.cache.disk_link import DiskLink
 from tieredkv.cache.events import BlockEvents
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
@@ -152,7 +153,7 @@ class Tiers:
         What is copied to VRAM arrives there even if its page is dropped meanwhile.
         """
         block, page = self.device.lookup(block_hash), self.host.lookup(block_hash)
-        if block is not None and (block.is_ready or block.is_loading):
+        if block is not None and block.content >= Content.COPYING:
             return True
         return page is not None and page.is_ready
 

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from tieredkv.cache.pool import Block, BlockPool
+from tieredkv.cache.block import Block
+from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life

@@ -1,0 +1,105 @@
+"""One block of VRAM or one page of host memory: who uses it, and what is true of its content.
+
+This holds for every request alike. What is true for one request stands in its chain.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from tieredkv.errors import IntegrityError
+from tieredkv.types import BlockHash, Tier
+
+if TYPE_CHECKING:
+    from tieredkv.cache.eviction import Part
+
+
+class Content(IntEnum):
+    """How far the content of a block has come.
+
+    EMPTY      nothing of it is there
+    COMPUTING  a step has computed some of its tokens, or is about to, so that it is not loaded
+    COPYING    it is being copied from a slower tier, so that it is not computed
+    EARLY      its first layers have been copied, so that a step can begin with it; not the others
+    READY      all of it is there, so that it may be copied itself
+    """
+
+    EMPTY = 0
+    COMPUTING = 1
+    COPYING = 2
+    EARLY = 3
+    READY = 4
+
+
+_EMPTY, _COMPUTING, _COPYING, _EARLY, _READY = Content
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of a pool.
+
+    Attributes:
+        block_id: index in the pool's memory.
+        ref_count: number of users; 0 means that it is in the free list.
+        pin_count: number of copies that read the content; above 0 its memory is not reused.
+        block_hash: identity of the content, None for a private or an empty block.
+        content: how far it has come; the pool's `fill` and the methods below change it.
+        last_step: the last step that may use its memory, but for those of its present users.
+        source: the slower tier that its content came from, or may come from; None if a request
+            computed it, or has to, and of a page whose content was copied to VRAM.
+        miss_reason: why its content could not be loaded from there; empty unless that has failed.
+        tenant: the tenant that the content belongs to.
+        part: the part of the eviction order that it is in, None while it is in use or empty.
+        rank: its place among the blocks that an eviction order has looked at.
+    """
+
+    block_id: int
+    ref_count: int = 0
+    pin_count: int = 0
+    block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
+    content: Content = Content.EMPTY
+    last_step: int = 0
+    source: Tier | None = None
+    miss_reason: str = ""
+    tenant: bytes = b""
+    part: "Part | None" = field(default=None, repr=False)
+    rank: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step can begin with the content; a hashed block that is not is being filled."""
+        return self.content >= _EARLY
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes of all layers are there, so that the content may be copied."""
+        return self.content == _READY
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing fills it yet, so that it may still be computed or loaded."""
+        return self.content == _EMPTY
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a copy into it is under way; it is held until that has ended."""
+        return self.content in (_COPYING, _EARLY)
+
+    def begin_compute(self) -> None:
+        """Note that a step computes some of its tokens."""
+        if self.content == _EMPTY:
+            self.content = _COMPUTING
+
+    def begin_copy(self) -> None:
+        """Note that it is filled from a slower tier from now on.
+
+        Raises:
+            IntegrityError: something else fills it already.
+        """
+        if self.content != _EMPTY:
+            raise IntegrityError(f"{self} has two writers")
+        self.content = _COPYING
+
+    def clear(self) -> None:
+        """Note that its memory holds nothing."""
+        self.content, self.source, self.miss_reason = _EMPTY, None, ""
