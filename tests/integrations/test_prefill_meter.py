@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.fakes import FakeClock
-from tieredkv.cache.rates import ComputeRate
+from tieredkv.cache.rates import ComputeRate, PromptTimes
 from tieredkv.integrations.prefill_meter import LEAST_MEASURED, PrefillMeter
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.steps import pairs
@@ -111,7 +111,7 @@ class Model:
 def seconds(meter: PrefillMeter, begin: int, end: int) -> float:
     """Return what a meter has learnt of tokens of a prompt."""
     assert meter.times is not None
-    return meter.times.seconds(begin, end, ANY_LENGTH, 0.0)
+    return PromptTimes(meter.times, ANY_LENGTH)(begin, end)
 
 
 def alone(*sizes: int, times: int = 6) -> list[tuple[float, int]]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredkv.cache.plan import MIN_GAIN
-from tieredkv.cache.rates import StepTimes
+from tieredkv.cache.rates import PromptTimes, StepTimes
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose, replay
 from tieredkv.steps import pairs
 
@@ -190,7 +190,7 @@ def test_loading_has_to_save_a_share_of_what_it_replaces() -> None:
         choice = choose(facts(read_bytes_per_s=read, protocol_s=0.0))
         if choice.should_load:
             saved_s = choice.compute_s - choice.load_s
-            assert saved_s >= MIN_GAIN * TIMES.seconds(0, 8192, 1 << 40, 0.0)
+            assert saved_s >= MIN_GAIN * PromptTimes(TIMES, 1 << 40)(0, 8192)
 
 
 def test_a_logged_choice_can_be_made_again() -> None:

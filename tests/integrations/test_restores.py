@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes import FakeClock
 from tests.golden import refused
-from tieredkv.cache.rates import ComputeRate, LinkRate, Step
+from tieredkv.cache.rates import ComputeRate, LinkRate, PromptTimes, Step
 from tieredkv.errors import ConfigError
 from tieredkv.integrations import restores
 from tieredkv.integrations.prefill_meter import PrefillMeter
@@ -192,9 +192,9 @@ def test_the_operators_table_is_what_computing_takes() -> None:
     given = given_times({"8192": 0.21, "32768": 1.2, 65_536: "3.3"})
     assert given is not None
     for tokens, seconds in ((8192, 0.21), (32_768, 1.2), (65_536, 3.3)):
-        assert given.seconds(0, tokens, ANY_LENGTH, 0.0) == pytest.approx(seconds, rel=0.1)
-    late_s = given.seconds(57_344, 65_536, ANY_LENGTH, 0.0)
-    assert late_s > 2 * given.seconds(0, 8192, ANY_LENGTH, 0.0)
+        assert PromptTimes(given, ANY_LENGTH)(0, tokens) == pytest.approx(seconds, rel=0.1)
+    late_s = PromptTimes(given, ANY_LENGTH)(57_344, 65_536)
+    assert late_s > 2 * PromptTimes(given, ANY_LENGTH)(0, 8192)
     tier = Tier(told={"8192": 8.0})
     tier.learn(read=2e9, prefill=1e6)
     assert tier.choose() == "load: faster", "the table counts, not what is learnt"

@@ -19,6 +19,7 @@ import pytest
 
 from tests.integrations.engines import HAS_VLLM, flip_a_bit
 from tests.waiting import wait_until
+from tieredkv.cache.rates import PromptTimes
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.integrations import identity
 from tieredkv.integrations.restore_choice import ANY_LENGTH
@@ -332,7 +333,7 @@ def test_what_prompts_take_is_learnt_from_the_schedulers_steps(
     times = engine.tier._restores.times
     assert times is not None
     for length in (640, 1280, 3000):
-        learnt = times.seconds(0, length, ANY_LENGTH, 0.0)
+        learnt = PromptTimes(times, ANY_LENGTH)(0, length)
         assert 0.7 < learnt / pace(0, length) < 1.3, (length, learnt, pace(0, length))
     engine.check_at_rest()
 

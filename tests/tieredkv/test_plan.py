@@ -17,20 +17,20 @@ from tieredkv.cache.plan import (
     Split,
     outlook,
 )
-from tieredkv.cache.stretches import joined, stretches
+from tieredkv.cache.rates import PromptTimes, StepTimes
+from tieredkv.cache.stretches import NO_STRETCHES, Stretches, joined, stretches, stretches_between
 
 SIZE = 16
 BLOCK_BYTES = 2 << 20
 
 
-def seconds(begin: int, end: int) -> float:
-    """Return the time that a GPU takes for the shapes of an 8B model, about."""
-    return 2e-3 + 2e-5 * (end - begin) + 6e-10 * (end**2 - begin**2) / 2 if end > begin else 0.0
+ANY_LENGTH = 1 << 40
 
+seconds = PromptTimes(StepTimes(2e-3, 2e-5, 6e-10, 0.0, 0.0), ANY_LENGTH)
+"""What a GPU takes for the shapes of an 8B model, about."""
 
-def slow_seconds(begin: int, end: int) -> float:
-    """Return the time that a slower GPU takes, on which a step takes long however short it is."""
-    return max(0.012, 4.7e-5 * (end - begin)) if end > begin else 0.0
+slow_seconds = PromptTimes(StepTimes(0.0, 4.7e-5, 0.0, 0.0, 0.012), ANY_LENGTH)
+"""What a slower GPU takes, on which a step takes long however short it is."""
 
 
 def planner(*links: LinkState, busy_s: float = 0.0, least_tokens: int = 128) -> Planner:
@@ -306,13 +306,22 @@ def test_others_that_need_the_device_make_computing_what_ram_has_dear(num_disk: 
     [([], []), ([3], [(3, 4)]), ([0, 1, 2, 5, 7, 8], [(0, 3), (5, 6), (7, 9)])],
 )
 def test_indices_are_told_as_stretches(indices: list[int], found: list[tuple[int, int]]) -> None:
-    assert stretches(indices) == found
+    assert [*stretches(indices)] == found
 
 
 def test_stretches_that_touch_or_overlap_are_joined() -> None:
-    some = [(7, 9), (0, 3), (2, 5), (5, 6), (20, 21)]
-    assert joined(some) == [(0, 6), (7, 9), (20, 21)]
-    assert joined([]) == []
+    parts = Stretches.of([(0, 3), (7, 9)]), Stretches.of([(2, 5), (20, 21)]), Stretches.of([(5, 6)])
+    assert [*joined(*parts, NO_STRETCHES)] == [(0, 6), (7, 9), (20, 21)]
+    assert [*joined(NO_STRETCHES)] == []
+
+
+@given(indices=st.sets(st.integers(0, 30)), end=st.integers(0, 31))
+def test_stretches_between_indices_are_those_of_the_others(indices: set[int], end: int) -> None:
+    others = [each for each in range(end) if each not in indices]
+    found = stretches_between((each for each in sorted(indices) if each < end), end)
+    assert [*found] == [*stretches(others)]
+    assert [it for each in found for it in range(*each)] == others
+    assert len(found) == len([*found]) and found[-1:] == [*found][-1:]
 
 
 @given(
@@ -444,9 +453,8 @@ def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
 
 @pytest.mark.parametrize("slower", [1.0, 5.0])
 def test_loading_is_begun_only_if_it_gains_enough(slower: float) -> None:
-    def step_seconds(begin: int, end: int) -> float:
-        return slower * seconds(begin, end)
-
+    times = StepTimes(*(slower * each for each in seconds.times))
+    step_seconds = PromptTimes(times, ANY_LENGTH)
     for case in itertools.product((16, 32, 64, 128, 256, 1024), (0.5, 1.0, 2.0, 4.0, 8.0)):
         num_blocks, GBps = case
         demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tieredkv.cache.plan import LinkState, Planner, outlook
 from tieredkv.cache.prompt_report import PromptReport, Source, report
+from tieredkv.cache.rates import PromptTimes, StepTimes
 from tieredkv.pieces import Pieces, whole
 from tieredkv.types import Tier
 
@@ -14,9 +15,8 @@ LINKS = (LinkState(1e6, is_steady=True), LinkState(1e5, latency_s=0.01, through=
 
 def planner(num_links: int = 2) -> Planner:
     """Return a planner for a device that computes 1000 tokens a second."""
-    return Planner(
-        LINKS[:num_links], lambda a, b: (b - a) / 1000, block_size=SIZE, block_bytes=BYTES
-    )
+    times = PromptTimes(StepTimes(0.0, 1e-3, 0.0, 0.0, 0.0), chunk=4096)
+    return Planner(LINKS[:num_links], times, block_size=SIZE, block_bytes=BYTES)
 
 
 def missed(index: int) -> Pieces[str]:

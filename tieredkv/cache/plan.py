@@ -17,16 +17,26 @@ Requests share the device and the links. They are planned in the order in which 
 each finds the device and the links busy with the requests before it. So device and links meet in
 one request, and both go on to the next.
 
+How a split is found: the later the block at which a request is divided, the later is its head
+computed, and the sooner has its tail arrived. So either block at which the two times cross is the
+best one, or else the first or the last block, since computing nothing saves a step, and so does
+loading nothing. So only a handful of blocks is tried. When a tail has arrived follows from how many
+blocks of each list lie in it, which a bisection finds. When a head is computed `gaps` finds
+in the same way. Only blocks that lie scattered are walked, once for a split.
+
 This module knows seconds and bytes. It does not know blocks' contents, tiers, or clocks.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tieredkv.cache.rates import ComputeSeconds
-from tieredkv.cache.stretches import joined, stretches
+from tieredkv.cache.gaps import Gaps
+from tieredkv.cache.rates import PromptTimes
+from tieredkv.cache.stretches import Stretch
 
 MIN_GAIN = 0.08
 """Loading from a link whose rate varies is begun if it saves this share of the time that computing
@@ -61,7 +71,8 @@ class LinkLoad(NamedTuple):
     @property
     def end(self) -> int:
         """Index behind the last block of both."""
-        return max((each[-1] + 1 for each in (self.indices, self.queued) if each), default=0)
+        end = self.indices[-1] + 1 if self.indices else 0
+        return max(end, self.queued[-1] + 1) if self.queued else end
 
     def __repr__(self) -> str:
         ends = f"{self.indices[0]}..{self.indices[-1]}" if self.indices else "none"
@@ -78,7 +89,8 @@ class Demand(NamedTuple):
         is_begun: whether something was loaded already, so that the plan is not a new one.
         loaded_to: index behind the last block that was loaded; those behind the last of `loads` and
             before it need no computing.
-        ready: stretches of blocks `[first, last)` that need no computing, ascending.
+        ready: stretches of blocks `[first, last)` that need no computing, ascending; they do not
+            touch.
     """
 
     begin: int
@@ -86,7 +98,7 @@ class Demand(NamedTuple):
     loads: Sequence[LinkLoad] = ()
     is_begun: bool = False
     loaded_to: int = 0
-    ready: Sequence[tuple[int, int]] = ()
+    ready: Sequence[Stretch] = ()
 
 
 class LinkState(NamedTuple):
@@ -136,7 +148,7 @@ class Planner:
 
     Attributes:
         links: the links.
-        compute: predicts the device's time for a stretch of tokens.
+        compute: the device's time for a stretch of tokens.
         block_size: tokens a block.
         block_bytes: bytes a block.
         busy_s: seconds for which the device is busy with what it was given.
@@ -147,7 +159,7 @@ class Planner:
     """
 
     links: Sequence[LinkState]
-    compute: ComputeSeconds
+    compute: PromptTimes
     block_size: int
     block_bytes: int
     busy_s: float = 0.0
@@ -164,18 +176,15 @@ class Planner:
 
         Without anything to load, all is computed.
         """
-        best = self._best(demand, self.busy_s)
-        steady = [each for each in demand.loads if each.indices and self._is_steady(each)]
-        others = [each for each in demand.loads if each.end and not self._is_steady(each)]
-        if steady and others:
-            options = self._options(demand, steady, others)
-            best = min(
-                [best, *options],
-                key=lambda each: each.done_s + self._price_s(demand, each.steady_block),
-            )
+        case = self._case(demand)
+        best = case.best()
+        if case.others and any([each.indices for each in case.steady]):
+            options = [best, *self._options(case)]
+            best = min(options, key=lambda each: each.done_s + case.price_s(each.steady_block))
         for load in demand.loads:
-            self._occupy(load, best.steady_block if self._is_steady(load) else best.block)
-        self.busy_s = best.compute_s + self._rest_s(demand)
+            block = best.steady_block if self.is_steady(load) else best.block
+            self._occupy(self._free_s, load, block)
+        self.busy_s = best.compute_s + case.rest_s
         return best
 
     def may_load(self, demand: Demand) -> bool:
@@ -184,191 +193,152 @@ class Planner:
         Only False is certain. It is found in less time than a split: while everything is computed,
         the link brings so much and no more, so that all before it is computed in any case.
         """
-        (load,) = demand.loads
-        begin, last = self._begin(demand), load.end
-        all_s = self._compute_s(demand, begin, demand.end)
+        (load,), case = demand.loads, self._case(demand)
+        all_s = case.compute_s(demand.end)
         num_loaded = int((self.busy_s + all_s) / self._move_s(load.link, 1))
         num_loaded = min(num_loaded, len(load.indices))
         if not num_loaded:
             return False
-        split = max(begin, load.indices[-num_loaded] * self.block_size)
-        least_s = self._compute_s(demand, begin, split) + self._rest_s(demand)
-        return all_s - least_s > self.least_gain_s(demand, begin, last)
+        split = max(case.begin, load.indices[-num_loaded] * self.block_size)
+        least_s = case.compute_s(split) + case.rest_s
+        return all_s - least_s > case.least_gain_s
 
-    def least_gain_s(self, demand: Demand, begin: int, last: int) -> float:
-        """Return what loading the blocks before `last` from a link that varies has to save.
+    def least_gain_s(self, demand: Demand) -> float:
+        """Return what loading from a link that varies has to save."""
+        return self._case(demand).least_gain_s
 
-        Args:
-            demand: of the request.
-            begin: first token that is neither computed nor ready.
-            last: index behind the last of the blocks.
-        """
-        blocks_s = self._compute_s(demand, begin, last * self.block_size)
-        all_s = self._compute_s(demand, begin, demand.end)
-        step_s = self.compute(demand.end - 1, demand.end)
-        return max(MIN_GAIN * blocks_s, min(step_s, SHORT_GAIN * all_s))
-
-    def _occupy(self, load: LinkLoad, split: int) -> None:
-        """Have the links be busy for longer with what is loaded from `split` on."""
-        num_blocks = _num_from(load.indices, split)
-        self._free_s[load.link] += self._move_s(load.link, num_blocks)
-        if (through := self.links[load.link].through) is not None:
-            self._free_s[through] += self._move_s(through, num_blocks)
-
-    def _is_steady(self, load: LinkLoad) -> bool:
+    def is_steady(self, load: LinkLoad) -> bool:
+        """Return whether the rate of the link that loads hardly varies."""
         return self.links[load.link].is_steady
 
-    def _rest(self, demand: Demand) -> int:
-        """Return the index behind the last block that is loaded, or computed instead."""
-        first = -(-self._begin(demand) // self.block_size)
-        return max(first, demand.loaded_to, *(each.end for each in demand.loads))
+    def _case(self, demand: Demand) -> "_Case":
+        gaps = Gaps(self.compute, self.block_size, demand.end, demand.ready)
+        return _Case(self, demand, gaps, self.busy_s, self._free_s)
 
-    def _rest_s(self, demand: Demand) -> float:
-        """Return how long the tokens behind that block take."""
-        begin = min(self._rest(demand) * self.block_size, demand.end - 1)
-        return self._compute_s(demand, begin, demand.end)
-
-    def _begin(self, demand: Demand) -> int:
-        """Return the first token that is neither computed nor ready."""
-        begin = demand.begin
-        for first, last in demand.ready:
-            if first * self.block_size <= begin:
-                begin = min(max(begin, last * self.block_size), demand.end - 1)
-        return begin
-
-    def _options(
-        self, demand: Demand, steady: Sequence[LinkLoad], others: Sequence[LinkLoad]
-    ) -> Iterator[Split]:
+    def _options(self, case: "_Case") -> Iterator[Split]:
         """Yield splits in which the steady links load more than what lies behind `block`.
 
         They load all that they have, or what they have behind a head that is computed meanwhile.
         """
-        size, begin = self.block_size, self._begin(demand)
-        first, ends = -(-begin // size), [each.end for each in demand.loads]
-        only = demand._replace(loads=steady)
-        last = max(first, max(each.end for each in steady))
-        crossing = first + bisect_left(
-            range(first, last),
-            True,
-            key=lambda m: (
-                self.busy_s + self._compute_s(demand, begin, m * size) >= self._load_s(only, m)
-            ),
+        size, compute_s, begin, first = self.block_size, case.compute_s, case.begin, case.first
+        steady = [each for each in case.steady if each.indices]
+        last = max(first, *(each.end for each in steady))
+        load_s = _arrivals(self, steady, self._free_s)
+        crossing = _crossing(
+            lambda block: self.busy_s + compute_s(block * size) - load_s(block), first, last
         )
-        heads = [first]
-        if crossing - first >= self.least_tokens // size:
-            heads.append(crossing)
-        for head in heads:
-            steady_s = self._load_s(only, head)
-            computed_s = self._begin_s(self.busy_s, steady_s)
-            computed_s += self._compute_s(demand, begin, head * size)
-            loaded = stretches(each for load in steady for each in load.indices if each >= head)
-            rest = demand._replace(
-                begin=max(begin, head * size),
-                loads=others,
-                loaded_to=max(demand.loaded_to, *ends),
-                ready=joined([*demand.ready, *loaded]),
-            )
-            free_s = self._free_s.copy()
+        is_worth_a_step = crossing - first >= self.least_tokens // size
+        left = case.gaps.without(*(each.indices for each in steady))
+        for head in [first, crossing] if is_worth_a_step else [first]:
+            steady_s, free_s = load_s(head), self._free_s.copy()
             for load in steady:
-                self._occupy(load, head)
-            best = self._best(rest, max(computed_s, steady_s))
-            self._free_s = free_s
-            load_s, done_s = max(best.load_s, steady_s), best.done_s
-            yield best._replace(steady_block=head, load_s=load_s, done_s=done_s)
+                self._occupy(free_s, load, head)
+            busy_s = max(self.busy_s, steady_s) if self.is_cpu else self.busy_s
+            busy_s = max(busy_s + compute_s(head * size), steady_s)
+            rest = case.demand._replace(
+                begin=max(begin, head * size), loads=case.others, loaded_to=case.rest
+            )
+            best = _Case(self, rest, left, busy_s, free_s).best()
+            yield best._replace(steady_block=head, load_s=max(best.load_s, steady_s))
 
-    def _best(self, demand: Demand, busy_s: float) -> Split:
-        """Return the best split of those in which all links load what lies behind one block.
-
-        Args:
-            demand: of the request.
-            busy_s: seconds until the device begins to compute it.
-        """
-        size, begin, end = self.block_size, self._begin(demand), demand.end
-        first = -(-begin // size)
-        last = max(first, 0, *(each.end for each in demand.loads))
-        rest, rest_s = self._rest(demand), self._rest_s(demand)
-
-        def compute_s(split: int) -> float:
-            """Return when the device has computed the tokens before `split`."""
-            begin_s = self._begin_s(busy_s, self._load_s(demand, split))
-            return begin_s + self._compute_s(demand, begin, min(split * size, end))
-
-        def done_s(split: int) -> float:
-            """Return when the last token is computed; without loads it needs no step of its own."""
-            if split == last == rest:
-                begin_s = max(busy_s, self._load_s(demand, split))
-                return begin_s + self._compute_s(demand, begin, end)
-            return max(compute_s(split), self._load_s(demand, split)) + rest_s
-
-        least = min(last, first - (-self.least_tokens // size))
-        crossing = least + bisect_left(
-            range(least, last + 1), True, key=lambda m: compute_s(m) >= self._load_s(demand, m)
-        )
-        candidates = {first, max(least, crossing - 1), min(crossing, last), last}
-        varies = any(each.indices and not self._is_steady(each) for each in demand.loads)
-        only_steady = {self._is_steady(each) for each in demand.loads if each.end} == {True}
-        if only_steady or (varies and not demand.is_begun):
-            simple = first if only_steady else last
-            least_gain_s = self.compute(end - 1, end)
-            if varies:
-                least_gain_s = self.least_gain_s(demand, begin, last)
-            if done_s(simple) - min(map(done_s, candidates)) <= least_gain_s:
-                candidates = {simple}
-                if only_steady and done_s(last) < (1 - MIN_GAIN) * done_s(first):
-                    candidates.add(last)  # which takes no further step
-        block = min(sorted(candidates), key=lambda m: done_s(m) + self._price_s(demand, m))
-        return Split(block, block, compute_s(block), self._load_s(demand, block), done_s(block))
-
-    def _price_s(self, demand: Demand, split: int) -> float:
-        """Return for how long others wait for the blocks before `split` that steady links have."""
-        steady = [load for load in demand.loads if self._is_steady(load)] if self.is_shared else []
-        first = -(-self._begin(demand) // self.block_size)
-        num_computed = sum(len(load.indices) - _num_from(load.indices, split) for load in steady)
-        if not num_computed or split <= first:
-            return 0.0
-        compute_s = self._compute_s(demand, self._begin(demand), split * self.block_size)
-        return compute_s * num_computed / (split - first)
-
-    def _begin_s(self, busy_s: float, load_s: float) -> float:
-        """Return when the device begins to compute what is not loaded."""
-        return max(busy_s, load_s) if self.is_cpu else busy_s
-
-    def _compute_s(self, demand: Demand, begin: int, end: int) -> float:
-        """Return how long the device takes for those tokens of a stretch that are not ready."""
-        seconds = 0.0
-        for first, last in demand.ready:
-            # The last token of a request is never cached.
-            first, last = first * self.block_size, min(last * self.block_size, demand.end - 1)
-            if begin < first < end:
-                seconds += self.compute(begin, first)
-            if first < end:
-                begin = max(begin, last)
-        return seconds + self.compute(begin, end)
-
-    def _load_s(self, demand: Demand, split: int) -> float:
-        """Return when all have arrived that are not computed: those from `split` on, and others."""
-        arrivals, carried = [0.0], dict[int, int]()
-        for load in demand.loads:
-            link, num_blocks = self.links[load.link], _num_from(load.indices, split)
-            if num_blocks:
-                arrivals.append(self._arrival_s(load.link, num_blocks))
-            is_coming = bool(load.queued) and load.queued[-1] >= split  # many are under way at once
-            if is_coming or load.is_bringing:
-                arrivals.append(link.busy_s + link.latency_s)
-            if link.through is not None:
-                num_blocks += _num_from(load.queued, split)
-            last = load.link if link.through is None else link.through
-            carried[last] = carried.get(last, 0) + num_blocks
-        arrivals += [self._arrival_s(*each) for each in carried.items() if each[1]]
-        return max(arrivals)
-
-    def _arrival_s(self, link: int, num_blocks: int) -> float:
-        """Return when so many more blocks have come over a link."""
-        return self._free_s[link] + self._move_s(link, num_blocks) + self.links[link].latency_s
+    def _occupy(self, free_s: list[float], load: LinkLoad, block: int) -> None:
+        """Have the links be busy for longer with what is loaded from `block` on."""
+        num_blocks = len(load.indices) - bisect_left(load.indices, block)
+        free_s[load.link] += self._move_s(load.link, num_blocks)
+        if (through := self.links[load.link].through) is not None:
+            free_s[through] += self._move_s(through, num_blocks)
 
     def _move_s(self, link: int, num_blocks: int) -> float:
         """Return how long a link moves so many blocks."""
         return num_blocks * self.block_bytes / self.links[link].bytes_per_s
+
+
+class _Case:
+    """One request that is divided at one block, by which all links go.
+
+    Attributes:
+        steady, others: what links with a steady rate may load, and what other links load.
+        begin: the first token that is neither computed nor ready.
+        first: the first block at which it may be divided: everything is loaded.
+        last: the last one: nothing is loaded.
+        rest: index behind the last block that is loaded, or computed instead.
+        rest_s: how long the tokens behind that one take.
+        compute_s: tells how long the tokens from `begin` to any other one take.
+        load_s: tells when all blocks from any one on have arrived.
+    """
+
+    def __init__(
+        self, planner: Planner, demand: Demand, gaps: Gaps, busy_s: float, free_s: list[float]
+    ) -> None:
+        size, end = planner.block_size, demand.end
+        self.planner, self.demand, self.gaps = planner, demand, gaps
+        self.load_s = _arrivals(planner, demand.loads, free_s)
+        self.busy_s, self._known = busy_s, dict[int, Split]()
+        self.steady = [each for each in demand.loads if planner.is_steady(each)]
+        self.others = [each for each in demand.loads if each.end and not planner.is_steady(each)]
+        self.begin = gaps.begin(demand.begin)
+        self.first = -(-self.begin // size)
+        self.last = max([self.first, *(each.end for each in demand.loads)])
+        self.rest = max(self.last, demand.loaded_to)
+        self.compute_s = gaps.since(self.begin)
+        self.rest_s = gaps.since(min(self.rest * size, end - 1))(end)
+
+    @property
+    def least_gain_s(self) -> float:
+        """What loading from a link that varies has to save."""
+        blocks_s = self.compute_s(self.last * self.planner.block_size)
+        short_s = min(self.step_s, SHORT_GAIN * self.compute_s(self.demand.end))
+        return max(MIN_GAIN * blocks_s, short_s)
+
+    @property
+    def step_s(self) -> float:
+        """How long one more step takes."""
+        return self.planner.compute(self.demand.end - 1, self.demand.end)
+
+    def at(self, block: int) -> Split:
+        """Return what comes of computing the blocks before `block`, and loading the others."""
+        if block not in self._known:
+            end, load_s = self.demand.end, self.load_s(block)
+            begin_s = max(self.busy_s, load_s) if self.planner.is_cpu else self.busy_s
+            compute_s = begin_s + self.compute_s(min(block * self.planner.block_size, end))
+            done_s = max(compute_s, load_s) + self.rest_s
+            if block == self.last == self.rest:  # the tokens behind it need no step of their own
+                done_s = max(self.busy_s, load_s) + self.compute_s(end)
+            self._known[block] = Split(block, block, compute_s, load_s, done_s)
+        return self._known[block]
+
+    def best(self) -> Split:
+        """Return the best of all splits."""
+        planner, first, last = self.planner, self.first, self.last
+        least = min(last, first - (-planner.least_tokens // planner.block_size))
+        crossing = _crossing(self._lead_s, least, last + 1)
+        blocks = {first, max(least, crossing - 1), min(crossing, last), last}
+        splits = [self.at(block) for block in sorted(blocks)]
+        varies = any([each.indices for each in self.others])
+        only_steady = not self.others and any([each.end for each in self.steady])
+        if only_steady or (varies and not self.demand.is_begun):
+            simple, all_computed = splits[0 if only_steady else -1], splits[-1]
+            least_gain_s = self.least_gain_s if varies else self.step_s
+            if simple.done_s - min(each.done_s for each in splits) <= least_gain_s:
+                splits = [simple]
+                if only_steady and all_computed.done_s < (1 - MIN_GAIN) * simple.done_s:
+                    splits.append(all_computed)  # which takes no further step
+        return min(splits, key=lambda each: each.done_s + self.price_s(each.block))
+
+    def price_s(self, block: int) -> float:
+        """Return for how long others wait for the blocks before `block` that steady links have."""
+        if block <= self.first or not (self.steady and self.planner.is_shared):
+            return 0.0
+        num_computed = sum([bisect_left(each.indices, block) for each in self.steady])
+        if not num_computed:
+            return 0.0
+        compute_s = self.compute_s(block * self.planner.block_size)
+        return compute_s * num_computed / (block - self.first)
+
+    def _lead_s(self, block: int) -> float:
+        """Return how much sooner the tail has arrived than the head is computed."""
+        split = self.at(block)
+        return split.compute_s - split.load_s
 
 
 class Outlook(NamedTuple):
@@ -405,6 +375,74 @@ def outlook(
     return Outlook(split, compute_s, load_s)
 
 
-def _num_from(indices: Sequence[int], first: int) -> int:
-    """Count the indices, given in ascending order, from `first` on."""
-    return len(indices) - bisect_left(indices, first)
+def _arrivals(
+    planner: Planner, loads: Sequence[LinkLoad], free_s: Sequence[float]
+) -> Callable[[int], float]:
+    """Return what tells of a block when all have arrived that are not computed.
+
+    These are those from this block on, and those that were begun and cannot be computed any more.
+
+    Args:
+        planner: knows the links.
+        loads: of one request.
+        free_s: for how long each link is busy with what it was given.
+    """
+    links, block_bytes = planner.links, planner.block_bytes
+    lists = defaultdict[int, list[Sequence[int]]](list)  # of blocks that pass each link
+    coming = list[tuple[float, float]]()  # when what a link was given arrives, if the split is
+    # before the last of these blocks that can still be computed; wherever it is if some cannot
+    for load in loads:
+        link = links[load.link]
+        if load.indices:
+            lists[load.link].append(load.indices)
+        if link.through is not None:
+            lists[link.through] += [each for each in (load.indices, load.queued) if each]
+        if load.is_bringing or load.queued:
+            last = math.inf if load.is_bringing else load.queued[-1]
+            coming.append((last, link.busy_s + link.latency_s))
+    passing = [
+        (free_s[link], links[link].bytes_per_s, links[link].latency_s, each)
+        for link, each in lists.items()
+    ]
+
+    def load_s(block: int) -> float:
+        latest_s = 0.0
+        for last, arrival_s in coming:  # many are under way at once
+            if last >= block and arrival_s > latest_s:
+                latest_s = arrival_s
+        for busy_s, bytes_per_s, latency_s, some in passing:
+            num_blocks = 0
+            for indices in some:
+                num_blocks += len(indices) - bisect_left(indices, block)
+            if num_blocks:
+                arrival_s = busy_s + num_blocks * block_bytes / bytes_per_s + latency_s
+                if arrival_s > latest_s:
+                    latest_s = arrival_s
+        return latest_s
+
+    return load_s
+
+
+def _crossing(lead_s: Callable[[int], float], low: int, high: int) -> int:
+    """Return the first block of `range(low, high)` with a lead of 0 or more; `high` without one.
+
+    The lead does not fall from one block to the next, and it hardly bends, so that a straight line
+    between two blocks leads close to where it is 0. It takes half the steps of a bisection.
+
+    Source: regula falsi, the Illinois variant (Dowell and Jarratt 1971).
+    """
+    if low >= high or (low_s := lead_s(low)) >= 0:
+        return low
+    high -= 1
+    if (high_s := lead_s(high)) < 0:
+        return high + 1
+    was_low = was_high = False
+    while high - low > 1:
+        block = low + int((high - low) * low_s / (low_s - high_s))
+        block = min(max(block, low + 1), high - 1)
+        if (found_s := lead_s(block)) < 0:
+            low, low_s, high_s = block, found_s, high_s / 2 if was_low else high_s
+        else:
+            high, high_s, low_s = block, found_s, low_s / 2 if was_high else low_s
+        was_low, was_high = found_s < 0, found_s >= 0
+    return high

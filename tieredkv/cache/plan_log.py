@@ -5,12 +5,11 @@ again, on any machine, so that a decision can be explained or compared with anot
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
 from tieredkv.cache.plan import Demand, LinkState, Planner, Split
-from tieredkv.cache.rates import ComputeRate, StepTimes
+from tieredkv.cache.rates import ComputeRate, PromptTimes, StepTimes
 
 
 class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +73,7 @@ def replay(text: str) -> tuple[LoggedPlan, list[Split]]:
     logged = msgspec.json.decode(text, type=LoggedPlan)
     planner = Planner(
         logged.links,
-        partial(logged.times.seconds, chunk=logged.chunk, num_read=logged.num_read),
+        PromptTimes(logged.times, logged.chunk, logged.num_read),
         block_size=logged.block_size,
         block_bytes=logged.block_bytes,
         busy_s=logged.busy_s,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tieredkv.cache.block import Block
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.forecasts import Forecast
+from tieredkv.cache.stretches import NO_STRETCHES, Stretches
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 
@@ -71,7 +72,7 @@ class Prefix:
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
-    ready: list[tuple[int, int]] = field(default_factory=list)
+    ready: Stretches = NO_STRETCHES
     overtaken: dict[BlockHash, str] = field(default_factory=dict)
     forecast: Forecast | None = None
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)

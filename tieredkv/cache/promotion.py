@@ -216,7 +216,7 @@ class Promoter:
             disk = disk._replace(bytes_per_s=NO_ROOM_BYTES_PER_S)
         return Planner(
             [up, disk._replace(through=HOST)],
-            tiers.compute_rate.seconds,
+            tiers.compute_rate.prompt_times,
             block_size=tiers.block_size,
             block_bytes=tiers.block_bytes,
             busy_s=busy_s,
@@ -416,7 +416,7 @@ class Promoter:
         copies: list[tuple[Block, Block]] = []
         first = bisect_left(restore.in_host, restore.host_split)
         first = max(first, len(restore.in_host) - at_most)
-        prefix.ready = joined([*prefix.ready, *stretches(restore.in_host[first:])])
+        prefix.ready = joined(prefix.ready, stretches(restore.in_host[first:]))
         for index in restore.in_host[first:]:
             page, block = restore.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash

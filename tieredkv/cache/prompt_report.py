@@ -93,11 +93,11 @@ def _predict(
     demand = Demand(0, num_tokens)
     cases = {
         "compute": demand,
-        "device": demand._replace(ready=[*stretches(cached)]),
+        "device": demand._replace(ready=stretches(cached)),
         "host": demand._replace(loads=[LinkLoad(HOST, cached)]),
         "disk": demand._replace(loads=[LinkLoad(DISK, cached)]),
         "planned": demand._replace(
-            ready=[*stretches(of[Tier.DEVICE])],
+            ready=stretches(of[Tier.DEVICE]),
             loads=[LinkLoad(HOST, of[Tier.HOST]), LinkLoad(DISK, of[Tier.DISK])],
         ),
     }

@@ -7,12 +7,14 @@ Called by the engine's thread only.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tieredkv.cache.stretches import Ints
 from tieredkv.steps import NEW_SHARE, pairs
 
 MIN_WINDOW_S = 0.02
@@ -350,22 +352,44 @@ class StepTimes(NamedTuple):
         tokens_s = least_s if is_least else max(least_s, a + b * num_tokens)
         return tokens_s + c * num_pairs + d * num_read
 
-    def seconds(self, begin: int, end: int, chunk: int, num_read: float) -> float:
-        """Return how long it takes to compute the tokens `[begin, end)` of one prompt.
 
-        Args:
-            begin: first of the tokens.
-            end: behind the last of them.
-            chunk: the most tokens of one step.
-            num_read: tokens that each step reads for requests that are generating.
-        """
+@dataclass(slots=True)
+class PromptTimes:
+    """How long it takes to compute tokens `[begin, end)` of one prompt, in seconds.
+
+    Attributes:
+        times: of steps.
+        chunk: the most tokens of one step.
+        num_read: tokens that each step reads for requests that are generating.
+    """
+
+    times: StepTimes
+    chunk: int
+    num_read: float = 0.0
+    _full_s: float = field(init=False)  # of a step that is full
+
+    def __post_init__(self) -> None:
+        self._full_s = self.times.step_seconds(self.chunk, 0.0, self.num_read)
+
+    def __call__(self, begin: int, end: int) -> float:
+        """Return how many seconds these tokens take."""
         if end <= begin:
             return 0.0
-        num_full, rest = divmod(end - begin, chunk)
-        seconds = num_full * self.step_seconds(chunk, 0.0, num_read)
+        num_full, rest = divmod(end - begin, self.chunk)
+        seconds = num_full * self._full_s
         if rest:
-            seconds += self.step_seconds(rest, 0.0, num_read)
-        return seconds + self.c * pairs(begin, end)
+            seconds += self.times.step_seconds(rest, 0.0, self.num_read)
+        return seconds + self.times.c * pairs(begin, end)
+
+    def each(self, begins: Ints, ends: Ints) -> NDArray[np.float64]:
+        """Return the same for many parts `[begins[i], ends[i])`, none of which is empty."""
+        times, num_tokens = self.times, ends - begins
+        num_full, rest = np.divmod(num_tokens, self.chunk)
+        rest_s = np.maximum(times.least_s, times.a + times.b * rest)
+        if times.least_s > 0:
+            rest_s[rest < FEW_TOKENS] = times.least_s
+        rest_s = (rest > 0) * (rest_s + times.d * self.num_read)
+        return num_full * self._full_s + rest_s + times.c * (num_tokens * (ends + begins) / 2)
 
 
 class _Streak(NamedTuple):
@@ -518,9 +542,14 @@ class ComputeRate:
         expected_s = self.step_seconds(step.num_tokens, step.num_pairs, step.num_read)
         return expected_s / _FAR <= step.seconds <= expected_s * _FAR
 
+    @property
+    def prompt_times(self) -> PromptTimes:
+        """What is known now of the time of prompts."""
+        return PromptTimes(self.times, self.chunk, self.num_read_beside)
+
     def seconds(self, begin: int, end: int) -> float:
         """Return how long it takes to compute the tokens `[begin, end)` of one prompt."""
-        return self.times.seconds(begin, end, self.chunk, self.num_read_beside)
+        return self.prompt_times(begin, end)
 
     def step_seconds(self, num_tokens: float, num_pairs: float, num_read: float = 0.0) -> float:
         """Return how long a step takes."""
@@ -568,7 +597,3 @@ def _weights(kinds: Sequence[_Kind]) -> list[float]:
     """Return the weight of each kind: the longer ago it was seen, the less it counts."""
     newest = max((it.last for it in kinds), default=0)
     return [0.5 ** ((newest - it.last) / _HALF_LIFE) for it in kinds]
-
-
-ComputeSeconds = Callable[[int, int], float]
-"""Returns how many seconds computing the tokens `[begin, end)` takes."""

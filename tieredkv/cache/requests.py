@@ -35,7 +35,7 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
-from tieredkv.cache.stretches import stretches_between
+from tieredkv.cache.stretches import NO_STRETCHES, Stretches, stretches_between
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
@@ -218,7 +218,7 @@ class TieredCache:
         if is_whole and all(block.is_ready for block in found):
             prefix.blocks = found
             prefix.sources = [Tier.DEVICE] * len(found)
-            prefix.ready = [(0, len(found))]
+            prefix.ready = Stretches.of([(0, len(found))])
         else:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
@@ -382,7 +382,7 @@ class TieredCache:
         prefix.block_ids = array("i")
         prefix.sources = []
         prefix.awaited = set()
-        prefix.ready = []
+        prefix.ready = NO_STRETCHES
         prefix.brought = set()
         prefix.forecast = None
         self._demoter.note_change()

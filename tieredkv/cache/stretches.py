@@ -1,37 +1,82 @@
 """Stretches of blocks: pairs `[first, last)` of indices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 Stretch = tuple[int, int]
+Ints = NDArray[np.int64]
 
 
-def stretches(indices: Iterable[int]) -> list[Stretch]:
+class Stretches(Sequence[Stretch]):
+    """Stretches that ascend and do not touch, kept as arrays.
+
+    Attributes:
+        firsts: the first index of each.
+        lasts: the index behind each.
+    """
+
+    __slots__ = ("firsts", "lasts")
+
+    def __init__(self, firsts: Ints, lasts: Ints) -> None:
+        self.firsts, self.lasts = firsts, lasts
+
+    @classmethod
+    def of(cls, pairs: Sequence[Stretch]) -> Self:
+        """Return pairs that ascend and do not touch as stretches."""
+        firsts, lasts = [first for first, _ in pairs], [last for _, last in pairs]
+        return cls(np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[Stretch]:
+        return zip(self.firsts.tolist(), self.lasts.tolist(), strict=True)
+
+    @overload
+    def __getitem__(self, at: int) -> Stretch: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Stretch]: ...
+    def __getitem__(self, at: int | slice) -> Stretch | Sequence[Stretch]:
+        return [*self][at]
+
+    def __repr__(self) -> str:
+        return repr([*self])
+
+
+NO_STRETCHES = Stretches.of(())
+
+
+def stretches(indices: Sequence[int]) -> Stretches:
     """Return ascending indices as stretches."""
-    found = list[Stretch]()
-    for index in indices:
-        if found and found[-1][1] == index:
-            found[-1] = found[-1][0], index + 1
-        else:
-            found.append((index, index + 1))
-    return found
+    return joined(loose(indices))
 
 
-def stretches_between(indices: Iterable[int], end: int) -> list[Stretch]:
+def loose(indices: Sequence[int]) -> Stretches:
+    """Return ascending indices as stretches that touch where they please, for `joined`."""
+    if indices and indices[-1] - indices[0] < len(indices):
+        return Stretches(np.array([indices[0]]), np.array([indices[-1] + 1]))
+    found = np.fromiter(indices, np.int64, len(indices))
+    return Stretches(found, found + 1)
+
+
+def stretches_between(indices: Iterable[int], end: int) -> Stretches:
     """Return the stretches of `range(end)` that ascending indices leave."""
-    found, begin = list[Stretch](), 0
-    for index in indices:
-        if begin < index:
-            found.append((begin, index))
-        begin = index + 1
-    return [*found, (begin, end)] if begin < end else found
+    found = np.fromiter(indices, np.int64)
+    firsts, lasts = np.append(0, found + 1), np.append(found, end)
+    is_left = firsts < lasts
+    return Stretches(firsts[is_left], lasts[is_left])
 
 
-def joined(some: Iterable[Stretch]) -> list[Stretch]:
-    """Return stretches in any order as ascending ones that do not touch."""
-    found = list[Stretch]()
-    for first, last in sorted(some):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], last)
-        else:
-            found.append((first, last))
-    return found
+def joined(*some: Stretches) -> Stretches:
+    """Return all stretches, each row of which ascends, as ascending ones that do not touch."""
+    firsts = np.concatenate([each.firsts for each in some])
+    lasts = np.concatenate([each.lasts for each in some])
+    if not len(firsts):
+        return Stretches(firsts, lasts)
+    order = firsts.argsort(kind="stable")
+    firsts, lasts = firsts[order], np.maximum.accumulate(lasts[order])
+    edges = np.flatnonzero(np.concatenate([[True], firsts[1:] > lasts[:-1], [True]]))
+    return Stretches(firsts[edges[:-1]], lasts[edges[1:] - 1])

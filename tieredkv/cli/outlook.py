@@ -100,7 +100,7 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
         for tier, link in links.items():
             planner = Planner(
                 [link],
-                compute.seconds,
+                compute.prompt_times,
                 block_size=spec.block_size,
                 block_bytes=spec.block_bytes,
                 least_tokens=compute.least_tokens,

@@ -129,7 +129,7 @@ def _planners(
     def make() -> Planner:
         return Planner(
             links,
-            compute.seconds,
+            compute.prompt_times,
             block_size=spec.block_size,
             block_bytes=spec.block_bytes,
             least_tokens=compute.least_tokens,

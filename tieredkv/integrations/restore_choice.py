@@ -6,13 +6,12 @@ for a request. Whatever is not known speaks for computing: what is computed take
 without the disk.
 """
 
-from functools import partial
 from typing import Literal
 
 import msgspec
 
 from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner, outlook
-from tieredkv.cache.rates import StepTimes
+from tieredkv.cache.rates import PromptTimes, StepTimes
 from tieredkv.config import Restore
 
 Reason = Literal["setting", "faster", "slower", "unknown_prefill", "unknown_disk"]
@@ -123,13 +122,13 @@ def _expected(facts: Facts) -> Choice:
     link = LinkState(facts.read_bytes_per_s, facts.read_busy_s, latency_s)
     planner = Planner(
         [link],
-        partial(facts.times.seconds, chunk=ANY_LENGTH, num_read=0.0),
+        PromptTimes(facts.times, ANY_LENGTH),
         block_size=facts.chunk_tokens,
         block_bytes=-(-facts.load_bytes // (last - first)),
     )
     num_tokens = max(facts.num_tokens, facts.end + 1)  # the last one is always computed
     demand = Demand(facts.begin, num_tokens, [LinkLoad(0, range(first, last))])
-    least_gain_s = planner.least_gain_s(demand, facts.begin, last)
+    least_gain_s = planner.least_gain_s(demand)
     _, compute_s, load_s = outlook(planner, facts.end, num_tokens, begin=facts.begin)
     should_load = compute_s - load_s > least_gain_s
     return Choice(

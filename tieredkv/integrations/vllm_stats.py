@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from tieredkv.cache.rates import PromptTimes
 from tieredkv.integrations.restore_choice import ANY_LENGTH
 from tieredkv.integrations.restores import Restores
 from tieredkv.integrations.row_store import RowStore
@@ -127,7 +128,7 @@ def gather(stats: TierStats, rows: RowStore, restores: Restores) -> None:
     stats.follow("tieredkv_prefill_seconds", meter.predicted_s, "predicted")
     stats.follow("tieredkv_prefill_seconds", meter.measured_s, "measured")
     times = restores.times
-    prefill_s = times.seconds(0, 8192, ANY_LENGTH, 0.0) if times is not None else float("inf")
+    prefill_s = PromptTimes(times, ANY_LENGTH)(0, 8192) if times is not None else float("inf")
     stats.show(
         {
             "tieredkv_disk_bytes": store.bytes_files,

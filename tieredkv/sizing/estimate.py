@@ -76,7 +76,7 @@ class Estimate:
         read = LinkState(self._bytes_per_s[READ], free[READ], READ_LATENCY_S, through=UP)
         planner = Planner(
             [up, read],
-            self._compute.seconds,
+            self._compute.prompt_times,
             block_size=self._block_tokens,
             block_bytes=self._block_bytes,
             busy_s=max(0.0, self._device_free_at - now),
