@@ -120,7 +120,7 @@ def measure(name: str, num_tokens: int, *, is_begun: bool, repeats: int) -> Row:
 
 @click.command()
 @click.option("--tokens", default="4096,65536", show_default=True)
-@click.option("--repeats", default=100, show_default=True, help="Plans; the fastest counts.")
+@click.option("--repeats", default=200, show_default=True, help="Plans; the fastest counts.")
 @click.option("--commit", help="Commit to report, for a tree without its history.")
 def main(tokens: str, repeats: int, commit: str | None) -> None:
     """Measure what dividing a request costs; print JSON."""
