@@ -21,8 +21,8 @@ How a split is found: the later the block at which a request is divided, the lat
 computed, and the sooner has its tail arrived. So either block at which the two times cross is the
 best one, or else the first or the last block, since computing nothing saves a step, and so does
 loading nothing. So only a handful of blocks is tried. When a tail has arrived follows from how many
-blocks of each list lie in it, which a bisection finds. When a head is computed `gaps` finds
-in the same way. Only blocks that lie scattered are walked, once for a split.
+blocks of each list lie in it, which a bisection finds. When a head is computed `gaps` finds in the
+same way. Only blocks that lie scattered are walked, once for a split.
 
 This module knows seconds and bytes. It does not know blocks' contents, tiers, or clocks.
 """
@@ -49,6 +49,9 @@ SHORT_GAIN = 0.12
 """Share of the time of computing a whole request that is enough to begin to load for it. A short
 request takes so few steps that it can hardly save one.
 """
+
+MAX_STRAIGHT = 6
+"""Tries along a straight line to find where computing and loading meet; nearly all need no more."""
 
 
 class LinkLoad(NamedTuple):
@@ -341,40 +344,6 @@ class _Case:
         return split.compute_s - split.load_s
 
 
-class Outlook(NamedTuple):
-    """What is expected of one request that is alone, and whose prefix a slower tier has.
-
-    Attributes:
-        split: the plan.
-        compute_s: seconds until its last token is computed if all is computed.
-        load_s: the same if the whole prefix is loaded.
-    """
-
-    split: Split
-    compute_s: float
-    load_s: float
-
-
-def outlook(
-    planner: Planner, num_cached_tokens: int, num_tokens: int, *, begin: int = 0
-) -> Outlook:
-    """Compare the plan for one request with computing and with loading all of its prefix.
-
-    Args:
-        planner: a new one, whose first link has the prefix.
-        num_cached_tokens: length of the prefix, in whole blocks.
-        num_tokens: of the request.
-        begin: the tokens before it, in whole blocks, are there already.
-    """
-    size, link = planner.block_size, planner.links[0]
-    blocks = range(begin // size, num_cached_tokens // size)
-    move_s = len(blocks) * planner.block_bytes / link.bytes_per_s
-    load_s = link.busy_s + move_s + link.latency_s + planner.compute(num_cached_tokens, num_tokens)
-    compute_s = planner.busy_s + planner.compute(begin, num_tokens)
-    split = planner.split(Demand(begin, num_tokens, [LinkLoad(0, blocks)]))
-    return Outlook(split, compute_s, load_s)
-
-
 def _arrivals(
     planner: Planner, loads: Sequence[LinkLoad], free_s: Sequence[float]
 ) -> Callable[[int], float]:
@@ -389,8 +358,9 @@ def _arrivals(
     """
     links, block_bytes = planner.links, planner.block_bytes
     lists = defaultdict[int, list[Sequence[int]]](list)  # of blocks that pass each link
-    coming = list[tuple[float, float]]()  # when what a link was given arrives, if the split is
-    # before the last of these blocks that can still be computed; wherever it is if some cannot
+    # For each link that was given blocks, the last one that can still be computed instead, and when
+    # they arrive. If some cannot, they are waited for wherever the request is divided.
+    coming = list[tuple[float, float]]()
     for load in loads:
         link = links[load.link]
         if load.indices:
@@ -426,8 +396,9 @@ def _arrivals(
 def _crossing(lead_s: Callable[[int], float], low: int, high: int) -> int:
     """Return the first block of `range(low, high)` with a lead of 0 or more; `high` without one.
 
-    The lead does not fall from one block to the next, and it hardly bends, so that a straight line
-    between two blocks leads close to where it is 0. It takes half the steps of a bisection.
+    The lead does not fall from one block to the next. Mostly it hardly bends, so that a straight
+    line between two blocks leads close to where it is 0, in half the tries of a bisection. Where it
+    does bend, the blocks that are left after some tries are halved.
 
     Source: regula falsi, the Illinois variant (Dowell and Jarratt 1971).
     """
@@ -437,12 +408,48 @@ def _crossing(lead_s: Callable[[int], float], low: int, high: int) -> int:
     if (high_s := lead_s(high)) < 0:
         return high + 1
     was_low = was_high = False
-    while high - low > 1:
-        block = low + int((high - low) * low_s / (low_s - high_s))
-        block = min(max(block, low + 1), high - 1)
+    tries_left = MAX_STRAIGHT
+    while (num_between := high - low - 1) > 0:
+        share = low_s / (low_s - high_s) if tries_left > 0 else 0.5
+        block = low + min(max(int((high - low) * share), 1), num_between)
         if (found_s := lead_s(block)) < 0:
             low, low_s, high_s = block, found_s, high_s / 2 if was_low else high_s
         else:
             high, high_s, low_s = block, found_s, low_s / 2 if was_high else low_s
         was_low, was_high = found_s < 0, found_s >= 0
+        tries_left -= 1
     return high
+
+
+class Outlook(NamedTuple):
+    """What is expected of one request that is alone, and whose prefix a slower tier has.
+
+    Attributes:
+        split: the plan.
+        compute_s: seconds until its last token is computed if all is computed.
+        load_s: the same if the whole prefix is loaded.
+    """
+
+    split: Split
+    compute_s: float
+    load_s: float
+
+
+def outlook(
+    planner: Planner, num_cached_tokens: int, num_tokens: int, *, begin: int = 0
+) -> Outlook:
+    """Compare the plan for one request with computing and with loading all of its prefix.
+
+    Args:
+        planner: a new one, whose first link has the prefix.
+        num_cached_tokens: length of the prefix, in whole blocks.
+        num_tokens: of the request.
+        begin: the tokens before it, in whole blocks, are there already.
+    """
+    size, link = planner.block_size, planner.links[0]
+    blocks = range(begin // size, num_cached_tokens // size)
+    move_s = len(blocks) * planner.block_bytes / link.bytes_per_s
+    load_s = link.busy_s + move_s + link.latency_s + planner.compute(num_cached_tokens, num_tokens)
+    compute_s = planner.busy_s + planner.compute(begin, num_tokens)
+    split = planner.split(Demand(begin, num_tokens, [LinkLoad(0, blocks)]))
+    return Outlook(split, compute_s, load_s)
