@@ -25,6 +25,7 @@ from tieredkv.cache.operations import ChooseBlock
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.requests import RequestProgress, TieredCache
+from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
@@ -358,11 +359,13 @@ class Rig:
         if not self.cache.is_settled(prefix):
             return False
         num_blocks = num_blocks or len(prefix.hashes)
+        brought = {*prefix.row.indices(State.COMING)}  # copied up while it waited
         is_admitted = bool(self.cache.admit(prefix, num_blocks, is_alone=is_alone))
         if is_admitted:
             self.admitted.append(prefix)
             blocks = enumerate(prefix.blocks[: len(prefix.hashes)])
-            self._found[prefix] = {index for index, block in blocks if block.is_ready}
+            found = {index for index, block in blocks if block.is_ready}
+            self._found[prefix] = found - brought
         self.plan()
         self.check()
         return is_admitted
@@ -445,7 +448,7 @@ class Rig:
     def end(self, prefix: Prefix) -> None:
         """End a request whose blocks are all ready, and verify where it says that they are from."""
         for index, origin in enumerate(prefix.origins()):
-            if index in self._found[prefix] and prefix.hashes[index] not in prefix.brought:
+            if index in self._found[prefix]:
                 assert origin is Tier.DEVICE, "a block that was in VRAM counts as another"
                 continue
             filler = self._fillers[prefix.blocks[index].block_id]

@@ -153,7 +153,7 @@ class WholeCache:
             if cache.is_restoring:
                 cache.plan([RequestProgress(prefix, 0, len(hashes))])
             self._compute(prefix)
-            if all(prefix.blocks[each].is_ready for each in prefix.awaited):
+            if all(prefix.blocks[each].is_ready for each in prefix.row.awaited):
                 break
             self._step()
         sources: list[Source] = list(prefix.origins())
@@ -171,7 +171,7 @@ class WholeCache:
     def _compute(self, prefix: Prefix) -> None:
         """Compute what is not left to the links."""
         blocks = prefix.blocks
-        for first, last in stretches(sorted(prefix.awaited)):
+        for first, last in stretches(prefix.row.awaited):
             while first < last:
                 end = first
                 if not (blocks[first].is_ready or blocks[first].is_copying):

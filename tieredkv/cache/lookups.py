@@ -11,7 +11,7 @@ Called by the engine's thread only.
 import time
 
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.stretches import stretches_between
+from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.storage.tier import LookupDone
 from tieredkv.types import BlockHash
@@ -46,10 +46,12 @@ class Lookups:
         hashes = prefix.hashes[:end]
         missing = tiers.host.missing(tiers.device.missing(hashes))
         unknown = [block_hash for block_hash in missing if block_hash not in records]
-        if len(missing) < len(hashes) and (unknown or not prefix.ready):
+        if len(missing) < len(hashes) and (unknown or prefix.row.first(State.FOUND) < 0):
             absent = set(missing)
-            indices = (index for index, each in enumerate(hashes) if each in absent)
-            prefix.ready = stretches_between(indices, len(hashes))
+            prefix.row.put_all(prefix.row.indices(State.FOUND), State.COMPUTE)
+            for index, block_hash in enumerate(hashes):
+                if block_hash not in absent and prefix.row[index] != State.COMING:
+                    prefix.row.put(index, State.FOUND)
         records.update(dict.fromkeys(unknown))
         return unknown
 

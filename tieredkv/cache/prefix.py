@@ -10,7 +10,8 @@ from typing import NamedTuple
 from tieredkv.cache.block import Block
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.forecasts import Forecast
-from tieredkv.cache.stretches import NO_STRETCHES, Stretches
+from tieredkv.cache.row import Row, State
+from tieredkv.errors import IntegrityError
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 
@@ -42,10 +43,7 @@ class Prefix:
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found at admission, or from which it was to come
             then; None if the request computed it, or had to. See `origins`.
-        awaited: indices of blocks that were not ready at admission and that it has not computed.
-        ready: stretches of blocks `[first, last)` that were in VRAM at admission, or have been on
-            their way to it since; while it is queued, those that were in RAM when the disk was
-            asked.
+        row: the state of each full block.
         overtaken: blocks that a slower tier had and that it computed, each with the reason.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
@@ -55,7 +53,6 @@ class Prefix:
             loaded, whatever the answer is.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         prefetched: blocks that were read from disk for it while it waits; they are evicted last.
-        brought: blocks that were copied to VRAM for it while it waited for room.
         refused_at: the state in which the request last found no room: free blocks, those that no
             floor keeps from it, cached blocks, blocks wanted, and whether it was alone. It is not
             tried again until these change.
@@ -71,8 +68,7 @@ class Prefix:
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
-    awaited: set[int] = field(default_factory=set)
-    ready: Stretches = NO_STRETCHES
+    row: Row = field(init=False)
     overtaken: dict[BlockHash, str] = field(default_factory=dict)
     forecast: Forecast | None = None
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
@@ -81,8 +77,10 @@ class Prefix:
     awaits_answer: bool = True
     num_present: int = 0
     prefetched: list[BlockHash] = field(default_factory=list)
-    brought: set[BlockHash] = field(default_factory=set)
     refused_at: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.row = Row(len(self.hashes))
 
     @property
     def tenant(self) -> bytes:
@@ -96,10 +94,22 @@ class Prefix:
         from VRAM if another request computed it. For a block that is not ready this is a forecast.
         """
         origins = self.sources.copy()
-        for index in self.awaited:
+        for index in self.row.awaited:
             if (block := self.blocks[index]).is_ready:
                 origins[index] = block.source or Tier.DEVICE
         return origins
+
+    def check(self) -> None:
+        """Raise IntegrityError if a state of an admitted request contradicts its block."""
+        if len(self.row) != len(self.hashes):
+            raise IntegrityError(f"{len(self.hashes)} blocks have {len(self.row)} states")
+        for index in range(len(self.row)):
+            block, state = self.blocks[index], State(self.row[index])
+            if block.block_hash is None:  # it was dropped, or another block has its hash
+                continue
+            is_there = state in (State.FOUND, State.COMPUTED)
+            if (is_there and not block.is_ready) or (state is State.COMING and block.is_open):
+                raise IntegrityError(f"{block} is {state.name} for a request")
 
     def was_computed_sooner(self, index: int) -> bool:
         """Return whether a block was computed though a slower tier had it, to have it sooner."""

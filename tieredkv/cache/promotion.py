@@ -15,7 +15,7 @@ Called by the engine's thread only.
 
 import logging
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -30,7 +30,7 @@ from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import Probes
 from tieredkv.cache.restores import DISK, HOST, RequestProgress, Restore, Restores
-from tieredkv.cache.stretches import joined, stretches
+from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.format.record import times_of
@@ -147,14 +147,11 @@ class Promoter:
 
         If the rate of a link is old, a long request may find out what it is.
         """
-        now, num_blocks = time.monotonic(), len(prefix.hashes)
+        now, num_tokens = time.monotonic(), len(prefix.hashes) * self._tiers.block_size + 1
         if self._tiers.restore != "auto":
             return True
-        missing: Sequence[int] = range(num_blocks)
-        if prefix.ready:
-            missing = sorted(set(missing).difference(*(range(*each) for each in prefix.ready)))
-        num_tokens = num_blocks * self._tiers.block_size + 1
-        demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.ready)
+        missing = prefix.row.lacking
+        demand = Demand(0, num_tokens, [LinkLoad(DISK, missing)], ready=prefix.row.there)
         planner = self.planner(0.0, now)
         rates = self._disk_link.read_rate, self._device_link.up_rate
         is_stale = any(rate.is_stale(now) for rate in rates)
@@ -176,7 +173,7 @@ class Promoter:
         copy_s = len(in_host) * tiers.block_bytes / planner.links[HOST].bytes_per_s
         if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
             return in_host[0]
-        demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=prefix.ready)
+        demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=prefix.row.there)
         return planner.split(demand).steady_block
 
     def _give_up_late(self) -> None:
@@ -199,10 +196,10 @@ class Promoter:
         if logged is not None:
             # As text at once, since the lists of the demands change.
             logger.debug("plan %s", str(msgspec.structs.replace(logged, splits=splits)))
-        first = next((each for each in self.restores.order if each.on_disk), None)
+        first = next((each for each in self.restores.order if each.has(State.AT_DISK)), None)
         if first is not None and not first.reads_next:
-            self.probe(first.prefix, first.on_disk)
-        first = next((each for each in self.restores.order if each.in_host), None)
+            self.probe(first.prefix, first.prefix.row.indices(State.AT_DISK))
+        first = next((each for each in self.restores.order if each.has(State.AT_HOST)), None)
         if first is not None and first.is_admitted and not first.copies_next:
             self._probe_copies(now)
         return splits
@@ -291,19 +288,18 @@ class Promoter:
                 self._copy_pages(restore, self.num_copies_left)
             while restore.reads_next:
                 if self._needs_no_read(restore):
-                    restore.on_disk.pop()
                     continue
                 if num_begun >= room or self._is_short:
                     break
                 if num_begun == MAX_READS:
                     self.has_more = True
                     break
-                index = restore.on_disk[-1]
+                index = restore.prefix.row.last(State.AT_DISK)
                 if not link.may_read(now) or not self._begin(restore.prefix, index, now):
                     break
                 num_begun += 1
                 restore.is_begun = True
-                insort(restore.reading, restore.on_disk.pop())
+                restore.prefix.row.put(index, State.READING)
         if num_begun:
             self._read_probes.note_use(link.read_rate)
         link.send()
@@ -414,39 +410,43 @@ class Promoter:
         prefix, unwanted = restore.prefix, list[Block]()
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
-        first = bisect_left(restore.in_host, restore.host_split)
-        first = max(first, len(restore.in_host) - at_most)
-        prefix.ready = joined(prefix.ready, stretches(restore.in_host[first:]))
-        for index in restore.in_host[first:]:
+        in_host = prefix.row.indices(State.AT_HOST)
+        first = max(bisect_left(in_host, restore.host_split), len(in_host) - at_most)
+        prefix.row.put_all(in_host[first:], State.COMING)
+        for index in in_host[first:]:
             page, block = restore.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if not is_sound:  # expired, or evicted by an operator
                 why = catalog.departed.why(prefix.hashes[index], now)
                 block.miss_reason = "expired" if why == "expired" else "admin"
+                prefix.row.put(index, State.COMPUTE)
             if is_sound and block.is_open:
                 block.begin_copy()
                 restore.last_copied = block
                 copies.append((page, block))
             else:
                 unwanted.append(page)
-        del restore.in_host[first:]
         self._tiers.device.acquire(block for _, block in copies)
         self._tiers.host.release(unwanted)
         self._tiers.num_promoting += len(copies)
         self._to_copy += copies
 
     def _needs_no_read(self, restore: Restore) -> bool:
-        """Return whether a restore's last block needs no read; copy it if it has a page."""
-        index = restore.on_disk[-1]
-        block_hash = restore.prefix.hashes[index]
+        """Return whether a restore's last block on disk needs no read; copy it if it has a page."""
+        row = restore.prefix.row
+        block_hash = restore.prefix.hashes[index := row.last(State.AT_DISK)]
         if self._disk_link.is_reading(block_hash):
-            insort(restore.reading, index)
+            row.put(index, State.READING)
             return True
         page = self._tiers.host.lookup(block_hash)
         if page is not None and page.is_ready:
             restore.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
+            row.put(index, State.COMPUTE)
             return True
-        return restore.is_admitted and not self.restores.is_open(block_hash)
+        if restore.is_admitted and not self.restores.is_open(block_hash):
+            row.put(index, State.COMPUTE)
+            return True
+        return False
 
     def _begin(self, prefix: Prefix, index: int, now: float) -> bool:
         """Queue a read of a request's block if there is a page to read it into."""

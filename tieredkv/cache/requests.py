@@ -35,7 +35,7 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
-from tieredkv.cache.stretches import NO_STRETCHES, Stretches, stretches_between
+from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
@@ -93,7 +93,8 @@ class Drained(NamedTuple):
 class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
-    Invariants (`check`): those of both pools, the catalog, the disk link, promotion and demotion;
+    Invariants (`check`): those of both pools, the catalog, the disk link, promotion and demotion,
+    and of the chains of admitted requests;
     every ready hashed block of a pool has an entry in the catalog, and every entry is in a pool;
     VRAM keeps the block of every page that counts as a duplicate.
 
@@ -113,6 +114,7 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
+        self._admitted: dict[Prefix, None] = {}
         self._room = Room(tiers, self._promoter, self._demoter, self._readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
@@ -129,6 +131,7 @@ class TieredCache:
     def arrive(self, prefix: Prefix) -> None:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
         self._tiers.note_tenant(prefix.tenant)
+        prefix.row.reset(len(prefix.hashes))
         self._ask_disk(prefix)
 
     def _ask_disk(self, prefix: Prefix) -> None:
@@ -214,15 +217,16 @@ class TieredCache:
             prefix.refused_at = None if self._room.is_coming(prefix) else refused_at
             return self._refusal(prefix)
         prefix.refused_at, rest = None, iter(fresh)
-        is_whole = len(found) == len(prefix.hashes) and not prefix.brought
+        is_whole = len(found) == len(prefix.hashes) and prefix.row.first(State.COMING) < 0
         if is_whole and all(block.is_ready for block in found):
             prefix.blocks = found
             prefix.sources = [Tier.DEVICE] * len(found)
-            prefix.ready = Stretches.of([(0, len(found))])
+            prefix.row.reset(len(found), State.FOUND)
         else:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
+        self._admitted[prefix] = None
         self._promoter.end_prefetch(prefix)
         self._tiers.events.learn(prefix, 0, len(prefix.hashes))
         return GRANTED
@@ -301,7 +305,7 @@ class TieredCache:
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
-        prefix.awaited.difference_update(computed)
+        prefix.row.put_all(computed, State.COMPUTED)
         num_steps = self._tiers.device_link.num_steps
         for index in computed:
             block = blocks[index]
@@ -354,6 +358,7 @@ class TieredCache:
         self._expire([block_hash])
         prefix.hashes.append(block_hash)
         prefix.sources.append(None)
+        prefix.row.append(State.COMPUTED)
         known = device.insert(block, block_hash, prefix.tenant)
         if known is block:
             self.complete(prefix, index, index + 1)
@@ -370,6 +375,7 @@ class TieredCache:
 
     def release(self, prefix: Prefix) -> None:
         """Release all blocks of a request that finished, was cancelled or was preempted."""
+        self._admitted.pop(prefix, None)
         self._lookups.forget(prefix)
         self._room.forget(prefix)
         self._promoter.end_prefetch(prefix)
@@ -381,9 +387,7 @@ class TieredCache:
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
-        prefix.awaited = set()
-        prefix.ready = NO_STRETCHES
-        prefix.brought = set()
+        prefix.row.reset(len(prefix.hashes))
         prefix.forecast = None
         self._demoter.note_change()
 
@@ -593,6 +597,8 @@ class TieredCache:
         tiers.disk_link.check()
         self._promoter.check()
         self._demoter.check()
+        for prefix in self._admitted:
+            prefix.check()
         tiers.events.check()
         for entry in tiers.catalog.entries():
             if not tiers.is_in_ram(entry.block_hash):
@@ -634,11 +640,14 @@ class TieredCache:
 
     def _prefetch(self, prefix: Prefix) -> None:
         """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
-        tiers, records, hashes = self._tiers, prefix.records, self._readable(prefix)
-        lacking = [i for i, h in enumerate(hashes) if records.get(h) and not tiers.is_in_ram(h)]
-        reading = [it for it in lacking if tiers.disk_link.is_coming(hashes[it])]
-        on_disk = sorted({*lacking}.difference(reading))
-        self._restores.want(prefix, in_host=[], on_disk=on_disk, reading=reading, end=len(hashes))
+        tiers, row, hashes = self._tiers, prefix.row, self._readable(prefix)
+        for state in LOADABLE:
+            row.put_all(row.indices(state), State.COMPUTE)
+        for index, block_hash in enumerate(hashes):
+            if prefix.records.get(block_hash) and not tiers.is_in_ram(block_hash):
+                is_coming = tiers.disk_link.is_coming(block_hash)
+                row.put(index, State.READING if is_coming else State.AT_DISK)
+        self._restores.want(prefix, end=len(hashes))
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
@@ -657,56 +666,48 @@ class TieredCache:
         behind `chain`, which may not be hits, are computed.
         """
         tiers, tenant = self._tiers, prefix.tenant
-        in_host, on_disk, reading, end = list[int](), list[int](), list[int](), 0
-        records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
-        last_copied, now = None, tiers.clock.now()
-        hashes, missing = prefix.hashes[: len(chain)], list[int]()
+        records, blocks, sources, row = prefix.records, prefix.blocks, prefix.sources, prefix.row
+        end, last_copied, now = 0, None, tiers.clock.now()
+        brought = {*row.indices(State.COMING)}  # while the request waited for room
+        row.reset(len(prefix.hashes))
+        hashes = prefix.hashes[: len(chain)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
             record = records.get(block_hash) if records else None
             source: Tier | None
             if block is not None:
-                was_there = block.is_ready and block_hash not in prefix.brought
+                was_there = block.is_ready and index not in brought
                 source = None if was_there else block.source
                 source = source or Tier.DEVICE
-                if not block.is_ready and tiers.disk_link.is_coming(block_hash):
-                    reading.append(index)
+                if block.is_ready:
+                    row.put(index, State.FOUND)
+                elif block.is_copying:
+                    row.put(index, State.COMING)
+                elif tiers.disk_link.is_coming(block_hash):
+                    row.put(index, State.READING)
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     block.source = Tier.HOST if record is None else Tier.DISK
-                    in_host.append(index)
+                    row.put(index, State.AT_HOST)
                 elif tiers.disk_link.is_coming(block_hash):
                     block.source = Tier.DISK
-                    reading.append(index)
+                    row.put(index, State.READING)
                 elif record and _is_alive(record, now):
                     block.source = Tier.DISK
-                    on_disk.append(index)
+                    row.put(index, State.AT_DISK)
                 source = block.source
             if not block.is_ready:
-                prefix.awaited.add(index)
-                if block.is_copying:
-                    last_copied = block
-                else:
-                    missing.append(index)
+                last_copied = block if block.is_copying else last_copied
                 end = end if source is None else index + 1
             blocks.append(block)
             sources.append(source)
-        prefix.ready = stretches_between(missing, len(chain))
-        prefix.awaited.update(range(len(chain), len(prefix.hashes)))
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self._restores.want(
-            prefix,
-            in_host=in_host,
-            on_disk=on_disk,
-            reading=reading,
-            end=end,
-            last_copied=last_copied,
-        )
+        self._restores.want(prefix, end=end, last_copied=last_copied)
 
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.

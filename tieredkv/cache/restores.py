@@ -25,6 +25,7 @@ from typing import NamedTuple
 from tieredkv.cache.block import Block, Content
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import num_shared
@@ -41,16 +42,13 @@ class Restore:
     Attributes:
         is_admitted: whether the request has a block table, so that blocks are filled and not only
             read ahead.
-        in_host, on_disk: blocks that may be loaded and were not started, by ascending index. The
-            last ones are started first.
-        reading: blocks that are being read from disk, ascending.
         end: index behind the last block that it waits for, here or in a restore that it shares.
         give_up_at: when blocks that have not come from disk are computed; infinite while the
             request is queued.
-        pages: the pages of `in_host` by index, held while the request is admitted.
+        pages: the pages of the blocks at the host by index, held while the request is admitted.
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
             loaded before the first plan.
-        host_split: the same for the blocks of `in_host`.
+        host_split: the same for the blocks at the host.
         due_at: when what is loaded has arrived, by the last plan; in monotonic time, and infinite
             where the plan does not decide.
         is_begun: whether a read or a copy was started.
@@ -61,9 +59,6 @@ class Restore:
 
     prefix: Prefix
     is_admitted: bool
-    in_host: list[int]
-    on_disk: list[int]
-    reading: list[int]
     end: int
     give_up_at: float
     pages: dict[int, Block] = field(default_factory=dict)
@@ -74,34 +69,36 @@ class Restore:
     last_copied: Block | None = None
     is_given_up: bool = False
 
-    @property
-    def lists(self) -> tuple[list[int], list[int], list[int]]:
-        """All blocks that may be loaded or are being read."""
-        return self.in_host, self.on_disk, self.reading
+    def has(self, state: State) -> bool:
+        """Return whether some block is in this state."""
+        return self.prefix.row.first(state) >= 0
 
     @property
     def first(self) -> int:
         """The first block that may be loaded or is being read; `end` if there is none."""
-        return min((indices[0] for indices in self.lists if indices), default=self.end)
+        found = [first for each in LOADABLE if (first := self.prefix.row.first(each)) >= 0]
+        return min(found, default=self.end)
 
     @property
     def loads(self) -> tuple[LinkLoad, LinkLoad]:
         """What each link may load, or was given to load."""
         is_copying = self.last_copied is not None and self.last_copied.is_copying
+        of = self.prefix.row.indices
         return (
-            LinkLoad(HOST, self.in_host, is_bringing=is_copying),
-            LinkLoad(DISK, self.on_disk, self.reading),
+            LinkLoad(HOST, of(State.AT_HOST), is_bringing=is_copying),
+            LinkLoad(DISK, of(State.AT_DISK), of(State.READING)),
         )
 
     @property
     def copies_next(self) -> bool:
         """Whether its last block in host memory is to be copied to VRAM."""
-        return self.is_admitted and bool(self.in_host) and self.in_host[-1] >= self.host_split
+        last = self.prefix.row.last(State.AT_HOST)
+        return self.is_admitted and 0 <= last >= self.host_split
 
     @property
     def reads_next(self) -> bool:
         """Whether its last block on disk is to be read."""
-        return bool(self.on_disk) and self.on_disk[-1] >= self.split
+        return 0 <= self.prefix.row.last(State.AT_DISK) >= self.split
 
 
 class RequestProgress(NamedTuple):
@@ -115,8 +112,8 @@ class RequestProgress(NamedTuple):
 class Restores:
     """The restores of all requests, and how they are divided between computing and loading.
 
-    Invariants (`check`): the lists of a restore ascend; the pages of an admitted restore are those
-    of `in_host`, and they are held.
+    Invariant (`check`): an admitted restore holds the pages of its blocks at the host. Those of
+    blocks that were computed instead are released by the next plan.
 
     Attributes:
         order: all restores, in the order in which they are loaded.
@@ -144,26 +141,13 @@ class Restores:
 
     # Requests
 
-    def want(
-        self,
-        prefix: Prefix,
-        *,
-        in_host: list[int],
-        on_disk: list[int],
-        reading: list[int],
-        end: int,
-        last_copied: Block | None = None,
-    ) -> None:
+    def want(self, prefix: Prefix, *, end: int, last_copied: Block | None = None) -> None:
         """Restore blocks of an admitted request, or prefetch those of a queued one.
 
         Without any block to wait for, the request has no restore any more.
 
         Args:
-            prefix: the request's chain.
-            in_host: indices of blocks that have a ready page, ascending.
-            on_disk: indices of blocks that only the disk has, ascending; their records are in
-                `prefix.records`.
-            reading: indices of blocks that are being read already, ascending.
+            prefix: the request's chain; its row tells what can be loaded.
             end: index behind the last block that is missing, here or in a restore that it shares.
             last_copied: see `Restore`.
         """
@@ -174,13 +158,12 @@ class Restores:
         is_admitted = bool(prefix.blocks)
         timeout_s = self._tiers.load_timeout_s if is_admitted else float("inf")
         give_up_at = time.monotonic() + timeout_s
-        restore = Restore(
-            prefix, is_admitted, in_host, on_disk, reading, end, give_up_at, last_copied=last_copied
-        )
+        restore = Restore(prefix, is_admitted, end, give_up_at, last_copied=last_copied)
         self._restores[prefix] = restore
         self.order.append(restore)
         if is_admitted:
             host = self._tiers.host
+            in_host = prefix.row.indices(State.AT_HOST)
             pages = host.find(map(prefix.hashes.__getitem__, in_host))
             restore.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}
             host.acquire(restore.pages.values())
@@ -201,24 +184,24 @@ class Restores:
         """Move the blocks that two requests share from a restore that ends to another one."""
         ours, theirs = restore.prefix, other.prefix
         shared = num_shared(ours.hashes, theirs.hashes)
-        known = set[int]().union(*other.lists)
-        for mine, its in zip(restore.lists, other.lists, strict=True):
-            num_passed = bisect_left(mine, shared)
+        for state in LOADABLE:
+            indices = ours.row.indices(state)
+            ending = indices[: bisect_left(indices, shared)]
             passed = [
                 index
-                for index in mine[:num_passed]
-                if index not in known and self.is_open(ours.hashes[index])
+                for index in ending
+                if theirs.row[index] not in LOADABLE and self.is_open(ours.hashes[index])
             ]
-            del mine[:num_passed]
-            its[:] = sorted([*its, *passed])
+            ours.row.put_all(ending, State.COMPUTE)
+            theirs.row.put_all(passed, state)
             if passed:
                 other.split = min(other.split, restore.split)
                 other.host_split = min(other.host_split, restore.host_split)
             for index in passed:
                 theirs.records[ours.hashes[index]] = ours.records.get(ours.hashes[index])
                 other.end = max(other.end, index + 1)
-        for index in set(other.in_host) - other.pages.keys():
-            other.pages[index] = restore.pages.pop(index)
+                if state is State.AT_HOST:
+                    other.pages[index] = restore.pages.pop(index)
 
     # Plan
 
@@ -244,7 +227,7 @@ class Restores:
             shared = (num_shared(prefix.hashes, each.prefix.hashes) for each in planned)
             num_covered = min(num_tokens, size * max(shared, default=0))
             restore = self._restores.get(prefix)
-            demand = Demand(max(num_computed, num_covered), num_tokens, ready=prefix.ready)
+            demand = Demand(max(num_computed, num_covered), num_tokens, ready=prefix.row.there)
             if restore is not None:
                 demand = demand._replace(
                     loads=restore.loads,
@@ -291,23 +274,28 @@ class Restores:
             shared = end if is_own else num_shared(prefix.hashes, restore.prefix.hashes)
             last = min(end, shared)
             splits = restore.host_split, restore.split, restore.split
-            for indices, split in zip(restore.lists, splits, strict=True):
-                at = bisect_left(indices, max(first, split))
-                is_loaded = may_read or indices is restore.in_host
-                if is_loaded and at < len(indices) and indices[at] < last:
-                    end = last = indices[at]
+            for state, split in zip(LOADABLE, splits, strict=True):
+                if not may_read and state is not State.AT_HOST:
+                    continue
+                found = restore.prefix.row.first(state, max(first, split), last)
+                if found >= 0:
+                    end = last = found
         return end
 
     def _tidy(self, restore: Restore, first: int) -> None:
         """Drop the blocks before `first`, which are computed, and those that took too long."""
-        hashes = restore.prefix.hashes
-        restore.reading[:] = [it for it in restore.reading if self._is_awaited(hashes[it])]
+        hashes, row = restore.prefix.hashes, restore.prefix.row
+        reading = row.indices(State.READING)
+        arrived = [index for index in reading if not self._is_awaited(hashes[index])]
+        if arrived:
+            row.put_all(arrived, State.COMPUTE)
         if not restore.is_admitted:
-            if not (restore.on_disk or restore.reading):
+            if not (restore.has(State.AT_DISK) or restore.has(State.READING)):
                 self.forget(restore.prefix)
             return
-        for indices in restore.lists:
-            del indices[: bisect_left(indices, first)]
+        for state in LOADABLE:
+            while (index := row.first(state, 0, first)) >= 0:
+                row.put(index, State.COMPUTE)
         late = [index for index in restore.pages if index < first]
         self._tiers.host.release(restore.pages.pop(index) for index in late)
         if first >= restore.end:
@@ -324,11 +312,12 @@ class Restores:
         for restore in self._restores.values():
             if now >= restore.give_up_at:
                 restore.is_given_up = True
-                for index in [*restore.on_disk, *restore.reading]:
-                    if self.is_open(block_hash := restore.prefix.hashes[index]):
-                        late[block_hash] = None
-                restore.on_disk.clear()
-                restore.reading.clear()
+                row = restore.prefix.row
+                for state in (State.AT_DISK, State.READING):
+                    for index in row.indices(state):
+                        if self.is_open(block_hash := restore.prefix.hashes[index]):
+                            late[block_hash] = None
+                    row.put_all(row.indices(state), State.COMPUTE)
         return list(late)
 
     def check(self) -> None:
@@ -336,9 +325,8 @@ class Restores:
         if Counter(self.order) != Counter(self._restores.values()):
             raise IntegrityError("the order of the restores is not one of all of them")
         for restore in self._restores.values():
-            if any(indices != sorted(set(indices)) for indices in restore.lists):
-                raise IntegrityError("the blocks of a restore do not ascend")
-            if restore.is_admitted and restore.pages.keys() != set(restore.in_host):
+            in_host = restore.prefix.row.indices(State.AT_HOST)
+            if restore.is_admitted and not restore.pages.keys() >= set(in_host):
                 raise IntegrityError("the pages of a restore are not those that it wants")
             if any(page.ref_count < 1 for page in restore.pages.values()):
                 raise IntegrityError("a page is wanted, but not held")

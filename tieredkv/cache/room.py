@@ -16,6 +16,7 @@ from tieredkv.cache.block import Block
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash, Tier
 
@@ -215,15 +216,15 @@ class Room:
         if not pages:
             return
         first = promoter.first_copied(prefix, list(pages))
-        wanted = [page for index, page in reversed(pages.items()) if index >= first]
+        wanted = [(index, page) for index, page in reversed(pages.items()) if index >= first]
         blocks = device.allocate(
             min(len(wanted), promoter.num_copies_left, at_most), is_partial=True, only_empty=True
         )
-        for page, block in zip(wanted, blocks or [], strict=False):
+        for (index, page), block in zip(wanted, blocks or [], strict=False):
             block_hash = page.block_hash
             assert block_hash is not None, page
             device.insert(block, block_hash, prefix.tenant)
-            prefix.brought.add(block_hash)
+            prefix.row.put(index, State.COMING)
             source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
             promoter.queue_copy(page, block, source)
         if blocks:

@@ -65,7 +65,7 @@ class Touches:
             entries = list[Entry]()
             for index in part:
                 if (entry := tiers.catalog.get(hashes[index])) is not None:
-                    entry.hits += prefix.sources[index] is not None or index in prefix.awaited
+                    entry.hits += prefix.sources[index] is not None or prefix.row.is_awaited(index)
                     entries.append(entry)
             tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
             on_disk = [entry for entry in entries if entry.is_on_disk]
