@@ -18,7 +18,7 @@ from tieredkv.cache.plan import (
     outlook,
 )
 from tieredkv.cache.rates import PromptTimes, StepTimes
-from tieredkv.cache.stretches import NO_STRETCHES, Stretches, joined, stretches, stretches_between
+from tieredkv.cache.stretches import NO_STRETCHES, Stretches, joined, stretches
 
 SIZE = 16
 BLOCK_BYTES = 2 << 20
@@ -313,15 +313,6 @@ def test_stretches_that_touch_or_overlap_are_joined() -> None:
     parts = Stretches.of([(0, 3), (7, 9)]), Stretches.of([(2, 5), (20, 21)]), Stretches.of([(5, 6)])
     assert [*joined(*parts, NO_STRETCHES)] == [(0, 6), (7, 9), (20, 21)]
     assert [*joined(NO_STRETCHES)] == []
-
-
-@given(indices=st.sets(st.integers(0, 30)), end=st.integers(0, 31))
-def test_stretches_between_indices_are_those_of_the_others(indices: set[int], end: int) -> None:
-    others = [each for each in range(end) if each not in indices]
-    found = stretches_between((each for each in sorted(indices) if each < end), end)
-    assert [*found] == [*stretches(others)]
-    assert [it for each in found for it in range(*each)] == others
-    assert len(found) == len([*found]) and found[-1:] == [*found][-1:]
 
 
 @given(

@@ -1,6 +1,6 @@
 """Stretches of blocks: pairs `[first, last)` of indices."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self, overload
 
 import numpy as np
@@ -60,14 +60,6 @@ def loose(indices: Sequence[int]) -> Stretches:
         return Stretches(np.array([indices[0]]), np.array([indices[-1] + 1]))
     found = np.fromiter(indices, np.int64, len(indices))
     return Stretches(found, found + 1)
-
-
-def stretches_between(indices: Iterable[int], end: int) -> Stretches:
-    """Return the stretches of `range(end)` that ascending indices leave."""
-    found = np.fromiter(indices, np.int64)
-    firsts, lasts = np.append(0, found + 1), np.append(found, end)
-    is_left = firsts < lasts
-    return Stretches(firsts[is_left], lasts[is_left])
 
 
 def joined(*some: Stretches) -> Stretches:
