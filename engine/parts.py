@@ -212,7 +212,8 @@ def make_tiers(
         store=store,
         device_link=link,
         clock=Clock(settings.clock_offset_file),
-        block_bytes=spec.block_bytes,
+        vram_bytes=spec.block_bytes,
+        payload_bytes=spec.block_bytes,
         block_size=spec.block_size,
         is_cpu=device_type == "cpu",
         restore=settings.restore,
@@ -256,7 +257,7 @@ def _open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile |
         disk=disk,
         model=model.name,
         fingerprint=model.fingerprint.hex(),
-        block_bytes=tiers.block_bytes,
+        block_bytes=tiers.payload_bytes,
     )
     return RateFile(
         folder,

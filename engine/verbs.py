@@ -132,10 +132,13 @@ class Verbs:
         if wanted.to != "drop":
             down = operations.send_down(is_wanted, Tier(wanted.to), is_dry=wanted.dry_run)
             num_blocks, num_refused = yield from down
-            refused = {"refused_blocks": num_refused}
+            refused, freed_bytes = (
+                {"refused_blocks": num_refused},
+                num_blocks * operations.vram_bytes,
+            )
         else:
             in_ram = (Tier.DEVICE, Tier.HOST)
             only = [tier for tier in in_ram if wanted.concerns(tier)] if wanted.tiers else None
-            num_blocks = yield from operations.evict(is_wanted, only, is_dry=wanted.dry_run)
-        freed_bytes = num_blocks * operations.block_bytes
+            evicting = operations.evict(is_wanted, only, is_dry=wanted.dry_run)
+            num_blocks, freed_bytes = yield from evicting
         return {"evicted_blocks": num_blocks, **refused, "freed_bytes": freed_bytes}

@@ -283,7 +283,8 @@ class Rig:
             store=self.store if has_store else None,
             device_link=self.transfer,
             clock=self.clock,
-            block_bytes=BLOCK_BYTES,
+            vram_bytes=BLOCK_BYTES,
+            payload_bytes=BLOCK_BYTES,
             block_size=block_size,
             restore=restore,
             is_write_behind=is_write_behind,
@@ -521,7 +522,7 @@ class Rig:
 
     def evict(self, is_wanted: ChooseBlock) -> int:
         """Evict blocks from VRAM and host memory; return how many copies."""
-        return whole(self.cache.operations.evict(is_wanted))
+        return whole(self.cache.operations.evict(is_wanted)).num_copies
 
     def entry(self, name: str, position: int) -> Entry:
         """Return the catalog's entry of a block."""

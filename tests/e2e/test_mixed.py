@@ -211,7 +211,7 @@ class SlowDisk:
         store, self.bytes_per_s, self.num_passed = llm.core.parts.tiers.store, bytes_per_s, 0
         assert store is not None
         self._load, self._poll, self._pages = store.load, store.poll, list[Lent]()
-        self._block_bytes, self._passed_at = llm.core.parts.tiers.block_bytes, time.monotonic()
+        self._block_bytes, self._passed_at = llm.core.parts.tiers.payload_bytes, time.monotonic()
         monkeypatch.setattr(store, "load", self.load)
         monkeypatch.setattr(store, "poll", self.poll)
 

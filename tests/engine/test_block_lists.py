@@ -55,7 +55,7 @@ def test_all_blocks_are_told_with_their_tiers_and_deadlines(
             assert entry is not None
             assert (row["tiers"], row["position"]) == (TIER_BITS[tier], position)
             assert row["expires_at"] == rig.tiers.catalog.deadline(entry)
-            assert row["size_bytes"] == rig.tiers.block_bytes
+            assert row["size_bytes"] == rig.tiers.payload_bytes
             kind = found.table.kinds[row["kind"]]
             assert kind == (entry.root, entry.namespace.ljust(NAMESPACE_BYTES, b"\0"), retention)
     assert not rows

@@ -106,7 +106,7 @@ def test_no_step_evicts_more_than_a_few_blocks(rig: Rig, name: str) -> None:
     assert max(drops) == AT_MOST and sum(drops) == NUM_BLOCKS
     answer = operator.parts[-1]
     assert answer["evicted_blocks"] == NUM_BLOCKS
-    assert answer["freed_bytes"] == NUM_BLOCKS * rig.tiers.block_bytes
+    assert answer["freed_bytes"] == NUM_BLOCKS * rig.tiers.vram_bytes
     assert (answer["unknown_ids"], answer["disk"]) == ([], None)
 
 

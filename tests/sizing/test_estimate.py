@@ -70,10 +70,9 @@ def test_one_request_takes_what_the_planner_says() -> None:
     compute.assume(rates.known_steps)
     assert ttft_ms(*65 * [None]) == pytest.approx(1e3 * compute.seconds(0, 65 * 512), abs=0.01)
     planner = Planner(
-        [LinkState(3e9, latency_s=READ_LATENCY_S)],
+        [LinkState(3e9, BLOCK_BYTES, latency_s=READ_LATENCY_S)],
         compute.prompt_times,
         block_size=BLOCK_TOKENS,
-        block_bytes=BLOCK_BYTES,
         least_tokens=compute.least_tokens,
     )
     planned = outlook(planner, 64 * 512, 65 * 512)

@@ -122,7 +122,8 @@ class WholeCache:
             store=self.disk,
             device_link=_Link(),
             clock=self.clock,
-            block_bytes=1,
+            vram_bytes=1,
+            payload_bytes=1,
             restore="load",
             device_reserve_blocks=room.reserve,
         )

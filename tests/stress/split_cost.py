@@ -21,11 +21,11 @@ from tieredkv.cache.plan import Demand, LinkLoad, LinkState, Planner
 from tieredkv.cache.rates import PromptTimes, StepTimes
 from tieredkv.cache.stretches import stretches
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, BLOCK_BYTES = 16, 2 << 20
 BAR_US = 300.0
 LINKS = (
-    LinkState(20e9, busy_s=1e-3, latency_s=1e-4, is_steady=True),
-    LinkState(3e9, busy_s=0.01, latency_s=5e-3, through=0),
+    LinkState(20e9, BLOCK_BYTES, busy_s=1e-3, latency_s=1e-4, is_steady=True),
+    LinkState(3e9, BLOCK_BYTES, busy_s=0.01, latency_s=5e-3, through=0),
 )
 STEPS = StepTimes(2e-3, 2e-5, 6e-10, 1e-9, 6e-3)
 
@@ -94,7 +94,7 @@ class Counted(PromptTimes):
 def planner(times: type[PromptTimes] = PromptTimes) -> Planner:
     """Return a planner that finds everything busy, and others that wait for the device."""
     prompt = times(STEPS, 2048)
-    return Planner(LINKS, prompt, BLOCK_SIZE, 2 << 20, 0.01, least_tokens=200, is_shared=True)
+    return Planner(LINKS, prompt, BLOCK_SIZE, 0.01, least_tokens=200, is_shared=True)
 
 
 def num_calls(asked: Demand) -> int:

@@ -113,7 +113,8 @@ class _Engine:
             store=self.worker,
             device_link=DeviceLink[Any](NoCopies(device, host)),
             clock=self.clock,
-            block_bytes=BLOCK_BYTES,
+            vram_bytes=BLOCK_BYTES,
+            payload_bytes=BLOCK_BYTES,
             is_write_behind=is_write_behind,
             device_reserve_blocks=1024,
         )

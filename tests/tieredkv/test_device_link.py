@@ -56,7 +56,7 @@ def test_the_rate_is_learnt_from_promotions_that_are_no_measure_of_latency() -> 
 def test_the_planner_is_told_how_long_promotions_keep_the_link() -> None:
     link, _, _ = make_transfer(torch.device("cpu"))
     link.up_rate.bytes_per_s = 100 * BLOCK_BYTES
-    assert link.up_state(50, 0.0) == LinkState(100 * BLOCK_BYTES, 0.5, is_steady=True)
+    assert link.up_state(50, 0.0) == LinkState(100 * BLOCK_BYTES, BLOCK_BYTES, 0.5, is_steady=True)
     assert link.most_promotions(0.0) == int(100 * MAX_COPY_S)
     link.up_rate.bytes_per_s = 1.0
     assert link.most_promotions(0.0) == 1, "the link always has something to do"

@@ -48,9 +48,14 @@ def test_the_times_of_a_prompt_are_those_that_were_learnt_when_they_were_asked_f
 
 
 def seconds(times: PromptTimes, size: int, end: int, ready: set[int], part: range) -> float:
-    """Return how long the tokens of a part take of which the blocks are not ready."""
-    asked = [each for each in part if each // size not in ready or each == end - 1]
-    return sum(times(*each) for each in stretches(asked))
+    """Return how long the tokens of a part take of which the blocks are not ready.
+
+    The last token of the prompt takes a step of its own if its block is ready.
+    """
+    asked = [*stretches([each for each in part if each // size not in ready])]
+    if end - 1 in part and (end - 1) // size in ready:
+        asked.append((end - 1, end))
+    return sum(times(*each) for each in asked)
 
 
 blocks = st.sets(st.integers(0, 40))

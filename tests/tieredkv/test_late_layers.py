@@ -154,7 +154,8 @@ def test_late_layers_on_a_device_reach_host_memory_only_as_they_are() -> None:
         store=None,
         device_link=link,
         clock=FakeClock(),
-        block_bytes=num_bytes,
+        vram_bytes=num_bytes,
+        payload_bytes=num_bytes,
         restore="load",
     )
     cache = TieredCache(tiers)

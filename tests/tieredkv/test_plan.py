@@ -34,7 +34,7 @@ slow_seconds = PromptTimes(StepTimes(0.0, 4.7e-5, 0.0, 0.0, 0.012), ANY_LENGTH)
 
 
 def planner(*links: LinkState, busy_s: float = 0.0, least_tokens: int = 128) -> Planner:
-    return Planner(links, seconds, SIZE, BLOCK_BYTES, busy_s, least_tokens)
+    return Planner(links, seconds, SIZE, busy_s, least_tokens)
 
 
 def on_disk(num_blocks: int, *, first: int = 0, suffix: int = 64) -> Demand:
@@ -58,7 +58,7 @@ def test_no_split_that_may_be_chosen_is_better_than_the_chosen_one() -> None:
     rates = 0.001, 0.3, 1.0, 2.7, 7.0, 60.0, 1e6
     for case in itertools.product((1, 2, 8, 100, 513, 2048), rates, (0.0, 0.01, 0.5), (0.0, 0.05)):
         num_blocks, GBps, busy_s, queue_s = case
-        link = LinkState(GBps * 1e9, queue_s)
+        link = LinkState(GBps * 1e9, BLOCK_BYTES, queue_s)
         demand = on_disk(num_blocks)._replace(is_begun=True)
         split = planner(link, busy_s=busy_s).split(demand)
         allowed = [0, *range(min(num_blocks, 8), num_blocks + 1)]
@@ -68,12 +68,12 @@ def test_no_split_that_may_be_chosen_is_better_than_the_chosen_one() -> None:
 
 
 def test_a_very_fast_link_loads_everything_and_a_very_slow_one_nothing() -> None:
-    assert planner(LinkState(1e12)).split(on_disk(2048)).block == 0
-    assert planner(LinkState(1e5)).split(on_disk(2048)).block == 2048
+    assert planner(LinkState(1e12, BLOCK_BYTES)).split(on_disk(2048)).block == 0
+    assert planner(LinkState(1e5, BLOCK_BYTES)).split(on_disk(2048)).block == 2048
 
 
 def test_head_and_tail_arrive_together() -> None:
-    split = planner(LinkState(2.7e9)).split(on_disk(2048))
+    split = planner(LinkState(2.7e9, BLOCK_BYTES)).split(on_disk(2048))
     assert 0 < split.block < 2048
     assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
     assert split.ready_s < 0.6 * seconds(0, 2048 * SIZE)
@@ -84,8 +84,8 @@ def test_head_and_tail_arrive_together() -> None:
 def test_a_processor_that_moves_the_blocks_itself_does_not_count_on_doing_both_at_once(
     num_blocks: int, GBps: float
 ) -> None:
-    link, demand = LinkState(GBps * 1e9), on_disk(num_blocks)._replace(is_begun=True)
-    cpu = Planner([link], seconds, SIZE, BLOCK_BYTES, least_tokens=128, is_cpu=True)
+    link, demand = LinkState(GBps * 1e9, BLOCK_BYTES), on_disk(num_blocks)._replace(is_begun=True)
+    cpu = Planner([link], seconds, SIZE, least_tokens=128, is_cpu=True)
     split = cpu.split(demand)
     all_s, rest_s = seconds(0, demand.end), seconds(num_blocks * SIZE, demand.end)
     block_s = BLOCK_BYTES / (GBps * 1e9)
@@ -99,21 +99,21 @@ def test_a_processor_that_moves_the_blocks_itself_does_not_count_on_doing_both_a
 
 
 def test_without_anything_to_load_all_is_computed() -> None:
-    split = planner(LinkState(2e9)).split(Demand(100, 1000))
+    split = planner(LinkState(2e9, BLOCK_BYTES)).split(Demand(100, 1000))
     assert split == Split(7, 7, seconds(100, 112), 0.0, seconds(100, 1000))
 
 
 def test_what_a_stopped_link_was_given_is_computed() -> None:
     load = LinkLoad(0, [], queued=range(2000, 2048))
     demand = Demand(2000 * SIZE, 2049 * SIZE, (load,), is_begun=True)
-    assert planner(LinkState(1e9, busy_s=10.0)).split(demand).block == 2048
-    assert planner(LinkState(1e9, busy_s=0.005)).split(demand).block == 2000
+    assert planner(LinkState(1e9, BLOCK_BYTES, busy_s=10.0)).split(demand).block == 2048
+    assert planner(LinkState(1e9, BLOCK_BYTES, busy_s=0.005)).split(demand).block == 2000
 
 
 def test_what_was_loaded_already_keeps_the_device_busy_no_longer() -> None:
     whole = on_disk(2048, suffix=500)
     half = whole._replace(loads=(LinkLoad(0, range(1024)),), is_begun=True, loaded_to=2048)
-    link = LinkState(2.7e9)
+    link = LinkState(2.7e9, BLOCK_BYTES)
     for demand in (half, half._replace(loads=(LinkLoad(0, []),), begin=1024 * SIZE)):
         crowd = planner(link)
         split = crowd.split(demand)
@@ -122,7 +122,7 @@ def test_what_was_loaded_already_keeps_the_device_busy_no_longer() -> None:
 
 
 def test_what_vram_has_already_is_not_computed() -> None:
-    link, whole = LinkState(2.7e9), on_disk(2048, first=1024, suffix=500)
+    link, whole = LinkState(2.7e9, BLOCK_BYTES), on_disk(2048, first=1024, suffix=500)
     split = planner(link).split(whole._replace(begin=0, ready=[(0, 1024)]))
     assert split == planner(link).split(whole), "its head is as good as computed"
     split = planner(link).split(on_disk(1024)._replace(end=whole.end, ready=[(1024, 2048)]))
@@ -133,24 +133,27 @@ def test_what_vram_has_already_is_not_computed() -> None:
 def test_only_what_lies_between_ready_blocks_is_computed() -> None:
     demand = Demand(0, 100 * SIZE + 1, ready=[(10, 20), (30, 40)])
     stretches = (0, 10 * SIZE), (20 * SIZE, 30 * SIZE), (40 * SIZE, 100 * SIZE + 1)
-    split = planner(LinkState(2e9)).split(demand)
+    split = planner(LinkState(2e9, BLOCK_BYTES)).split(demand)
     assert split.done_s == pytest.approx(sum(seconds(*each) for each in stretches))
 
 
 def test_the_last_token_is_computed_also_if_all_blocks_are_ready() -> None:
-    split = planner(LinkState(2e9)).split(Demand(0, 100 * SIZE, ready=[(0, 100)]))
+    split = planner(LinkState(2e9, BLOCK_BYTES)).split(Demand(0, 100 * SIZE, ready=[(0, 100)]))
     assert split.done_s == seconds(100 * SIZE - 1, 100 * SIZE)
 
 
 def test_tokens_behind_blocks_that_are_being_copied_wait_for_them() -> None:
-    link, brought = LinkState(5e10, busy_s=0.3, is_steady=True), LinkLoad(0, [], is_bringing=True)
+    link, brought = (
+        LinkState(5e10, BLOCK_BYTES, busy_s=0.3, is_steady=True),
+        LinkLoad(0, [], is_bringing=True),
+    )
     demand = Demand(0, 2049 * SIZE, (brought,), ready=[(0, 2048)])
     assert planner(link).split(demand).done_s == 0.3 + seconds(2048 * SIZE, 2049 * SIZE)
     assert planner(link, busy_s=0.5).split(demand).done_s > 0.5
 
 
 def test_blocks_that_are_under_way_come_later_by_the_latency_of_their_link() -> None:
-    link = LinkState(1e9, busy_s=0.004, latency_s=0.003)
+    link = LinkState(1e9, BLOCK_BYTES, busy_s=0.004, latency_s=0.003)
     queued = LinkLoad(0, [], queued=range(2000, 2048))
     demand = Demand(2000 * SIZE, 2049 * SIZE, (queued,), is_begun=True)
     split = planner(link).split(demand)
@@ -163,7 +166,7 @@ def test_blocks_that_are_under_way_come_later_by_the_latency_of_their_link() -> 
 
 
 def test_the_head_of_what_is_being_copied_is_computed_meanwhile() -> None:
-    link = LinkState(5e10, busy_s=0.1, is_steady=True)
+    link = LinkState(5e10, BLOCK_BYTES, busy_s=0.1, is_steady=True)
     left = on_disk(1024, suffix=1024 * SIZE + 64)._replace(is_begun=True, ready=[(1024, 2048)])
     brought = LinkLoad(0, range(1024), is_bringing=True)
     split = planner(link).split(left._replace(loads=(brought,)))
@@ -175,23 +178,23 @@ def test_no_step_of_a_few_tokens_is_planned() -> None:
     for GBps in (1.0, 2.0, 2.5, 3.0, 4.0, 10.0, 30.0, 100.0):
         for num_blocks in (10, 50, 100):
             demand = on_disk(num_blocks)._replace(is_begun=True)
-            block = planner(LinkState(GBps * 1e9)).split(demand).block
+            block = planner(LinkState(GBps * 1e9, BLOCK_BYTES)).split(demand).block
             assert block == 0 or block * SIZE >= 128, (GBps, num_blocks)
 
 
 def test_requests_in_a_row_find_the_device_and_the_link_busy() -> None:
-    crowd = planner(LinkState(2.7e9))
+    crowd = planner(LinkState(2.7e9, BLOCK_BYTES))
     splits = [crowd.split(on_disk(2560, suffix=500)) for _ in range(8)]
     for split in splits:
         assert split.compute_s == pytest.approx(split.load_s, rel=0.1)
     gaps = [later.ready_s - before.ready_s for before, later in itertools.pairwise(splits)]
-    alone = planner(LinkState(2.7e9)).split(on_disk(2560, suffix=500))
+    alone = planner(LinkState(2.7e9, BLOCK_BYTES)).split(on_disk(2560, suffix=500))
     assert max(gaps) < 1.1 * alone.ready_s, "the crowd gets no less than each would alone"
     assert sum(gaps) < 0.6 * 7 * seconds(0, 2560 * SIZE)
 
 
 def test_a_request_behind_a_long_prompt_is_loaded_meanwhile() -> None:
-    crowd = planner(LinkState(2.7e9))
+    crowd = planner(LinkState(2.7e9, BLOCK_BYTES))
     crowd.split(Demand(0, 65_536))
     assert crowd.split(on_disk(1024)).block == 0
 
@@ -199,8 +202,8 @@ def test_a_request_behind_a_long_prompt_is_loaded_meanwhile() -> None:
 def test_two_links_load_what_each_has() -> None:
     loads = LinkLoad(0, range(500)), LinkLoad(1, range(500, 2048))
     demand = Demand(0, 2049 * SIZE, loads)
-    links = LinkState(50e9), LinkState(2.7e9)
-    split = Planner(links, seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(demand)
+    links = LinkState(50e9, BLOCK_BYTES), LinkState(2.7e9, BLOCK_BYTES)
+    split = Planner(links, seconds, SIZE, least_tokens=128).split(demand)
     assert split.block > 500
     assert split.compute_s == pytest.approx(split.load_s, rel=0.01)
 
@@ -213,17 +216,20 @@ def head_in_ram(num_host: int, num_disk: int) -> Demand:
 
 @pytest.mark.parametrize("busy_s", [0.0, 0.2])
 def test_bytes_from_disk_are_no_faster_than_the_link_behind_it(busy_s: float) -> None:
-    host, disk = LinkState(1e9, busy_s, is_steady=True), LinkState(8e9, through=0)
+    host, disk = (
+        LinkState(1e9, BLOCK_BYTES, busy_s, is_steady=True),
+        LinkState(8e9, BLOCK_BYTES, through=0),
+    )
     demand = on_disk(1024)._replace(loads=[LinkLoad(1, range(1024))])
     split = planner(host, disk).split(demand)
-    alone = planner(LinkState(1e9, busy_s)).split(on_disk(1024))
+    alone = planner(LinkState(1e9, BLOCK_BYTES, busy_s)).split(on_disk(1024))
     assert 0 < split.block < 1024
     assert split.block == alone.block
     assert split.done_s == pytest.approx(alone.done_s)
 
 
 def test_both_tiers_share_the_link_to_vram_and_so_do_requests_in_a_row() -> None:
-    host, disk = LinkState(2e9, is_steady=True), LinkState(8e9, through=0)
+    host, disk = LinkState(2e9, BLOCK_BYTES, is_steady=True), LinkState(8e9, BLOCK_BYTES, through=0)
     both = [LinkLoad(0, range(512)), LinkLoad(1, range(512, 1024))]
     demand = on_disk(1024)._replace(loads=both)
     asked = planner(host, disk)
@@ -237,7 +243,10 @@ def test_both_tiers_share_the_link_to_vram_and_so_do_requests_in_a_row() -> None
 
 
 def test_blocks_that_the_disk_was_asked_for_pass_through_the_link_too() -> None:
-    host, disk = LinkState(1e9, is_steady=True), LinkState(8e9, busy_s=0.01, through=0)
+    host, disk = (
+        LinkState(1e9, BLOCK_BYTES, is_steady=True),
+        LinkState(8e9, BLOCK_BYTES, busy_s=0.01, through=0),
+    )
     load = LinkLoad(1, range(900), queued=range(900, 1024))
     demand = on_disk(1024)._replace(loads=[load], is_begun=True)
     split = planner(host, disk).split(demand)
@@ -271,8 +280,11 @@ def test_the_head_in_ram_is_divided_on_its_own_and_no_two_splits_are_better(
     for case in itertools.product((1, 20, 300, 1500), (1, 40, 700), (0.5, 5.0, 50.0)):
         num_host, num_disk, up_GBps = case
         demand = head_in_ram(num_host, num_disk)._replace(is_begun=True)
-        links = LinkState(up_GBps * 1e9, is_steady=True), LinkState(read_GBps * 1e9)
-        plan = Planner(links, seconds, SIZE, BLOCK_BYTES, busy_s, SIZE * 8).split(demand)
+        links = (
+            LinkState(up_GBps * 1e9, BLOCK_BYTES, is_steady=True),
+            LinkState(read_GBps * 1e9, BLOCK_BYTES),
+        )
+        plan = Planner(links, seconds, SIZE, busy_s, SIZE * 8).split(demand)
         best_s = least_of_two_splits(num_host, num_disk, *links, busy_s=busy_s, least=8)
         assert plan.done_s <= 1.05 * best_s + 0.003, (case, "a step has its own cost")
         assert plan.steady_block <= plan.block, case
@@ -281,8 +293,8 @@ def test_the_head_in_ram_is_divided_on_its_own_and_no_two_splits_are_better(
 
 
 def test_what_ram_has_is_loaded_also_where_the_disk_is_not_worth_it() -> None:
-    links = LinkState(50e9, is_steady=True), LinkState(0.05e9)
-    split = Planner(links, seconds, SIZE, BLOCK_BYTES).split(head_in_ram(600, 40))
+    links = LinkState(50e9, BLOCK_BYTES, is_steady=True), LinkState(0.05e9, BLOCK_BYTES)
+    split = Planner(links, seconds, SIZE).split(head_in_ram(600, 40))
     assert split.block == 640, "nothing is read"
     assert split.steady_block < 100
 
@@ -292,9 +304,9 @@ def test_others_that_need_the_device_make_computing_what_ram_has_dear(num_disk: 
     demand = head_in_ram(2000, num_disk)
     heads = {}
     for up_GBps in (1.0, 50.0):
-        links = LinkState(up_GBps * 1e9, is_steady=True), LinkState(2e9)
+        links = LinkState(up_GBps * 1e9, BLOCK_BYTES, is_steady=True), LinkState(2e9, BLOCK_BYTES)
         for is_shared in (False, True):
-            plan = Planner(links, seconds, SIZE, BLOCK_BYTES, least_tokens=128, is_shared=is_shared)
+            plan = Planner(links, seconds, SIZE, least_tokens=128, is_shared=is_shared)
             heads[up_GBps, is_shared] = plan.split(demand).steady_block
     assert heads[50.0, False] > 100, "alone, the device has nothing else to do"
     assert heads[50.0, True] == 0
@@ -344,9 +356,9 @@ def test_any_numbers_give_a_split_within_the_request(
     end = max(begin, load.end * SIZE) + suffix
     ready = list(zip(at[::2], at[1::2], strict=False))
     demand = Demand(begin, end, (load,), is_begun, ready=ready)
-    split = planner(LinkState(bytes_per_s, link_s), busy_s=busy_s, least_tokens=least_tokens).split(
-        demand
-    )
+    split = planner(
+        LinkState(bytes_per_s, BLOCK_BYTES, link_s), busy_s=busy_s, least_tokens=least_tokens
+    ).split(demand)
     assert first <= split.block <= max(first, load.end, *(end for _, end in ready))
     assert math.isfinite(split.ready_s) and split.ready_s >= 0
 
@@ -367,14 +379,14 @@ def test_what_may_not_be_loaded_is_not_loaded(
     held = {index for each in ready for index in range(*each)}
     load = LinkLoad(0, [each for each in range(num_blocks) if each not in held])
     demand = Demand(0, num_blocks * SIZE + suffix, (load,), ready=ready)
-    asked = planner(LinkState(GBps * 1e9), busy_s=busy_s, least_tokens=least_tokens)
+    asked = planner(LinkState(GBps * 1e9, BLOCK_BYTES), busy_s=busy_s, least_tokens=least_tokens)
     if load.indices and not asked.may_load(demand):
         assert asked.split(demand).block > load.indices[-1]
 
 
 @pytest.mark.parametrize(("GBps", "may_load"), [(0.1, False), (2.0, True)])
 def test_what_is_worth_loading_may_be_loaded(GBps: float, may_load: bool) -> None:
-    demand, asked = on_disk(512), planner(LinkState(GBps * 1e9))
+    demand, asked = on_disk(512), planner(LinkState(GBps * 1e9, BLOCK_BYTES))
     assert asked.may_load(demand) == may_load == (asked.split(demand).block < 512)
 
 
@@ -382,7 +394,7 @@ def test_what_is_worth_loading_may_be_loaded(GBps: float, may_load: bool) -> Non
 def test_the_outlook_of_a_request_is_the_plan_beside_computing_all_and_loading_all(
     GBps: float,
 ) -> None:
-    link, demand = LinkState(GBps * 1e9, latency_s=0.003), on_disk(512)
+    link, demand = LinkState(GBps * 1e9, BLOCK_BYTES, latency_s=0.003), on_disk(512)
     split, compute_s, load_s = outlook(planner(link), 512 * SIZE, demand.end)
     assert split == planner(link).split(demand)
     assert split.done_s == pytest.approx(time_of(demand, split.block, link))
@@ -392,13 +404,13 @@ def test_the_outlook_of_a_request_is_the_plan_beside_computing_all_and_loading_a
 
 
 def test_the_outlook_leaves_out_what_is_there_already() -> None:
-    link = LinkState(2e9)
+    link = LinkState(2e9, BLOCK_BYTES)
     whole = outlook(planner(link), 512 * SIZE, 512 * SIZE + 64)
     rest = outlook(planner(link), 512 * SIZE, 512 * SIZE + 64, begin=256 * SIZE)
     compute = planner(link).compute
     num_tokens = 512 * SIZE + 64
     assert rest.compute_s == pytest.approx(compute(256 * SIZE, num_tokens))
-    moved_s = 256 * planner(link).block_bytes / 2e9
+    moved_s = 256 * BLOCK_BYTES / 2e9
     assert whole.load_s - rest.load_s == pytest.approx(moved_s)
     assert rest.split.block >= 256
 
@@ -406,20 +418,20 @@ def test_the_outlook_leaves_out_what_is_there_already() -> None:
 def test_what_is_computed_in_any_case_is_no_reason_to_compute_the_prefix_too() -> None:
     demand = on_disk(1024)._replace(end=8 * 1024 * SIZE)
     for busy_s in (0.0, 100.0):
-        assert planner(LinkState(50e9), busy_s=busy_s).split(demand).block < 256
+        assert planner(LinkState(50e9, BLOCK_BYTES), busy_s=busy_s).split(demand).block < 256
 
 
 def test_a_steady_link_is_used_whatever_it_saves() -> None:
     demand = on_disk(4, suffix=512)
-    assert planner(LinkState(50e9)).split(demand).block == 4
-    assert planner(LinkState(50e9, is_steady=True)).split(demand).block == 0
+    assert planner(LinkState(50e9, BLOCK_BYTES)).split(demand).block == 4
+    assert planner(LinkState(50e9, BLOCK_BYTES, is_steady=True)).split(demand).block == 0
 
 
 def test_a_short_prefix_behind_slow_copies_is_computed() -> None:
     """It saves less than a step, but takes no step of its own."""
     for GBps, is_computed in ((5.0, True), (50.0, False)):
-        host = LinkState(GBps * 1e9, is_steady=True)
-        split = Planner([host], slow_seconds, SIZE, BLOCK_BYTES).split(on_disk(16, suffix=16))
+        host = LinkState(GBps * 1e9, BLOCK_BYTES, is_steady=True)
+        split = Planner([host], slow_seconds, SIZE).split(on_disk(16, suffix=16))
         assert (split.block == 16) == is_computed
 
 
@@ -428,7 +440,7 @@ def test_a_short_prefix_behind_slow_copies_is_computed() -> None:
 def test_what_a_steady_link_has_is_computed_only_if_that_saves_more_than_a_step(
     num_blocks: int, GBps: float
 ) -> None:
-    host, disk = LinkState(GBps * 1e9, is_steady=True), LinkState(2e9)
+    host, disk = LinkState(GBps * 1e9, BLOCK_BYTES, is_steady=True), LinkState(2e9, BLOCK_BYTES)
     demand = on_disk(num_blocks)
     none_on_disk = demand._replace(loads=(*demand.loads, LinkLoad(1, [])))
     split = planner(host, disk).split(none_on_disk)
@@ -448,9 +460,9 @@ def test_loading_is_begun_only_if_it_gains_enough(slower: float) -> None:
     step_seconds = PromptTimes(times, ANY_LENGTH)
     for case in itertools.product((16, 32, 64, 128, 256, 1024), (0.5, 1.0, 2.0, 4.0, 8.0)):
         num_blocks, GBps = case
-        demand, link = on_disk(num_blocks), LinkState(GBps * 1e9)
+        demand, link = on_disk(num_blocks), LinkState(GBps * 1e9, BLOCK_BYTES)
         split, begun = (
-            Planner([link], step_seconds, SIZE, BLOCK_BYTES, least_tokens=128).split(each)
+            Planner([link], step_seconds, SIZE, least_tokens=128).split(each)
             for each in (demand, demand._replace(is_begun=True))
         )
         all_s, step_s = step_seconds(0, demand.end), step_seconds(demand.end - 1, demand.end)
@@ -463,7 +475,7 @@ def test_loading_is_begun_only_if_it_gains_enough(slower: float) -> None:
 def test_a_short_prefix_on_a_fast_disk_is_loaded() -> None:
     """It saves less than the step that late blocks would cost, but a fifth of the time."""
     demand = on_disk(32, suffix=16)
-    asked = Planner([LinkState(7e9)], slow_seconds, SIZE, BLOCK_BYTES)
+    asked = Planner([LinkState(7e9, BLOCK_BYTES)], slow_seconds, SIZE)
     all_s = slow_seconds(0, demand.end)
     split = asked.split(demand)
     assert 0.12 * all_s < all_s - split.done_s < slow_seconds(0, 1)

@@ -30,9 +30,7 @@ class Case(NamedTuple):
     demand: Demand
 
     def planner(self) -> Planner:
-        return Planner(
-            self.links, self.times, self.size, BLOCK_BYTES, self.busy_s, self.least_tokens
-        )
+        return Planner(self.links, self.times, self.size, self.busy_s, self.least_tokens)
 
     @property
     def held(self) -> set[int]:
@@ -145,8 +143,10 @@ def drawn(number: int, *, is_begun: bool, links: str) -> Iterator[Case]:
         steps = StepTimes(draw.choice([0.0, 1e-3]), 1e-3, draw.choice([0.0, 1e-5]), 0.0, 0.0)
         block_s = steps.b * size * 10 ** draw.uniform(-1.5, 1.0)
         up_s = min(block_s, steps.b * size * 10 ** draw.uniform(-2.5, 0.3))
-        host = LinkState(BLOCK_BYTES / up_s, draw.choice([0.0, 0.01]), is_steady=True)
-        disk = LinkState(BLOCK_BYTES / block_s, draw.choice([0.0, 0.02]), 1e-3, through=HOST)
+        host = LinkState(BLOCK_BYTES / up_s, BLOCK_BYTES, draw.choice([0.0, 0.01]), is_steady=True)
+        disk = LinkState(
+            BLOCK_BYTES / block_s, BLOCK_BYTES, draw.choice([0.0, 0.02]), 1e-3, through=HOST
+        )
         yield Case(
             (host, disk),
             PromptTimes(steps, draw.choice([3, 16, 1 << 30])),
@@ -250,9 +250,12 @@ def test_a_request_of_65536_tokens_is_divided_by_the_times_of_eighty_parts(
     where = "vhd" * 1365 if is_scattered else "v" * 1365 + "h" * 1365 + "d" * 1365
     of = {tier: [i for i, at in enumerate(where) if at == tier] for tier in "vhd"}
     loads = [LinkLoad(HOST, of["h"]), LinkLoad(DISK, of["d"])]
-    host, disk = LinkState(1e8, is_steady=True), LinkState(2e7, through=HOST)
+    host, disk = (
+        LinkState(1e8, BLOCK_BYTES, is_steady=True),
+        LinkState(2e7, BLOCK_BYTES, through=HOST),
+    )
     times = Counted(StepTimes(1e-3, 2e-6, 1e-11, 0.0, 0.0), 2048)
     demand = Demand(0, 16 * len(where) + 64, loads, ready=stretches(of["v"]))
-    split = Planner([host, disk], times, 16, BLOCK_BYTES).split(demand)
+    split = Planner([host, disk], times, 16).split(demand)
     assert 0 < split.block < len(where)
     assert len(asked) <= 80

@@ -67,7 +67,7 @@ def test_a_disk_that_was_slow_once_is_read_while_all_is_computed() -> None:
 def test_a_probe_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MIN_WINDOW_S", 1e9)  # it teaches nothing
     rig = rig_with_a_slow_disk(is_stale=True, num_pages=64)
-    rig.tiers.block_bytes = promotion.PROBE_BYTES // 3
+    rig.tiers.payload_bytes = promotion.PROBE_BYTES // 3
     admitted(rig, "a", 50)
     assert len(rig.store.loaded) == 3
     while rig.store.jobs:
@@ -103,7 +103,7 @@ def test_pcie_that_is_thought_to_be_slow_is_measured_with_blocks_that_nobody_use
 ) -> None:
     monkeypatch.setattr(promotion, "MIN_MEASURED_BYTES", 0)
     rig = Rig(restore="auto", num_blocks=64, num_pages=16, has_store=False)
-    monkeypatch.setattr(promotion, "PROBE_COPY_BYTES", 8 * rig.tiers.block_bytes)
+    monkeypatch.setattr(promotion, "PROBE_COPY_BYTES", 8 * rig.tiers.payload_bytes)
     link, copied = rig.tiers.device_link, list[int]()
     link.up_rate = LinkRate(1e-3, learnt_at=time.monotonic() - PROBE_S)
     promote = link.promote

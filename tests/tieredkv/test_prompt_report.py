@@ -10,13 +10,13 @@ from tieredkv.types import Tier
 
 SIZE, BYTES = 16, 1000
 DEVICE, HOST, DISK = Tier
-LINKS = (LinkState(1e6, is_steady=True), LinkState(1e5, latency_s=0.01, through=0))
+LINKS = (LinkState(1e6, BYTES, is_steady=True), LinkState(1e5, BYTES, latency_s=0.01, through=0))
 
 
 def planner(num_links: int = 2) -> Planner:
     """Return a planner for a device that computes 1000 tokens a second."""
     times = PromptTimes(StepTimes(0.0, 1e-3, 0.0, 0.0, 0.0), chunk=4096)
-    return Planner(LINKS[:num_links], times, block_size=SIZE, block_bytes=BYTES)
+    return Planner(LINKS[:num_links], times, block_size=SIZE)
 
 
 def missed(index: int) -> Pieces[str]:

@@ -44,7 +44,7 @@ def _part(
         rows[name] = np.array(digests, "V32").view(field.base).reshape(-1, *field.shape)
     for name in _COPIED:
         rows[name] = list(map(attrgetter(name), entries))
-    rows["hash_bytes"], rows["size_bytes"] = len(hashes[0]), tiers.block_bytes
+    rows["hash_bytes"], rows["size_bytes"] = len(hashes[0]), tiers.payload_bytes
     rows["expires_at"] = catalog.deadlines(entries)
     of_claims = {entry.claims: entry for entry in entries}
     numbers = {

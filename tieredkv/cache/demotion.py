@@ -45,9 +45,9 @@ for which it may well pause.
 """
 
 
-def most_late(num_pages: int, block_bytes: int) -> int:
+def most_late(num_pages: int, payload_bytes: int) -> int:
     """Return how many of the pages of host memory may be late; see `MAX_LATE`."""
-    least = min(LEAST_LATE_BYTES // block_bytes, num_pages // 16)
+    least = min(LEAST_LATE_BYTES // payload_bytes, num_pages // 16)
     return max(1, least, int(num_pages * MAX_LATE))
 
 
@@ -72,7 +72,7 @@ class Demoter:
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._most_late = most_late(tiers.host.num_blocks, tiers.block_bytes)
+        self._most_late = most_late(tiers.host.num_blocks, tiers.payload_bytes)
         self._behind: Waiting = OrderedDict()  # owed to the disk
         self._to_write = tiers.to_write
         self._fresh: Waiting = OrderedDict()  # owed to host memory
@@ -310,7 +310,7 @@ class Demoter:
         if tiers.is_write_behind:
             return 0
         rate = self._disk_link.write_rate.steady
-        return int(EARLY_SHARE * tiers.drain_timeout_s * rate / tiers.block_bytes)
+        return int(EARLY_SHARE * tiers.drain_timeout_s * rate / tiers.payload_bytes)
 
     def _queue_owed(self, at_most: int) -> None:
         """Queue the oldest blocks that are owed to the disk, if more are than may wait.
@@ -447,7 +447,7 @@ class Demoter:
                 continue
             if num_begun >= room:
                 break
-            record = catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
+            record = catalog.record(entry, size_bytes=tiers.payload_bytes, expires_at=expires_at)
             tiers.host.pin(page)
             self._disk_link.write(record, page, entry, began_at)
             num_begun += 1

@@ -117,7 +117,7 @@ class DeviceLink(Generic[Tag]):
         if self._moving_since is not None and self._promotions:
             moving_s = self._promotions[0].num_bytes / rate
             seconds -= min(moving_s, now - self._moving_since)
-        return LinkState(rate, max(0.0, seconds), is_steady=True)
+        return LinkState(rate, self._copier.block_bytes, max(0.0, seconds), is_steady=True)
 
     @property
     def has_pending(self) -> bool:

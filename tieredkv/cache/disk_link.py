@@ -128,16 +128,16 @@ class DiskLink:
     """
 
     def __init__(
-        self, store: BackingTier | None, block_bytes: int, counters: CacheCounters
+        self, store: BackingTier | None, payload_bytes: int, counters: CacheCounters
     ) -> None:
         """Bind the disk.
 
         Args:
             store: the client of its worker; None if there is no disk, so that nothing ever moves.
-            block_bytes: payload bytes of one block.
+            payload_bytes: bytes of a block's content in a page and on disk.
             counters: count the moves that have ended.
         """
-        self._store, self._block_bytes, self._counters = store, block_bytes, counters
+        self._store, self._payload_bytes, self._counters = store, payload_bytes, counters
         self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
         self._reads: dict[bytes, Read] = {}
         self._writes: dict[bytes, Write] = {}
@@ -185,22 +185,22 @@ class DiskLink:
             away_s: for how much longer than usual nobody will ask again.
         """
         num_bytes = (MAX_READ_S + away_s) * self.read_rate.effective(now)
-        least = max(2, min(MIN_READS, MIN_READ_BYTES // self._block_bytes))
-        return max(least, int(num_bytes / self._block_bytes))
+        least = max(2, min(MIN_READS, MIN_READ_BYTES // self._payload_bytes))
+        return max(least, int(num_bytes / self._payload_bytes))
 
     @property
     def most_writes(self) -> int:
         """How many writes may be under way."""
-        return max(MIN_WRITES, int(MAX_WRITE_S * self.write_rate.steady / self._block_bytes))
+        return max(MIN_WRITES, int(MAX_WRITE_S * self.write_rate.steady / self._payload_bytes))
 
     def may_read(self, now: float) -> bool:
         """Return whether the operator's limit lets a read begin now."""
-        return self.read_rate.admits(self._block_bytes, now)
+        return self.read_rate.admits(self._payload_bytes, now)
 
     def read_state(self, now: float) -> LinkState:
         """Return what the planner has to know of reads."""
         rate = self.read_rate
-        return LinkState(rate.effective(now), rate.busy_s(now), READ_LATENCY_S)
+        return LinkState(rate.effective(now), self._payload_bytes, rate.busy_s(now), READ_LATENCY_S)
 
     # Moves
 
@@ -215,7 +215,7 @@ class DiskLink:
         """
         self._on_loan[page.block_id] = lent.block_hash
         self._reads[lent.block_hash] = Read(lent, known, page, time.perf_counter())
-        self.read_rate.begin(self._block_bytes, now)
+        self.read_rate.begin(self._payload_bytes, now)
         self._to_load.append(lent)
 
     def write(self, record: BlockRecord, page: Block, entry: Entry, now: float) -> None:
@@ -229,7 +229,7 @@ class DiskLink:
         """
         self._on_loan[page.block_id] = record.block_hash
         self._writes[record.block_hash] = Write(record, page, time.perf_counter(), entry)
-        self.write_rate.begin(self._block_bytes, now)
+        self.write_rate.begin(self._payload_bytes, now)
         self._to_store.append(Lent.of(record, page.block_id))
 
     def send(self) -> None:
@@ -253,7 +253,7 @@ class DiskLink:
 
         The loan of a page ends when its read or write is yielded.
         """
-        counters, size = self._counters, self._block_bytes
+        counters, size = self._counters, self._payload_bytes
         for event in self._store.poll() if self._store is not None else ():
             if isinstance(event, Loaded):
                 read = self._reads.pop(self._on_loan.pop(event.page_id))

@@ -40,6 +40,13 @@ ChooseBlock = Callable[[KeptBlock], bool]
 """Chooses blocks."""
 
 
+class Freed(NamedTuple):
+    """How many copies of blocks were evicted, and the bytes that they took."""
+
+    num_copies: int
+    num_bytes: int
+
+
 class DiskState(NamedTuple):
     """The state of the disk tier: the pid of its worker, if it is up, and why it is off."""
 
@@ -71,17 +78,17 @@ class Operations:
 
     def evict(
         self, is_wanted: ChooseBlock, only: Collection[Tier] | None = None, *, is_dry: bool = False
-    ) -> Pieces[int]:
-        """Make copies unreachable in VRAM and host memory; return how many.
+    ) -> Pieces[Freed]:
+        """Make copies unreachable in VRAM and host memory; return how many, and their bytes.
 
         Args:
             is_wanted: which blocks to evict.
             only: tiers whose copies are evicted; None for both.
             is_dry: whether copies are only counted.
         """
-        if is_dry:
-            return self._evictions.count(is_wanted, only)
-        return self._evictions.evict(is_wanted, only)
+        of = self._evictions.count if is_dry else self._evictions.evict
+        copies, size = (yield from of(is_wanted, only)), self._tiers.bytes_in
+        return Freed(copies.total(), sum(count * size[tier] for tier, count in copies.items()))
 
     def send_down(
         self, is_wanted: ChooseBlock, to: Tier, *, is_dry: bool = False
@@ -103,9 +110,9 @@ class Operations:
         return self._tiers.clock.now()
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self._tiers.block_bytes
+    def vram_bytes(self) -> int:
+        """Bytes of one block in VRAM."""
+        return self._tiers.vram_bytes
 
     def stats(self, max_model_len: int) -> dict[str, Any]:
         """Return what the engine reports of the tiers: sizes, counters, and what it has learnt.

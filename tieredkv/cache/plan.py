@@ -109,6 +109,7 @@ class LinkState(NamedTuple):
 
     Attributes:
         bytes_per_s: its rate.
+        block_bytes: bytes of a block that pass it.
         busy_s: seconds until what it was given so far has arrived.
         latency_s: seconds from the arrival of the last byte until it can be used.
         is_steady: whether its rate hardly varies.
@@ -116,6 +117,7 @@ class LinkState(NamedTuple):
     """
 
     bytes_per_s: float
+    block_bytes: int
     busy_s: float = 0.0
     latency_s: float = 0.0
     is_steady: bool = False
@@ -153,7 +155,6 @@ class Planner:
         links: the links.
         compute: the device's time for a stretch of tokens.
         block_size: tokens a block.
-        block_bytes: bytes a block.
         busy_s: seconds for which the device is busy with what it was given.
         least_tokens: a step with fewer tokens costs hardly less, so that none is planned.
         is_shared: whether more than one request needs the device.
@@ -164,7 +165,6 @@ class Planner:
     links: Sequence[LinkState]
     compute: PromptTimes
     block_size: int
-    block_bytes: int
     busy_s: float = 0.0
     least_tokens: int = 1
     is_shared: bool = False
@@ -253,7 +253,7 @@ class Planner:
 
     def _move_s(self, link: int, num_blocks: int) -> float:
         """Return how long a link moves so many blocks."""
-        return num_blocks * self.block_bytes / self.links[link].bytes_per_s
+        return num_blocks * self.links[link].block_bytes / self.links[link].bytes_per_s
 
 
 class _Case:
@@ -356,7 +356,7 @@ def _arrivals(
         loads: of one request.
         free_s: for how long each link is busy with what it was given.
     """
-    links, block_bytes = planner.links, planner.block_bytes
+    links = planner.links
     lists = defaultdict[int, list[Sequence[int]]](list)  # of blocks that pass each link
     # For each link that was given blocks, the last one that can still be computed instead, and when
     # they arrive. If some cannot, they are waited for wherever the request is divided.
@@ -370,22 +370,20 @@ def _arrivals(
         if load.is_bringing or load.queued:
             last = math.inf if load.is_bringing else load.queued[-1]
             coming.append((last, link.busy_s + link.latency_s))
-    passing = [
-        (free_s[link], links[link].bytes_per_s, links[link].latency_s, each)
-        for link, each in lists.items()
-    ]
+    passing = [(free_s[link], links[link], each) for link, each in lists.items()]
 
     def load_s(block: int) -> float:
         latest_s = 0.0
         for last, arrival_s in coming:  # many are under way at once
             if last >= block and arrival_s > latest_s:
                 latest_s = arrival_s
-        for busy_s, bytes_per_s, latency_s, some in passing:
+        for busy_s, link, some in passing:
             num_blocks = 0
             for indices in some:
                 num_blocks += len(indices) - bisect_left(indices, block)
             if num_blocks:
-                arrival_s = busy_s + num_blocks * block_bytes / bytes_per_s + latency_s
+                move_s = num_blocks * link.block_bytes / link.bytes_per_s
+                arrival_s = busy_s + move_s + link.latency_s
                 if arrival_s > latest_s:
                     latest_s = arrival_s
         return latest_s
@@ -448,7 +446,7 @@ def outlook(
     """
     size, link = planner.block_size, planner.links[0]
     blocks = range(begin // size, num_cached_tokens // size)
-    move_s = len(blocks) * planner.block_bytes / link.bytes_per_s
+    move_s = len(blocks) * link.block_bytes / link.bytes_per_s
     load_s = link.busy_s + move_s + link.latency_s + planner.compute(num_cached_tokens, num_tokens)
     compute_s = planner.busy_s + planner.compute(begin, num_tokens)
     split = planner.split(Demand(begin, num_tokens, [LinkLoad(0, blocks)]))

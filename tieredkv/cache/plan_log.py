@@ -26,7 +26,6 @@ class LoggedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     links: list[LinkState]
     block_size: int
-    block_bytes: int
     busy_s: float
     least_tokens: int
     is_shared: bool
@@ -46,7 +45,6 @@ def before(planner: Planner, rate: ComputeRate, demands: Sequence[Demand]) -> Lo
     return LoggedPlan(
         links=list(planner.links),
         block_size=planner.block_size,
-        block_bytes=planner.block_bytes,
         busy_s=planner.busy_s,
         least_tokens=planner.least_tokens,
         is_shared=planner.is_shared,
@@ -75,7 +73,6 @@ def replay(text: str) -> tuple[LoggedPlan, list[Split]]:
         logged.links,
         PromptTimes(logged.times, logged.chunk, logged.num_read),
         block_size=logged.block_size,
-        block_bytes=logged.block_bytes,
         busy_s=logged.busy_s,
         least_tokens=logged.least_tokens,
         is_shared=logged.is_shared,

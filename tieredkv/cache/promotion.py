@@ -170,7 +170,7 @@ class Promoter:
         """
         tiers, planner = self._tiers, self.planner(0.0, time.monotonic(), is_shared=True)
         num_tokens = len(prefix.hashes) * tiers.block_size + 1
-        copy_s = len(in_host) * tiers.block_bytes / planner.links[HOST].bytes_per_s
+        copy_s = len(in_host) * tiers.payload_bytes / planner.links[HOST].bytes_per_s
         if tiers.restore != "auto" or copy_s <= planner.compute(0, num_tokens):
             return in_host[0]
         demand = Demand(0, num_tokens, [LinkLoad(HOST, in_host)], ready=prefix.row.there)
@@ -215,7 +215,6 @@ class Promoter:
             [up, disk._replace(through=HOST)],
             tiers.compute_rate.prompt_times,
             block_size=tiers.block_size,
-            block_bytes=tiers.block_bytes,
             busy_s=busy_s,
             least_tokens=tiers.compute_rate.least_tokens,
             is_shared=is_shared,
@@ -238,7 +237,7 @@ class Promoter:
         self._probe_copies(now)
         if link.num_reading or not self._read_probes.is_due(link.read_rate, now):
             return  # what is being read teaches the rate
-        most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.block_bytes))
+        most = max(1, min(MAX_READS, PROBE_BYTES // self._tiers.payload_bytes))
         for index in reversed(on_disk[-most:]):
             block_hash = prefix.hashes[index]
             if link.is_reading(block_hash) or host.lookup(block_hash) is not None:
@@ -257,8 +256,8 @@ class Promoter:
         tiers, link = self._tiers, self._device_link
         if self._spare or tiers.num_promoting or not self._copy_probes.is_due(link.up_rate, now):
             return
-        count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.block_bytes))
-        if count * tiers.block_bytes < MIN_MEASURED_BYTES:
+        count = min(tiers.host.num_blocks, -(-PROBE_COPY_BYTES // tiers.payload_bytes))
+        if count * tiers.payload_bytes < MIN_MEASURED_BYTES:
             return
         self._spare = tiers.device.allocate(count, tenant=NO_TENANT) or []
         if self._spare:
@@ -475,7 +474,7 @@ class Promoter:
             parent_hash=prefix.hashes[index - 1] if index else prefix.root,
             position=index,
             namespace=prefix.namespace,
-            size_bytes=self._tiers.block_bytes,
+            size_bytes=self._tiers.payload_bytes,
         )
         self._disk_link.read(lent, times_of(sealed), pages[0], now)
         if not is_admitted:

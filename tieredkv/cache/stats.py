@@ -22,8 +22,9 @@ def cache_stats(tiers: Tiers, max_model_len: int) -> dict[str, Any]:
         tiers: the tiers.
         max_model_len: tokens of the longest context.
     """
-    size, store, stats = tiers.block_bytes, tiers.store, dict[str, Any]()
+    store, stats = tiers.store, dict[str, Any]()
     for tier, pool in tiers.pools.items():
+        size = tiers.bytes_in[tier]
         stats[tier.value] = {
             "blocks": pool.num_cached,
             "blocks_used": pool.num_used,
@@ -36,7 +37,8 @@ def cache_stats(tiers: Tiers, max_model_len: int) -> dict[str, Any]:
     disk = msgspec.to_builtins(store.stats()) if store else None
     if store:
         stats["owed"] = {"bytes": tiers.owed_bytes, "drain_s": tiers.drain_s}
-    return stats | {"block_bytes": size, "disk": disk, "learnt": _rates(tiers, max_model_len)}
+    stats |= {"block_bytes": tiers.payload_bytes, "disk": disk}
+    return stats | {"learnt": _rates(tiers, max_model_len)}
 
 
 def _rates(tiers: Tiers, max_model_len: int) -> dict[str, Any]:

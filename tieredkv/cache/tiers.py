@@ -57,7 +57,8 @@ class Tiers:
         device_link: copies between the pools; a tag holds when the copy began and its pairs of
             blocks.
         disk_link: reads and writes between the host pool and the disk tier.
-        block_bytes: payload bytes of one block.
+        vram_bytes: bytes of one block in VRAM.
+        payload_bytes: bytes of its content below VRAM: in a page, in a copy and on disk.
         block_size: tokens of one block.
         is_cpu: whether the device is the processor, which also moves the blocks.
         restore: see the setting; `compute` promotes nothing.
@@ -83,7 +84,8 @@ class Tiers:
     store: BackingTier | None
     device_link: DeviceLink[Any]
     clock: Clock
-    block_bytes: int
+    vram_bytes: int
+    payload_bytes: int
     block_size: int = 1
     is_cpu: bool = False
     restore: Restore = "auto"
@@ -105,7 +107,7 @@ class Tiers:
     _seen: dict[bytes, float] = field(default_factory=dict)  # in the order of the last requests
 
     def __post_init__(self) -> None:
-        self.disk_link = DiskLink(self.store, self.block_bytes, self.counters)
+        self.disk_link = DiskLink(self.store, self.payload_bytes, self.counters)
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         self.events = BlockEvents(self.device, self.host, self.block_size, self.counters)
         for tier, pool in self.pools.items():
@@ -115,6 +117,11 @@ class Tiers:
         self.device.on_clean = self._on_device_clean
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = self._is_host_clean
+
+    @property
+    def bytes_in(self) -> dict[Tier, int]:
+        """Bytes of a block in VRAM and in host memory."""
+        return {Tier.DEVICE: self.vram_bytes, Tier.HOST: self.payload_bytes}
 
     @property
     def can_load(self) -> bool:
@@ -173,7 +180,7 @@ class Tiers:
         """Bytes in RAM that the disk should keep and does not have."""
         if self.store is None:
             return 0
-        return (len(self.catalog.owed) + len(self.catalog.given_up)) * self.block_bytes
+        return (len(self.catalog.owed) + len(self.catalog.given_up)) * self.payload_bytes
 
     @property
     def drain_s(self) -> float:
@@ -203,18 +210,16 @@ class Tiers:
         if block.block_hash is not None:
             self.host.end_duplicate(block.block_hash)
 
-    def drop(self, block_hash: BlockHash, reason: str) -> int:
-        """Make a block unreachable now; return how many copies it had.
+    def drop(self, block_hash: BlockHash, reason: str) -> list[Tier]:
+        """Make a block unreachable now; return the tiers that had a copy.
 
         Requests that hold it keep its memory until they end.
         """
-        num_copies = 0
-        for tier, pool in self.pools.items():
-            if pool.drop(block_hash) is not None:
-                self.counters.evictions[f"{tier},{reason}"] += 1
-                num_copies += 1
+        had = [tier for tier, pool in self.pools.items() if pool.drop(block_hash) is not None]
+        for tier in had:
+            self.counters.evictions[f"{tier},{reason}"] += 1
         self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
-        return num_copies
+        return had
 
     def drop_copy(self, tier: Tier, block_hash: BlockHash, reason: str) -> bool:
         """Make the copy in one tier unreachable now; return whether there was one.

@@ -89,11 +89,11 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
         saved = None
     compute = _compute_rate(settings, found, spec, saved)
     up = (saved and saved.up_bytes_per_s) or rates.h2d_GBps * 1e9
-    links = {Tier.HOST: LinkState(up, is_steady=True)}
+    links = {Tier.HOST: LinkState(up, spec.block_bytes, is_steady=True)}
     read = (saved and saved.read_bytes_per_s) or (rates.disk_GBps or 0.0) * 1e9
     if read:
         limited = min(read, settings.disk_read_limit or read, up)  # its bytes pass through PCIe
-        links[Tier.DISK] = LinkState(limited, latency_s=READ_LATENCY_S)
+        links[Tier.DISK] = LinkState(limited, spec.block_bytes, latency_s=READ_LATENCY_S)
     made: list[Json] = []
     for length in (each for each in LENGTHS if each <= found.max_model_len):
         cached = min(length, found.max_model_len - NEW_TOKENS) // spec.block_size * spec.block_size
@@ -102,7 +102,6 @@ def plans(settings: Settings, rates: Rates) -> list[Json]:
                 [link],
                 compute.prompt_times,
                 block_size=spec.block_size,
-                block_bytes=spec.block_bytes,
                 least_tokens=compute.least_tokens,
                 is_cpu=found.device.type == "cpu",
             )

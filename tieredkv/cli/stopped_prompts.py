@@ -121,17 +121,16 @@ def _planners(
         return lambda: None
     compute = ComputeRate(settings.resolve_max_num_alone_tokens(found.device.type))
     compute.assume(saved.known_steps)
-    links = [LinkState(saved.up_bytes_per_s, is_steady=True)]
+    links = [LinkState(saved.up_bytes_per_s, spec.block_bytes, is_steady=True)]
     if saved.read_bytes_per_s:
         rate = min(saved.read_bytes_per_s, settings.disk_read_limit or math.inf)
-        links.append(LinkState(rate, latency_s=READ_LATENCY_S, through=HOST))
+        links.append(LinkState(rate, spec.block_bytes, latency_s=READ_LATENCY_S, through=HOST))
 
     def make() -> Planner:
         return Planner(
             links,
             compute.prompt_times,
             block_size=spec.block_size,
-            block_bytes=spec.block_bytes,
             least_tokens=compute.least_tokens,
             is_cpu=found.device.type == "cpu",
         )

@@ -119,13 +119,9 @@ def _expected(facts: Facts) -> Choice:
         return Choice(should_load=False, reason="unknown_disk")
     first, last = facts.begin // facts.chunk_tokens, facts.end // facts.chunk_tokens
     latency_s = facts.load_bytes / facts.copy_bytes_per_s + facts.protocol_s
-    link = LinkState(facts.read_bytes_per_s, facts.read_busy_s, latency_s)
-    planner = Planner(
-        [link],
-        PromptTimes(facts.times, ANY_LENGTH),
-        block_size=facts.chunk_tokens,
-        block_bytes=-(-facts.load_bytes // (last - first)),
-    )
+    block_bytes = -(-facts.load_bytes // (last - first))
+    link = LinkState(facts.read_bytes_per_s, block_bytes, facts.read_busy_s, latency_s)
+    planner = Planner([link], PromptTimes(facts.times, ANY_LENGTH), block_size=facts.chunk_tokens)
     num_tokens = max(facts.num_tokens, facts.end + 1)  # the last one is always computed
     demand = Demand(facts.begin, num_tokens, [LinkLoad(0, range(first, last))])
     least_gain_s = planner.least_gain_s(demand)

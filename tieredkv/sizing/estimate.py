@@ -72,13 +72,14 @@ class Estimate:
             if source is not None:
                 of[source].append(index)
         free = [max(0.0, at - now) for at in self._free_at]
-        up = LinkState(self._bytes_per_s[UP], free[UP], is_steady=True)
-        read = LinkState(self._bytes_per_s[READ], free[READ], READ_LATENCY_S, through=UP)
+        up = LinkState(self._bytes_per_s[UP], self._block_bytes, free[UP], is_steady=True)
+        read = LinkState(
+            self._bytes_per_s[READ], self._block_bytes, free[READ], READ_LATENCY_S, through=UP
+        )
         planner = Planner(
             [up, read],
             self._compute.prompt_times,
             block_size=self._block_tokens,
-            block_bytes=self._block_bytes,
             busy_s=max(0.0, self._device_free_at - now),
             least_tokens=self._compute.least_tokens,
         )
