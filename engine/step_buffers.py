@@ -16,10 +16,6 @@ from tieredkv.kernels import launch, partition, small_copies
 from tieredkv.kernels.partition import Heads, Span
 from tieredkv.steps import pairs
 
-CELLS_PER_ROW = 2
-"""Cells of a row's block table that one more token can change: its block, and the one before,
-where a block that was computed twice was given up for its twin."""
-
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
@@ -37,8 +33,7 @@ class BatchRow:
         request_index: place of the request among those that run, below `max_num_seqs`; None takes
             the row's index in the batch.
         table_key: who the block table belongs to. While the key of a request index stays the same,
-            cells that a row has covered change no more, but for the last CELLS_PER_ROW before its
-            end. With None, every cell may have changed.
+            cells that a row has covered change no more. With None, every cell may have changed.
     """
 
     token_ids: Sequence[int]
@@ -108,12 +103,11 @@ class BlockTables:
             first = 0
             if row.table_key is not None and self._keys[owner] == row.table_key:
                 # Between two rows of a request may lie blocks that were loaded, not computed.
-                unsettled = max(0, row.start // block_size + 1 - CELLS_PER_ROW)
-                first = min(unsettled, self._num_known[owner])
+                first = min(row.start // block_size, self._num_known[owner])
             self._keys[owner], self._num_known[owner] = row.table_key, end
-            if end - first <= CELLS_PER_ROW:
-                cells.extend(range(owner * self.max_blocks + first, owner * self.max_blocks + end))
-                block_ids.extend(table[first:end])
+            if end - first == 1:
+                cells.append(owner * self.max_blocks + first)
+                block_ids.append(table[first])
                 continue
             self._mirror[owner, first:end] = table[first:end]
             small_copies.copy(self._host[owner, first:end], self.tensor[owner, first:end])
@@ -137,7 +131,7 @@ class StepBuffers:
         sources: [max_tokens] int64; request index whose last sampled token a negative id means.
         kept: [max_tokens] int64, indices of the tokens whose logits are wanted.
         targets: [max_tokens] int64, request indices whose next token these logits give.
-        cells, block_ids: [CELLS_PER_ROW * max_rows] int64 and int32, changes of the block tables.
+        cells, block_ids: [max_rows] int64 and int32, changes of the block tables.
         narrow, wide, last: partitions of attention's work, int32.
     """
 
@@ -150,9 +144,9 @@ class StepBuffers:
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
         max_wide_tiles = max_tokens // wide.num_queries + max_rows
         parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
-        parts["cells"] = torch.int64, CELLS_PER_ROW * max_rows
+        parts["cells"] = torch.int64, max_rows
         parts |= dict.fromkeys(("token_ids", "positions", "slots"), (torch.int32, max_tokens))
-        parts["block_ids"] = torch.int32, CELLS_PER_ROW * max_rows
+        parts["block_ids"] = torch.int32, max_rows
         parts["narrow"] = parts["last"] = torch.int32, partition.size_ints(narrow, max_rows)
         parts["wide"] = torch.int32, partition.size_ints(wide, max_wide_tiles)
         # In words of four bytes; every part begins at a multiple of 16 bytes.

@@ -4,6 +4,7 @@ import time
 
 from tieredkv.cache.forecasts import Forecast
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.row import State
 from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
@@ -25,6 +26,7 @@ def computed_sooner(prefix: Prefix, index: int) -> str:
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
     params = SamplingParams()
     prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], [], sources=sources)
+    prefix.row.reset(len(sources), State.FOUND)
     return Request(
         EngineRequest(request_id="r", prompt_token_ids=[1] * num_prompt_tokens, params=params),
         prefix=prefix,

@@ -350,8 +350,7 @@ class TieredCache:
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain, which generated tokens have filled.
 
-        If another request has computed the same block already, that block is shared and the
-        private block is released.
+        If another request has computed the same block already, this one stays private.
         """
         device, index = self._tiers.device, len(prefix.hashes)
         block = prefix.blocks[index]
@@ -359,14 +358,10 @@ class TieredCache:
         prefix.hashes.append(block_hash)
         prefix.sources.append(None)
         prefix.row.append(State.COMPUTED)
-        known = device.insert(block, block_hash, prefix.tenant)
-        if known is block:
+        if device.insert(block, block_hash, prefix.tenant) is block:
             self.complete(prefix, index, index + 1)
-        elif known.is_ready:
-            device.acquire([known])
-            device.release([block], after=self._tiers.device_link.num_steps)
-            prefix.blocks[index] = known
-            prefix.block_ids[index] = known.block_id
+        else:
+            device.fill(block)
         self._tiers.events.learn(prefix, index, index + 1)
 
     def touch(self, prefix: Prefix) -> None:
