@@ -137,8 +137,8 @@ class EngineCore:
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
             eos_token_ids=sorted(self.model.eos_token_ids),
-            worker_pid=disk.worker_pid if disk else None,
-            disk_trouble=(disk.trouble or None) if disk else None,
+            worker_pid=disk.pid if disk else None,
+            disk_trouble=(disk.why or None) if disk and not disk.is_open else None,
         )
 
     def add_request(self, asked: EngineRequest) -> None:

@@ -39,7 +39,7 @@ from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.storage.options import BUSY_PATIENCE_S
 from tieredkv.storage.starts import check_start
-from tieredkv.storage.tier import BackingTier
+from tieredkv.tier import BackingTier
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.arena import HostArena

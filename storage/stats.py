@@ -2,6 +2,8 @@
 
 import msgspec
 
+from tieredkv.tier import TierStats
+
 
 class Lifetimes(msgspec.Struct, kw_only=True):
     """How long the disk keeps blocks, by retention policy; see `tieredkv.storage.lifetimes`.
@@ -44,7 +46,7 @@ class Need(msgspec.Struct, frozen=True):
     text: str
 
 
-class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+class StoreStats(TierStats, frozen=True, kw_only=True):
     """Figures of a store since it was opened, sizes as they are now.
 
     Attributes:
@@ -77,28 +79,17 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         lifetimes: how long blocks are kept.
     """
 
-    blocks: int = 0
-    bytes_live: int = 0
-    bytes_files: int = 0
     bytes_index: int = 0
-    bytes_budget: int = 0
     bytes_pending: int = 0
-    bytes_written: int = 0
     bytes_written_ever: int = 0
     bytes_write_limit: int | None = None
-    bytes_read: int = 0
     bytes_erased: int = 0
-    num_stored: int = 0
-    num_expired: int = 0
-    num_evicted: int = 0
     num_extents_retired: int = 0
-    faults: dict[str, int] = {}
-    deleted: dict[str, int] = {}
     encryption: str = ""
     num_keys: int = 0
     compression: str = ""
     is_compressing: bool = False
-    compression_trial: dict[str, float] = {}
+    compression_trial: dict[str, float] = msgspec.field(default_factory=dict)
     compression_ratio: float = 0.0
     compression_rate: float = 0.0
     decompression_rate: float = 0.0

@@ -33,7 +33,7 @@ from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.parts import Parts
 from tieredkv.storage.stats import Lifetimes, StoreStats
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
 _TRIAL_BLOCKS = 32

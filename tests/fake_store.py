@@ -31,8 +31,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Restore
 from tieredkv.pieces import whole
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.tier import (
+from tieredkv.tier import (
     BlockLife,
     Event,
     Gone,
@@ -176,8 +175,7 @@ class FakeStore(FakeTier):
         for block_hash in hashes:
             record, _ = self.blocks.get(BlockHash(block_hash), (None, b""))
             if record is not None and record.expires_at > self._clock.now() and not self.is_down:
-                located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
-                found[block_hash] = encode_record(located, Retentions([record.retention]))
+                found[block_hash] = self.found(record)
         self.told.append(LookupDone(job, found))
 
     def complete(

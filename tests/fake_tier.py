@@ -3,15 +3,24 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tieredkv.storage.client.names import NO_NAMES
-from tieredkv.storage.stats import NO_STATS, StoreStats
-from tieredkv.storage.tier import BackingTier
+from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record, times_of
+from tieredkv.tier import HASHES, BackingTier, TierState, TierStats, Times
+from tieredkv.types import BlockRecord
 
 
 class FakeTier(BackingTier):
     def __init__(self) -> None:
         self.shares: dict[bytes, float] = {}
-        self.names = NO_NAMES
+        self.names = HASHES
+
+    @staticmethod
+    def found(record: BlockRecord) -> bytes:
+        """Return what a lookup tells of a block: its record, as the store seals it."""
+        located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
+        return encode_record(located, Retentions([record.retention]))
+
+    def times_of(self, found: bytes, /) -> Times:
+        return times_of(found)
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
         pass
@@ -19,13 +28,8 @@ class FakeTier(BackingTier):
     def reply(self, id: int, body: dict[str, Any], has_more: bool = False) -> None:
         pass
 
-    def stats(self) -> StoreStats:
-        return NO_STATS
+    def stats(self) -> TierStats:
+        return TierStats()
 
-    @property
-    def trouble(self) -> str:
-        return ""
-
-    @property
-    def pid(self) -> int | None:
-        return None
+    def state(self) -> TierState:
+        return TierState(is_open=True, why="", room_bytes=0)

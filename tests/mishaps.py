@@ -34,8 +34,7 @@ from tieredkv.operate.table import START_BYTES
 from tieredkv.pieces import whole
 from tieredkv.storage.client import supervisor
 from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.client.names import NO_NAMES
-from tieredkv.storage.tier import Event, Loaded, Stored
+from tieredkv.tier import HASHES, Event, Loaded, Stored
 from tieredkv.types import Tier
 
 POISON = 0x4B
@@ -306,7 +305,7 @@ class UnluckyEngine:
     @property
     def _worker(self) -> int | None:
         store = self.llm.core.parts.tiers.store
-        return store.pid if store is not None else None
+        return store.state().pid if store is not None else None
 
     def _signal(self, number: signal.Signals) -> None:
         if (pid := self._worker) is not None:
@@ -335,7 +334,7 @@ class UnluckyEngine:
         hashes = sorted(it.block_hash for it in entries)
         doomed = {*random.Random(number).sample(hashes, min(2, len(hashes)))}
         doomed.update(it.block_hash for it in entries if it.parent_hash in doomed)
-        names = (NO_NAMES if tiers.store is None else tiers.store.names).hide([*doomed])
+        names = (HASHES if tiers.store is None else tiers.store.names).hide([*doomed])
         starts = tuple(name[:START_BYTES] for name in names)
         self.llm.core.verbs.evict(EvictFilter(starts=starts))
 

@@ -42,10 +42,9 @@ from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.steps import pairs
-from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
 from tieredkv.storage.worker.pace import WRITE_SHARE
+from tieredkv.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
 from tieredkv.types import BlockId, BlockRecord, PageId
 
 WALL_TIME = 1_800_000_000.0
@@ -439,8 +438,7 @@ class Disk(FakeTier):
         job, found = next(self._numbers), {}
         for block_hash in hashes:
             if (record := self.records.get(block_hash)) is not None:
-                located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
-                found[block_hash] = encode_record(located, Retentions([record.retention]))
+                found[block_hash] = self.found(record)
         self._add_event(
             self._device.time.now + self._device.machine.lookup_s, LookupDone(job, found)
         )

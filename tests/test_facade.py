@@ -44,7 +44,7 @@ def test_the_engine_uses_no_attribute_of_an_attribute_of_a_facade() -> None:
         ("cache.room.state", ["cache.room.state"]),
         ("self._scheduler.cache.plan.split", ["self._scheduler.cache.plan.split"]),
         ("self.cache.admit(prefix)", []),
-        ("disk = self.cache.disk\ndisk.worker_pid", []),
+        ("disk = self.cache.disk\ndisk.pid", []),
     ],
 )
 def test_such_uses_are_found(code: str, found: list[str]) -> None:

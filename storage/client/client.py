@@ -14,13 +14,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from tieredkv.hashing import ModelIdentity
-from tieredkv.storage.client.names import NO_NAMES, Names
+from tieredkv.storage.client.names import Names
 from tieredkv.storage.client.supervisor import Supervisor
+from tieredkv.storage.format.record import times_of
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import NO_STATS, StoreStats
-from tieredkv.storage.tier import (
+from tieredkv.tier import (
+    HASHES,
     BackingTier,
     ControlRequest,
     Event,
@@ -31,6 +33,7 @@ from tieredkv.storage.tier import (
     ProbeDone,
     Restarted,
     Stored,
+    TierState,
     TouchItem,
 )
 from tieredkv.wire.arena import HostArena
@@ -65,14 +68,14 @@ class StoreClient(BackingTier):
     ) -> None:
         """Start the worker and wait until it serves the store, or ended without saying why.
 
-        In the second case the disk tier is off, as after a later failure: see `trouble`.
+        In the second case the disk tier is off, as after a later failure: see `state`.
 
         Raises:
             StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
         """
         self.arena = arena
         self.shares: dict[bytes, float] = {}
-        self.names = NO_NAMES
+        self.names = HASHES
         self._path, self._wake = options.path, wake
         self._numbers = itertools.count(1)  # of jobs
         self._events: deque[Event] = deque()
@@ -114,6 +117,8 @@ class StoreClient(BackingTier):
             self._events.append(answer(job))
         self._wake()
         return job
+
+    times_of = staticmethod(times_of)
 
     def load(self, lent: Sequence[Lent]) -> None:
         """Read blocks into pages; each page is on loan until its `Loaded`."""
@@ -216,15 +221,22 @@ class StoreClient(BackingTier):
                 num_touches_dropped=self._stats.num_touches_dropped + self._num_touches_dropped,
             )
 
-    @property
-    def trouble(self) -> str:
-        """Why the disk tier is off; empty while a worker serves the store."""
-        return self._supervisor.trouble
+    def state(self) -> TierState:
+        """Return whether a worker serves the store; `why` may be empty for a moment after its end.
+
+        What the last worker told of the store counts while none is up.
+        """
+        with self._lock:
+            supervisor, stats = self._supervisor, self._stats
+            is_open = supervisor.channel is not None
+            why = stats.store_error if is_open else supervisor.trouble
+            room_bytes = max(0, stats.bytes_budget - stats.bytes_files)
+            return TierState(is_open, why, room_bytes, supervisor.pid)
 
     @property
     def pid(self) -> int | None:
         """Process id of the worker, while one is up."""
-        return self._supervisor.pid
+        return self.state().pid
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker finish its writes and exit; twice is fine.

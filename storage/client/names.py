@@ -40,10 +40,6 @@ class Names:
         return [*names] if self._cipher is None else _apply(self._cipher.decryptor(), names)
 
 
-NO_NAMES = Names()
-"""Those of a store that is not encrypted, and of no store."""
-
-
 def _apply(context: CipherContext, digests: Sequence[bytes]) -> list[bytes]:
     data = context.update(b"".join(digests))
     sizes = set(map(len, digests))

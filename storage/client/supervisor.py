@@ -101,9 +101,8 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker, while it takes messages."""
-        with self.lock:
-            return None if self._worker is None or self.channel is None else self._worker.pid
+        """Process id of the worker, while it takes messages; under the lock."""
+        return None if self._worker is None or self.channel is None else self._worker.pid
 
     def give_up(self, why: str) -> None:
         """Kill the worker that serves the store, if one does; under the lock.

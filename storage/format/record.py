@@ -13,6 +13,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.tier import Times
 from tieredkv.types import NAMESPACE_BYTES, PAGE_ALIGNMENT_BYTES, BlockRecord
 
 FORMAT_VERSION = 3
@@ -60,14 +61,6 @@ class Located(NamedTuple):
     def extent_bytes(self) -> int:
         """The extent size class that holds this payload."""
         return extent_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
-
-
-class Times(NamedTuple):
-    """When a block will expire, was computed and was last used; see `BlockRecord`."""
-
-    expires_at: float
-    computed_at: float
-    last_used: float
 
 
 class Retentions:

@@ -13,7 +13,7 @@ from tieredkv.hashing import ModelIdentity
 from tieredkv.storage.messages.operator import EngineAnswer, StillBusy
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import Need, StoreStats
-from tieredkv.storage.tier import ControlRequest, Gone, Lent, Loaded, ProbeDone, Stored, TouchItem
+from tieredkv.tier import ControlRequest, Gone, Lent, Loaded, ProbeDone, Stored, TouchItem
 from tieredkv.wire.process import Refused
 
 IndexStart = Literal["as_it_is", "examined", "set_aside"]

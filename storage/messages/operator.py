@@ -117,7 +117,7 @@ class AskEngine(Question, frozen=True, kw_only=True, tag="ask"):
 
     Attributes:
         call: as `tieredkv.operate` encodes it; the worker does not read it.
-        roots: see `storage.tier.ControlRequest`.
+        roots: see `tier.ControlRequest`.
     """
 
     call: bytes

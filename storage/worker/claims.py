@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tieredkv.clock import Clock
 from tieredkv.storage.format.record import namespace_in
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 _CLOCK_SLACK_S = 1.0

@@ -40,7 +40,6 @@ from tieredkv.storage.messages import operator as messages
 from tieredkv.storage.messages.operator import EngineAnswer
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import ControlRequest
 from tieredkv.storage.worker.claims import Doomed
 from tieredkv.storage.worker.socket import Caller
 from tieredkv.storage.worker.steps import (
@@ -51,6 +50,7 @@ from tieredkv.storage.worker.steps import (
     is_of_whole_namespaces,
     walking,
 )
+from tieredkv.tier import ControlRequest
 from tieredkv.types import TENANT_BYTES
 
 _ENGINE_TIMEOUT_S = 5.0

@@ -19,9 +19,9 @@ from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Located, corrupt, decode_record, padded_bytes
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import BlockLife, Lent, Loaded, ProbeDone
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.pace import WriteShare
+from tieredkv.tier import BlockLife, Lent, Loaded, ProbeDone
 
 _MAX_LOCATES_A_TURN = 64
 _READS_A_THREAD = 4  # enough to keep the threads busy while the next loads are located

@@ -39,7 +39,6 @@ from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.operator import Delete, EngineAnswer
 from tieredkv.storage.stats import Lifetimes, StoreStats
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import ControlRequest, Gone
 from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.deletions import Deletions
 from tieredkv.storage.worker.fault_log import FaultLog
@@ -51,6 +50,7 @@ from tieredkv.storage.worker.socket import ControlServer
 from tieredkv.storage.worker.steps import count_others
 from tieredkv.storage.worker.touches import GatheredTouches
 from tieredkv.storage.worker.writes import Writes
+from tieredkv.tier import ControlRequest, Gone
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel
 

@@ -6,7 +6,7 @@ from threading import Lock
 
 from msgspec.structs import replace
 
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 
 _INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256

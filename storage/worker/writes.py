@@ -24,11 +24,11 @@ from tieredkv.storage.format.record import Extent, Located, padded_bytes
 from tieredkv.storage.index.transaction import TXN_BLOCKS
 from tieredkv.storage.ownership import owned_by
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import Lent, Stored
 from tieredkv.storage.worker.claims import Claims, Doomed
 from tieredkv.storage.worker.fault_log import FaultLog
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.pace import WriteLimit, WriteShare
+from tieredkv.tier import Lent, Stored
 from tieredkv.types import BlockRecord
 
 _WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed

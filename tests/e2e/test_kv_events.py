@@ -159,7 +159,7 @@ def test_a_worker_that_starts_again_has_nothing_until_it_is_used(tmp_path: Path)
         engine.check_disk()
         assert engine.llm.demote("disk")
         assert len(engine.check().media["STORAGE"]) == engine.num_on_disk > 0
-        pid = engine.core.parts.tiers.store.pid  # type: ignore[union-attr]
+        pid = engine.core.parts.tiers.store.state().pid  # type: ignore[union-attr]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not engine.check().media["STORAGE"], "the disk is not forgotten")

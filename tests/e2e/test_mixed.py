@@ -20,7 +20,7 @@ from tieredkv.cache.rates import LinkRate
 from tieredkv.cache.requests import TieredCache
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.storage.tier import Lent
+from tieredkv.tier import Lent
 from tieredkv.types import Tier
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -280,7 +280,7 @@ def test_reads_that_a_stopped_worker_holds_are_computed_long_before_their_timeou
         assert store is not None
         [cold] = serve(llm, [tokens])
         move_to_disk(llm)
-        pid, load, has_stopped = store.pid, store.load, list[int]()
+        pid, load, has_stopped = store.state().pid, store.load, list[int]()
         assert pid is not None
 
         def stop_and_load(pages: Sequence[Lent]) -> None:

@@ -18,7 +18,7 @@ from tieredkv.engine import core, scheduler
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.storage.tier import Lent
+from tieredkv.tier import Lent
 
 
 def test_the_python_api_leaves_the_callers_garbage_collector_alone(

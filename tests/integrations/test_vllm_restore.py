@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import ConfigError
 from tieredkv.integrations.row_store import RowStore
-from tieredkv.storage.tier import Loaded, Stored
+from tieredkv.tier import Loaded, Stored
 
 DAY_S = 86_400.0
 SLOW = {"restore": "auto", "prefill_seconds": {"1024": 1000.0}}

@@ -37,8 +37,8 @@ from tieredkv.operate.worker import Worker
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.messages.engine import CloseCall, WorkerUp
 from tieredkv.storage.messages.operator import Deleted
-from tieredkv.storage.tier import ControlRequest
 from tieredkv.storage.worker.process import WorkerProcess
+from tieredkv.tier import ControlRequest
 from tieredkv.types import TENANT_BYTES, Tier
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES
 

@@ -22,7 +22,7 @@ from tests.storage.blocks import (
 )
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.chain_ids import named_blocks, short_id
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 

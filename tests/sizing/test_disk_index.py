@@ -8,7 +8,7 @@ import pytest
 from tests.fakes import FakeClock
 from tests.storage.blocks import CheckedStore, make_record, open_store, put, sweep
 from tieredkv.sizing.disk_index import DiskIndex, Life
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockHash, BlockRecord
 
 SIZE_BYTES = 128 << 10

@@ -25,8 +25,7 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
 from tieredkv.sizing.disk_index import DiskIndex, Life
 from tieredkv.sizing.tiers import Room, Source
-from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
-from tieredkv.storage.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
+from tieredkv.tier import BlockLife, Event, Lent, Loaded, LookupDone, Stored, TouchItem
 from tieredkv.types import BlockHash, BlockRecord
 
 START = 1e6
@@ -75,8 +74,7 @@ class _Disk(FakeTier):
         found = dict[bytes, bytes]()
         for block_hash in hashes:
             if (record := self._record(block_hash)) is not None:
-                located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
-                found[block_hash] = encode_record(located, Retentions([record.retention]))
+                found[block_hash] = self.found(record)
         self._events.append(LookupDone(self._num_jobs, found))
         return self._num_jobs
 

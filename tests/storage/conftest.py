@@ -20,7 +20,7 @@ from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import Retentions, decode_record
 from tieredkv.storage.keys.table import KeyTable
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import Event, Lent, Loaded, LookupDone, Stored
+from tieredkv.tier import Event, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
 

@@ -20,7 +20,7 @@ from tests.storage.conftest import (
 from tests.storage.test_verdicts import kept_files
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.folder.folder import SET_ASIDE
-from tieredkv.storage.tier import Loaded, Stored
+from tieredkv.tier import Loaded, Stored
 from tieredkv.wire.arena import HostArena
 
 SIZE_BYTES = NUM_PAGES * PAGE_BYTES
@@ -154,7 +154,7 @@ def test_a_worker_that_finds_the_memory_gone_at_its_start_says_so(
     os.truncate(region, 4096)
     assert client.pid is not None
     os.kill(client.pid, 9)
-    wait_until(lambda: "has 4096 bytes instead of" in client.trouble, "the cause is not named")
+    wait_until(lambda: "has 4096 bytes instead of" in client.state().why, "the cause is not named")
     os.truncate(region, SIZE_BYTES)
     wait_until(lambda: client.pid is not None, "no worker serves the store again")
     assert all(done.ok for done in mail.load(make_chain("a", 8)))

@@ -34,16 +34,7 @@ from tests.waiting import HANG_S
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.folder.lock import has_engine, hold_for_engine
-from tieredkv.storage.tier import (
-    BlockLife,
-    Event,
-    Lent,
-    Loaded,
-    LookupDone,
-    Restarted,
-    Stored,
-    TouchItem,
-)
+from tieredkv.tier import BlockLife, Event, Lent, Loaded, LookupDone, Restarted, Stored, TouchItem
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import MAX_QUEUED_BYTES
 
@@ -540,17 +531,21 @@ def test_a_store_of_another_version_or_open_to_others_is_refused_untouched(
     harness.open().close()
 
 
-def test_after_a_kill_the_trouble_is_what_keeps_the_next_worker_from_serving(
+def test_after_a_kill_the_state_tells_what_keeps_the_next_worker_from_serving(
     harness: Harness,
 ) -> None:
     client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
+    Mailbox(client).store(make_chain("a", 4))
+    room_bytes = client.stats().bytes_budget - client.stats().bytes_files
+    assert client.state() == (True, "", room_bytes, client.pid)
     harness.folder.chmod(0o777)
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    wait_until(lambda: bool(client.trouble))
+    wait_until(lambda: bool(client.state().why))
     harness.folder.chmod(0o700)
-    assert client.trouble.startswith(f"`{harness.folder}` is writable by others")
-    assert "SIGKILL" in client.trouble
+    assert (client.state().is_open, client.state().pid) == (False, None)
+    assert client.state().why.startswith(f"`{harness.folder}` is writable by others")
+    assert "SIGKILL" in client.state().why
 
 
 def test_more_blocks_than_the_budget_holds_stay_within_it(harness: Harness) -> None:

@@ -45,7 +45,7 @@ from tieredkv.operate.calls import Ls
 from tieredkv.storage.format.planes import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.format.record import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import Stored
+from tieredkv.tier import Stored
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 32_768

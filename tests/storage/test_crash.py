@@ -26,8 +26,8 @@ from tests.storage.conftest import (
 from tests.waiting import HANG_S
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Verify
-from tieredkv.storage.tier import Loaded, Restarted, Stored
 from tieredkv.storage.worker.process import EXIT_FAILED
+from tieredkv.tier import Loaded, Restarted, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.process import start_process
 
@@ -120,7 +120,7 @@ ENGINE = textwrap.dedent(
     import os, sys, time
     from tieredkv.storage.client.client import StoreClient
     from tieredkv.wire.arena import HostArena
-    from tieredkv.storage.tier import Lent
+    from tieredkv.tier import Lent
     from tieredkv.storage.options import StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib

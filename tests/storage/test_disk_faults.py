@@ -32,7 +32,7 @@ from tests.storage.conftest import (
 )
 from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
 from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.tier import Loaded, LookupDone, Restarted, Stored
+from tieredkv.tier import Loaded, LookupDone, Restarted, Stored
 from tieredkv.types import BlockRecord
 
 LENGTH = 8

@@ -54,7 +54,7 @@ from tieredkv.storage.format.record import (
     split_scope,
 )
 from tieredkv.storage.keys.table import KeyTable
-from tieredkv.storage.tier import BlockLife, Gone, ProbeDone, TouchItem
+from tieredkv.tier import BlockLife, Gone, ProbeDone, TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.wire.channel import FrameChannel
 

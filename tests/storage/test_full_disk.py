@@ -28,7 +28,7 @@ from tests.storage.blocks import (
 from tests.storage.conftest import wait_until
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 SMALL_BYTES, BUDGET_BYTES = 3 << 20, 64 << 20

@@ -8,7 +8,7 @@ from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
 from tests.waiting import wait_until
 from tieredkv.errors import CorruptBlockError
 from tieredkv.operate.calls import EvictFilter
-from tieredkv.storage.tier import Gone, Stored
+from tieredkv.tier import Gone, Stored
 
 
 def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks(tmp_path: Path) -> None:

@@ -261,10 +261,10 @@ def test_nothing_is_acknowledged_into_a_folder_without_its_marker(harness: Harne
     mail.store(CHAIN)
     marker, away = harness.folder / "format.json", harness.folder.parent / "away"
     marker.rename(away)
-    wait_until(lambda: bool(client.trouble))
+    wait_until(lambda: bool(client.state().why))
     assert not any(done.ok for done in mail.store(make_chain("later", 2)))
     away.rename(marker)
-    wait_until(lambda: not client.trouble)
+    wait_until(lambda: not client.state().why)
     for done in mail.load(CHAIN):
         mail.assert_right(done)
 

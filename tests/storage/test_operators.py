@@ -38,10 +38,10 @@ from tieredkv.storage.keys import use
 from tieredkv.storage.messages.engine import StoreCall
 from tieredkv.storage.messages.operator import Delete, Scan, Verify
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import Lent
 from tieredkv.storage.worker import loop, operators
 from tieredkv.storage.worker.loop import Loop
 from tieredkv.storage.worker.steps import deleting
+from tieredkv.tier import Lent
 from tieredkv.types import Tier
 from tieredkv.wire.arena import HostArena
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, hash_of, lent_pages, make_chain
-from tieredkv.storage.tier import Loaded, ProbeDone
+from tieredkv.tier import Loaded, ProbeDone
 
 
 def test_a_probe_tells_when_each_stored_block_had_been_read(harness: Harness) -> None:

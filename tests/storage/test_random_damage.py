@@ -28,7 +28,7 @@ from tests.storage.blocks import (
 from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, lent_pages, wait_until
 from tests.storage.test_faults import plain_index
 from tieredkv.storage.format.record import HEADER_BYTES, Located
-from tieredkv.storage.tier import Stored
+from tieredkv.tier import Stored
 from tieredkv.types import BlockRecord
 
 pytestmark = pytest.mark.e2e

@@ -56,11 +56,11 @@ from tieredkv.storage.messages.operator import (
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import ControlRequest, Lent, Loaded, Stored, TouchItem
 from tieredkv.storage.worker import operators, pace, service, touches
 from tieredkv.storage.worker import socket as control_socket
 from tieredkv.storage.worker.service import StoreService
 from tieredkv.storage.worker.socket import socket_address
+from tieredkv.tier import ControlRequest, Lent, Loaded, Stored, TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
 from tieredkv.wire.channel import FrameChannel

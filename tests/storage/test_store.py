@@ -36,7 +36,7 @@ from tieredkv.storage.extents.space import minimum_budget_bytes
 from tieredkv.storage.format.record import HEADER_BYTES, Extent
 from tieredkv.storage.index.environment import PAGE_BYTES
 from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 

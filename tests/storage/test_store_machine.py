@@ -31,7 +31,7 @@ from tests.storage.blocks import (
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.storage.extents import files
 from tieredkv.storage.folder import filesystem
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]

@@ -211,7 +211,7 @@ def kill(client: CheckedClient, folder: Path, flag: Path | None = None) -> dict[
 def expect_back(harness: Harness, client: CheckedClient) -> None:
     """Assert that the tier serves every block again, with the same index."""
     wait_until(lambda: client.pid is not None)
-    assert client.trouble == ""
+    assert client.state().why == ""
     mail = Mailbox(client)
     for done in mail.load(CHAIN):
         assert done.ok, done.reason
@@ -232,7 +232,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
     else:
         client = stored.open()
         before = kill(client, stored.folder, flag)
-    wait_until(lambda: "injected" in client.trouble)
+    wait_until(lambda: "injected" in client.state().why)
     wait_for_starts(flag)
     assert client.pid is None
     assert kept_files(stored.folder) == before
@@ -281,7 +281,7 @@ def test_crashes_outside_the_index_never_condemn_it(stored: Harness, break_worke
     flag = break_worker("opening", "settle_clock", crash)
     client = stored.open()
     before = kill(client, stored.folder, flag)
-    wait_until(lambda: "SIGSEGV" in client.trouble)
+    wait_until(lambda: "SIGSEGV" in client.state().why)
     wait_for_starts(flag, 4)
     assert kept_files(stored.folder) == before
     flag.unlink()
@@ -298,7 +298,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
     before = kept_files(stored.folder)
     flag.touch()
     client.delete(HASHES[:1], "test")
-    wait_until(lambda: "rebuilt and is damaged again" in client.trouble)
+    wait_until(lambda: "rebuilt and is damaged again" in client.state().why)
     wait_for_starts(flag)
     assert kept_files(stored.folder).keys() == before.keys()
     assert caplog.text.count("was set aside as") == 1
@@ -319,7 +319,7 @@ def test_a_crash_signal_while_the_index_is_idle_condemns_nothing(
         time.sleep(0.3)  # the worker has looked over its index and is idle
         assert client.pid is not None
         os.kill(client.pid, number)
-        wait_until(lambda: client.pid is None or client.trouble != "")
+        wait_until(lambda: client.pid is None or client.state().why != "")
     expect_back(stored, client)
 
 
@@ -352,7 +352,7 @@ def test_an_error_of_the_system_at_a_restart_turns_the_tier_off_until_it_is_gone
     flag = break_worker("index.environment", "_open", action, holder="module.Index")
     client = stored.open()
     before = kill(client, stored.folder, flag)
-    wait_until(lambda: os.strerror(code) in client.trouble)
+    wait_until(lambda: os.strerror(code) in client.state().why)
     wait_for_starts(flag)
     assert StoreControl(stored.folder).answer(Df())["disk"]["blocks"] == len(CHAIN)  # by a look
     assert kept_files(stored.folder) == before
@@ -381,7 +381,7 @@ def test_an_immutable_index_turns_the_tier_off_until_it_may_be_changed(
     client = stored.open()
     immutable("+")
     before = kill(client, stored.folder)
-    wait_until(lambda: os.strerror(errno.EPERM) in client.trouble)
+    wait_until(lambda: os.strerror(errno.EPERM) in client.state().why)
     wait_until(lambda: caplog.text.count("is started again") >= 3)
     assert kept_files(stored.folder) == before
     immutable("-")
@@ -481,7 +481,7 @@ def test_an_index_that_cannot_be_made_again_for_want_of_space_is_tried_again(
     bad = stored.folder / "index.bad" / "data.mdb"
     wait_until(bad.exists)
     damaged = bad.read_bytes()
-    wait_until(lambda: "No space" in client.trouble)
+    wait_until(lambda: "No space" in client.state().why)
     wait_for_starts(flag)
     assert bad.read_bytes() == damaged, "what was set aside is not replaced by an empty index"
     flag.unlink()

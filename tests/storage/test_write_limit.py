@@ -3,8 +3,8 @@ import random
 import pytest
 
 from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
-from tieredkv.storage.tier import Stored
 from tieredkv.storage.worker.pace import WriteLimit
+from tieredkv.tier import Stored
 
 
 @pytest.mark.parametrize("write_bytes", [4096, 300_000, 5_000_000])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import ControlRequest, Lent, Loaded, LookupDone, Restarted, Stored
+from tieredkv.tier import ControlRequest, Lent, Loaded, LookupDone, Restarted, Stored
 from tieredkv.wire.arena import HostArena
 
 _POLL_S = 0.02

@@ -37,7 +37,7 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.format.record import extent_bytes_for
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import Lent, Loaded, Stored
+from tieredkv.tier import Lent, Loaded, Stored
 from tieredkv.types import tracked
 from tieredkv.units import parse_bytes
 from tieredkv.wire.arena import HostArena

@@ -36,7 +36,7 @@ from tests.storage.blocks import (
 from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.bench import raw
 from tieredkv.errors import StorageError
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.units import parse_bytes
 

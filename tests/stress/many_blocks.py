@@ -40,7 +40,7 @@ from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import ControlRequest, Lent, LookupDone, Stored
+from tieredkv.tier import ControlRequest, Lent, LookupDone, Stored
 from tieredkv.types import BlockRecord
 from tieredkv.wire.arena import HostArena
 

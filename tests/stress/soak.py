@@ -37,7 +37,7 @@ from tieredkv.errors import TieredKVError
 from tieredkv.operate.ask import StoreControl
 from tieredkv.operate.calls import Df, EvictFilter, Ls, Verify
 from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.tier import Lent
+from tieredkv.tier import Lent
 from tieredkv.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)

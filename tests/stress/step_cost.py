@@ -45,7 +45,7 @@ from tieredkv.engine.scheduler import Scheduler
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record
 from tieredkv.storage.messages.engine import StoreCall
-from tieredkv.storage.tier import Event, Lent, LookupDone, Restarted, Stored, TouchItem
+from tieredkv.tier import Event, Lent, LookupDone, Restarted, Stored, TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
 
 BLOCK_BYTES = 8

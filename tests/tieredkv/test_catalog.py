@@ -4,7 +4,7 @@ from tests.golden import refused
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.tier import BlockLife, Lent
+from tieredkv.tier import BlockLife, Lent
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 NOW = 1_000_000.0

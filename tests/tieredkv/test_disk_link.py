@@ -23,8 +23,7 @@ from tieredkv.cache.disk_link import (
 )
 from tieredkv.cache.pool import BlockPool
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import Times
-from tieredkv.storage.tier import BlockLife, Lent, LookupDone, Restarted
+from tieredkv.tier import BlockLife, Lent, LookupDone, Restarted, Times
 from tieredkv.types import BlockHash, BlockRecord
 
 

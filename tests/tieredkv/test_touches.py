@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fake_store import Rig
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 
 
 def test_long_chains_are_refreshed_some_blocks_a_step_and_the_rest_at_the_release(

@@ -54,7 +54,7 @@ from tieredkv.storage.keys.layout import PayloadKey
 from tieredkv.storage.opening import open_parts
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.store import Store
-from tieredkv.storage.tier import Event, Lent, Loaded, LookupDone, Stored
+from tieredkv.tier import Event, Lent, Loaded, LookupDone, Stored
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 from tieredkv.wire.arena import HostArena

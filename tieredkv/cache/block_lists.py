@@ -13,7 +13,7 @@ from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiers import Tiers
 from tieredkv.operate.table import RECORD, TIER_BITS
 from tieredkv.pieces import cut
-from tieredkv.storage.client.names import Names
+from tieredkv.tier import BlockNames
 
 PART_BLOCKS = 512
 """Told of in one message."""
@@ -21,7 +21,7 @@ PART_BLOCKS = 512
 _COPIED = ("position", "hits", "computed_at", "last_used", "pinned_until")
 
 
-def list_blocks(tiers: Tiers, names: Names) -> Generator[dict[str, Any], None, None]:
+def list_blocks(tiers: Tiers, names: BlockNames) -> Generator[dict[str, Any], None, None]:
     """Make the parts of a list of all blocks by their names; see `operate.ram`."""
     retentions = dict[str, int]()
     for entries in cut(tiers.catalog.entries(), PART_BLOCKS):
@@ -29,7 +29,7 @@ def list_blocks(tiers: Tiers, names: Names) -> Generator[dict[str, Any], None, N
 
 
 def _part(
-    tiers: Tiers, entries: Sequence[Entry], names: Names, retentions: dict[str, int]
+    tiers: Tiers, entries: Sequence[Entry], names: BlockNames, retentions: dict[str, int]
 ) -> dict[str, Any]:
     """Describe some blocks, without their copies on disk; number the retentions that are new."""
     catalog, hashes = tiers.catalog, [entry.block_hash for entry in entries]

@@ -18,7 +18,7 @@ from tieredkv.cache.departed import Departed
 from tieredkv.errors import IntegrityError
 from tieredkv.pieces import PIECE_BLOCKS
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.tier import BlockLife, Lent, TouchItem
+from tieredkv.tier import BlockLife, Lent, TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 _NEVER, _SOON = sys.maxsize, -1

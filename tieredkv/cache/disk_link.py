@@ -17,8 +17,7 @@ from tieredkv.cache.counters import CacheCounters
 from tieredkv.cache.plan import LinkState
 from tieredkv.cache.rates import LinkRate
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import Times
-from tieredkv.storage.tier import (
+from tieredkv.tier import (
     BackingTier,
     BlockLife,
     ControlRequest,
@@ -29,6 +28,7 @@ from tieredkv.storage.tier import (
     ProbeDone,
     Restarted,
     Stored,
+    Times,
 )
 from tieredkv.types import BlockHash, BlockRecord
 
@@ -114,6 +114,10 @@ Told = Read | Write | LookupDone | ProbeDone | Gone | Restarted | ControlRequest
 """A read or a write that has ended, or something else that the store has told."""
 
 
+def _no_times(found: bytes) -> Times:
+    raise AssertionError("without a disk nothing is found there")
+
+
 class DiskLink:
     """Moves blocks between host memory and disk.
 
@@ -123,6 +127,7 @@ class DiskLink:
     Invariants (`check`): a page that is read into is held, and one that is written is pinned.
 
     Attributes:
+        times_of: reads the times of a block from what a lookup has found.
         read_rate, write_rate: of reads from disk, and of writes to it while no reads compete with
             them.
     """
@@ -138,6 +143,7 @@ class DiskLink:
             counters: count the moves that have ended.
         """
         self._store, self._payload_bytes, self._counters = store, payload_bytes, counters
+        self.times_of = _no_times if store is None else store.times_of
         self.read_rate, self.write_rate = LinkRate(2e9), LinkRate(1e9)
         self._reads: dict[bytes, Read] = {}
         self._writes: dict[bytes, Write] = {}

@@ -13,7 +13,7 @@ import time
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
-from tieredkv.storage.tier import LookupDone
+from tieredkv.tier import LookupDone
 from tieredkv.types import BlockHash
 
 LOOKUP_TIMEOUT_S = 1.0

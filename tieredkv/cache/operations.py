@@ -18,8 +18,7 @@ from tieredkv.cache.prompt_report import PromptReport
 from tieredkv.cache.stats import cache_stats
 from tieredkv.cache.tiers import Tiers
 from tieredkv.pieces import SCANNED_BLOCKS, Pieces, cut
-from tieredkv.storage.client.names import NO_NAMES, Names
-from tieredkv.storage.tier import ControlRequest, LookupDone
+from tieredkv.tier import HASHES, BlockNames, ControlRequest, LookupDone, TierState
 from tieredkv.types import BlockHash, Tier
 
 
@@ -45,13 +44,6 @@ class Freed(NamedTuple):
 
     num_copies: int
     num_bytes: int
-
-
-class DiskState(NamedTuple):
-    """The state of the disk tier: the pid of its worker, if it is up, and why it is off."""
-
-    worker_pid: int | None
-    trouble: str
 
 
 class Operations:
@@ -123,20 +115,20 @@ class Operations:
         return cache_stats(self._tiers, max_model_len)
 
     @property
-    def disk(self) -> DiskState | None:
+    def disk(self) -> TierState | None:
         """The state of the disk tier; None without one."""
         store = self._tiers.store
-        return None if store is None else DiskState(store.pid, store.trouble)
+        return None if store is None else store.state()
 
     def reveal(self, names: Sequence[bytes]) -> list[bytes]:
         """Return the hashes, or their first bytes, of which names in the store were made."""
         return self._names.reveal(names)
 
     @property
-    def _names(self) -> Names:
+    def _names(self) -> BlockNames:
         """What the store calls blocks; without a store, or before it was ever up, their hashes."""
         store = self._tiers.store
-        return NO_NAMES if store is None else store.names
+        return HASHES if store is None else store.names
 
     def note_asked(self, asked: ControlRequest) -> None:
         """Note what an operator has asked the store's worker."""

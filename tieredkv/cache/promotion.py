@@ -33,8 +33,7 @@ from tieredkv.cache.restores import DISK, HOST, RequestProgress, Restore, Restor
 from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import times_of
-from tieredkv.storage.tier import Lent
+from tieredkv.tier import Lent
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 logger = logging.getLogger(__name__)
@@ -476,7 +475,7 @@ class Promoter:
             namespace=prefix.namespace,
             size_bytes=self._tiers.payload_bytes,
         )
-        self._disk_link.read(lent, times_of(sealed), pages[0], now)
+        self._disk_link.read(lent, self._disk_link.times_of(sealed), pages[0], now)
         if not is_admitted:
             prefix.prefetched.append(block_hash)
             self._tiers.prefetched[block_hash] += 1

@@ -39,8 +39,7 @@ from tieredkv.cache.row import LOADABLE, State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.format.record import times_of
-from tieredkv.storage.tier import ControlRequest, Gone, LookupDone, Restarted
+from tieredkv.tier import ControlRequest, Gone, LookupDone, Restarted
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
@@ -342,8 +341,7 @@ class TieredCache:
 
         It is not written again, and it is as old as the copy.
         """
-        if record and _is_alive(record, now):
-            known = times_of(record)
+        if record and (known := self._tiers.disk_link.times_of(record)).expires_at > now:
             entry.computed_at = min(entry.computed_at, known.computed_at)
             entry.disk_expires_at = known.expires_at
 
@@ -578,7 +576,7 @@ class TieredCache:
             lost["drain_timeout"] += num_late
         why = ""
         if num_refused and tiers.store is not None:
-            why = tiers.store.trouble or tiers.store.stats().store_error or ", ".join(refusals)
+            why = tiers.store.state().why or ", ".join(refusals)
         tiers.device_link.synchronize()
         tiers.events.flush()
         return Drained(num_late, num_refused, why)
@@ -663,6 +661,7 @@ class TieredCache:
         tiers, tenant = self._tiers, prefix.tenant
         records, blocks, sources, row = prefix.records, prefix.blocks, prefix.sources, prefix.row
         end, last_copied, now = 0, None, tiers.clock.now()
+        times_of = tiers.disk_link.times_of
         brought = {*row.indices(State.COMING)}  # while the request waited for room
         row.reset(len(prefix.hashes))
         hashes = prefix.hashes[: len(chain)]
@@ -689,7 +688,7 @@ class TieredCache:
                 elif tiers.disk_link.is_coming(block_hash):
                     block.source = Tier.DISK
                     row.put(index, State.READING)
-                elif record and _is_alive(record, now):
+                elif record and times_of(record).expires_at > now:
                     block.source = Tier.DISK
                     row.put(index, State.AT_DISK)
                 source = block.source
@@ -718,8 +717,3 @@ class TieredCache:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
-
-
-def _is_alive(record: bytes, now: float) -> bool:
-    """Return whether the block of a record may still be served."""
-    return times_of(record).expires_at > now

@@ -34,8 +34,11 @@ def cache_stats(tiers: Tiers, max_model_len: int) -> dict[str, Any]:
             "bytes_budget": pool.num_blocks * size,
         }
     stats["counters"] = msgspec.to_builtins(tiers.counters)
-    disk = msgspec.to_builtins(store.stats()) if store else None
-    if store:
+    disk = None
+    if store is not None:
+        state = store.state()
+        why_failing = {"store_error": state.why if state.is_open else ""}
+        disk = msgspec.to_builtins(store.stats()) | why_failing
         stats["owed"] = {"bytes": tiers.owed_bytes, "drain_s": tiers.drain_s}
     stats |= {"block_bytes": tiers.payload_bytes, "disk": disk}
     return stats | {"learnt": _rates(tiers, max_model_len)}

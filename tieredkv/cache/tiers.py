@@ -18,7 +18,7 @@ from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rates import ComputeRate
 from tieredkv.clock import Clock
 from tieredkv.config import Restore
-from tieredkv.storage.tier import BackingTier
+from tieredkv.tier import BackingTier
 from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)

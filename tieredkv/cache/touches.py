@@ -12,7 +12,7 @@ from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiers import Tiers
-from tieredkv.storage.tier import TouchItem
+from tieredkv.tier import TouchItem
 
 MAX_TOUCHED = 512
 """Blocks that one step refreshes, which takes one or two milliseconds."""

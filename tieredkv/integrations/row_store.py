@@ -20,10 +20,10 @@ from tieredkv.cache.rates import LinkRate
 from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.format.record import Times, times_of
+from tieredkv.storage.format.record import times_of
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.stats import StoreStats
-from tieredkv.storage.tier import (
+from tieredkv.tier import (
     BlockLife,
     ControlRequest,
     Event,
@@ -34,6 +34,7 @@ from tieredkv.storage.tier import (
     ProbeDone,
     Restarted,
     Stored,
+    Times,
     TouchItem,
 )
 from tieredkv.types import BlockRecord

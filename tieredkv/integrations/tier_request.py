@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from tieredkv.integrations.heads import Asked
 from tieredkv.integrations.identity import Identity
 from tieredkv.integrations.restore_choice import Choice
-from tieredkv.storage.format.record import Times
+from tieredkv.tier import Times
 
 
 @dataclass(eq=False, slots=True)

@@ -80,7 +80,7 @@ from tieredkv.integrations.vllm_spec import (
     group_windows,
 )
 from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
-from tieredkv.storage.tier import Lent
+from tieredkv.tier import Lent
 from tieredkv.types import DTYPE_BYTES, BlockRecord
 from tieredkv.units import format_bytes
 from tieredkv.wire.arena import HostArena

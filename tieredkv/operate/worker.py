@@ -102,7 +102,7 @@ class Worker:
 
         Args:
             call: of a verb; see `engine.verbs`.
-            roots: see `storage.tier.ControlRequest`.
+            roots: see `tier.ControlRequest`.
         """
         if self.lacks_engine:
             yield {**messages.NO_ANSWER}

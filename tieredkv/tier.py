@@ -1,19 +1,27 @@
-"""What an engine and a tier that backs its memory tell each other: loans of pages, and their ends.
+"""The protocol of a tier that backs an engine's memory, and all that the two tell each other.
 
 The engine lends a page with the name of a block: to have the block loaded into it, or stored from
 it. It says what it knows of the block from the chain of tokens, so that the tier can tell another
-block that it finds under the same name. Towards the engine a block is called by its hash; the
-store's worker gets and gives the same messages with names in their places (`storage.client.names`).
+block that it finds under the same name. A loan ends with an event, and only with that.
+
+A tier implements `BackingTier` and nothing else. This module knows no tier; `tieredkv.storage` has
+the disk, and `engine.parts` chooses.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
-from tieredkv.storage.client.names import Names
-from tieredkv.storage.stats import StoreStats
 from tieredkv.types import BlockRecord
+
+
+class Times(NamedTuple):
+    """When a block will expire, was computed and was last used; see `BlockRecord`."""
+
+    expires_at: float
+    computed_at: float
+    last_used: float
 
 
 class BlockLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -137,7 +145,7 @@ class Stored(Ended, frozen=True, array_like=True, tag="stored"):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Blocks that have left the tier, for whatever reason, if `StoreOptions.tells_gone`."""
+    """Blocks that have left the tier, for whatever reason; told only if the engine needs it."""
 
     hashes: list[bytes]
 
@@ -147,10 +155,12 @@ class Restarted(msgspec.Struct, frozen=True):
 
 
 class LookupDone(msgspec.Struct, frozen=True):
-    """What a lookup found: by block hash, the record as the disk stores it.
+    """What a lookup found.
 
-    The worker has checked the records. `record.times_of` reads the times of one, as the engine uses
-    few of them at a time.
+    Attributes:
+        job: of the lookup.
+        found: by block hash, what the tier has noted of the block; never empty. Only the tier reads
+            it, in `BackingTier.times_of`, as the engine uses few of them at a time.
     """
 
     job: int
@@ -187,8 +197,78 @@ Event = LookupDone | ProbeDone | Loaded | Stored | Gone | Restarted | ControlReq
 """What a tier tells the engine."""
 
 
+class BlockNames(Protocol):
+    """What a tier calls blocks; operators' ids are made of these names. Any thread may use it."""
+
+    def hide(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the names of blocks."""
+
+    def reveal(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the hashes of blocks by their names."""
+
+
+class _Hashes:
+    """Calls blocks by their hashes."""
+
+    def hide(self, hashes: Sequence[bytes]) -> list[bytes]:
+        return [*hashes]
+
+    def reveal(self, names: Sequence[bytes]) -> list[bytes]:
+        return [*names]
+
+
+HASHES: BlockNames = _Hashes()
+"""The names in a tier that calls blocks by their hashes, and where there is no tier."""
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a tier since it was opened, sizes as they are now; a tier may have more of them.
+
+    Attributes:
+        blocks, bytes_live: stored blocks and their bytes, expired ones not yet swept included.
+        bytes_files: bytes that the tier occupies.
+        bytes_budget: bytes that it may occupy.
+        bytes_written, bytes_read: bytes that were written and read.
+        num_stored, num_expired, num_evicted: blocks that were stored, that expired, and that made
+            room for others.
+        faults: faults by reason; each was a miss, or a block that was not stored.
+        deleted: blocks deleted on request by reason.
+    """
+
+    blocks: int = 0
+    bytes_live: int = 0
+    bytes_files: int = 0
+    bytes_budget: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    num_stored: int = 0
+    num_expired: int = 0
+    num_evicted: int = 0
+    faults: dict[str, int] = {}
+    deleted: dict[str, int] = {}
+
+
+class TierState(NamedTuple):
+    """Whether a tier serves.
+
+    Attributes:
+        is_open: whether it finds and takes blocks; else lookups miss and loans fail at once.
+        why: why it is off; while it is open, why it could not store the last blocks. Empty if all
+            is well, or if the reason is not known yet.
+        room_bytes: how many bytes more it may occupy before other blocks have to go.
+        pid: of the process that serves it; None if there is none, or it is down.
+    """
+
+    is_open: bool
+    why: str
+    room_bytes: int
+    pid: int | None = None
+
+
 class BackingTier(Protocol):
-    """A tier that backs the engine's memory, as the engine sees it; nothing waits for the disk.
+    """A tier that backs the engine's memory, as the engine sees it; nothing waits for its medium.
+
+    The engine's thread calls it. A page is on loan until its event, whatever becomes of the tier.
 
     Attributes:
         shares: the part of the budget that each tenant keeps, whatever other tenants store; to
@@ -197,10 +277,13 @@ class BackingTier(Protocol):
     """
 
     shares: dict[bytes, float]
-    names: Names
+    names: BlockNames
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         """Ask which blocks are stored and not expired; answered by `LookupDone` of this job."""
+
+    def times_of(self, found: bytes, /) -> Times:
+        """Read the times of a block from what a lookup has found."""
 
     def load(self, lent: Sequence[Lent]) -> None:
         """Read blocks into pages; each page is on loan until its `Loaded`."""
@@ -220,13 +303,8 @@ class BackingTier(Protocol):
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, oldest first."""
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierStats:
         """Return the last known figures."""
 
-    @property
-    def trouble(self) -> str:
-        """Why the tier is off; empty while it serves."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the worker, while one is up."""
+    def state(self) -> TierState:
+        """Return whether it serves."""
