@@ -27,7 +27,7 @@ from tieredkv.storage.format.planes import Packed, Packing, extent_bytes_of
 from tieredkv.storage.format.record import Extent, Located, check_record, corrupt
 from tieredkv.storage.index.entries import expiry_key
 from tieredkv.storage.index.rebuild import fault_of, rebuild
-from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
+from tieredkv.storage.index.transaction import DAMAGED, TXN_BLOCKS, IndexTxn, Left, batches
 from tieredkv.storage.index.verdicts import is_of_memory
 from tieredkv.storage.options import StoreOptions
 from tieredkv.storage.ownership import owned_by
@@ -332,7 +332,7 @@ class Store:
             if self._is_as_good(old, record, now):
                 self._refresh(txn, old, record)
                 return old.extent
-            self._room.drop(txn, old)
+            self._room.drop(txn, old, "replaced")
         txn.insert(new)
         txn.drop_extent("pending", new.extent)
         times = {"computed_at": record.computed_at, "expires_at": record.expires_at}
@@ -389,26 +389,29 @@ class Store:
         """Drop blocks and return how many; the next sweep erases extents not reused by then."""
         num_dropped, now = 0, self._clock.now()
         for batch in batches(hashes):
-            num_dropped += self._drop([(None, block_hash) for block_hash in batch], now)
+            doomed = [(None, block_hash) for block_hash in batch]
+            num_dropped += self._drop(doomed, reason, now)
         self._deleted[reason] += num_dropped
         return num_dropped
 
-    def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
+    def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], reason: str, now: float) -> int:
         """Drop a batch of blocks; if that fails, as on a full disk, try once more."""
         try:
-            return self._drop_batch(doomed, now)
+            return self._drop_batch(doomed, reason, now)
         except StorageError as error:
             self._faults.note(error)
-        return self._drop_batch(doomed, now)
+        return self._drop_batch(doomed, reason, now)
 
-    def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
+    def _drop_batch(
+        self, doomed: Sequence[tuple[bytes | None, bytes]], reason: str, now: float
+    ) -> int:
         """Drop blocks; a block given with an `expiry` key is kept if its key has changed."""
         num_dropped = 0
         with self._changing() as txn:
             for key, block_hash in doomed:
                 located = self._get(txn, block_hash)
                 if located is not None and key in (None, expiry_key(located.record)):
-                    self._room.drop(txn, located)
+                    self._room.drop(txn, located, reason)
                     num_dropped += 1
                     if key is not None:
                         txn.meta.lifetimes.note_expired(located.record.retention, now)
@@ -432,7 +435,7 @@ class Store:
             if other is not None and other.extent == located.extent:
                 txn.remove_damaged(block_hash)
             else:
-                self._room.drop(txn, located)
+                self._room.drop(txn, located, DAMAGED)
 
     @owned_by("thread")
     def sweeping(self) -> Iterator[None]:
@@ -449,7 +452,7 @@ class Store:
             if due == before:  # a page is damaged: keys that the walk finds cannot be deleted
                 self.ask_for_rebuild()
                 break
-            self._num_expired += self._drop(due, now)
+            self._num_expired += self._drop(due, "expired", now)
             yield
         failed = yield from self.clearing()  # this makes room for a rebuild
         with self._index.reading() as txn:
@@ -470,16 +473,17 @@ class Store:
         return failed
 
     @owned_by("thread")
-    def take_gone(self) -> list[bytes]:
+    def take_gone(self) -> list[Left]:
         """Return the blocks that have left the store since the last call, and are not back.
 
-        None are noted unless `StoreOptions.tells_gone`.
+        None are noted unless `StoreOptions.tells_gone`. Of one that has left more than once, the
+        last time counts.
         """
         if not self._room.gone:
             return []
-        gone, self._room.gone = self._room.gone, []
-        found = self.find(gone)
-        return [block_hash for block_hash in dict.fromkeys(gone) if block_hash not in found]
+        gone, self._room.gone = {each.block_hash: each for each in self._room.gone}, []
+        found = self.find([*gone])
+        return [left for block_hash, left in gone.items() if block_hash not in found]
 
     # --- the index and the figures --------------------------------------------------------------
 
@@ -498,7 +502,8 @@ class Store:
             with self._index.reading() as txn:
                 # Not all of them may come back.
                 most = self._index.most_records()
-                self._room.gone += (name for name, _ in islice(txn.records(), most))
+                names = (name for name, _ in islice(txn.records(), most))
+                self._room.gone += (Left(name, DAMAGED, 0) for name in names)
         rebuild(self.parts, fault)
         self._key_use.suspect_all()
         self._faults.add({"index": 1})

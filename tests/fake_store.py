@@ -147,13 +147,13 @@ class FakeStore(FakeTier):
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
         for block_hash in hashes:
             self.deleted.append(BlockHash(block_hash))
-        self.lose(hashes)
+        self.lose(hashes, reason)
 
-    def lose(self, hashes: Iterable[bytes]) -> None:
+    def lose(self, hashes: Iterable[bytes], reason: str = "capacity") -> None:
         """Drop blocks, as an eviction for room does."""
         gone = [each for each in map(BlockHash, hashes) if self.blocks.pop(each, None)]
         if gone and self.tells_gone:
-            self.told.append(Gone([*gone]))
+            self.told.append(Gone([*gone], reason, len(gone) * BLOCK_BYTES))
 
     @property
     def pending_pages(self) -> frozenset[int]:

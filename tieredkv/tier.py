@@ -145,9 +145,18 @@ class Stored(Ended, frozen=True, array_like=True, tag="stored"):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Blocks that have left the tier, for whatever reason; told only if the engine needs it."""
+    """Blocks that have left the tier; told only if the engine wants to know.
+
+    Attributes:
+        hashes: of the blocks.
+        reason: `capacity` (they made room for others), `expired`, `damaged`, or why a deletion was
+            asked for.
+        num_bytes: what the blocks took in the tier, as far as is known.
+    """
 
     hashes: list[bytes]
+    reason: str
+    num_bytes: int
 
 
 class Restarted(msgspec.Struct, frozen=True):

@@ -281,8 +281,8 @@ class StoreClient(BackingTier):
                     self._events.append(message)
             case messages.DeleteDone(job):
                 self._deletions.pop(job, None)
-            case Gone(names):
-                self._events.append(Gone(self.names.reveal(names)))
+            case Gone(names, reason, num_bytes):
+                self._events.append(Gone(self.names.reveal(names), reason, num_bytes))
             case ControlRequest():
                 self._events.append(message)
 

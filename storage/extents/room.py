@@ -21,7 +21,7 @@ from tieredkv.storage.extents.tenants import Tenants
 from tieredkv.storage.format.record import Extent, Located
 from tieredkv.storage.index.entries import extent_key
 from tieredkv.storage.index.environment import Index
-from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, batches
+from tieredkv.storage.index.transaction import TXN_BLOCKS, IndexTxn, Left, batches
 from tieredkv.storage.ownership import owned_by
 
 _ERASING_S = 0.01  # of one step
@@ -41,8 +41,8 @@ class Room:
 
     Attributes:
         tenants: decides whose blocks are evicted.
-        gone: blocks that have left the index since they were taken from here; they may have come
-            back. None if nobody takes them.
+        gone: what has left the index since it was taken from here; it may have come back. None if
+            nobody takes it.
     """
 
     index: Index
@@ -52,7 +52,7 @@ class Room:
     failpoint: Callable[[str], None]
     tenants: Tenants = field(default_factory=Tenants)
     num_evicted: int = 0
-    gone: list[bytes] | None = None
+    gone: list[Left] | None = None
     _lacked_room: bool = False  # whether the disk was too full for the last transaction
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Room:
         self._space.measure()
 
     @owned_by("index.thread")
-    def drop(self, txn: IndexTxn, located: Located) -> None:
+    def drop(self, txn: IndexTxn, located: Located, reason: str) -> None:
         """Drop a block's entry and mark its extent as dirty, if that extent exists.
 
         If the last transaction lacked room, the extent is erased first, which makes room. A crash
@@ -107,7 +107,7 @@ class Room:
             return
         if self._lacked_room:
             self._files.erase(located.extent)
-        txn.remove(located)
+        txn.remove(located, reason)
         self.allocator.add_dirty(located.extent)
 
     # --- lending ------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Room:
         if not victims and txn.meta.totals.num_blocks:
             txn.meta.needs_rebuild = True  # blocks are stored, but their `lru` keys are lost
         for located in victims:
-            self.drop(txn, located)
+            self.drop(txn, located, "capacity")
         self.note_evicted(txn, victims)
         return len(victims)
 

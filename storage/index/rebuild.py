@@ -146,7 +146,7 @@ def _add(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> 
             txn.add_extent("pending", located.extent)
             continue
         if old is not None:
-            txn.remove(old)
+            txn.remove(old, "replaced")
         txn.insert(located)
 
 
@@ -172,7 +172,7 @@ def _make_room(txn: IndexTxn, parts: Parts, num_blocks: int) -> int:
     parts.room.note_evicted(txn, victims)
     for victim in victims:
         parts.files.erase(victim.extent)
-        txn.remove(victim)
+        txn.remove(victim, "capacity")
     return needed_bytes
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from heapq import merge
 from itertools import islice, takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tieredkv.errors import CorruptBlockError, CorruptIndexError
 from tieredkv.storage.format.record import (
@@ -54,6 +54,9 @@ TXN_BLOCKS = 64
 MAX_KEY_BYTES = 256  # no key of the index is longer
 _NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
 
+DAMAGED = "damaged"
+"""Why a block is dropped whose record or bytes cannot be trusted."""
+
 Item = TypeVar("Item")
 
 
@@ -62,11 +65,19 @@ def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
 
 
+class Left(NamedTuple):
+    """A block whose entry was dropped: why, and the bytes of its extent; 0 if not known."""
+
+    block_hash: bytes
+    reason: str
+    extent_bytes: int
+
+
 class IndexTxn:
     """Reads and changes within one transaction; every change of a block updates the counters.
 
     Attributes:
-        gone: blocks whose entries were dropped; they may have got new ones since.
+        gone: the entries that were dropped; their blocks may have got new ones since.
         emptied: scopes of payload keys that have lost their last block; see `scope_of`.
         growth: by how many bytes the extents of each tenant have grown, negative if they shrank.
             This and `emptied` are known once the transaction is committed.
@@ -74,7 +85,7 @@ class IndexTxn:
     """
 
     def __init__(self, txn: Any, dbs: dict[str, Any], retentions: Retentions) -> None:
-        self.gone: list[bytes] = []
+        self.gone: list[Left] = []
         self.emptied: set[bytes] = set()
         self.growth = defaultdict[bytes, int](int)  # not a `Counter`, which takes longer to make
         self.first_orders: dict[bytes, bytes] = {}
@@ -131,10 +142,10 @@ class IndexTxn:
         """Change retention, recency or hits of a block that stays where it is."""
         self._put_record(new, old)
 
-    def remove(self, located: Located) -> None:
+    def remove(self, located: Located, reason: str) -> None:
         """Drop a block's entry and list its extent as pending, to be erased or reused."""
         self._delete("blocks", located.record.block_hash)
-        self.gone.append(located.record.block_hash)
+        self.gone.append(Left(located.record.block_hash, reason, located.extent_bytes))
         for name, key_of in ORDERS.items():
             self._delete(name, key_of(located.record))
         self._count(located, -1)
@@ -143,7 +154,7 @@ class IndexTxn:
     def remove_damaged(self, block_hash: bytes) -> None:
         """Drop an entry whose fields cannot be trusted; a rebuild finds its extent and keys."""
         self._delete("blocks", block_hash)
-        self.gone.append(block_hash)
+        self.gone.append(Left(block_hash, DAMAGED, 0))
         self.meta.needs_rebuild = True
 
     def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:

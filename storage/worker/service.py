@@ -23,6 +23,7 @@ import math
 import os
 import selectors
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,7 +34,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.format.record import Located
-from tieredkv.storage.index.transaction import batches
+from tieredkv.storage.index.transaction import Left, batches
 from tieredkv.storage.lifetimes import RATE_SPAN_S
 from tieredkv.storage.messages import engine as messages
 from tieredkv.storage.messages.operator import Delete, EngineAnswer
@@ -347,8 +348,14 @@ class StoreService:
 
     def _tell_gone(self) -> None:
         """Have the front thread tell which blocks have left, after it told what was stored."""
-        for hashes in batches(self._log.attempt("gone", self._store.take_gone) or []):
-            self._front.hand(partial(self._tell_engine, Gone([*hashes])))
+        left = defaultdict[str, list[Left]](list)
+        for each in self._log.attempt("gone", self._store.take_gone) or []:
+            left[each.reason].append(each)
+        for reason, blocks in left.items():
+            for some in batches(blocks):
+                num_bytes = sum(each.extent_bytes for each in some)
+                gone = Gone([each.block_hash for each in some], reason, num_bytes)
+                self._front.hand(partial(self._tell_engine, gone))
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""

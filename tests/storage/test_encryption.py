@@ -509,7 +509,7 @@ def test_the_engine_knows_hashes_and_the_disk_only_names(harness: Harness, tmp_p
     assert len(probed.ended_at) == len(chain)
     box.client.delete(hashes[1:2], "operator")
     (gone,) = box.take(Gone)
-    assert gone.hashes == hashes[1:2]
+    assert (gone.hashes, gone.reason) == (hashes[1:2], "operator")
     assert box.lookup(hashes)[1] is None
 
 

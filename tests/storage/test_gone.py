@@ -4,14 +4,16 @@ from pathlib import Path
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import evict, make_record, open_store, put, sweep
-from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
+from tests.storage.conftest import PAGE_BYTES, Harness, Mailbox, lent_pages, make_chain
 from tests.waiting import wait_until
 from tieredkv.errors import CorruptBlockError
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.tier import Gone, Stored
 
 
-def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks(tmp_path: Path) -> None:
+def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks_and_why_they_left(
+    tmp_path: Path,
+) -> None:
     clock = FakeClock()
     records = [make_record(f"block {number}") for number in range(5)]
     with open_store(tmp_path / "store", clock, tells_gone=True) as store:
@@ -19,18 +21,20 @@ def test_a_store_tells_of_deleted_bad_evicted_and_expired_blocks(tmp_path: Path)
         assert store.take_gone() == []
         first, second, *others = [record.block_hash for record in records]
         store.drop([first, first, b"none" * 8], "test")
-        assert store.take_gone() == [first]
         located = store.locate(second)
         assert located is not None
+        extent_bytes = located.extent_bytes
+        assert store.take_gone() == [(first, "test", extent_bytes)]
         store.read_failed(located, CorruptBlockError("bad", reason="checksum"))
-        assert store.take_gone() == [second]
+        assert store.take_gone() == [(second, "damaged", extent_bytes)]
         clock.moment = records[0].expires_at
         assert store.take_gone() == []
         sweep(store)
-        assert sorted(store.take_gone()) == sorted(others)
-        put(store, make_record("new", now=clock.moment))
+        expired = [(block_hash, "expired", extent_bytes) for block_hash in others]
+        assert sorted(store.take_gone()) == sorted(expired)
+        put(store, new := make_record("new", now=clock.moment))
         evict(store, EvictFilter(all=True))
-        assert len(store.take_gone()) == 1
+        assert store.take_gone() == [(new.block_hash, "operator", extent_bytes)]
 
 
 def test_a_block_that_came_back_is_not_gone(tmp_path: Path) -> None:
@@ -42,7 +46,7 @@ def test_a_block_that_came_back_is_not_gone(tmp_path: Path) -> None:
         assert store.take_gone() == []
         store.drop([record.block_hash], "test")
         store.rebuild()
-        assert store.take_gone() == [record.block_hash]
+        assert [left[:2] for left in store.take_gone()] == [(record.block_hash, "test")]
 
 
 def test_a_store_notes_nothing_unless_it_is_asked_to(tmp_path: Path) -> None:
@@ -69,6 +73,8 @@ def test_a_worker_tells_of_what_it_evicts_after_it_told_that_it_was_stored(
                     num_ended += 1
                     held |= {client.block_of(event)} if event.ok else set()
                 elif isinstance(event, Gone):
+                    assert event.reason == "capacity"
+                    assert event.num_bytes >= len(event.hashes) * PAGE_BYTES
                     assert held.issuperset(event.hashes)
                     held.difference_update(event.hashes)
 

@@ -107,7 +107,7 @@ def test_the_choice_is_that_of_a_model_that_looks_at_all_blocks(tmp_path: Path, 
             chosen = tenants.choose(txn, needed, asked, most)
             assert [it.record.block_hash for it in chosen] == model.choose(needed, asked, most)
             for located in chosen:
-                txn.remove(located)
+                txn.remove(located, "test")
                 del model.blocks[located.record.block_hash]
         tenants.note(txn)
     index.close()

@@ -347,7 +347,7 @@ class RowStore:
                 num_lost, self._probe = self._probe[1] - len(ended_at), None
                 if num_lost:
                     self.read_rate.skip(num_lost * self._arena.page_bytes, time.monotonic())
-            case Gone(hashes):
+            case Gone(hashes=hashes):
                 self._left += hashes
             case Restarted():
                 self.num_restarts += 1
