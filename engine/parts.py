@@ -37,6 +37,7 @@ from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.operate.models import KnownModel, note_model
 from tieredkv.storage.client.client import StoreClient
 from tieredkv.storage.extents.space import minimum_budget_bytes
+from tieredkv.storage.folder.marker import MARKER
 from tieredkv.storage.options import BUSY_PATIENCE_S
 from tieredkv.storage.starts import check_start
 from tieredkv.tier import BackingTier
@@ -262,6 +263,7 @@ def _open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile |
     return RateFile(
         folder,
         machine,
+        mark=MARKER,
         read=tiers.disk_link.read_rate,
         write=tiers.disk_link.write_rate,
         up=tiers.device_link.up_rate,

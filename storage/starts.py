@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import ConfigError, MissingKeyError, StorageError
+from tieredkv.own_files import read_own
 from tieredkv.storage.folder.folder import Emptied, StoreFolder, check_folder, has_segments
 from tieredkv.storage.folder.lock import check_unused
 from tieredkv.storage.folder.marker import REPLACED_VERSION
-from tieredkv.storage.folder.own_files import read_own
 from tieredkv.storage.index.verdicts import storage_errors
 from tieredkv.storage.keys.destruction import destroy_own_table, destroy_replaced_tables
 from tieredkv.storage.keys.place import NOTE, KeyPlace

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tieredkv.errors import StorageError
+from tieredkv.own_files import open_own
 from tieredkv.storage.folder.filesystem import (
     DIRECT_IO,
     NOT_SUPPORTED,
@@ -25,7 +26,6 @@ from tieredkv.storage.folder.filesystem import (
     punch_hole,
     set_aside,
 )
-from tieredkv.storage.folder.own_files import open_own
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.storage.format.record import Extent
 from tieredkv.storage.index.verdicts import storage_errors

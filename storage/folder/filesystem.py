@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.folder.own_files import flush_folder as flush_folder
-from tieredkv.storage.folder.own_files import open_own, remove
+from tieredkv.own_files import flush_folder as flush_folder
+from tieredkv.own_files import open_own, remove
 from tieredkv.storage.format.planes import aligned_buffer
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 

@@ -18,16 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tieredkv.errors import NoStoreError, StorageError
-from tieredkv.storage.folder.lock import LOCK, read_writer, take_lock
-from tieredkv.storage.folder.marker import (
-    MARKER,
-    Marker,
-    new_marker,
-    read_marker,
-    refuse_replaced,
-    write_marker,
-)
-from tieredkv.storage.folder.own_files import (
+from tieredkv.own_files import (
     DRAFT_SUFFIX,
     check_own,
     check_owner,
@@ -36,6 +27,15 @@ from tieredkv.storage.folder.own_files import (
     open_own,
     opened_folder,
     remove,
+)
+from tieredkv.storage.folder.lock import LOCK, read_writer, take_lock
+from tieredkv.storage.folder.marker import (
+    MARKER,
+    Marker,
+    new_marker,
+    read_marker,
+    refuse_replaced,
+    write_marker,
 )
 from tieredkv.storage.format.record import Retentions
 from tieredkv.storage.index.pages import count_entries

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import StorageError, StoreBusyError
-from tieredkv.storage.folder.own_files import open_own
+from tieredkv.own_files import open_own
 
 logger = logging.getLogger(__name__)
 

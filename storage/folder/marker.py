@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tieredkv.errors import FormatVersionError, StorageError
-from tieredkv.storage.folder.own_files import read_own, replace_own
+from tieredkv.own_files import read_own, replace_own
 from tieredkv.storage.format.record import FORMAT_VERSION, MOST_NAME_BYTES, MOST_NAMES
 from tieredkv.units import printable
 

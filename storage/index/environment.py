@@ -23,7 +23,7 @@ import lmdb
 import numpy as np
 
 from tieredkv.errors import CorruptIndexError, StorageError
-from tieredkv.storage.folder.own_files import check_owner, open_own, remove
+from tieredkv.own_files import check_owner, open_own, remove
 from tieredkv.storage.format.record import NO_RETENTIONS, RECORD_BYTES, Retentions
 from tieredkv.storage.index.entries import META_KEY, NAMES, ORDERS, decode_meta
 from tieredkv.storage.index.pages import DATA_FILE, MAP_BYTES, check_pages, read_meta

@@ -13,7 +13,7 @@ from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
 from tieredkv.errors import CorruptIndexError, FormatVersionError
-from tieredkv.storage.folder.own_files import open_own
+from tieredkv.own_files import open_own
 
 DATA_VERSION = 1
 """The data version that LMDB 0.9 writes."""

@@ -12,7 +12,7 @@ import msgspec
 
 from tieredkv.environment import default_key_dir
 from tieredkv.errors import ConfigError, MissingKeyError
-from tieredkv.storage.folder.own_files import replace_own
+from tieredkv.own_files import replace_own
 from tieredkv.storage.keys import layout, master, trust
 from tieredkv.storage.keys.layout import Head
 from tieredkv.storage.keys.master import MASTER_SUFFIX

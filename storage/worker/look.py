@@ -26,12 +26,12 @@ from tieredkv.errors import (
     StorageError,
     StoreBusyError,
 )
+from tieredkv.own_files import open_own
 from tieredkv.storage.extents.files import SegmentFiles
 from tieredkv.storage.folder.filesystem import Filesystem
 from tieredkv.storage.folder.folder import COMPLETE, DRAFT, StoreFolder, check_folder
 from tieredkv.storage.folder.lock import LOCK, in_use, is_wanted, lock_to_look
 from tieredkv.storage.folder.marker import MARKER, refuse_replaced
-from tieredkv.storage.folder.own_files import open_own
 from tieredkv.storage.index.entries import SegmentState
 from tieredkv.storage.index.environment import Access, Index
 from tieredkv.storage.index.pages import check_pages

@@ -17,8 +17,8 @@ from itertools import chain
 import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
+from tieredkv.own_files import remove
 from tieredkv.storage.folder.folder import SOCKET
-from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.messages.operator import Asked, Done, StillBusy
 from tieredkv.wire.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.wire.limits import described

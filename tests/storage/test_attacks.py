@@ -29,10 +29,10 @@ from tests.storage.blocks import (
 from tests.storage.test_store_keys import DAY_S, Place
 from tieredkv.errors import CorruptIndexError, MissingKeyError, StorageError
 from tieredkv.operate.calls import Df, EvictFilter
+from tieredkv.own_files import remove
 from tieredkv.pieces import whole
 from tieredkv.storage.folder.folder import INDEX, make_folder
 from tieredkv.storage.folder.marker import MARKER
-from tieredkv.storage.folder.own_files import remove
 from tieredkv.storage.format.header import decode_encryption, encode_header_into
 from tieredkv.storage.format.record import Extent, Located, encode_record, scope_of
 from tieredkv.storage.index.entries import META_KEY, encode

@@ -15,8 +15,8 @@ from tests.golden import told
 from tieredkv.cache import rate_file
 from tieredkv.cache.rate_file import NAME, Machine, RateFile, read_rates
 from tieredkv.cache.rates import ComputeRate, LinkRate
-from tieredkv.storage.folder.marker import MARKER
 
+MARKER = "format.json"
 HERE = Machine(device="gpu", disk="8:1", model="m", fingerprint="ab", block_bytes=2 << 20)
 
 
@@ -28,7 +28,7 @@ class Rates:
         self.compute.learn(512, 512 * 256, 0.0135)
         self.write = LinkRate(1e9)
         links = {"read": self.read, "write": self.write, "up": self.up}
-        self.file = RateFile(str(folder), machine, **links, compute=self.compute)
+        self.file = RateFile(str(folder), machine, mark=MARKER, **links, compute=self.compute)
 
 
 @pytest.fixture

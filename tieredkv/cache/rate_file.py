@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tieredkv.cache.rates import ComputeRate, LinkRate, Step
-from tieredkv.storage.folder.marker import MARKER
-from tieredkv.storage.folder.own_files import read_own, replace_own
+from tieredkv.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,9 @@ class RateFile:
     `CLOSE_S` in `close`: a thread of its own writes the file.
 
     Args:
-        folder: the store's folder. The file is written only while there is a store in it.
+        folder: the store's folder.
+        mark: name of a file that the folder has while there is a store in it; the rates are written
+            only then.
         machine: what the rates belong to.
         read, write, up, compute: the rates; those of the file are their first assumption.
     """
@@ -130,12 +131,13 @@ class RateFile:
         folder: str,
         machine: Machine,
         *,
+        mark: str,
         read: LinkRate,
         write: LinkRate,
         up: LinkRate,
         compute: ComputeRate,
     ) -> None:
-        self._folder, self._machine = os.path.abspath(folder), machine
+        self._folder, self._mark, self._machine = os.path.abspath(folder), mark, machine
         self._links = {"read": read, "write": write, "up": up}
         self._compute = compute
         self._saved = SavedRates(machine=machine)
@@ -200,7 +202,7 @@ class RateFile:
         try:
             folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.stat(MARKER, dir_fd=folder_fd)  # an unmounted store leaves an empty folder
+                os.stat(self._mark, dir_fd=folder_fd)  # an unmounted store leaves an empty folder
                 replace_own(NAME, text, dir_fd=folder_fd)
             finally:
                 os.close(folder_fd)

@@ -22,6 +22,7 @@ from tieredkv.integrations.prefill_meter import PrefillMeter, fitted
 from tieredkv.integrations.restore_choice import Choice, Facts, LoggedChoice, choose
 from tieredkv.integrations.row_store import RowStore
 from tieredkv.steps import pairs
+from tieredkv.storage.folder.marker import MARKER
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ def rate_file(
     )
     up = LinkRate(COPY_BYTES_PER_S)  # never measured here
     links = {"read": rows.read_rate, "write": rows.write_rate, "up": up}
-    return RateFile(folder, machine, **links, compute=compute)
+    return RateFile(folder, machine, mark=MARKER, **links, compute=compute)
 
 
 def device_names() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tieredkv.hashing import ModelIdentity
-from tieredkv.storage.folder.own_files import read_own, replace_own
+from tieredkv.own_files import read_own, replace_own
 
 logger = logging.getLogger(__name__)
 

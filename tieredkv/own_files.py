@@ -1,6 +1,6 @@
 """Files in the folder of a store, opened so that nobody who can write to it misleads their reader.
 
-A store's folder may lie on a volume that others can write to. So whatever is opened there must be a
+Such a folder may lie on a volume that others can write to. So whatever is opened there must be a
 regular file of this user with one name: a link, a FIFO or a second name of another file is refused.
 This module knows how files are opened; it does not know what is in them.
 """
