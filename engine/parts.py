@@ -24,6 +24,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
+from tieredkv.engine.disk_tier import DISK, TierKind
 from tieredkv.engine.event_publisher import EventPublisher
 from tieredkv.engine.first_rates import time_steps
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
@@ -31,23 +32,20 @@ from tieredkv.engine.model_runner import ModelRunner
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import Scheduler, longest_chunk
 from tieredkv.engine.step_timer import StepTimer
-from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
-from tieredkv.operate.models import KnownModel, note_model
-from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.extents.space import minimum_budget_bytes
-from tieredkv.storage.folder.marker import MARKER
-from tieredkv.storage.options import BUSY_PATIENCE_S
-from tieredkv.storage.starts import check_start
+from tieredkv.operate.models import KnownModel
 from tieredkv.tier import BackingTier
-from tieredkv.types import DTYPE_BYTES, KVSpec, Progress
+from tieredkv.types import KVSpec, Progress
 from tieredkv.units import format_bytes
 from tieredkv.wire.arena import HostArena
 
 logger = logging.getLogger(__name__)
 
 CPU_DEVICE_BYTES = 256 << 20
+
+TIER: TierKind = DISK
+"""What backs host memory where `disk_dir` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ class Parts:
         cache: the tiers, as requests use them.
         operations: the tiers, as operators use them.
         scheduler: decides on each step.
-        rate_file: keeps what is learnt for the next start; None without a disk tier.
+        rate_file: keeps what is learnt for the next start; None if no tier keeps it.
     """
 
     model: LoadedModel
@@ -90,7 +88,7 @@ Build = Callable[..., Parts]
 def build_parts(
     settings: Settings, stack: contextlib.ExitStack, *, progress: Progress, wake: Callable[[], None]
 ) -> Parts:
-    """Load the model, take the memory, start the store's worker, and join them.
+    """Load the model, take the memory, open the disk tier, and join them.
 
     Args:
         settings: sizes, tiers, retention, scheduling.
@@ -104,8 +102,7 @@ def build_parts(
         StorageError: the disk tier's folder is not usable; nothing in it was changed.
     """
     if settings.disk_dir is not None:
-        options = store_options(settings.disk_dir, settings)
-        check_start(options, patience_s=BUSY_PATIENCE_S)
+        TIER.check(settings)
     found = find_model(
         settings.model,
         dtype=settings.dtype,
@@ -117,16 +114,10 @@ def build_parts(
     report = partial(progress, "taking host memory")
     arena = HostArena(num_pages, spec.page_bytes, progress=report)
     stack.callback(arena.close)
-    store = None
+    opened = None
     if settings.disk_dir is not None:
-        options = store_options(
-            settings.disk_dir,
-            settings,
-            element_bytes=DTYPE_BYTES[spec.dtype],
-            tells_gone=settings.kv_events == "on",
-        )
-        store = StoreClient(options, arena, wake=wake)
-        stack.callback(store.close)
+        opened = TIER.open(settings, spec, arena, wake)
+        stack.callback(opened.tier.close)
     model = found.load(progress=progress, fingerprint=settings.fingerprint)
     choice = _sampling_defaults(settings, found)
     num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
@@ -142,6 +133,7 @@ def build_parts(
     runner = ModelRunner(model, pool, spec, max_context_len=max_model_len, **limits)
     device_blocks = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
     link = _make_link(spec, device_blocks, arena, stack, progress)
+    store = None if opened is None else opened.tier
     tiers = make_tiers(settings, spec, link, store, num_blocks, num_pages, device.type)
     if settings.kv_events == "on":
         publisher = EventPublisher(settings)
@@ -160,12 +152,10 @@ def build_parts(
     )
     time_link(link, min(num_blocks, num_pages), spec.block_bytes)
     rate_file = None
-    if settings.disk_dir is not None:
-        rate_file = _open_rate_file(settings.disk_dir, tiers, model)
-        known = known_model(settings, model, spec)
-        note_model(settings.disk_dir, known)
-        if store is not None:
-            store.note_model(known)
+    if opened is not None:
+        if opened.rates_in is not None:
+            rate_file = _open_rate_file(*opened.rates_in, tiers, model)
+        opened.note_model(known_model(settings, model, spec))
     if rate_file is not None:
         stack.callback(rate_file.close)
     return Parts(
@@ -243,11 +233,11 @@ def make_scheduler(
     )
 
 
-def _open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile | None:
-    """Take the rates of an earlier run from the store's folder; they will be kept there.
+def _open_rate_file(folder: str, mark: str, tiers: Tiers, model: LoadedModel) -> RateFile | None:
+    """Take the rates of an earlier run from the tier's folder; they will be kept there.
 
     Returns:
-        None if the store is gone already, which `disk_trouble` tells.
+        None if the folder is gone already, which `disk_trouble` tells.
     """
     try:
         disk = disk_name(folder)
@@ -263,7 +253,7 @@ def _open_rate_file(folder: str, tiers: Tiers, model: LoadedModel) -> RateFile |
     return RateFile(
         folder,
         machine,
-        mark=MARKER,
+        mark=mark,
         read=tiers.disk_link.read_rate,
         write=tiers.disk_link.write_rate,
         up=tiers.device_link.up_rate,
@@ -283,7 +273,7 @@ def _count_blocks(settings: Settings, spec: KVSpec, device_type: str) -> tuple[i
     if device_size is not None:
         num_blocks = _num_blocks("device_size", device_size, spec.block_bytes, least=2)
     if settings.disk_dir is not None:
-        least_bytes = minimum_budget_bytes(spec.block_bytes)
+        least_bytes = TIER.least_bytes(spec.block_bytes)
         few = f"no block of {format_bytes(spec.block_bytes)}"
         _check_budget("disk_size", settings.disk_size, least_bytes, few)
     return num_pages, num_blocks

@@ -28,6 +28,9 @@ class FakeTier(BackingTier):
     def reply(self, id: int, body: dict[str, Any], has_more: bool = False) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def stats(self) -> TierStats:
         return TierStats()
 

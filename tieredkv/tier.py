@@ -317,3 +317,6 @@ class BackingTier(Protocol):
 
     def state(self) -> TierState:
         """Return whether it serves."""
+
+    def close(self) -> None:
+        """End what was accepted, and end; every loan ends."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.storage.blocks import make_record, open_store, put
 from tieredkv.config import Settings, Switch
-from tieredkv.engine import parts
+from tieredkv.engine import disk_tier, parts
 from tieredkv.engine.store_options import store_options
 from tieredkv.errors import ConfigError, StoreBusyError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
@@ -23,8 +23,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings], None]:
     def fail(*_: object, **__: object) -> None:
         pytest.fail("this is too early")
 
-    for name in ("find_model", "HostArena", "StoreClient"):
+    for name in ("find_model", "HostArena"):
         monkeypatch.setattr(parts, name, fail)
+    monkeypatch.setattr(disk_tier, "StoreClient", fail)
 
     def build(settings: Settings) -> None:
         with contextlib.ExitStack() as stack:
@@ -36,7 +37,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings], None]:
 def test_a_store_in_use_is_refused_before_a_model_is_found_or_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Settings], None]
 ) -> None:
-    monkeypatch.setattr(parts, "BUSY_PATIENCE_S", 0.0)
+    monkeypatch.setattr(disk_tier, "BUSY_PATIENCE_S", 0.0)
     path = str(tmp_path / "kv")
     claimed = StoreFolder.claim(path, create=True)
     with pytest.raises(StoreBusyError) as error:
