@@ -11,6 +11,8 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
@@ -77,6 +79,26 @@ def kept_by(retention: str) -> list[BlockClaim]:
 def payload_of(block_hash: bytes) -> bytes:
     """Return the one right content of a block."""
     return hashlib.shake_128(block_hash).digest(BLOCK_BYTES)
+
+
+def stored_chain(name: str, length: int, at: float, retention: str) -> list[BlockRecord]:
+    """Return the records of a chain that was computed, and last used, at some time."""
+    hashes = [root_of(name), *chain_of(name, length)]
+    return [
+        BlockRecord(
+            block_hash=block_hash,
+            parent_hash=parent,
+            root=root_of(name),
+            namespace=b"ns",
+            position=position,
+            size_bytes=BLOCK_BYTES,
+            retention=retention,
+            computed_at=at,
+            expires_at=at + DAY_S,
+            last_used=at,
+        )
+        for position, (parent, block_hash) in enumerate(pairwise(hashes))
+    ]
 
 
 @dataclass(slots=True)
@@ -215,23 +237,8 @@ class FakeStore(FakeTier):
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
         """Put a chain on disk as if an earlier process had stored it."""
-        now, parent = self._clock.now(), root_of(name)
-        for position, block_hash in enumerate(chain_of(name, length)):
-            self.put_block(
-                BlockRecord(
-                    block_hash=block_hash,
-                    parent_hash=parent,
-                    root=root_of(name),
-                    namespace=b"ns",
-                    position=position,
-                    size_bytes=BLOCK_BYTES,
-                    retention=retention,
-                    computed_at=now - age_s,
-                    expires_at=now - age_s + DAY_S,
-                    last_used=now - age_s,
-                )
-            )
-            parent = block_hash
+        for record in stored_chain(name, length, self._clock.now() - age_s, retention):
+            self.put_block(record)
 
     def put_block(self, record: BlockRecord) -> None:
         """Put one block on disk with its right bytes."""
@@ -253,7 +260,10 @@ class Rig:
         admitted: The running requests in the order of service.
         announces: Whether the blocks of a chain are announced, by its name.
         busy_s: For how long the device is said to be busy.
+        make_store: Makes the disk tier over the arena, with a clock.
     """
+
+    make_store: ClassVar[Callable[[torch.Tensor, Clock], FakeStore]] = FakeStore
 
     def __init__(
         self,
@@ -272,7 +282,7 @@ class Rig:
         self.clock = FakeClock()
         self.device_bytes = torch.full((num_blocks, BLOCK_BYTES), POISON, dtype=torch.uint8)
         self.arena_bytes = torch.full((num_pages, BLOCK_BYTES), POISON, dtype=torch.uint8)
-        self.store = FakeStore(self.arena_bytes, self.clock)
+        self.store = type(self).make_store(self.arena_bytes, self.clock)
         self.transfer = FakeDeviceLink(self.device_bytes, self.arena_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
@@ -502,7 +512,8 @@ class Rig:
 
     def on_disk(self, name: str, length: int) -> list[int]:
         """Return the positions of a chain that are on disk."""
-        return [i for i, h in enumerate(chain_of(name, length)) if h in self.store.blocks]
+        blocks = self.store.blocks
+        return [i for i, h in enumerate(chain_of(name, length)) if h in blocks]
 
     def run_without_disk(self, name: str, length: int, retention: str = "24h") -> int:
         """Serve a request as `run` does, but without asking the disk, which may hang."""

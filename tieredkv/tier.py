@@ -4,8 +4,9 @@ The engine lends a page with the name of a block: to have the block loaded into 
 it. It says what it knows of the block from the chain of tokens, so that the tier can tell another
 block that it finds under the same name. A loan ends with an event, and only with that.
 
-A tier implements `BackingTier` and nothing else. This module knows no tier; `tieredkv.storage` has
-the disk, and `engine.parts` chooses.
+This module knows no tier. The disk is one (`storage.client.client`), and the engine opens what
+`engine.parts.TIER` names. To add another one, implement `BackingTier` and name it there;
+`tests/folder_tier.py` is a small one.
 """
 
 from collections.abc import Sequence

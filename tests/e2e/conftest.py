@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.folder_tier import FOLDER
 from tests.waiting import HANG_S
 from tieredkv.cache import demotion, lookups, room
+from tieredkv.engine import parts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,6 +19,13 @@ def everything_is_loaded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDKV_RESTORE", "load")
         yield
+
+
+@pytest.fixture(params=["disk", "folder"])
+def any_tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with the disk, and again with the toy of another tier."""
+    if request.param == "folder":
+        monkeypatch.setattr(parts, "TIER", FOLDER)
 
 
 @pytest.fixture

@@ -75,6 +75,7 @@ def test_a_prompt_kept_in_vram_only_was_evicted_from_vram() -> None:
         assert missed(serve(llm, prompt(1, 400))) == ("evicted_device", 0)
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_eviction_and_expiry_on_disk_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_eviction_and_expiry_on_disk_are_told_apart(
         assert missed(serve(llm, prompt(9, 400))) == ("expired", 0)
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_flipped_bytes_on_disk_are_corrupt(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with LLM("tiny-random", retention="24h", disk_dir=str(store), **SMALL) as llm:
@@ -103,6 +105,7 @@ def test_flipped_bytes_on_disk_are_corrupt(tmp_path: Path) -> None:
         assert missed(serve(llm, prompt(1, 100))) == ("corrupt", 0)
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_a_load_timeout_and_loads_that_are_off_have_their_own_reasons(tmp_path: Path) -> None:
     folder: dict[str, Any] = {"retention": "24h", "disk_dir": str(tmp_path / "store")}
     with LLM("tiny-random", **folder, **SMALL, load_timeout=1e-9) as llm:

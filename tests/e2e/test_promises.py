@@ -153,9 +153,9 @@ def test_the_documented_flags_keep_the_promise_at_their_full_size(tmp_path: Path
 
 
 def flip_everywhere(folder: Path, every: int, seed: int) -> None:
-    """Flip a bit in each stretch of `every` bytes of all segment files."""
-    generator = random.Random(seed)
-    for path in (folder / "segments").iterdir():
+    """Flip a bit in each stretch of `every` bytes of all segment files, or of a toy's files."""
+    generator, segments = random.Random(seed), folder / "segments"
+    for path in (segments if segments.exists() else folder).iterdir():
         data = bytearray(path.read_bytes())
         for start in range(0, len(data) - every, every):
             data[start + generator.randrange(every)] ^= 1 << generator.randrange(8)

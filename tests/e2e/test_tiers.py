@@ -62,6 +62,7 @@ def llm(disk_dir: str) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_every_tier_and_a_restart_give_the_cold_tokens(disk_dir: str) -> None:
     tokens = prompt(1)
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
@@ -87,6 +88,7 @@ def test_every_tier_and_a_restart_give_the_cold_tokens(disk_dir: str) -> None:
         assert output.token_ids == cold.token_ids
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_a_graceful_stop_writes_what_24h_promised(disk_dir: str) -> None:
     tokens = prompt(2)
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
@@ -108,6 +110,7 @@ def test_a_wholly_cached_prompt_recomputes_its_last_token_only(llm: LLM) -> None
     assert llm.core.kv_digests.by_block(llm.make_request(tokens, GREEDY)) == digest
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> None:
     sizes = {**SIZES, "host_size": "512KiB"}
     tokens = prompt(4, 1600)
@@ -120,6 +123,7 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
     assert hit.token_ids == cold.token_ids
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(disk_dir: str) -> None:
     sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB"}
     prompts = [prompt(100 + i, 1000) for i in range(8)]
@@ -143,6 +147,7 @@ def test_requests_with_a_common_prefix_in_flight_compute_it_once(llm: LLM) -> No
     assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_two_requests_with_the_same_prefix_on_disk_load_it_once(llm: LLM) -> None:
     tokens = prompt(6)
     one(llm, tokens)
@@ -190,6 +195,7 @@ def test_preemption_recomputes_and_changes_nothing(disk_dir: str) -> None:
     assert [o.token_ids for o in outputs] == [o.token_ids for o in calm]
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_in_memory_prompts_leave_nothing_on_disk(llm: LLM) -> None:
     one(llm, prompt(7), retention="in_memory")
     llm.demote("disk")
@@ -291,6 +297,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(llm: LLM) -> None:
         assert (device.num_used, host.num_used) == (0, 0)
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_an_expired_prefix_misses_to_the_second(
     disk_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +430,7 @@ def test_rates_are_learnt_once_and_known_after_a_restart(
         )
 
 
+@pytest.mark.usefixtures("any_tier")
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
     assert llm.demote(Tier.DISK)

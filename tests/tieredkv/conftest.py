@@ -1,12 +1,17 @@
 """Fixtures that several tests of the cache, or of the server, use."""
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fake_store import Rig
+from tests.folder_store import FolderStore
 from tieredkv.cache import promotion
+from tieredkv.clock import Clock
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.server import app
@@ -27,6 +32,20 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Rig:
     rig = Rig(restore="auto")
     rig.tiers.disk_link.read_rate.bytes_per_s = 1e-3
     return rig
+
+
+@pytest.fixture(params=["fake", "folder"])
+def each_tier(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Run a test with a fake of the disk, and again with the toy of another tier."""
+    if request.param == "folder":
+        numbers = itertools.count()
+
+        def make(arena: torch.Tensor, clock: Clock) -> FolderStore:
+            return FolderStore(tmp_path / f"tier-{next(numbers)}", arena, clock)
+
+        monkeypatch.setattr(Rig, "make_store", make)
 
 
 class KeptChecker(GrammarChecker):

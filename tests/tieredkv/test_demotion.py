@@ -13,6 +13,8 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 
 def push_out(rig: Rig, name: str, num_chains: int) -> None:
     """Serve chains of four blocks that the disk is not owed, a step for each."""

@@ -8,6 +8,8 @@ from tests.fake_store import Rig, chain_of
 from tieredkv.cache import departures
 from tieredkv.types import Tier
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 
 def test_blocks_go_to_host_and_from_there_to_disk_and_come_back() -> None:
     rig = Rig()

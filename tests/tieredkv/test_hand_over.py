@@ -8,6 +8,8 @@ from tests.fake_store import Rig, chain_of
 from tieredkv.cache import promotion
 from tieredkv.cache.prefix import Prefix
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 
 def queued(rig: Rig, length: int, count: int) -> list[Prefix]:
     """Return queued requests for the same blocks, which are on disk; none is read ahead yet.

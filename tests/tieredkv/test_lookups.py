@@ -15,6 +15,8 @@ from tieredkv.cache.rates import LinkRate
 from tieredkv.config import Restore
 from tieredkv.types import Tier
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 SLOW, FAST = 1e-3, 1e12
 
 

@@ -1,8 +1,12 @@
 """A request tells where each of its blocks came from, whatever was expected at its admission."""
 
+import pytest
+
 from tests.fake_store import Rig
 from tieredkv.cache.prefix import Prefix
 from tieredkv.types import Tier
+
+pytestmark = pytest.mark.usefixtures("each_tier")
 
 
 def waiting_for_disk(rig: Rig, length: int, count: int) -> list[Prefix]:

@@ -12,6 +12,8 @@ from tieredkv.errors import RequestError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 HOUR_S = 3600.0
 
 

@@ -10,6 +10,8 @@ from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.rates import LinkRate
 from tieredkv.types import Tier
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 
 def admitted_from_disk(rig: Rig, name: str, length: int) -> Prefix:
     """Return an admitted request whose blocks are being read; the store does not answer yet."""

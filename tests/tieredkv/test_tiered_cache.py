@@ -8,6 +8,8 @@ from tieredkv.cache import lookups, room
 from tieredkv.cache.block import Block
 from tieredkv.types import BlockHash, Tier
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 
 def test_a_second_request_with_a_prefix_computes_nothing() -> None:
     rig = Rig()
@@ -41,7 +43,7 @@ def test_a_hole_is_computed_and_what_lies_beyond_it_is_loaded() -> None:
     rig = Rig()
     rig.store.put("a", 6)
     hole = chain_of("a", 6)[2]
-    del rig.store.blocks[hole]
+    rig.store.lose([hole])
     prefix = rig.start("a", 6)
     assert prefix.sources == [Tier.DISK, Tier.DISK, None, Tier.DISK, Tier.DISK, Tier.DISK]
     assert rig.finish(prefix) == 1

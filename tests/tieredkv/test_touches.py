@@ -5,6 +5,8 @@ import pytest
 from tests.fake_store import Rig
 from tieredkv.tier import TouchItem
 
+pytestmark = pytest.mark.usefixtures("each_tier")
+
 
 def test_long_chains_are_refreshed_some_blocks_a_step_and_the_rest_at_the_release(
     monkeypatch: pytest.MonkeyPatch,
