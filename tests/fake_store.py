@@ -42,6 +42,7 @@ from tieredkv.tier import (
     LookupDone,
     Restarted,
     Stored,
+    TierState,
     TouchItem,
 )
 from tieredkv.types import BlockHash, BlockRecord, Tier
@@ -229,6 +230,9 @@ class FakeStore(FakeTier):
         page[:] = POISON if reason else list(payload)
         life = BlockLife.of(record) if record is not None and not reason else None
         self.told.append(Loaded(page_id, reason, life, time.monotonic()))
+
+    def state(self) -> TierState:
+        return TierState(not self.is_down, self.reason, room_bytes=0)
 
     def restart_empty(self) -> None:
         """Come back as a new worker with an empty store."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.fake_store import BLOCK_BYTES, POISON, Job, payload_of, stored_chain
 from tests.folder_tier import FolderTier
 from tieredkv.clock import Clock
-from tieredkv.tier import Event, Gone, Lent, Loaded, Restarted, Stored, TouchItem
+from tieredkv.tier import Event, Gone, Lent, Loaded, Restarted, Stored, TierState, TouchItem
 from tieredkv.types import BlockHash, BlockRecord
 
 SIZE_BYTES = 1 << 20
@@ -68,6 +68,9 @@ class FolderStore(FolderTier):
             self.answer(0)
         while self._loans and not self.is_held:
             self.complete(0)
+
+    def state(self) -> TierState:
+        return super().state()._replace(is_open=not self.is_down, why=self.reason)
 
     # What a test does
 

@@ -342,6 +342,18 @@ def test_a_store_that_fails_drops_blocks_and_hangs_nobody(reason: str) -> None:
     assert rig.tiers.counters.lost_blocks == {reason: 24 - num_left}, "each block once"
 
 
+def test_what_a_tier_says_of_itself_is_why_a_stop_loses_blocks_and_what_is_reported() -> None:
+    rig = Rig()
+    rig.run("a", 2)
+    assert rig.cache.operations.stats(64)["disk"]["store_error"] == ""
+    rig.store.reason = "no space left"
+    assert rig.cache.operations.stats(64)["disk"]["store_error"] == "no space left"
+    rig.store.is_down = True
+    assert rig.cache.operations.disk == (False, "no space left", rig.store.state().room_bytes, None)
+    assert rig.cache.operations.stats(64)["disk"]["store_error"] == "", "it is off, not failing"
+    assert rig.cache.drain(5.0) == (0, 2, "no space left")
+
+
 def test_a_block_that_no_write_was_waited_for_is_counted_as_lost_when_it_leaves_ram() -> None:
     rig = Rig(num_blocks=4, num_pages=4)
     rig.store.is_held = True
