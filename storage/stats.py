@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tieredkv.tier import TierStats
+from tieredkv.tier import TierFigures
 
 
 class Lifetimes(msgspec.Struct, kw_only=True):
@@ -46,7 +46,7 @@ class Need(msgspec.Struct, frozen=True):
     text: str
 
 
-class StoreStats(TierStats, frozen=True, kw_only=True):
+class StoreStats(TierFigures, frozen=True, kw_only=True):
     """Figures of a store since it was opened, sizes as they are now.
 
     Attributes:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tieredkv.storage.format.record import Extent, Located, Retentions, encode_record, times_of
-from tieredkv.tier import HASHES, BackingTier, TierState, TierStats, Times
+from tieredkv.tier import HASHES, BackingTier, TierFigures, TierState, Times
 from tieredkv.types import BlockRecord
 
 
@@ -31,8 +31,8 @@ class FakeTier(BackingTier):
     def close(self) -> None:
         pass
 
-    def stats(self) -> TierStats:
-        return TierStats()
+    def stats(self) -> TierFigures:
+        return TierFigures()
 
     def state(self) -> TierState:
         return TierState(is_open=True, why="", room_bytes=0)

@@ -87,8 +87,8 @@ class FolderTier(tier.BackingTier):
         told, self._told = self._told, []
         return told
 
-    def stats(self) -> tier.TierStats:
-        return tier.TierStats(
+    def stats(self) -> tier.TierFigures:
+        return tier.TierFigures(
             blocks=len(self.records),
             bytes_live=sum(record.size_bytes for record in self.records.values()),
             bytes_budget=self._size_bytes,

@@ -231,7 +231,7 @@ HASHES: BlockNames = _Hashes()
 """The names in a tier that calls blocks by their hashes, and where there is no tier."""
 
 
-class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a tier since it was opened, sizes as they are now; a tier may have more of them.
 
     Attributes:
@@ -313,7 +313,7 @@ class BackingTier(Protocol):
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, oldest first."""
 
-    def stats(self) -> TierStats:
+    def stats(self) -> TierFigures:
         """Return the last known figures."""
 
     def state(self) -> TierState:

@@ -12,18 +12,15 @@ once it is dead. A lookup lends no row, so that it is a miss as soon as it takes
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tieredkv.cache.rates import LinkRate
 from tieredkv.operate.calls import EvictFilter, decoded
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.client.client import StoreClient
-from tieredkv.storage.format.record import times_of
-from tieredkv.storage.options import StoreOptions
-from tieredkv.storage.stats import StoreStats
 from tieredkv.tier import (
+    BackingTier,
     BlockLife,
     ControlRequest,
     Event,
@@ -34,6 +31,7 @@ from tieredkv.tier import (
     ProbeDone,
     Restarted,
     Stored,
+    TierFigures,
     Times,
     TouchItem,
 )
@@ -99,6 +97,19 @@ class Left(NamedTuple):
     is_unknown: bool
 
 
+class RowTier(BackingTier, Protocol):
+    """What rows need of the disk besides."""
+
+    def probe(self, hashes: Sequence[bytes]) -> int:
+        """Have blocks read into memory of the tier's own; answered by `ProbeDone`."""
+
+    def give_up(self, why: str) -> None:
+        """End a worker that takes too long, and with it every loan."""
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End what was accepted, within so long, and end; every loan ends."""
+
+
 class RowStore:
     """The disk tier of an engine whose memory was adopted.
 
@@ -112,11 +123,13 @@ class RowStore:
         num_purges: evictions by the operator.
 
     Args:
-        options: how the store is opened.
+        open_tier: opens the disk over the rows, and is given what that calls when there is
+            something to poll.
         arena: the engine's rows; closed by `close()`.
         policies: until when a claim keeps a block.
         max_stored_rows: how many rows are written at once; the chunks of others are not stored, so
             that a slow disk leaves the engine room.
+        write_limit: bytes a second that may be written; 0 for no limit.
         load_timeout_s: the longest that no load may come to its end, and a worker may be silent.
 
     Raises:
@@ -125,11 +138,12 @@ class RowStore:
 
     def __init__(
         self,
-        options: StoreOptions,
+        open_tier: Callable[[Callable[[], None]], RowTier],
         arena: HostArena,
         policies: RetentionPolicies,
         *,
         max_stored_rows: int,
+        write_limit: int,
         load_timeout_s: float,
     ) -> None:
         self._max_stored_rows = max_stored_rows
@@ -143,8 +157,7 @@ class RowStore:
         self._policies = policies
         self._load_timeout_s = load_timeout_s
         # A write limit makes the worker wait between two rows.
-        limit = options.write_limit
-        pause_s = 2 * arena.page_bytes / limit if limit else 0.0
+        pause_s = 2 * arena.page_bytes / write_limit if write_limit else 0.0
         self._silence_s = max(load_timeout_s, pause_s)
         self._heard = threading.Condition()  # its lock guards what `_hear` uses
         self._events: deque[Event] = deque()
@@ -160,8 +173,8 @@ class RowStore:
         self._unlent: dict[int, tuple[Job, dict[int, BlockRecord]]] = {}
         self._ended: list[Job] = []
         self._last_event = self._last_load = time.monotonic()
-        self._client: StoreClient | None = None
-        self._client = StoreClient(options, arena, wake=self._hear)
+        self._client: RowTier | None = None
+        self._client = open_tier(self._hear)
         self._hear()
 
     # --- lookups -------------------------------------------------------------------------------
@@ -272,7 +285,7 @@ class RowStore:
         """Whether any job or lookup has not ended."""
         return bool(self._jobs or self._lookups or self._asked or self._ended)
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierFigures:
         """Return the store's figures."""
         assert self._client is not None
         return self._client.stats()
@@ -280,7 +293,7 @@ class RowStore:
     @property
     def pid(self) -> int | None:
         """Process id of the worker, while one is up."""
-        return self._client.pid if self._client is not None else None
+        return self._client.state().pid if self._client is not None else None
 
     def drain(self, timeout_s: float | None = None) -> list[Job]:
         """Wait until every job has ended, and return those that have; the worker may be killed."""
@@ -323,7 +336,7 @@ class RowStore:
                 self._store_unknown(*self._unlent.pop(number), sealed)
             case LookupDone(number, sealed) if number in self._lookups:
                 for block_hash in self._lookups.pop(number)[1]:
-                    self._answers[block_hash] = _times(block_hash, sealed)
+                    self._answers[block_hash] = self._times(block_hash, sealed)
             case LookupDone(number):
                 self._late.discard(number)
             case Loaded() | Stored():
@@ -374,7 +387,7 @@ class RowStore:
         unknown = dict[int, BlockRecord]()
         job.num_lookups -= 1
         for row, offered in records.items():
-            if (stored := _times(block_hash := offered.block_hash, sealed)) is not None:
+            if (stored := self._times(block_hash := offered.block_hash, sealed)) is not None:
                 claimed = stored.computed_at, offered.retention, offered.last_used
                 self.touch(self.claim(block_hash, *claimed))
             elif (loan := self._lent.get(row)) is None:
@@ -398,6 +411,10 @@ class RowStore:
             else:  # the operator has evicted blocks since, and these may be among them
                 job.failed |= dict.fromkeys(unknown, "evicted")
         self._end_if_over(job)
+
+    def _times(self, block_hash: bytes, found: Mapping[bytes, bytes]) -> Times | None:
+        assert self._client is not None
+        return None if (it := found.get(block_hash)) is None else self._client.times_of(it)
 
     @property
     def _is_awaited(self) -> bool:
@@ -436,7 +453,3 @@ class RowStore:
                 else:
                     self._events.append(event)
             self._heard.notify_all()
-
-
-def _times(block_hash: bytes, found: Mapping[bytes, bytes]) -> Times | None:
-    return None if (record := found.get(block_hash)) is None else times_of(record)

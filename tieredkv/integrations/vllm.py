@@ -80,6 +80,7 @@ from tieredkv.integrations.vllm_spec import (
     group_windows,
 )
 from tieredkv.integrations.vllm_stats import METRICS, TierStats, gather
+from tieredkv.storage.client.client import StoreClient
 from tieredkv.tier import Lent
 from tieredkv.types import DTYPE_BYTES, BlockRecord
 from tieredkv.units import format_bytes
@@ -178,10 +179,11 @@ class TieredKVTier(_Base):  # type: ignore[misc]
                 tells_gone=is_announcing,
             )
             self._rows = RowStore(
-                options,
+                lambda wake: StoreClient(options, arena, wake=wake),
                 arena,
                 self._policies,
                 max_stored_rows=max(1, num_rows // _STORE_SHARE),
+                write_limit=settings.disk_write_limit,
                 load_timeout_s=settings.load_timeout,
             )
         except BaseException:
