@@ -132,10 +132,8 @@ class Verbs:
         if wanted.to != "drop":
             down = operations.send_down(is_wanted, Tier(wanted.to), is_dry=wanted.dry_run)
             num_blocks, num_refused = yield from down
-            refused, freed_bytes = (
-                {"refused_blocks": num_refused},
-                num_blocks * operations.vram_bytes,
-            )
+            refused = {"refused_blocks": num_refused}
+            freed_bytes = num_blocks * operations.vram_bytes
         else:
             in_ram = (Tier.DEVICE, Tier.HOST)
             only = [tier for tier in in_ram if wanted.concerns(tier)] if wanted.tiers else None

@@ -47,7 +47,7 @@ class Departures:
     def send_all(
         self, is_wanted: IsWanted, to: Tier, *, is_dry: bool = False
     ) -> Pieces[tuple[int, int]]:
-        """Begin to move all blocks that are wanted; see `TieredCache.send_down`."""
+        """Begin to move all blocks that are wanted; see `Operations.send_down`."""
         catalog, device, now = self._tiers.catalog, self._tiers.device, self._tiers.clock.now()
         num_going = num_refused = 0
         for some in catalog.sweep():

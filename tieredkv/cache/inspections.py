@@ -22,7 +22,7 @@ def inspected(
     others: Mapping[BlockHash, str],
     on_disk: Mapping[bytes, bytes],
 ) -> Pieces[PromptReport]:
-    """Report what the tiers have of a prompt; see `TieredCache.inspect`."""
+    """Report what the tiers have of a prompt; see `Operations.inspect`."""
     hashes, now = prefix.hashes, tiers.clock.now()
 
     def source(block_hash: BlockHash) -> Source:

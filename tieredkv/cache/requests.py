@@ -1,4 +1,4 @@
-"""The engine's interface to the tiers: all that it asks of them for requests and for operators.
+"""The engine's interface to the tiers for requests; `operations` is the one for operators.
 
 A request's prompt is a chain of full blocks. `arrive` asks every tier for the whole chain and
 starts disk reads; `admit` gives the request a block table in which each full block is either ready,
@@ -93,9 +93,9 @@ class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
     Invariants (`check`): those of both pools, the catalog, the disk link, promotion and demotion,
-    and of the chains of admitted requests;
-    every ready hashed block of a pool has an entry in the catalog, and every entry is in a pool;
-    VRAM keeps the block of every page that counts as a duplicate.
+    and of the chains of admitted requests; every ready hashed block of a pool has an entry in the
+    catalog, and every entry is in a pool; VRAM keeps the block of every page that counts as a
+    duplicate.
 
     It takes and returns values and prefixes. What it is made of is its own business.
 
