@@ -39,6 +39,14 @@ class StepMetadata:
     last: Batch | None = None
 
 
+def late_layer(num_layers: int) -> int:
+    """Return the first of the layers whose keys and values may arrive while others compute.
+
+    An eighth of them: as long as its bytes take, the layers before compute a short chunk.
+    """
+    return num_layers - max(1, num_layers // 8)
+
+
 class AttentionContext:
     """The paged cache of one runner, layer by layer, and the step that is being computed.
 
@@ -47,31 +55,41 @@ class AttentionContext:
     Attributes:
         caches: of the layers.
         step: what is being computed.
-        late_layer: before this layer a forward pass waits for the gate.
-        gate: recorded when the late layers of blocks on their way have arrived; None off CUDA.
+        handle: stands for the context in calls of the op.
     """
 
     def __init__(self, kv_pool: Tensor) -> None:
         layers = range(kv_pool.shape[1])
         self.caches = [LayerCache(kv_pool[:, i, 0], kv_pool[:, i, 1]) for i in layers]
         self.step: StepMetadata | None = None
-        self.late_layer = -1
-        self.gate: torch.cuda.Event | None = None
+        self._late_layer = late_layer(len(layers))
+        self._gate: torch.cuda.Event | None = None
+        if kv_pool.is_cuda:
+            self._gate = torch.cuda.Event(external=True)
+            self._gate_stream = torch.cuda.Stream(kv_pool.device)
+            self._gate.record(self._gate_stream)
         self.handle = next(_handles)
         _contexts[self.handle] = self
+
+    def hold_late_layers(self, event: torch.cuda.Event) -> None:
+        """Have the next step's layers from `late_layer` on wait for an event, on a GPU."""
+        if self._gate is not None:
+            # A captured graph always waits for the same event, which is recorded here.
+            self._gate_stream.wait_event(event)
+            self._gate.record(self._gate_stream)
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Write the step's keys and values of one layer into the pool."""
         step = self.step
-        assert step is not None, "a forward pass ran outside of ModelRunner.execute"
+        assert step is not None, "a forward pass ran outside of ModelRunner.launch"
         launch.store_kv(key, value, self.caches[layer], step.slot_mapping)
 
     def attend(self, query: Tensor, scale: float, layer: int, kept: Tensor | None = None) -> Tensor:
         """Attend the step's queries, or only the `kept` ones, to the pool with the step's keys."""
         step = self.step
-        assert step is not None, "a forward pass ran outside of ModelRunner.execute"
-        if self.gate is not None and layer == self.late_layer:
-            self.gate.wait(torch.cuda.current_stream(query.device))
+        assert step is not None, "a forward pass ran outside of ModelRunner.launch"
+        if self._gate is not None and layer == self._late_layer:
+            self._gate.wait(torch.cuda.current_stream(query.device))
         if kept is not None and step.last is not None:
             return launch.paged_attention(query[kept], self.caches[layer], step.last, scale)
         attended = launch.paged_attention(query, self.caches[layer], step.batch, scale)

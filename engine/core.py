@@ -20,7 +20,6 @@ from tieredkv.config import Settings
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, failed
 from tieredkv.engine.grammars import Compiled, Compiler, Grammars, Matcher
 from tieredkv.engine.kv_digests import KVDigests
-from tieredkv.engine.model_runner import StepOutput
 from tieredkv.engine.parts import Build, build_parts, known_model
 from tieredkv.engine.prefixes import Prefixes
 from tieredkv.engine.prompt import pack_prompt
@@ -30,6 +29,7 @@ from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow
 from tieredkv.engine.slices import Slices
+from tieredkv.engine.step_buffers import StepOutput
 from tieredkv.engine.tier_stats import TierStats
 from tieredkv.engine.verbs import Verbs
 from tieredkv.errors import BlocksLostError, RequestError

@@ -114,7 +114,7 @@ class FusedModel:
             Logits in the model's dtype, [num_kept, vocab_size].
         """
         step = context.step
-        assert step is not None, "a forward pass ran outside of ModelRunner.execute"
+        assert step is not None, "a forward pass ran outside of ModelRunner.launch"
         x = F.embedding(token_ids, self.embedding)  # the residual stream, added to in place
         for index, layer in enumerate(self.layers):
             q = layers.rotate_and_store(

@@ -23,12 +23,12 @@ from tieredkv.cache.requests import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
-from tieredkv.engine import model_runner
+from tieredkv.engine.attention import late_layer
 from tieredkv.engine.disk_tier import DISK, TierKind
 from tieredkv.engine.event_publisher import EventPublisher
-from tieredkv.engine.first_rates import time_steps
 from tieredkv.engine.loader import FoundModel, LoadedModel, find_model
-from tieredkv.engine.model_runner import ModelRunner
+from tieredkv.engine.profile import count_fitting_blocks, time_steps, warm_up
+from tieredkv.engine.runner import ModelRunner, StepLimits, make_kv_pool
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import Scheduler, longest_chunk
 from tieredkv.engine.step_timer import StepTimer
@@ -122,15 +122,15 @@ def build_parts(
     choice = _sampling_defaults(settings, found)
     num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
     most_tokens = longest_chunk(num_alone_tokens)
-    limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
+    limits = StepLimits(settings.max_num_seqs, most_tokens, model.max_model_len)
     if num_blocks is None:
         progress("profiling", 0, 1)
         share = settings.gpu_memory_utilization
-        num_blocks = model_runner.num_device_blocks(model, spec, share, **limits)
+        num_blocks = count_fitting_blocks(model, spec, limits, share)
         progress("profiling", 1, 1)
-    pool = model_runner.make_kv_pool(spec, num_blocks, device)
+    pool = make_kv_pool(spec, num_blocks, device)
     max_model_len = min(model.max_model_len, num_blocks * spec.block_size)
-    runner = ModelRunner(model, pool, spec, max_context_len=max_model_len, **limits)
+    runner = ModelRunner(model, pool, limits._replace(max_context_len=max_model_len))
     device_blocks = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
     link = _make_link(spec, device_blocks, arena, stack, progress)
     store = None if opened is None else opened.tier
@@ -142,7 +142,7 @@ def build_parts(
     cache = TieredCache(tiers)
     scheduler = make_scheduler(settings, cache, spec.block_size, device.type)
     timer = StepTimer(tiers.compute_rate, device)
-    runner.warm_up(progress)
+    warm_up(runner, progress)
     time_steps(
         runner,
         timer,
@@ -320,5 +320,5 @@ def _make_link(
         pinned = register_pinned(address, size, page_bytes=spec.page_bytes, progress=report)
         stack.callback(pinned.close)
     copier = BlockCopier(device_blocks, arena_bytes.view(-1, spec.page_bytes))
-    early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
+    early_bytes = spec.block_bytes * late_layer(spec.num_layers) // spec.num_layers
     return DeviceLink[Any](copier, early_bytes=early_bytes)

@@ -2,9 +2,9 @@
 
 import torch
 
-from tieredkv.engine.model_runner import StepOutput
 from tieredkv.engine.sampler import score
 from tieredkv.engine.scheduler import ScheduledRow
+from tieredkv.engine.step_buffers import StepOutput
 from tieredkv.kernels.small_copies import to_device
 
 

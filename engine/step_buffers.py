@@ -1,12 +1,14 @@
-"""A step's inputs, laid out at fixed places and copied to the device in one piece.
+"""A step's rows and results, and its inputs: at fixed places, copied to the device in one piece.
 
 CUDA graphs need every address to stay the same, so a step's arrays are written into one pinned
 buffer and copied into one on the device, whatever the step. It knows rows of tokens and blocks; it
 knows no model and no requests.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +56,30 @@ class BatchRow:
 def pending(request_index: int) -> int:
     """Return the token id that stands for what the step before sampled for a request index."""
     return -1 - request_index
+
+
+def idle_row(num_tokens: int, start: int) -> BatchRow:
+    """Return a row that computes `num_tokens` tokens from position `start` on, and writes nothing.
+
+    It reads block 0 only. Its table is long enough for blocks of any size.
+    """
+    end = start + num_tokens
+    return BatchRow([0] * num_tokens, start, array("i", bytes(4 * end)), write_from=end)
+
+
+class StepOutput(NamedTuple):
+    """The results of a step, in the order of its rows; valid until the next step is issued.
+
+    Attributes:
+        logits: [num_logits, vocab_size] float32 on the device: one for a row with `needs_logits`,
+            one per token for a row with `all_logits`, none for others.
+        tokens: [num_logits] int64 on the device, the most likely token of each.
+        targets: [num_logits] int64 on the device, the request indices that the tokens go to.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    targets: Tensor
 
 
 class BlockTables:
@@ -127,6 +153,7 @@ class StepBuffers:
     side is protected from the next step, which updates the block tables first.
 
     Attributes:
+        heads, tables, max_tokens: as given.
         token_ids, positions, slots: [max_tokens] int32; slot -1 is not written.
         sources: [max_tokens] int64; request index whose last sampled token a negative id means.
         kept: [max_tokens] int64, indices of the tokens whose logits are wanted.
@@ -138,7 +165,7 @@ class StepBuffers:
     def __init__(
         self, heads: Heads, tables: BlockTables, *, max_tokens: int, vocab_size: int
     ) -> None:
-        self._heads, self._tables = heads, tables
+        self.heads, self.tables = heads, tables
         self.max_tokens, self._vocab_size = max_tokens, vocab_size
         max_rows = self._spare_index = tables.num_requests
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
@@ -166,6 +193,20 @@ class StepBuffers:
         self.kept, self.targets = device["kept"], device["targets"]
         self.cells, self.block_ids = device["cells"], device["block_ids"]
         self.narrow, self.wide, self.last = device["narrow"], device["wide"], device["last"]
+
+    def smaller(self, max_tokens: int) -> "StepBuffers":
+        """Make buffers for shorter steps over the same tables: less is copied for each step."""
+        max_tokens = min(max_tokens, self.max_tokens)
+        return StepBuffers(
+            self.heads, self.tables, max_tokens=max_tokens, vocab_size=self._vocab_size
+        )
+
+    def fill_padding(self, num_tokens: int, num_kept: int) -> None:
+        """Write a step that has nothing but padding, after all steps before have been computed."""
+        if self.heads.device.type == "cuda":
+            torch.cuda.current_stream(self.heads.device).synchronize()
+        idle = Layout([], self.heads, self._spare_index)
+        self.fill([], idle, ([], []), num_tokens=num_tokens, num_kept=num_kept)
 
     def fill(
         self,
@@ -195,22 +236,22 @@ class StepBuffers:
         arrays["targets"][num_real:num_kept] = self._spare_index
         cells, block_ids = changes
         arrays["cells"][: len(cells)] = cells
-        arrays["cells"][len(cells) :] = self._tables.spare_cell
+        arrays["cells"][len(cells) :] = self.tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
-        if self._tables.copied is not None:
-            narrow = partition.narrow_tiling(self._heads)
-            wide = partition.wide_tiling(self._heads)
+        if self.tables.copied is not None:
+            narrow = partition.narrow_tiling(self.heads)
+            wide = partition.wide_tiling(self.heads)
             partition.partition(layout.shares.narrow, narrow, arrays["narrow"])
             partition.partition(layout.shares.wide, wide, arrays["wide"])
             # A captured step with chunks may read it even if it is empty.
             if layout.last or not rows or end > len(rows):
                 partition.partition(layout.last, narrow, arrays["last"])
         small_copies.copy(self._host, self._device)
-        if self._tables.copied is not None:
-            self._tables.copied.record()
+        if self.tables.copied is not None:
+            self.tables.copied.record()
 
     def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout") -> None:
-        arrays, end, block_size = self._arrays, layout.num_tokens, self._tables.block_size
+        arrays, end, block_size = self._arrays, layout.num_tokens, self.tables.block_size
         token_ids, positions, slots = (arrays[n] for n in ("token_ids", "positions", "slots"))
         if end == len(rows):  # one token each: without numpy's overhead for every row
             token_ids[:end] = [row.token_ids[0] for row in rows]

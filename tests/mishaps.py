@@ -26,9 +26,10 @@ from tieredkv.cache import lookups, promotion, rates, room
 from tieredkv.cache.block import Block
 from tieredkv.cache.pool import BlockPool
 from tieredkv.cache.rates import LinkRate
-from tieredkv.engine import model_runner
+from tieredkv.engine import parts
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import TokenOutput
+from tieredkv.engine.runner import make_kv_pool
 from tieredkv.operate.calls import EvictFilter
 from tieredkv.operate.table import START_BYTES
 from tieredkv.pieces import whole
@@ -201,10 +202,10 @@ class UnluckyEngine:
 
     def _poison_allocations(self) -> None:
         """Fill blocks and pages with garbage when they are allocated."""
-        make, allocate = model_runner.make_kv_pool, BlockPool.allocate
+        allocate = BlockPool.allocate
 
         def kept(*args: Any) -> torch.Tensor:
-            self._device_blocks = make(*args)
+            self._device_blocks = make_kv_pool(*args)
             return self._device_blocks
 
         def poisoned(pool: BlockPool, *args: Any, **options: Any) -> list[Block] | None:
@@ -221,7 +222,7 @@ class UnluckyEngine:
                     self._disk.fill(ids)
             return blocks
 
-        self._patch.setattr(model_runner, "make_kv_pool", kept)
+        self._patch.setattr(parts, "make_kv_pool", kept)
         self._patch.setattr(BlockPool, "allocate", poisoned)
 
     # Examples

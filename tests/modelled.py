@@ -30,15 +30,17 @@ from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.requests import Admission, TieredCache
 from tieredkv.config import Settings
 from tieredkv.engine import core
+from tieredkv.engine.attention import late_layer
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
-from tieredkv.engine.first_rates import time_steps
+from tieredkv.engine.graphs import MIXED_SIZES
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import MIXED_SIZES, ModelRunner, StepOutput, late_layer
 from tieredkv.engine.parts import Parts, make_scheduler, make_tiers
+from tieredkv.engine.profile import time_steps
+from tieredkv.engine.runner import ModelRunner
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import ScheduledRow
-from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.engine.step_buffers import BatchRow, StepOutput
 from tieredkv.engine.step_timer import StepTimer, Work, _Step
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.steps import pairs
@@ -228,11 +230,8 @@ class _Device:
 class _Runner:
     """Stands in for the model runner: every token that it samples is token 1."""
 
-    idle_row = ModelRunner.idle_row
-
-    def __init__(self, device: _Device, block_size: int) -> None:
+    def __init__(self, device: _Device) -> None:
         self._device = device
-        self._tables = SimpleNamespace(block_size=block_size)  # for `idle_row`
 
     def execute(self, rows: Sequence[BatchRow], late_event: _Moment | None = None) -> StepOutput:
         self._device.begin(rows, late_event.at if late_event is not None else 0.0)
@@ -524,7 +523,7 @@ class ModelledCore(EngineCore):
         assert settings.device_size is not None
         num_blocks = settings.device_size // spec.block_bytes
         max_model_len = min(found.max_model_len, num_blocks * spec.block_size)
-        early_share = late_layer(spec) / spec.num_layers
+        early_share = late_layer(spec.num_layers) / spec.num_layers
         self.device = _Device(self.machine, self.time, 1 - early_share)
         self.disk = None
         if settings.disk_dir is not None:
@@ -542,7 +541,7 @@ class ModelledCore(EngineCore):
             return found
 
         cache.admit = admit_timed  # type: ignore[method-assign]
-        runner = cast(ModelRunner, _Runner(self.device, spec.block_size))
+        runner = cast(ModelRunner, _Runner(self.device))
         timer = _Timer(tiers.compute_rate, self.device)
         time_steps(
             runner,

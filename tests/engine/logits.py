@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.engine.harness import BLOCK_SIZE, limits_of
 from tieredkv.engine.loader import LoadedModel
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.runner import ModelRunner, make_kv_pool
 from tieredkv.engine.step_buffers import BatchRow
-
-BLOCK_SIZE = 16
 
 
 def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
@@ -18,7 +17,7 @@ def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
     spec, num_blocks = loaded.kv_spec(BLOCK_SIZE), -(-len(ids) // BLOCK_SIZE)
     pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
     table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
-    runner, parts, start = ModelRunner(loaded, pool, spec), [], 0
+    runner, parts, start = ModelRunner(loaded, pool, limits_of(loaded)), [], 0
     for chunk in (50, 1, 1, len(ids) - 52):
         row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
         parts.append(runner.execute([row]).logits)

@@ -10,11 +10,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.engine.harness import limits_of
 from tests.golden import refused
 from tieredkv.config import Dtype
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.runner import ModelRunner, make_kv_pool
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import ConfigError, ModelError
@@ -26,7 +27,7 @@ def load(name: object, *, dtype: Dtype = "auto", **options: Any) -> LoadedModel:
 
 def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
     spec = loaded.kv_spec(16)
-    runner = ModelRunner(loaded, make_kv_pool(spec, 8, loaded.device), spec)
+    runner = ModelRunner(loaded, make_kv_pool(spec, 8, loaded.device), limits_of(loaded))
     return runner.execute([BatchRow(ids, 0, list(range(8)))]).logits
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from tests.e2e.test_claims import serve
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.test_model_runner import reference_model
+from tests.engine.harness import reference_model
 from tests.golden import refused
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.answer import Answer

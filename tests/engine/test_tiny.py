@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.engine.harness import limits_of
 from tieredkv.engine.byte_tokenizer import byte_tokenizer
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.runner import ModelRunner, make_kv_pool
 from tieredkv.engine.step_buffers import BatchRow
 
 
@@ -84,7 +85,7 @@ def test_the_chat_template_marks_turns(loaded: LoadedModel) -> None:
 def test_a_wrong_block_early_in_the_context_changes_the_answer(loaded: LoadedModel) -> None:
     spec = loaded.kv_spec(16)
     pool = make_kv_pool(spec, 40, loaded.device)
-    runner = ModelRunner(loaded, pool, spec)
+    runner = ModelRunner(loaded, pool, limits_of(loaded))
     table = list(range(40))
     ids = [32 + i * 7 % 95 for i in range(480)]
 

@@ -20,9 +20,9 @@ import torch
 
 from tieredkv.bench import raw
 from tieredkv.bench.progress import bench_progress
+from tieredkv.engine.graphs import MIXED_SIZES
 from tieredkv.engine.llm import LLM
-from tieredkv.engine.model_runner import MIXED_SIZES
-from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.engine.step_buffers import BatchRow, idle_row
 from tieredkv.garbage import look_seldom
 from tieredkv.types import BlockId, PageId, tracked
 
@@ -67,7 +67,7 @@ def measure(llm: LLM, num_steps: int, most_tokens: int, num_copied: int) -> list
     for _ in tracked(bench_progress(), "measuring", range(num_steps)):
         num_tokens = draw.randint(2, draw.choice((MIXED_SIZES[-1], most_tokens)))
         start = draw.choice(starts)
-        row = llm.core._runner.idle_row(num_tokens, start)
+        row = idle_row(num_tokens, start)
         first, then = (take(llm, row, num_copied) for _ in range(2))
         is_slow = first.gpu_ms > SLOW * then.gpu_ms
         rows.append({"num_tokens": num_tokens, "start": start, "is_slow": is_slow})

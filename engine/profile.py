@@ -1,0 +1,221 @@
+"""Runs made-up steps before the first request: to size the pool, to warm up, to check and to time.
+
+`count_fitting_blocks` measures how many blocks fit into VRAM beside what a step takes. `warm_up`
+loads kernels, checks models that nobody tested, and has graphs captured. `time_steps` teaches how
+long steps take, for the first plans; what is learnt later is in `step_timer`.
+"""
+
+import time
+from functools import partial
+
+import numpy as np
+import torch
+
+from tieredkv.engine.attention import StepMetadata
+from tieredkv.engine.graphs import Graphs, capture_graphs
+from tieredkv.engine.loader import LoadedModel
+from tieredkv.engine.runner import ModelRunner, StepLimits, launched_sizes, make_kv_pool
+from tieredkv.engine.step_buffers import BatchRow, idle_row
+from tieredkv.engine.step_timer import StepTimer
+from tieredkv.engine.suitability import TESTED_MODEL_TYPES
+from tieredkv.errors import ConfigError, ModelError
+from tieredkv.kernels import prefill_dense
+from tieredkv.kernels.partition import Batch
+from tieredkv.types import KVSpec, Progress, ignore_progress, tracked
+
+_MAX_PAGING_ERROR = 0.1
+"""Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
+
+_SLACK_BYTES = 1 << 30
+"""Kept free beside the measured peak: for CUDA graphs, and what libraries allocate later."""
+
+MOST_CPU_TOKENS = 64
+"""Tokens of the largest step that is timed at the start on a CPU."""
+
+
+def count_fitting_blocks(
+    loaded: LoadedModel, kv_spec: KVSpec, limits: StepLimits, gpu_memory_utilization: float
+) -> int:
+    """Count the blocks that fit on the device beside weights, activations and other processes.
+
+    Args:
+        loaded: the model.
+        kv_spec: the layout of the pool.
+        limits: of the steps to come.
+        gpu_memory_utilization: share of the device's memory to use at most, for all purposes.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    peak_bytes = measure_peak_bytes(loaded, kv_spec, limits)
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
+    used_bytes = total_bytes - free_bytes
+    spare_bytes = int(total_bytes * gpu_memory_utilization) - used_bytes
+    num_blocks = (spare_bytes - peak_bytes - _SLACK_BYTES) // kv_spec.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"`gpu_memory_utilization` = {gpu_memory_utilization} leaves no room for blocks in "
+            f"{total_bytes >> 20} MiB: {used_bytes >> 20} MiB are in use and a step takes "
+            f"{peak_bytes >> 20} MiB\nhint: raise it, or lower `max_num_batched_tokens`"
+        )
+    return num_blocks
+
+
+def measure_peak_bytes(loaded: LoadedModel, kv_spec: KVSpec, limits: StepLimits) -> int:
+    """Measure the device memory that the largest steps take beside weights and pool.
+
+    Two steps are run over a pool of one block: many requests with logits each, and one chunk at
+    the end of the longest context.
+    """
+    runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), limits)
+    max_num_seqs, most_tokens, context_len = limits
+    num_rows = min(max_num_seqs, most_tokens)
+    share, chunk = min(most_tokens // num_rows, context_len), min(most_tokens, context_len)
+    steps = [idle_row(share, 0)] * num_rows, [idle_row(chunk, context_len - chunk)]
+    runner.execute([idle_row(1, 0)])
+    torch.cuda.synchronize(loaded.device)
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before_bytes = torch.cuda.memory_allocated(loaded.device)
+    for step in steps:
+        runner.execute(step)
+    torch.cuda.synchronize(loaded.device)
+    return torch.cuda.max_memory_allocated(loaded.device) - before_bytes
+
+
+def warm_up(runner: ModelRunner, progress: Progress = ignore_progress) -> None:
+    """Compile kernels and capture graphs before the first request; the pool is not written.
+
+    Raises:
+        ModelError: the model's type is not among the tested ones and fails `check_paging`.
+    """
+    loaded, (max_num_seqs, most_tokens, context_len) = runner.loaded, runner.limits
+    if loaded.config.model_type not in TESTED_MODEL_TYPES:
+        check_paging(loaded, loaded.kv_spec(runner.buffers.tables.block_size))
+    chunk = min(most_tokens, context_len)
+    rows = [idle_row(min(2, chunk), 0), idle_row(1, 0)]
+    runner.execute(rows[:max_num_seqs])
+    if loaded.device.type == "cuda":
+        heads = runner.buffers.heads
+        if prefill_dense.is_available(heads):
+            lengths = {"max_query_len": chunk, "max_context_len": context_len}
+            for share in prefill_dense.warm_up(heads, **lengths):
+                progress("planning attention", round(100 * share), 100)
+        sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
+        for size in tracked(progress, "warming up", sizes):
+            runner.execute([idle_row(size, context_len - size)])
+        load_kernels(runner, progress)
+        runner.graphs = capture_graphs(
+            runner.buffers,
+            partial(runner.launch, loaded),
+            partial(step_seconds, runner),
+            max_context_len=context_len,
+            progress=progress,
+        )
+        torch.cuda.synchronize(loaded.device)
+    progress("warming up", 1, 1)
+
+
+@torch.inference_mode()
+def load_kernels(runner: ModelRunner, progress: Progress) -> None:
+    """Compute padding of every size with a few layers, so that what steps need is loaded.
+
+    cuBLAS chooses the kernel of a product by its sizes, and loads it when it is first needed.
+    Loading takes a copy to the device, which waits for all copies of blocks that were given to
+    the copy engine before. In service a step would take that much longer.
+    """
+    buffers, max_num_seqs = runner.buffers, runner.limits.max_num_seqs
+    with runner.loaded.shortened(2) as short:  # of the last layer, only some tokens are computed
+        if short is None:
+            return
+        sizes = launched_sizes(buffers.max_tokens)
+        for index, size in enumerate(tracked(progress, "loading kernels", sizes)):
+            num_kept = 1 + index % max_num_seqs
+            buffers.fill_padding(size, num_kept)
+            step = StepMetadata(buffers.slots[:size], Batch(buffers.tables.tensor, ()))
+            runner.launch(short, buffers, step, num_kept)
+
+
+def step_seconds(runner: ModelRunner, graphs: Graphs, row: BatchRow) -> float:
+    """Time a step from its first call to its last kernel; the faster of two counts.
+
+    Args:
+        runner: has no graphs of its own yet.
+        graphs: what it has for these steps.
+        row: the only one of the step.
+    """
+    times, runner.graphs = list[float](), graphs
+    for _ in range(2):
+        runner.synchronize()
+        began_at = time.perf_counter()
+        runner.execute([row])
+        runner.synchronize()
+        times.append(time.perf_counter() - began_at)
+    runner.graphs = {}
+    return min(times)
+
+
+def time_steps(
+    runner: ModelRunner, timer: StepTimer, *, most_tokens: int, max_model_len: int, is_cpu: bool
+) -> None:
+    """Time steps of several sizes and positions.
+
+    Args:
+        runner: computes them.
+        timer: learns from them.
+        most_tokens: tokens of the largest step.
+        max_model_len: the longest context.
+        is_cpu: whether the device is a CPU, for which smaller steps have to do.
+    """
+    most_tokens = min(most_tokens, max_model_len, MOST_CPU_TOKENS if is_cpu else most_tokens)
+    sizes = sorted({max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)})
+    shapes = [(size, 0) for size in sizes]
+    shapes.append((sizes[-1], max_model_len - sizes[-1]))
+    shapes.append((1, 0))
+    for num_tokens, start in shapes:
+        row = idle_row(num_tokens, start)
+        for teaches in (False, True):  # the first one of its kind may compile something
+            timer.begin()
+            runner.execute([row])
+            timer.end([row], teaches=teaches)
+    runner.synchronize()
+    timer.poll()
+    timer.rate.doubt()
+
+
+def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
+    """Check that a prompt in pieces, beside another prompt, gives the logits of the whole prompt.
+
+    The logits differ if the model mixes tokens outside of attention: in a convolution, a token
+    shift, or positions that are counted instead of read.
+
+    Raises:
+        ModelError: the logits differ.
+    """
+    num_tokens, num_blocks = 24, -(-24 // kv_spec.block_size)
+    pool = make_kv_pool(kv_spec, 2 * num_blocks, loaded.device).zero_()
+    limits = StepLimits(
+        max_num_seqs=2, max_num_batched_tokens=num_tokens, max_context_len=num_tokens
+    )
+    runner = ModelRunner(loaded, pool, limits)
+    draw = np.random.default_rng(0)
+    ids, other = draw.integers(0, loaded.vocab_size, (2, num_tokens)).tolist()
+    table, beside = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
+    whole = runner.execute([BatchRow(ids, 0, table, all_logits=True)]).logits
+    pool.zero_()
+    parts = [
+        runner.execute(
+            [
+                BatchRow(other[start:end], start, beside, needs_logits=False),
+                BatchRow(ids[start:end], start, table, all_logits=True),
+            ]
+        ).logits
+        for start, end in ((0, 11), (11, 12), (12, num_tokens))
+    ]
+    error = (torch.cat(parts) - whole).abs().mean() / whole.std()
+    if not error < _MAX_PAGING_ERROR:
+        raise ModelError(
+            f"model `{loaded.name}` cannot be served: a prompt that is computed in pieces gives "
+            "other logits than one computed as a whole, so "
+            f"`{loaded.config.model_type}` mixes tokens outside of attention"
+        )
