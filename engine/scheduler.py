@@ -482,8 +482,8 @@ class Scheduler:
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
-            sources = request.prefix.sources
-            num_cached = self.block_size * (len(sources) - sources.count(None))
+            origins = request.prefix.origins()
+            num_cached = self.block_size * (len(origins) - origins.count(None))
             request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
             if not self._is_long(request):
                 self._quick[request.asked.tenant].admitted_at = time.monotonic()

@@ -2,6 +2,7 @@
 
 import time
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.forecasts import Forecast
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import State
@@ -25,8 +26,10 @@ def computed_sooner(prefix: Prefix, index: int) -> str:
 
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
     params = SamplingParams()
-    prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], [], sources=sources)
-    prefix.row.reset(len(sources), State.FOUND)
+    blocks = [Block(index, source=source) for index, source in enumerate(sources)]
+    prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], [], blocks=blocks)
+    for index, source in enumerate(sources):
+        prefix.row.put(index, State.COMPUTED if source is None else State.COMING)
     return Request(
         EngineRequest(request_id="r", prompt_token_ids=[1] * num_prompt_tokens, params=params),
         prefix=prefix,

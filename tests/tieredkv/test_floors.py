@@ -23,7 +23,7 @@ def test_blocks_within_a_tenants_floor_outlive_a_flood_in_vram(length: int) -> N
     flood(rig, num_blocks=160, retention="in_memory")
     assert rig.on_device("quiet/a", length) == list(range(length))
     prefix = rig.start("quiet/a", length)
-    assert prefix.sources == [Tier.DEVICE] * length
+    assert prefix.origins() == [Tier.DEVICE] * length
     assert rig.finish(prefix) == 0
     rig.check_nothing_is_held()
 
@@ -35,7 +35,7 @@ def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
     flood(rig, num_blocks=160)
     assert (rig.on_host("quiet/a", 8), rig.on_device("quiet/a", 8)) == (list(range(8)), [])
     prefix = rig.start("quiet/a", 8)
-    assert prefix.sources == [Tier.HOST] * 8
+    assert prefix.origins() == [Tier.HOST] * 8
     assert rig.finish(prefix) == 0
 
 

@@ -124,7 +124,7 @@ def test_what_host_memory_has_is_no_reason_to_wait() -> None:
     assert rig.cache.flush(Tier.HOST, deadline=time.monotonic() + 30.0)
     prefix = asked(rig, SLOW)
     run_on(rig, prefix)
-    assert prefix.sources[:3] == [Tier.HOST] * 3
+    assert prefix.origins()[:3] == [Tier.HOST] * 3
     rig.store.answer(0)
     rig.store.is_held = False
     assert rig.finish(prefix) == 4 - rig.tiers.counters.promoted_host_blocks

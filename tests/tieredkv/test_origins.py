@@ -31,7 +31,7 @@ def let_all_arrive(rig: Rig) -> None:
 def test_a_block_that_another_request_computed_came_from_vram(slow_disk: Rig) -> None:
     rig = slow_disk
     first, second, third = waiting_for_disk(rig, 4, 3)
-    assert first.sources == [Tier.DISK] * 4
+    assert first.origins() == [Tier.DISK] * 4
     assert rig.compute(second, at_most=3) == 3
     assert rig.compute(third) == 1
     assert first.origins() == [Tier.DEVICE] * 4
@@ -81,7 +81,7 @@ def test_a_block_that_a_request_takes_over_and_computes_was_on_disk(slow_disk: R
 def test_a_block_that_a_request_takes_over_was_nowhere_if_the_other_had_to_compute_it() -> None:
     rig = Rig()
     first, second = rig.start("a", 3), rig.start("a", 3)
-    assert second.sources == [Tier.DEVICE] * 3
+    assert second.origins() == [Tier.DEVICE] * 3
     assert rig.compute(first, at_most=1) == 1
     rig.cache.release(first)
     assert rig.compute(second) == 2
@@ -98,7 +98,7 @@ def test_a_block_that_was_in_no_tier_may_still_come_from_one_or_from_another_req
     rig.store.is_held = True
     second = rig.queue("a", 4)
     assert rig.admit(first)
-    assert first.sources == [None] * 4
+    assert first.origins() == [None] * 4
     while rig.store.lookups:
         rig.store.answer(0)
     rig.turn(2)

@@ -30,9 +30,8 @@ def test_a_row_finds_what_a_list_would(states: list[State], begin: int, end: int
     there = [index for index, each in enumerate(states) if each <= State.COMING]
     assert [*row.there] == [*stretches(there)]
     assert [*row.lacking] == sorted({*range(len(states))}.difference(there))
-    awaited = [*(State.COMING, State.COMPUTE), *LOADABLE]
+    awaited = [State.COMING, State.SHARED, State.COMPUTE, *LOADABLE]
     assert row.awaited == [index for index, each in enumerate(states) if each in awaited]
-    assert row.awaited == [index for index in range(len(states)) if row.is_awaited(index)]
 
 
 @given(states=STATES, changes=st.lists(st.tuples(st.integers(0, 39), st.sampled_from(State))))

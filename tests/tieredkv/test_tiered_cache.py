@@ -45,7 +45,7 @@ def test_a_hole_is_computed_and_what_lies_beyond_it_is_loaded() -> None:
     hole = chain_of("a", 6)[2]
     rig.store.lose([hole])
     prefix = rig.start("a", 6)
-    assert prefix.sources == [Tier.DISK, Tier.DISK, None, Tier.DISK, Tier.DISK, Tier.DISK]
+    assert prefix.origins() == [Tier.DISK, Tier.DISK, None, Tier.DISK, Tier.DISK, Tier.DISK]
     assert rig.finish(prefix) == 1
     assert set(rig.store.loaded) == set(chain_of("a", 6)) - {hole}
 
@@ -54,14 +54,14 @@ def test_sources_name_the_tier_that_each_block_came_from() -> None:
     rig = Rig()
     rig.store.put("a", 2)
     disk = rig.start("a", 3)
-    assert disk.sources == [Tier.DISK, Tier.DISK, None]
+    assert disk.origins() == [Tier.DISK, Tier.DISK, None]
     rig.finish(disk)
     device = rig.start("a", 3)
-    assert device.sources == [Tier.DEVICE] * 3
+    assert device.origins() == [Tier.DEVICE] * 3
     rig.finish(device)
     assert rig.cache.flush(Tier.HOST, deadline=deadline())
     host = rig.start("a", 3)
-    assert host.sources == [Tier.HOST] * 3
+    assert host.origins() == [Tier.HOST] * 3
     assert rig.finish(host) == 0
 
 
@@ -79,7 +79,7 @@ def test_a_failed_load_of_one_block_is_computed_and_the_others_are_served() -> N
         rig.store.complete(0, reason=reason)
         rig.turn()
     assert rig.finish(prefix) == 1
-    assert prefix.sources == []
+    assert prefix.origins() == []
     assert rig.tiers.counters.load_failures == {"checksum": 1}
     rig.check_nothing_is_held()
 
@@ -276,7 +276,7 @@ def test_what_is_brought_up_gives_its_pages_to_what_vram_evicts() -> None:
     rig.run("a", 200, "in_memory")
     rig.run("b", 240, "in_memory")
     prefix = rig.start("a", 200, "in_memory")
-    assert prefix.sources.count(Tier.HOST) >= 200 - 16 - room.MIN_SLICE, "16 are left in VRAM"
+    assert prefix.origins().count(Tier.HOST) >= 200 - 16 - room.MIN_SLICE, "16 are left in VRAM"
     assert rig.finish(prefix) <= room.MIN_SLICE, "as many as one turn takes from others"
     rig.check_nothing_is_held()
 

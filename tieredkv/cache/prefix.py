@@ -41,8 +41,6 @@ class Prefix:
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
-        sources: tier in which each full block was found at admission, or from which it was to come
-            then; None if the request computed it, or had to. See `origins`.
         row: the state of each full block.
         overtaken: blocks that a slower tier had and that it computed, each with the reason.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
@@ -53,9 +51,6 @@ class Prefix:
             loaded, whatever the answer is.
         num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
         prefetched: blocks that were read from disk for it while it waits; they are evicted last.
-        refused_at: the state in which the request last found no room: free blocks, those that no
-            floor keeps from it, cached blocks, blocks wanted, and whether it was alone. It is not
-            tried again until these change.
     """
 
     root: BlockHash
@@ -67,7 +62,6 @@ class Prefix:
     read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    sources: list[Tier | None] = field(default_factory=list)
     row: Row = field(init=False)
     overtaken: dict[BlockHash, str] = field(default_factory=dict)
     forecast: Forecast | None = None
@@ -77,7 +71,6 @@ class Prefix:
     awaits_answer: bool = True
     num_present: int = 0
     prefetched: list[BlockHash] = field(default_factory=list)
-    refused_at: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.row = Row(len(self.hashes))
@@ -88,15 +81,20 @@ class Prefix:
         return self.namespace[:TENANT_BYTES]
 
     def origins(self) -> list[Tier | None]:
-        """Return where the request got each full block from; None if it computed the block itself.
+        """Return where an admitted request got each full block from; None if it computed the block.
 
         A block that became ready while it waited came from the tier that it was loaded from, or
         from VRAM if another request computed it. For a block that is not ready this is a forecast.
         """
-        origins = self.sources.copy()
+        if not self.blocks:
+            return []
+        origins: list[Tier | None] = [Tier.DEVICE] * len(self.row)
+        for index in self.row.indices(State.COMPUTED):
+            origins[index] = None
         for index in self.row.awaited:
-            if (block := self.blocks[index]).is_ready:
-                origins[index] = block.source or Tier.DEVICE
+            block = self.blocks[index]
+            is_to_come = block.is_ready or self.row[index] == State.SHARED
+            origins[index] = block.source or (Tier.DEVICE if is_to_come else None)
         return origins
 
     def check(self) -> None:

@@ -420,7 +420,6 @@ class Promoter:
                 prefix.row.put(index, State.COMPUTE)
             if is_sound and block.is_open:
                 block.begin_copy()
-                restore.last_copied = block
                 copies.append((page, block))
             else:
                 unwanted.append(page)

@@ -199,7 +199,7 @@ class TieredCache:
             Whether it holds the blocks now. If not, it holds nothing.
         """
         device = self._tiers.device
-        if prefix.refused_at == self._room.found_by(prefix, num_blocks, is_alone):
+        if self._room.lacks_still(prefix, num_blocks, is_alone):
             return self._refusal(prefix)
         self._ask_disk(prefix)
         if not self._lookups.is_settled(prefix):
@@ -212,14 +212,12 @@ class TieredCache:
         fresh = self._room.allocate(prefix, num_fresh, is_alone, makes_room=makes_room)
         if fresh is None:
             device.release(found[::-1])
-            refused_at = self._room.found_by(prefix, num_blocks, is_alone)
-            prefix.refused_at = None if self._room.is_coming(prefix) else refused_at
+            self._room.note_refused(prefix, num_blocks, is_alone)
             return self._refusal(prefix)
-        prefix.refused_at, rest = None, iter(fresh)
+        rest = iter(fresh)
         is_whole = len(found) == len(prefix.hashes) and prefix.row.first(State.COMING) < 0
         if is_whole and all(block.is_ready for block in found):
             prefix.blocks = found
-            prefix.sources = [Tier.DEVICE] * len(found)
             prefix.row.reset(len(found), State.FOUND)
         else:
             self._take_chain(prefix, chain, rest)
@@ -313,7 +311,6 @@ class TieredCache:
                 prefix.overtaken[hashes[index]] = block.miss_reason or COMPUTED_SOONER
             self._tiers.device.fill(block)
             block.source = None
-            prefix.sources[index] = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
         now = self._tiers.clock.now()
         entries = [
@@ -354,7 +351,6 @@ class TieredCache:
         block = prefix.blocks[index]
         self._expire([block_hash])
         prefix.hashes.append(block_hash)
-        prefix.sources.append(None)
         prefix.row.append(State.COMPUTED)
         if device.insert(block, block_hash, prefix.tenant) is block:
             self.complete(prefix, index, index + 1)
@@ -379,7 +375,6 @@ class TieredCache:
         self._restores.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
-        prefix.sources = []
         prefix.row.reset(len(prefix.hashes))
         prefix.forecast = None
         self._demoter.note_change()
@@ -659,8 +654,8 @@ class TieredCache:
         behind `chain`, which may not be hits, are computed.
         """
         tiers, tenant = self._tiers, prefix.tenant
-        records, blocks, sources, row = prefix.records, prefix.blocks, prefix.sources, prefix.row
-        end, last_copied, now = 0, None, tiers.clock.now()
+        records, blocks, row = prefix.records, prefix.blocks, prefix.row
+        end, now = 0, tiers.clock.now()
         times_of = tiers.disk_link.times_of
         brought = {*row.indices(State.COMING)}  # while the request waited for room
         row.reset(len(prefix.hashes))
@@ -668,17 +663,15 @@ class TieredCache:
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
             record = records.get(block_hash) if records else None
-            source: Tier | None
             if block is not None:
-                was_there = block.is_ready and index not in brought
-                source = None if was_there else block.source
-                source = source or Tier.DEVICE
-                if block.is_ready:
+                if block.is_ready and index not in brought:
                     row.put(index, State.FOUND)
-                elif block.is_copying:
+                elif block.is_ready or block.is_copying:
                     row.put(index, State.COMING)
                 elif tiers.disk_link.is_coming(block_hash):
                     row.put(index, State.READING)
+                else:
+                    row.put(index, State.SHARED)
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
@@ -691,17 +684,13 @@ class TieredCache:
                 elif record and times_of(record).expires_at > now:
                     block.source = Tier.DISK
                     row.put(index, State.AT_DISK)
-                source = block.source
-            if not block.is_ready:
-                last_copied = block if block.is_copying else last_copied
-                end = end if source is None else index + 1
+            if not block.is_ready and row[index] != State.COMPUTE:
+                end = index + 1
             blocks.append(block)
-            sources.append(source)
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
-            sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self._restores.want(prefix, end=end, last_copied=last_copied)
+        self._restores.want(prefix, end=end)
 
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.

@@ -40,8 +40,6 @@ class Restore:
     """What slower tiers hold of one request's prefix, and VRAM does not.
 
     Attributes:
-        is_admitted: whether the request has a block table, so that blocks are filled and not only
-            read ahead.
         end: index behind the last block that it waits for, here or in a restore that it shares.
         give_up_at: when blocks that have not come from disk are computed; infinite while the
             request is queued.
@@ -52,13 +50,10 @@ class Restore:
         due_at: when what is loaded has arrived, by the last plan; in monotonic time, and infinite
             where the plan does not decide.
         is_begun: whether a read or a copy was started.
-        last_copied: of the blocks that are being copied to VRAM, the last one; None before the
-            first copy.
         is_given_up: whether `give_up_at` has passed, so that it waits for no read any more.
     """
 
     prefix: Prefix
-    is_admitted: bool
     end: int
     give_up_at: float
     pages: dict[int, Block] = field(default_factory=dict)
@@ -66,8 +61,12 @@ class Restore:
     host_split: int = sys.maxsize
     due_at: float = 0.0
     is_begun: bool = False
-    last_copied: Block | None = None
     is_given_up: bool = False
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the request has a block table, so that blocks are filled, not only read ahead."""
+        return bool(self.prefix.blocks)
 
     def has(self, state: State) -> bool:
         """Return whether some block is in this state."""
@@ -82,8 +81,9 @@ class Restore:
     @property
     def loads(self) -> tuple[LinkLoad, LinkLoad]:
         """What each link may load, or was given to load."""
-        is_copying = self.last_copied is not None and self.last_copied.is_copying
-        of = self.prefix.row.indices
+        # Copies begin with the last block, and those of a request end in their order.
+        of, first = self.prefix.row.indices, self.prefix.row.first(State.COMING)
+        is_copying = self.is_admitted and first >= 0 and self.prefix.blocks[first].is_copying
         return (
             LinkLoad(HOST, of(State.AT_HOST), is_bringing=is_copying),
             LinkLoad(DISK, of(State.AT_DISK), of(State.READING)),
@@ -141,7 +141,7 @@ class Restores:
 
     # Requests
 
-    def want(self, prefix: Prefix, *, end: int, last_copied: Block | None = None) -> None:
+    def want(self, prefix: Prefix, *, end: int) -> None:
         """Restore blocks of an admitted request, or prefetch those of a queued one.
 
         Without any block to wait for, the request has no restore any more.
@@ -149,19 +149,16 @@ class Restores:
         Args:
             prefix: the request's chain; its row tells what can be loaded.
             end: index behind the last block that is missing, here or in a restore that it shares.
-            last_copied: see `Restore`.
         """
         if prefix in self._restores:  # of the request while it was queued
             self.order.remove(self._restores.pop(prefix))
         if not end:
             return
-        is_admitted = bool(prefix.blocks)
-        timeout_s = self._tiers.load_timeout_s if is_admitted else float("inf")
-        give_up_at = time.monotonic() + timeout_s
-        restore = Restore(prefix, is_admitted, end, give_up_at, last_copied=last_copied)
+        timeout_s = self._tiers.load_timeout_s if prefix.blocks else float("inf")
+        restore = Restore(prefix, end, give_up_at=time.monotonic() + timeout_s)
         self._restores[prefix] = restore
         self.order.append(restore)
-        if is_admitted:
+        if restore.is_admitted:
             host = self._tiers.host
             in_host = prefix.row.indices(State.AT_HOST)
             pages = host.find(map(prefix.hashes.__getitem__, in_host))

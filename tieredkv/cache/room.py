@@ -85,6 +85,7 @@ class Room:
         self._tiers, self._promoter, self._demoter = tiers, promoter, demoter
         self._readable, self._poll = readable, poll
         self._waits: dict[Prefix, _Wait] = {}
+        self._refused: dict[Prefix, tuple[int, ...]] = {}  # what `_found_by` was then
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -93,8 +94,18 @@ class Room:
         copied = counters.demoted_host_blocks, counters.promoted_host_blocks
         return device.num_free, device.num_empty, *copied
 
-    def found_by(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
-        """Return what decides whether a request finds room; see `Prefix.refused_at`."""
+    def lacks_still(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> bool:
+        """Return whether nothing has changed since `note_refused`, so that trying is in vain."""
+        return self._refused.get(prefix) == self._found_by(prefix, num_blocks, is_alone)
+
+    def note_refused(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> None:
+        """Note that a request found no room; if that comes soon, trying is never in vain."""
+        self._refused.pop(prefix, None)
+        if not self.is_coming(prefix):
+            self._refused[prefix] = self._found_by(prefix, num_blocks, is_alone)
+
+    def _found_by(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> tuple[int, ...]:
+        """Return what decides whether a request finds room."""
         device = self._tiers.device
         num_free_for = device.num_free_for(prefix.tenant)
         return device.num_free, num_free_for, device.num_cached, num_blocks, is_alone
@@ -111,6 +122,7 @@ class Room:
     def forget(self, prefix: Prefix) -> None:
         """Note that a request needs no more blocks."""
         self._waits.pop(prefix, None)
+        self._refused.pop(prefix, None)
 
     def allocate(
         self,

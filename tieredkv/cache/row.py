@@ -20,7 +20,9 @@ class State(IntEnum):
 
     FOUND     it was in VRAM when the request was admitted; of a request that waits: in VRAM or host
               memory, when the disk was asked
-    COMING    it is being copied to VRAM since, or was then, or while the request waited for room
+    COMING    it was copied to VRAM for the request, even while that waited for room, or is being
+              copied, if only for another request
+    SHARED    another request that holds it is to compute or to load it
     COMPUTE   it has to be computed, by this request or by another one that gets there first
     AT_HOST   it can be copied from host memory, where the request holds its page
     AT_DISK   it can be read from disk
@@ -30,11 +32,12 @@ class State(IntEnum):
 
     FOUND = 0
     COMING = 1
-    COMPUTE = 2
-    AT_HOST = 3
-    AT_DISK = 4
-    READING = 5
-    COMPUTED = 6
+    SHARED = 2
+    COMPUTE = 3
+    AT_HOST = 4
+    AT_DISK = 5
+    READING = 6
+    COMPUTED = 7
 
 
 LOADABLE = (State.AT_HOST, State.AT_DISK, State.READING)
@@ -125,10 +128,6 @@ class Row:
             for index, state in enumerate(self._states)
             if State.FOUND < state < State.COMPUTED
         ]
-
-    def is_awaited(self, index: int) -> bool:
-        """Return whether a block was not found, and was not computed by the request itself."""
-        return State.FOUND < self._states[index] < State.COMPUTED
 
 
 def _where(is_so: NDArray[np.bool_]) -> Sequence[int]:

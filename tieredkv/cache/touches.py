@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.tier import TouchItem
 
@@ -65,7 +66,7 @@ class Touches:
             entries = list[Entry]()
             for index in part:
                 if (entry := tiers.catalog.get(hashes[index])) is not None:
-                    entry.hits += prefix.sources[index] is not None or prefix.row.is_awaited(index)
+                    entry.hits += prefix.row[index] != State.COMPUTED
                     entries.append(entry)
             tiers.catalog.claim(entries, claim.retentions, now, claim.pinned_until)
             on_disk = [entry for entry in entries if entry.is_on_disk]
