@@ -21,7 +21,7 @@ def why_missed(_prefix: Prefix, index: int) -> str:
 
 
 def computed_sooner(prefix: Prefix, index: int) -> str:
-    return prefix.overtaken.get(prefix.hashes[index], "never_seen")
+    return prefix.row.lost.get(index, "never_seen")
 
 
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
@@ -29,7 +29,7 @@ def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
     blocks = [Block(index, source=source) for index, source in enumerate(sources)]
     prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], [], blocks=blocks)
     for index, source in enumerate(sources):
-        prefix.row.put(index, State.COMPUTED if source is None else State.COMING)
+        prefix.row.find(index, State.COMPUTED if source is None else State.COMING)
     return Request(
         EngineRequest(request_id="r", prompt_token_ids=[1] * num_prompt_tokens, params=params),
         prefix=prefix,
@@ -67,7 +67,7 @@ def test_blocks_that_a_request_computed_before_its_preemption_are_no_hit() -> No
 
 def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as_cached() -> None:
     request = make_request(80, [None, None, Tier.DISK, None])
-    request.prefix.overtaken = dict.fromkeys(HASHES[:2], "computed_sooner")
+    request.prefix.row.lost = dict.fromkeys([0, 1], "computed_sooner")
     usage = request.measure_usage(SIZE, 0, computed_sooner)
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (16, 32, 16)
     assert usage.split_token == 32
@@ -76,7 +76,7 @@ def test_tokens_that_were_computed_although_the_disk_had_them_are_not_counted_as
 
 def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster() -> None:
     request = make_request(70, [Tier.DEVICE, None, None, Tier.HOST])
-    request.prefix.overtaken = dict.fromkeys(HASHES[1:3], "computed_sooner")
+    request.prefix.row.lost = dict.fromkeys([1, 2], "computed_sooner")
     usage = request.measure_usage(SIZE, 0, computed_sooner)
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.written_tokens) == (32, 32, 0)
     assert (usage.miss_token, usage.miss_reason) == (16, "computed_sooner")
@@ -85,7 +85,7 @@ def test_where_all_was_found_the_reason_of_the_miss_is_that_computing_was_faster
 
 def test_a_block_whose_load_failed_is_a_miss_and_not_a_choice() -> None:
     request = make_request(70, [None, Tier.DISK, Tier.DISK, Tier.DISK])
-    request.prefix.overtaken = {HASHES[0]: "corrupt"}
+    request.prefix.row.lost = {0: "corrupt"}
     usage = request.measure_usage(SIZE, 0, why_missed)
     assert (usage.recomputed_tokens, usage.written_tokens) == (0, 16)
     assert (usage.miss_token, usage.miss_reason) == (0, "block 0")

@@ -10,9 +10,9 @@ STATES = st.lists(st.sampled_from(State), max_size=40)
 
 
 def row_of(states: list[State]) -> Row:
-    row = Row(0)
-    for state in states:
-        row.append(state)
+    row = Row(len(states))
+    for index, state in enumerate(states):
+        row.find(index, state)
     return row
 
 
@@ -42,16 +42,16 @@ def test_a_row_tells_of_each_change(states: list[State], changes: list[tuple[int
             continue
         before = row.indices(state)
         kept = [*before]
-        row.put(index, state)
+        row.find(index, state)
         states[index] = state
         assert [*before] == kept, "what was returned does not change"
         assert [*row.indices(state)] == [i for i, each in enumerate(states) if each is state]
-    row.put_all(range(len(states)), State.AT_DISK)
-    assert [*row.indices(State.AT_DISK)] == [*range(len(states))]
+    row.copy(range(len(states)))
+    assert [*row.indices(State.COMING)] == [*range(len(states))]
 
 
 def test_a_new_row_and_one_that_is_reset_have_one_state() -> None:
     row = Row(3)
     assert [*row.indices(State.COMPUTE)] == [0, 1, 2]
-    row.reset(2, State.FOUND)
+    row.begin(2, State.FOUND)
     assert [*row.there] == [(0, 2)] and not row.indices(State.COMPUTE)

@@ -47,7 +47,6 @@ class Block:
         last_step: the last step that may use its memory, but for those of its present users.
         source: the slower tier that its content came from, or may come from; None if a request
             computed it, or has to, and of a page whose content was copied to VRAM.
-        miss_reason: why its content could not be loaded from there; empty unless that has failed.
         tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
         rank: its place among the blocks that an eviction order has looked at.
@@ -60,7 +59,6 @@ class Block:
     content: Content = Content.EMPTY
     last_step: int = 0
     source: Tier | None = None
-    miss_reason: str = ""
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)
     rank: int = 0
@@ -102,4 +100,4 @@ class Block:
 
     def clear(self) -> None:
         """Note that its memory holds nothing."""
-        self.content, self.source, self.miss_reason = _EMPTY, None, ""
+        self.content, self.source = _EMPTY, None

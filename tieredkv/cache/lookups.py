@@ -48,10 +48,10 @@ class Lookups:
         unknown = [block_hash for block_hash in missing if block_hash not in records]
         if len(missing) < len(hashes) and (unknown or prefix.row.first(State.FOUND) < 0):
             absent = set(missing)
-            prefix.row.put_all(prefix.row.indices(State.FOUND), State.COMPUTE)
+            prefix.row.leave(prefix.row.indices(State.FOUND))
             for index, block_hash in enumerate(hashes):
                 if block_hash not in absent and prefix.row[index] != State.COMING:
-                    prefix.row.put(index, State.FOUND)
+                    prefix.row.find(index, State.FOUND)
         records.update(dict.fromkeys(unknown))
         return unknown
 

@@ -42,7 +42,6 @@ class Prefix:
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
         row: the state of each full block.
-        overtaken: blocks that a slower tier had and that it computed, each with the reason.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
@@ -63,7 +62,6 @@ class Prefix:
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     row: Row = field(init=False)
-    overtaken: dict[BlockHash, str] = field(default_factory=dict)
     forecast: Forecast | None = None
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None
@@ -111,7 +109,11 @@ class Prefix:
 
     def was_computed_sooner(self, index: int) -> bool:
         """Return whether a block was computed though a slower tier had it, to have it sooner."""
-        return self.overtaken.get(self.hashes[index]) == COMPUTED_SOONER
+        return self.row.lost.get(index) == COMPUTED_SOONER
+
+    def has_at(self, index: int, block_hash: BlockHash) -> bool:
+        """Return whether this is the block at an index of the chain."""
+        return index < len(self.hashes) and self.hashes[index] == block_hash
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield each claim with the indices that it covers; `indices` must be ascending."""

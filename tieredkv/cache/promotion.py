@@ -16,7 +16,7 @@ Called by the engine's thread only.
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -88,13 +88,17 @@ class Promoter:
     Invariants (`check`): those of the restores; reads stay within the cap; no block is queued for
     two copies.
 
+    Args:
+        tiers: the tiers.
+        admitted: the chains of all admitted requests.
+
     Attributes:
         restores: what requests want.
         has_more: whether more could be started at once, but for the bounds of one call.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
+    def __init__(self, tiers: Tiers, admitted: Collection[Prefix]) -> None:
+        self._tiers, self._admitted = tiers, admitted
         self._disk_link, self._device_link = tiers.disk_link, tiers.device_link
         self.restores = Restores(tiers)
         self._to_copy: list[tuple[Block, Block]] = []
@@ -177,10 +181,12 @@ class Promoter:
 
     def _give_up_late(self) -> None:
         """Have blocks computed that have not come from disk in time; their pages stay on loan."""
-        for block_hash in self.restores.give_up_late():
+        tiers = self._tiers
+        for block_hash, index in self.restores.give_up_late().items():
             self._disk_link.cancel(block_hash)
-            self._note_missed(block_hash, "load_timeout")
-            count_failure(self._tiers.counters.load_failures, "timeout", _FAILED)
+            tiers.catalog.departed.note(block_hash, "load_timeout")
+            self._lose(block_hash, index, "load_timeout")
+            count_failure(tiers.counters.load_failures, "timeout", _FAILED)
 
     def _divide(
         self, demands: Sequence[tuple[Demand, Restore | None]], busy_s: float
@@ -297,7 +303,7 @@ class Promoter:
                     break
                 num_begun += 1
                 restore.is_begun = True
-                restore.prefix.row.put(index, State.READING)
+                restore.prefix.row.read(index)
         if num_begun:
             self._read_probes.note_use(link.read_rate)
         link.send()
@@ -354,7 +360,9 @@ class Promoter:
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
             told = _MISS_REASONS.get(reason, "corrupt")
-            self._note_missed(block_hash, told, read.known.expires_at)
+            assert read.lent.position is not None, "a chain is known"
+            tiers.catalog.departed.note(block_hash, told, read.known.expires_at)
+            self._lose(block_hash, read.lent.position, told)
             if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
                 tiers.catalog.note_not_on_disk(entry)
                 for pool in tiers.pools.values():
@@ -363,11 +371,11 @@ class Promoter:
                 tiers.host.drop(block_hash)
         tiers.host.release([page])
 
-    def _note_missed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
-        """Note why a block has to be computed that the disk had; for `until` see the catalog."""
-        self._tiers.catalog.departed.note(block_hash, reason, until)
-        if (block := self._tiers.device.lookup(block_hash)) is not None:
-            block.miss_reason = reason
+    def _lose(self, block_hash: BlockHash, index: int, why: str) -> None:
+        """Have all who want a block compute it, and note why, though a slower tier had it."""
+        for prefix in self._admitted:
+            if prefix.has_at(index, block_hash):
+                prefix.row.lose(index, why)
 
     def on_copied(self, began_at: float, copies: Copies) -> None:
         """Mark blocks as ready whose bytes have arrived in VRAM."""
@@ -410,14 +418,15 @@ class Promoter:
         copies: list[tuple[Block, Block]] = []
         in_host = prefix.row.indices(State.AT_HOST)
         first = max(bisect_left(in_host, restore.host_split), len(in_host) - at_most)
-        prefix.row.put_all(in_host[first:], State.COMING)
+        prefix.row.copy(in_host[first:])
         for index in in_host[first:]:
-            page, block = restore.pages.pop(index), prefix.blocks[index]
+            page, block = prefix.row.pages.pop(index), prefix.blocks[index]
             is_sound = page.block_hash is not None and page.block_hash == block.block_hash
             if not is_sound:  # expired, or evicted by an operator
-                why = catalog.departed.why(prefix.hashes[index], now)
-                block.miss_reason = "expired" if why == "expired" else "admin"
-                prefix.row.put(index, State.COMPUTE)
+                block_hash = prefix.hashes[index]
+                is_expired = catalog.departed.why(block_hash, now) == "expired"
+                prefix.row.leave([index])
+                self._lose(block_hash, index, "expired" if is_expired else "admin")
             if is_sound and block.is_open:
                 block.begin_copy()
                 copies.append((page, block))
@@ -433,15 +442,15 @@ class Promoter:
         row = restore.prefix.row
         block_hash = restore.prefix.hashes[index := row.last(State.AT_DISK)]
         if self._disk_link.is_reading(block_hash):
-            row.put(index, State.READING)
+            row.read(index)
             return True
         page = self._tiers.host.lookup(block_hash)
         if page is not None and page.is_ready:
             restore.is_begun |= self._copy_if_wanted(page, block_hash, Tier.HOST)
-            row.put(index, State.COMPUTE)
+            row.leave([index])
             return True
         if restore.is_admitted and not self.restores.is_open(block_hash):
-            row.put(index, State.COMPUTE)
+            row.leave([index])
             return True
         return False
 

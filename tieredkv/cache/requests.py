@@ -51,7 +51,7 @@ NUM_SAMPLED = 16
 """Blocks of a chain that are looked up to tell which part of it RAM holds."""
 
 STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
-"""Reasons of `Prefix.overtaken` for which the copy on disk is good; None of other blocks."""
+"""Reasons of `Row.lost` for which the copy on disk is good; None of other blocks."""
 
 
 class Admission(NamedTuple):
@@ -105,7 +105,8 @@ class TieredCache:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._promoter = Promoter(tiers)
+        self._admitted: dict[Prefix, None] = {}
+        self._promoter = Promoter(tiers, self._admitted.keys())
         self._restores = self._promoter.restores
         self._demoter = Demoter(tiers)
         self._forecasts = Forecasts()
@@ -113,7 +114,6 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
-        self._admitted: dict[Prefix, None] = {}
         self._room = Room(tiers, self._promoter, self._demoter, self._readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
@@ -130,7 +130,7 @@ class TieredCache:
     def arrive(self, prefix: Prefix) -> None:
         """Ask every tier for the whole chain of a queued request, and prefetch some of it."""
         self._tiers.note_tenant(prefix.tenant)
-        prefix.row.reset(len(prefix.hashes))
+        prefix.row.begin(len(prefix.hashes))
         self._ask_disk(prefix)
 
     def _ask_disk(self, prefix: Prefix) -> None:
@@ -218,7 +218,7 @@ class TieredCache:
         is_whole = len(found) == len(prefix.hashes) and prefix.row.first(State.COMING) < 0
         if is_whole and all(block.is_ready for block in found):
             prefix.blocks = found
-            prefix.row.reset(len(found), State.FOUND)
+            prefix.row.begin(len(found), State.FOUND)
         else:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
@@ -257,8 +257,8 @@ class TieredCache:
     def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
         tiers, block_hash = self._tiers, prefix.hashes[index]
-        if block_hash in prefix.overtaken:
-            return prefix.overtaken[block_hash]
+        if (why := prefix.row.lost.get(index)) is not None:
+            return why
         if index < prefix.num_present:
             if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
                 return "behind_lookback"
@@ -302,13 +302,13 @@ class TieredCache:
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
-        prefix.row.put_all(computed, State.COMPUTED)
+        prefix.row.compute(computed)
         num_steps = self._tiers.device_link.num_steps
         for index in computed:
             block = blocks[index]
             block.last_step = num_steps
             if block.source is not None:
-                prefix.overtaken[hashes[index]] = block.miss_reason or COMPUTED_SOONER
+                prefix.row.lost.setdefault(index, COMPUTED_SOONER)
             self._tiers.device.fill(block)
             block.source = None
         hashed = [index for index in computed if blocks[index].block_hash is not None]
@@ -329,7 +329,7 @@ class TieredCache:
             for index in part
         ]
         for entry in entries if prefix.records else ():
-            if prefix.overtaken.get(entry.block_hash) in STILL_ON_DISK:
+            if prefix.row.lost.get(entry.position) in STILL_ON_DISK:
                 self._note_copy_on_disk(entry, prefix.records.get(entry.block_hash), now)
         self._demoter.note_computed(self._tiers.catalog.add_all(entries))
 
@@ -351,7 +351,7 @@ class TieredCache:
         block = prefix.blocks[index]
         self._expire([block_hash])
         prefix.hashes.append(block_hash)
-        prefix.row.append(State.COMPUTED)
+        prefix.row.append_computed()
         if device.insert(block, block_hash, prefix.tenant) is block:
             self.complete(prefix, index, index + 1)
         else:
@@ -375,7 +375,7 @@ class TieredCache:
         self._restores.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
-        prefix.row.reset(len(prefix.hashes))
+        prefix.row.begin(len(prefix.hashes))
         prefix.forecast = None
         self._demoter.note_change()
 
@@ -630,11 +630,11 @@ class TieredCache:
         """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
         tiers, row, hashes = self._tiers, prefix.row, self._readable(prefix)
         for state in LOADABLE:
-            row.put_all(row.indices(state), State.COMPUTE)
+            row.leave(row.indices(state))
         for index, block_hash in enumerate(hashes):
             if prefix.records.get(block_hash) and not tiers.is_in_ram(block_hash):
                 is_coming = tiers.disk_link.is_coming(block_hash)
-                row.put(index, State.READING if is_coming else State.AT_DISK)
+                row.find(index, State.READING if is_coming else State.AT_DISK)
         self._restores.want(prefix, end=len(hashes))
 
     def _forget_disk(self) -> None:
@@ -658,32 +658,32 @@ class TieredCache:
         end, now = 0, tiers.clock.now()
         times_of = tiers.disk_link.times_of
         brought = {*row.indices(State.COMING)}  # while the request waited for room
-        row.reset(len(prefix.hashes))
+        row.begin(len(prefix.hashes))
         hashes = prefix.hashes[: len(chain)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
             record = records.get(block_hash) if records else None
             if block is not None:
                 if block.is_ready and index not in brought:
-                    row.put(index, State.FOUND)
+                    row.find(index, State.FOUND)
                 elif block.is_ready or block.is_copying:
-                    row.put(index, State.COMING)
+                    row.find(index, State.COMING)
                 elif tiers.disk_link.is_coming(block_hash):
-                    row.put(index, State.READING)
+                    row.find(index, State.READING)
                 else:
-                    row.put(index, State.SHARED)
+                    row.find(index, State.SHARED)
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     block.source = Tier.HOST if record is None else Tier.DISK
-                    row.put(index, State.AT_HOST)
+                    row.find(index, State.AT_HOST)
                 elif tiers.disk_link.is_coming(block_hash):
                     block.source = Tier.DISK
-                    row.put(index, State.READING)
+                    row.find(index, State.READING)
                 elif record and times_of(record).expires_at > now:
                     block.source = Tier.DISK
-                    row.put(index, State.AT_DISK)
+                    row.find(index, State.AT_DISK)
             if not block.is_ready and row[index] != State.COMPUTE:
                 end = index + 1
             blocks.append(block)

@@ -19,10 +19,10 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from tieredkv.cache.block import Block, Content
+from tieredkv.cache.block import Content
 from tieredkv.cache.plan import Demand, LinkLoad, Planner, Split
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.row import LOADABLE, State
@@ -43,7 +43,6 @@ class Restore:
         end: index behind the last block that it waits for, here or in a restore that it shares.
         give_up_at: when blocks that have not come from disk are computed; infinite while the
             request is queued.
-        pages: the pages of the blocks at the host by index, held while the request is admitted.
         split: blocks before it are computed; blocks from it on are left to the links. Nothing is
             loaded before the first plan.
         host_split: the same for the blocks at the host.
@@ -56,7 +55,6 @@ class Restore:
     prefix: Prefix
     end: int
     give_up_at: float
-    pages: dict[int, Block] = field(default_factory=dict)
     split: int = sys.maxsize
     host_split: int = sys.maxsize
     due_at: float = 0.0
@@ -162,8 +160,8 @@ class Restores:
             host = self._tiers.host
             in_host = prefix.row.indices(State.AT_HOST)
             pages = host.find(map(prefix.hashes.__getitem__, in_host))
-            restore.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}
-            host.acquire(restore.pages.values())
+            prefix.row.pages = {i: page for i, page in zip(in_host, pages, strict=True) if page}
+            host.acquire(prefix.row.pages.values())
 
     def forget(self, prefix: Prefix) -> None:
         """End the restore of a request; admitted requests that share its blocks take them over."""
@@ -175,7 +173,8 @@ class Restores:
             for other in self._restores.values():
                 if other.is_admitted:
                     self._hand_over(restore, other)
-        self._tiers.host.release(restore.pages.values())
+        self._tiers.host.release(prefix.row.pages.values())
+        prefix.row.pages = {}
 
     def _hand_over(self, restore: Restore, other: Restore) -> None:
         """Move the blocks that two requests share from a restore that ends to another one."""
@@ -189,16 +188,14 @@ class Restores:
                 for index in ending
                 if theirs.row[index] not in LOADABLE and self.is_open(ours.hashes[index])
             ]
-            ours.row.put_all(ending, State.COMPUTE)
-            theirs.row.put_all(passed, state)
+            ours.row.leave(ending)
+            theirs.row.take_over(passed, ours.row, state)
             if passed:
                 other.split = min(other.split, restore.split)
                 other.host_split = min(other.host_split, restore.host_split)
             for index in passed:
                 theirs.records[ours.hashes[index]] = ours.records.get(ours.hashes[index])
                 other.end = max(other.end, index + 1)
-                if state is State.AT_HOST:
-                    other.pages[index] = restore.pages.pop(index)
 
     # Plan
 
@@ -285,16 +282,16 @@ class Restores:
         reading = row.indices(State.READING)
         arrived = [index for index in reading if not self._is_awaited(hashes[index])]
         if arrived:
-            row.put_all(arrived, State.COMPUTE)
+            row.leave(arrived)
         if not restore.is_admitted:
             if not (restore.has(State.AT_DISK) or restore.has(State.READING)):
                 self.forget(restore.prefix)
             return
         for state in LOADABLE:
             while (index := row.first(state, 0, first)) >= 0:
-                row.put(index, State.COMPUTE)
-        late = [index for index in restore.pages if index < first]
-        self._tiers.host.release(restore.pages.pop(index) for index in late)
+                row.leave([index])
+        late = [index for index in row.pages if index < first]
+        self._tiers.host.release(row.pages.pop(index) for index in late)
         if first >= restore.end:
             self.forget(restore.prefix)
 
@@ -303,9 +300,13 @@ class Restores:
         is_computed = block is not None and block.content in (Content.COMPUTING, Content.READY)
         return tiers.disk_link.is_coming(block_hash) and not is_computed
 
-    def give_up_late(self) -> list[BlockHash]:
-        """Have blocks computed that have not come from disk in time; return their hashes."""
-        now, late = time.monotonic(), dict[BlockHash, None]()
+    def give_up_late(self) -> dict[BlockHash, int]:
+        """Have blocks computed that have not come from disk in time.
+
+        Returns:
+            Their indices in their chains by hash.
+        """
+        now, late = time.monotonic(), dict[BlockHash, int]()
         for restore in self._restores.values():
             if now >= restore.give_up_at:
                 restore.is_given_up = True
@@ -313,9 +314,9 @@ class Restores:
                 for state in (State.AT_DISK, State.READING):
                     for index in row.indices(state):
                         if self.is_open(block_hash := restore.prefix.hashes[index]):
-                            late[block_hash] = None
-                    row.put_all(row.indices(state), State.COMPUTE)
-        return list(late)
+                            late[block_hash] = index
+                    row.leave(row.indices(state))
+        return late
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -323,7 +324,8 @@ class Restores:
             raise IntegrityError("the order of the restores is not one of all of them")
         for restore in self._restores.values():
             in_host = restore.prefix.row.indices(State.AT_HOST)
-            if restore.is_admitted and not restore.pages.keys() >= set(in_host):
+            pages = restore.prefix.row.pages
+            if restore.is_admitted and not pages.keys() >= set(in_host):
                 raise IntegrityError("the pages of a restore are not those that it wants")
-            if any(page.ref_count < 1 for page in restore.pages.values()):
+            if any(page.ref_count < 1 for page in pages.values()):
                 raise IntegrityError("a page is wanted, but not held")

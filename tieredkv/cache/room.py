@@ -16,7 +16,6 @@ from tieredkv.cache.block import Block
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
-from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.types import BlockHash, Tier
 
@@ -236,7 +235,7 @@ class Room:
             block_hash = page.block_hash
             assert block_hash is not None, page
             device.insert(block, block_hash, prefix.tenant)
-            prefix.row.put(index, State.COMING)
+            prefix.row.copy([index])
             source = Tier.HOST if prefix.records.get(block_hash) is None else Tier.DISK
             promoter.queue_copy(page, block, source)
         if blocks:

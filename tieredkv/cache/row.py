@@ -12,6 +12,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from tieredkv.cache.block import Block
 from tieredkv.cache.stretches import Stretches
 
 
@@ -45,16 +46,26 @@ LOADABLE = (State.AT_HOST, State.AT_DISK, State.READING)
 
 
 class Row:
-    """The states of a chain's blocks.
+    """The states of a chain's blocks, and what belongs to them.
+
+    Its methods are the only ones that change a state. What other requests, or the tiers, do to a
+    block meanwhile is taken in before the next plan, and when the block is moved.
 
     Args:
         num_blocks: length of the chain; all its blocks are to be computed.
+
+    Attributes:
+        pages: the pages of the blocks at the host by index, held for the request. A page of a block
+            that is there no more is released before the next plan.
+        lost: blocks that a slower tier had and that have to be computed, each with the reason.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._states = bytearray([State.COMPUTE]) * num_blocks
         self._known: dict[State, Sequence[int]] = {}
         self._there: Stretches | None = None
+        self.pages: dict[int, Block] = {}
+        self.lost: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -62,22 +73,72 @@ class Row:
     def __getitem__(self, index: int) -> int:
         return self._states[index]
 
-    def put(self, index: int, state: State) -> None:
-        """Change the state of one block."""
+    # Changes
+
+    def begin(self, num_blocks: int, state: State = State.COMPUTE) -> None:
+        """Begin anew with a chain of this length, all of it in one state."""
+        assert not self.pages, "pages are held"
+        self._states = bytearray([state]) * num_blocks
+        self._note_change()
+
+    def append_computed(self) -> None:
+        """Add a block that generated tokens have filled."""
+        self._states.append(State.COMPUTED)
+        self._note_change()
+
+    def find(self, index: int, state: State) -> None:
+        """Note what a tier, VRAM, a link or another request has of a block."""
+        if self.lost and state in LOADABLE:
+            self.lost.pop(index, None)
         self._states[index] = state
         self._note_change()
 
-    def put_all(self, indices: Iterable[int], state: State) -> None:
-        """Change the state of some blocks."""
+    def read(self, index: int) -> None:
+        """Note that a block on disk is being read."""
+        assert self._states[index] == State.AT_DISK, index
+        self.find(index, State.READING)
+
+    def copy(self, indices: Iterable[int]) -> None:
+        """Note that blocks are being copied to VRAM."""
+        self._put(indices, State.COMING)
+
+    def leave(self, indices: Iterable[int]) -> None:
+        """Have blocks computed, unless somebody has done so; no link brings them for this request.
+
+        A page of theirs stays held until it is taken out of `pages`.
+        """
+        self._put(indices, State.COMPUTE)
+
+    def lose(self, index: int, why: str) -> None:
+        """Have a block computed that a slower tier had, and note why."""
+        self.lost[index] = why
+        if self._states[index] in (State.SHARED, *LOADABLE):
+            self.leave([index])
+
+    def compute(self, indices: Iterable[int]) -> None:
+        """Note that the request has computed blocks."""
+        self._put(indices, State.COMPUTED)
+
+    def take_over(self, indices: Iterable[int], other: "Row", state: State) -> None:
+        """Have blocks loaded for this request that were to be loaded for one that ends."""
+        for index in indices:
+            if state is State.AT_HOST:
+                self.pages[index] = other.pages.pop(index)
+            self._states[index] = state
+        self._note_change()
+
+    def _put(self, indices: Iterable[int], state: State) -> None:
         states = self._states
         for index in indices:
             states[index] = state
         self._note_change()
 
-    def append(self, state: State) -> None:
-        """Add a block behind the others."""
-        self._states.append(state)
-        self._note_change()
+    def _note_change(self) -> None:
+        if self._known:
+            self._known = {}
+        self._there = None
+
+    # Questions
 
     def first(self, state: State, begin: int = 0, end: int | None = None) -> int:
         """Return the first block of `[begin, end)` in a state; -1 if there is none."""
@@ -109,16 +170,6 @@ class Row:
     def lacking(self) -> Sequence[int]:
         """All other blocks, ascending."""
         return _where(np.frombuffer(bytes(self._states), np.uint8) > State.COMING)
-
-    def reset(self, num_blocks: int, state: State = State.COMPUTE) -> None:
-        """Put all blocks of a chain of this length into one state."""
-        self._states = bytearray([state]) * num_blocks
-        self._note_change()
-
-    def _note_change(self) -> None:
-        if self._known:
-            self._known = {}
-        self._there = None
 
     @property
     def awaited(self) -> list[int]:
