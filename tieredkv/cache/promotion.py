@@ -344,6 +344,8 @@ class Promoter:
                 reason = "expired"
             elif page.block_hash is None:
                 reason = "evicted"  # by an operator, during the read
+        index = read.lent.position
+        assert index is not None, "a chain is known"
         if life is not None and not reason:
             tiers.catalog.add(tiers.catalog.entry_of(read.lent, life))
             page.source = Tier.DISK
@@ -351,6 +353,7 @@ class Promoter:
             tiers.device.look_again(block_hash)
             block = tiers.device.lookup(block_hash)
             is_wanted = self._copy_if_wanted(page, block_hash, Tier.DISK)
+            self.restores.note_read(block_hash, index, is_copying=is_wanted)
             if (
                 not is_wanted
                 and block is not None
@@ -360,9 +363,9 @@ class Promoter:
         else:
             count_failure(tiers.counters.load_failures, reason, _FAILED)
             told = _MISS_REASONS.get(reason, "corrupt")
-            assert read.lent.position is not None, "a chain is known"
             tiers.catalog.departed.note(block_hash, told, read.known.expires_at)
-            self._lose(block_hash, read.lent.position, told)
+            self._lose(block_hash, index, told)
+            self.restores.note_read(block_hash, index, is_copying=False)
             if (entry := tiers.catalog.get(block_hash)) is not None:  # it was computed meanwhile
                 tiers.catalog.note_not_on_disk(entry)
                 for pool in tiers.pools.values():

@@ -276,6 +276,16 @@ class Restores:
                     end = last = found
         return end
 
+    def note_read(self, block_hash: BlockHash, index: int, *, is_copying: bool) -> None:
+        """Note for all who wait for a block that its read has ended, and whether it is copied."""
+        for restore in self._restores.values():
+            prefix = restore.prefix
+            if prefix.row.is_at(index, State.READING) and prefix.has_at(index, block_hash):
+                if is_copying and restore.is_admitted:
+                    prefix.row.copy([index])
+                else:
+                    prefix.row.leave([index])
+
     def _tidy(self, restore: Restore, first: int) -> None:
         """Drop the blocks before `first`, which are computed, and those that took too long."""
         hashes, row = restore.prefix.hashes, restore.prefix.row
