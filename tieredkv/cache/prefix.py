@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tieredkv.cache.block import Block
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.forecasts import Forecast
+from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
 from tieredkv.cache.row import Row, State
 from tieredkv.errors import IntegrityError
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
@@ -41,7 +42,8 @@ class Prefix:
         read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
         blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
-        row: the state of each full block.
+        groups: of the model's layers, by what a hit needs of them.
+        rows: for each group the state of each full block.
         forecast: of its first token; None before it is admitted, and unless `restore` is `auto`.
         records: blocks that the disk was asked for, each with its sealed record as the disk stores
             it; None if the disk has not returned one.
@@ -61,7 +63,8 @@ class Prefix:
     read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    row: Row = field(init=False)
+    groups: Sequence[KVGroup] = (PREFIX,)
+    rows: list[Row] = field(init=False)
     forecast: Forecast | None = None
     records: dict[BlockHash, bytes | None] = field(default_factory=dict)
     lookup_job: int | None = None
@@ -71,7 +74,12 @@ class Prefix:
     prefetched: list[BlockHash] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.row = Row(len(self.hashes))
+        self.rows = [Row(len(self.hashes)) for _ in self.groups]
+
+    @property
+    def row(self) -> Row:
+        """The states of the blocks of the first group, the only one that is served yet."""
+        return self.rows[0]
 
     @property
     def tenant(self) -> bytes:
@@ -96,16 +104,39 @@ class Prefix:
         return origins
 
     def check(self) -> None:
-        """Raise IntegrityError if a state of an admitted request contradicts its block."""
-        if len(self.row) != len(self.hashes):
-            raise IntegrityError(f"{len(self.hashes)} blocks have {len(self.row)} states")
-        for index in range(len(self.row)):
-            block, state = self.blocks[index], State(self.row[index])
+        """Raise IntegrityError if a state of an admitted request contradicts its block or page."""
+        row = self.row
+        if any(len(each) != len(self.hashes) for each in self.rows):
+            raise IntegrityError(f"{len(self.hashes)} blocks have {[*map(len, self.rows)]} states")
+        if not row.pages.keys() >= {*row.indices(State.AT_HOST)}:
+            raise IntegrityError("a block is at the host, but the request holds no page of it")
+        if any(page.ref_count < 1 for page in row.pages.values()):
+            raise IntegrityError("a page is wanted, but not held")
+        for index, block in enumerate(self.blocks[: len(row)]):
+            state = State(row[index])
+            if block.ref_count < 1:
+                raise IntegrityError(f"{block} is in a block table, but not held")
             if block.block_hash is None:  # it was dropped, or another block has its hash
                 continue
+            if block.block_hash != self.hashes[index]:
+                raise IntegrityError(f"{block} is not block {index} of the chain")
             is_there = state in (State.FOUND, State.COMPUTED)
             if (is_there and not block.is_ready) or (state is State.COMING and block.is_open):
                 raise IntegrityError(f"{block} is {state.name} for a request")
+
+    def hit_end(self, missing: Sequence[Sequence[int]]) -> int:
+        """Return where a hit ends.
+
+        Where every layer attends to all tokens and a hit may end anywhere, this is the end of the
+        chain: blocks that are missing before it are computed.
+
+        Args:
+            missing: for each group the blocks that no tier has, ascending.
+        """
+        if self.read_ends is None and all(group is PREFIX for group in self.groups):
+            return len(self.hashes)
+        ends = range(len(self.hashes) + 1) if self.read_ends is None else self.read_ends
+        return hit_end(self.groups, missing, ends)
 
     def was_computed_sooner(self, index: int) -> bool:
         """Return whether a block was computed though a slower tier had it, to have it sooner."""

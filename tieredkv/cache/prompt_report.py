@@ -3,10 +3,12 @@
 Numbers in, a report out: this module knows neither the tiers' contents nor tokens.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tieredkv.cache.groups import PREFIX, hit_end
 from tieredkv.cache.plan import Demand, LinkLoad, Planner
 from tieredkv.cache.stretches import stretches
 from tieredkv.pieces import Pieces
@@ -68,7 +70,7 @@ def report(
     if num_found < len(sources):
         reason = yield from why_missed(num_found)
     if read_ends is not None:
-        diverges = max((end for end in read_ends if end <= num_found), default=0)
+        diverges = hit_end([PREFIX], [range(num_found, sys.maxsize)], read_ends)
         sources = [*sources[:diverges], *[None] * (len(sources) - diverges)]
         reason = "behind_lookback" if diverges < num_found else reason
     counts = {tier: block_size * list(sources).count(tier) for tier in Tier}

@@ -15,6 +15,7 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
+import sys
 import time
 from array import array
 from bisect import bisect_left
@@ -705,4 +706,5 @@ class TieredCache:
         if tiers.can_load:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
-        return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
+        # What is missing behind the first block that is missing changes no end of a hit.
+        return hashes[: prefix.hit_end([range(num_found, sys.maxsize)])]

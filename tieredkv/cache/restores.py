@@ -110,8 +110,8 @@ class RequestProgress(NamedTuple):
 class Restores:
     """The restores of all requests, and how they are divided between computing and loading.
 
-    Invariant (`check`): an admitted restore holds the pages of its blocks at the host. Those of
-    blocks that were computed instead are released by the next plan.
+    Invariants (`check`): a block that a request waits for as being read is being read; only an
+    admitted request holds pages.
 
     Attributes:
         order: all restores, in the order in which they are loaded.
@@ -333,9 +333,9 @@ class Restores:
         if Counter(self.order) != Counter(self._restores.values()):
             raise IntegrityError("the order of the restores is not one of all of them")
         for restore in self._restores.values():
-            in_host = restore.prefix.row.indices(State.AT_HOST)
-            pages = restore.prefix.row.pages
-            if restore.is_admitted and not pages.keys() >= set(in_host):
-                raise IntegrityError("the pages of a restore are not those that it wants")
-            if any(page.ref_count < 1 for page in pages.values()):
-                raise IntegrityError("a page is wanted, but not held")
+            prefix = restore.prefix
+            reading = (prefix.hashes[index] for index in prefix.row.indices(State.READING))
+            if not all(map(self._tiers.disk_link.is_reading, reading)):
+                raise IntegrityError("a request waits for a read that has ended")
+            if prefix.row.pages and not restore.is_admitted:
+                raise IntegrityError("a request holds pages, but is not admitted")

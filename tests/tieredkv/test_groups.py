@@ -1,0 +1,109 @@
+"""A hit ends where the needs of every group of layers are met, and what follows it is right.
+
+The model here has one layer that attends to all tokens, and one above it with a window of two
+blocks. The keys of a block in the second layer depend on the first layer's output, so that wrong
+keys anywhere give wrong keys behind them.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredkv.cache.groups import PREFIX, KVGroup, hit_end
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.row import State
+from tieredkv.types import BlockHash
+
+TAIL = KVGroup(tail_blocks=2)
+GROUPS = (PREFIX, TAIL)
+Keys = tuple[int, ...]
+
+
+class FakeModel:
+    """Computes the keys of one block after another, from those that it is given."""
+
+    def compute(self, index: int, token: int, keys: list[dict[int, int]]) -> tuple[int, int]:
+        """Return the keys of a block for both layers.
+
+        Args:
+            index: of the block.
+            token: what it holds.
+            keys: those of blocks before it, by layer and index.
+        """
+        full, tail = keys
+        seen = tuple(full[each] for each in range(index))
+        windowed = tuple(tail[each] for each in range(max(0, index - 2), index))
+        return hash((token, index)), hash((token, seen, windowed))
+
+    def cold(self, tokens: list[int]) -> list[tuple[int, int]]:
+        """Return the keys of all blocks, computed from the first one on."""
+        keys: list[dict[int, int]] = [{}, {}]
+        for index, token in enumerate(tokens):
+            for layer, made in zip(keys, self.compute(index, token, keys), strict=True):
+                layer[index] = made
+        return [(keys[0][index], keys[1][index]) for index in range(len(tokens))]
+
+
+def chain_of(tokens: list[int]) -> Prefix:
+    hashes = [BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens))]
+    return Prefix(BlockHash(b"root"), b"ns", hashes, [], groups=GROUPS)
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=6),
+    evictions=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 40)), max_size=40),
+)
+def test_requests_find_the_largest_hit_that_both_layers_can_continue_from(
+    prompts: list[list[int]], evictions: list[tuple[int, int]]
+) -> None:
+    model, stored = FakeModel(), [dict[BlockHash, int](), dict[BlockHash, int]()]
+    for tokens in prompts:
+        chain, cold = chain_of(tokens), model.cold(tokens)
+        missing = [
+            [index for index, each in enumerate(chain.hashes) if each not in layer]
+            for layer in stored
+        ]
+        end = chain.hit_end(missing)
+        keys: list[dict[int, int]] = [{}, {}]
+        for group, row, layer, made in zip(GROUPS, chain.rows, stored, keys, strict=True):
+            for index in group.needs(end):
+                row.find(index, State.FOUND)
+                made[index] = layer[chain.hashes[index]]
+        for larger in range(end + 1, len(tokens) + 1):
+            needed = [{*group.needs(larger)} for group in GROUPS]
+            assert any(a & {*b} for a, b in zip(needed, missing, strict=True)), "a larger hit"
+        for index in range(end, len(tokens)):
+            made_now = model.compute(index, tokens[index], keys)
+            assert made_now == cold[index]
+            for row, layer, made, one in zip(chain.rows, stored, keys, made_now, strict=True):
+                row.compute([index])
+                made[index] = layer[chain.hashes[index]] = one
+        full, tail = chain.rows
+        assert [*full.indices(State.FOUND)] == [*range(end)]
+        assert [*tail.indices(State.FOUND)] == [*range(max(0, end - 2), end)]
+        computed = [[*row.indices(State.COMPUTED)] for row in chain.rows]
+        assert computed == [[*range(end, len(tokens))]] * 2
+        while evictions and stored[0]:
+            which, number = evictions.pop()
+            if held := sorted(stored[which]):
+                del stored[which][held[number % len(held)]]
+            if number % 3 == 0:
+                break
+
+
+def test_a_layer_with_a_window_needs_the_last_blocks_only() -> None:
+    assert [*TAIL.needs(5)] == [3, 4] and [*TAIL.needs(1)] == [0] and not TAIL.needs(0)
+    assert [*PREFIX.needs(3)] == [0, 1, 2]
+    assert hit_end(GROUPS, [[4], [0, 1]], range(6)) == 4, "the head is behind the window"
+    assert hit_end(GROUPS, [[4], [0, 1, 3]], range(6)) == 0, "no window is whole"
+
+
+def test_only_given_ends_count_and_without_any_nothing_is_found() -> None:
+    assert hit_end([PREFIX], [[3]], [1, 4]) == 1
+    assert hit_end([PREFIX], [[]], []) == 0
+
+
+def test_where_all_layers_attend_to_all_tokens_a_chain_may_have_holes() -> None:
+    chain = Prefix(BlockHash(b"root"), b"ns", [BlockHash(b"a"), BlockHash(b"b")], [])
+    assert chain.hit_end([[0]]) == 2
+    chain.read_ends = [0, 1, 2]
+    assert chain.hit_end([[1]]) == 1
