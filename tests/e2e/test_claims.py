@@ -88,7 +88,7 @@ def pass_time(shared_llm: LLM) -> Callable[[float], None]:
     clock = shared_llm.core.parts.tiers.clock
     start = clock.now() + 48 * HOUR_S
     clock.advance_to(start)
-    shared_llm.core.cache.expire_due()
+    shared_llm.core.cache._expiry.sweep()
     assert shared_llm.core.parts.tiers.catalog.entries() == []
     return lambda moment: clock.advance_to(start + moment)
 

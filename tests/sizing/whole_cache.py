@@ -134,9 +134,9 @@ class WholeCache:
         """Serve a request; return where each block was."""
         self.clock.moment = START + now
         cache, tiers = self.cache, self.tiers
-        cache.expire_due()
+        cache._expiry.sweep()
         while tiers.catalog.is_behind:
-            cache.expire_due()
+            cache._expiry.sweep()
         if self.disk is not None:
             self.disk.index.sweep(self.clock.moment)
         hashes = [BlockHash(each.to_bytes(32, "little")) for each in ids]

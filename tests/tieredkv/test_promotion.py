@@ -303,7 +303,7 @@ def test_a_page_that_goes_before_it_is_copied_up_was_evicted_by_an_operator_or_h
         rig.evict(lambda entry: True)
     else:
         rig.clock.moment += DAY_S
-        rig.cache.expire_due()
+        rig.cache._expiry.sweep()
     rig.admitted.append(prefix)
     rig.turn()
     assert rig.compute(prefix) == 2

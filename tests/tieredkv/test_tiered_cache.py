@@ -858,7 +858,7 @@ def test_nothing_expired_is_served_though_the_sweep_has_not_come_to_it() -> None
     for name in "abcd":
         assert rig.run(name, 50, "in_memory") == 50
     rig.clock.moment += 600.0
-    rig.cache.expire_due()
+    rig.cache._expiry.sweep()
     assert rig.cache.has_more and rig.tiers.counters.expired_blocks < 200
     for name in "dcba":
         assert rig.run(name, 50, "in_memory") == 50, name

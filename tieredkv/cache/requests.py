@@ -15,28 +15,27 @@ Who owns a device block, by its state:
 Called by the engine's thread only.
 """
 
-import sys
 import time
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tieredkv.cache.block import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.counters import COMPUTED_SOONER
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.departures import Departures
 from tieredkv.cache.disk_link import Read, Write
 from tieredkv.cache.draining import Drainer
+from tieredkv.cache.expiry import Expiry
 from tieredkv.cache.forecasts import Forecasts
+from tieredkv.cache.hits import Hits
 from tieredkv.cache.lookups import ANSWER_S, Lookups
 from tieredkv.cache.operations import Operations
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.restores import RequestProgress
 from tieredkv.cache.room import Room
-from tieredkv.cache.row import LOADABLE, State
+from tieredkv.cache.row import State
 from tieredkv.cache.tiers import Tiers
 from tieredkv.cache.touches import Touches
 from tieredkv.errors import IntegrityError
@@ -44,12 +43,6 @@ from tieredkv.tier import ControlRequest, Gone, LookupDone, Restarted
 from tieredkv.types import BlockHash, Progress, Tier, ignore_progress
 
 __all__ = ["Admission", "Drained", "RequestProgress", "TieredCache"]
-
-MAX_EXPIRED = 64
-"""Queued blocks that one step examines for expiry; the next step continues with the others."""
-
-NUM_SAMPLED = 16
-"""Blocks of a chain that are looked up to tell which part of it RAM holds."""
 
 STILL_ON_DISK = (None, COMPUTED_SOONER, "load_timeout")
 """Reasons of `Row.lost` for which the copy on disk is good; None of other blocks."""
@@ -115,7 +108,9 @@ class TieredCache:
         self._touches = Touches(tiers, self._demoter)
         self._drainer = Drainer(tiers, self._demoter, self.poll)
         self._lookups = Lookups(tiers)
-        self._room = Room(tiers, self._promoter, self._demoter, self._readable, self.poll)
+        self._hits = Hits(tiers, self._restores)
+        self._expiry = Expiry(tiers)
+        self._room = Room(tiers, self._promoter, self._demoter, self._hits.readable, self.poll)
         self.operations = Operations(tiers, self._promoter, self._demoter, self._departures)
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
@@ -147,24 +142,8 @@ class TieredCache:
         return self._lookups.is_settled(prefix)
 
     def num_held(self, prefix: Prefix) -> int:
-        """Return how many blocks at the head of a chain need no computing, by and large.
-
-        They are those that some tier holds, or soon will. Blocks on disk count once the disk has
-        told of them, and as one half each: a part of them is computed, and they take room that
-        others have. A chain is evicted from its tail, so that the end of its head is found by
-        bisection; which part of that RAM holds is told by a sample.
-        """
-        device, host, records = self._tiers.device.lookup, self._tiers.host.lookup, prefix.records
-
-        def is_missing(block_hash: BlockHash) -> bool:
-            return not (device(block_hash) or host(block_hash) or records.get(block_hash))
-
-        num_found = bisect_left(prefix.hashes, True, key=is_missing)
-        if not records or not num_found:
-            return num_found
-        sample = prefix.hashes[: num_found : -(-num_found // NUM_SAMPLED)]
-        num_in_ram = sum(1 for each in sample if device(each) or host(each))
-        return num_found * (len(sample) + num_in_ram) // (2 * len(sample))
+        """Return how many blocks at the head of a chain need no computing; see `Hits`."""
+        return self._hits.num_held(prefix)
 
     # Room for requests
 
@@ -205,8 +184,8 @@ class TieredCache:
         self._ask_disk(prefix)
         if not self._lookups.is_settled(prefix):
             return self._refusal(prefix)
-        self._expire(prefix.hashes)
-        chain = device.find(self._readable(prefix))
+        self._expiry.drop_among(prefix.hashes)
+        chain = device.find(self._hits.readable(prefix))
         found = [block for block in chain if block is not None]
         device.acquire(found)
         num_fresh = num_blocks - len(found)
@@ -221,7 +200,7 @@ class TieredCache:
             prefix.blocks = found
             prefix.row.begin(len(found), State.FOUND)
         else:
-            self._take_chain(prefix, chain, rest)
+            self._hits.take(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
         self._admitted[prefix] = None
@@ -257,17 +236,7 @@ class TieredCache:
 
     def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
-        tiers, block_hash = self._tiers, prefix.hashes[index]
-        if (why := prefix.row.lost.get(index)) is not None:
-            return why
-        if index < prefix.num_present:
-            if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
-                return "behind_lookback"
-            # With this block, a hit could have ended behind it.
-            block_hash = prefix.hashes[prefix.num_present]
-        if not tiers.can_load and (prefix.records.get(block_hash) or tiers.host.lookup(block_hash)):
-            return "loads_off"
-        return tiers.catalog.departed.why(block_hash, tiers.clock.now())
+        return self._hits.why_missed(prefix, index)
 
     def answers_until(self, num_waiting: int) -> float:
         """Return until when (monotonic) what the disk answers is worth waiting for; 0.0 if not.
@@ -350,7 +319,7 @@ class TieredCache:
         """
         device, index = self._tiers.device, len(prefix.hashes)
         block = prefix.blocks[index]
-        self._expire([block_hash])
+        self._expiry.drop_among([block_hash])
         prefix.hashes.append(block_hash)
         prefix.row.append_computed()
         if device.insert(block, block_hash, prefix.tenant) is block:
@@ -485,36 +454,11 @@ class TieredCache:
     def pump(self) -> None:
         """Expire blocks, ask the disk, load and demote ahead of need; called once a step."""
         self._lookups.ask_deferred()
-        self.expire_due()
+        self._expiry.sweep()
         self._departures.pump()
         if self._promoter.pump():
             self._demoter.note_change()
         self._demoter.pump()
-
-    def expire_due(self) -> None:
-        """Drop expired blocks, a bounded number per call, and end pins whose time is over."""
-        tiers, now = self._tiers, self._tiers.clock.now()
-        aged: list[BlockHash] = []
-        for entry in tiers.catalog.due(now, MAX_EXPIRED):
-            if tiers.catalog.is_expired(entry, now):
-                self._drop_expired(entry)
-            else:
-                aged.append(entry.block_hash)
-        for pool in tiers.pools.values():
-            pool.touch(aged)
-
-    def _expire(self, hashes: Sequence[BlockHash]) -> None:
-        """Drop expired blocks among `hashes`, even if the sweep has not reached them yet."""
-        catalog, now = self._tiers.catalog, self._tiers.clock.now()
-        self.expire_due()
-        if catalog.is_behind:
-            for entry in filter(None, map(catalog.get, hashes)):
-                if catalog.is_expired(entry, now):
-                    self._drop_expired(entry)
-
-    def _drop_expired(self, entry: Entry) -> None:
-        self._tiers.drop(entry.block_hash, "ttl")
-        self._tiers.counters.expired_blocks += 1
 
     @property
     def has_more(self) -> bool:
@@ -625,18 +569,7 @@ class TieredCache:
         else:
             if self.num_free < len(prefix.hashes):
                 self._touches.keep_on_disk(event.found)
-            self._prefetch(prefix)
-
-    def _prefetch(self, prefix: Prefix) -> None:
-        """Have all blocks read for a queued request that the disk has told of and RAM lacks."""
-        tiers, row, hashes = self._tiers, prefix.row, self._readable(prefix)
-        for state in LOADABLE:
-            row.leave(row.indices(state))
-        for index, block_hash in enumerate(hashes):
-            if prefix.records.get(block_hash) and not tiers.is_in_ram(block_hash):
-                is_coming = tiers.disk_link.is_coming(block_hash)
-                row.find(index, State.READING if is_coming else State.AT_DISK)
-        self._restores.want(prefix, end=len(hashes))
+            self._hits.prefetch(prefix)
 
     def _forget_disk(self) -> None:
         """Count no block as being on disk, since another worker has started."""
@@ -645,66 +578,3 @@ class TieredCache:
         for pool in self._tiers.pools.values():
             pool.forget_looks()
         self._demoter.note_change()
-
-    def _take_chain(
-        self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]
-    ) -> None:
-        """Fill a request's table with the blocks that were found and with fresh blocks.
-
-        Fresh blocks are filled from the fastest tier that has their bytes, if any has. Blocks
-        behind `chain`, which may not be hits, are computed.
-        """
-        tiers, tenant = self._tiers, prefix.tenant
-        records, blocks, row = prefix.records, prefix.blocks, prefix.row
-        end, now = 0, tiers.clock.now()
-        times_of = tiers.disk_link.times_of
-        brought = {*row.indices(State.COMING)}  # while the request waited for room
-        row.begin(len(prefix.hashes))
-        hashes = prefix.hashes[: len(chain)]
-        pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
-        for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
-            record = records.get(block_hash) if records else None
-            if block is not None:
-                if block.is_ready and index not in brought:
-                    row.find(index, State.FOUND)
-                elif block.is_ready or block.is_copying:
-                    row.find(index, State.COMING)
-                elif tiers.disk_link.is_coming(block_hash):
-                    row.find(index, State.READING)
-                else:
-                    row.find(index, State.SHARED)
-            else:
-                block = next(fresh)
-                tiers.device.insert(block, block_hash, tenant)
-                if page is not None and page.is_ready:
-                    block.source = Tier.HOST if record is None else Tier.DISK
-                    row.find(index, State.AT_HOST)
-                elif tiers.disk_link.is_coming(block_hash):
-                    block.source = Tier.DISK
-                    row.find(index, State.READING)
-                elif record and times_of(record).expires_at > now:
-                    block.source = Tier.DISK
-                    row.find(index, State.AT_DISK)
-            if not block.is_ready and row[index] != State.COMPUTE:
-                end = index + 1
-            blocks.append(block)
-        for block_hash in prefix.hashes[len(chain) :]:
-            blocks.append(next(fresh))
-            tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self._restores.want(prefix, end=end)
-
-    def _readable(self, prefix: Prefix) -> list[BlockHash]:
-        """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
-
-        Without `read_ends` this is the whole chain. Blocks that are being computed or loaded for
-        other requests count as present.
-        """
-        if prefix.read_ends is None:
-            return prefix.hashes
-        tiers, hashes = self._tiers, prefix.hashes
-        missing = tiers.device.missing(hashes)
-        if tiers.can_load:
-            missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
-        num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
-        # What is missing behind the first block that is missing changes no end of a hit.
-        return hashes[: prefix.hit_end([range(num_found, sys.maxsize)])]
